@@ -30,7 +30,7 @@ from miles_core.contracts.trainer import Context
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_cpu_kernels import attention, experts, kernels, library
-from miles_cpu_kernels.table import compiled
+from miles_cpu_kernels.table import add_kernels
 from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.cache import Cache
 from miles_embedded.engine.cached_rows import CachedRows
@@ -167,7 +167,9 @@ def both(call: Call, inputs: Sequence[Tensor]) -> tuple[Step, Step]:
     """One layer's attention by torch, and with the kernels."""
     layer = nn.Identity()
     layer.layer_idx = 0
-    one, two = (partial(table.attention, call, layer, *inputs, DIM**-0.5, None) for table in (TORCH, compiled(TORCH)))
+    one, two = (
+        partial(table.attention, call, layer, *inputs, DIM**-0.5, None) for table in (TORCH, add_kernels(TORCH))
+    )
     return one, two
 
 

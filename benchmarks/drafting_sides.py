@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.backend import Request, Sampling
+from miles_core.engine import Request, Sampling
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_speculative.decoder import SpeculativeDecoder

@@ -25,8 +25,9 @@ import torch
 from measure import finish, installed, options
 from sglang_engine import make_model
 
-from miles_core.backend import Codec, Request, Sampling
 from miles_core.data.unit import Unit
+from miles_core.engine import Request, Sampling
+from miles_core.format import Codec
 from miles_core.precision.product import Products
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings

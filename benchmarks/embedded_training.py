@@ -1,9 +1,16 @@
 """A step of the embedded trainer on one GPU: seconds, share of the BF16 peak, and its kernels, with ``miles_embedded.kernels`` and without.
 
 32 prompts x 8 samples of 64 + 256 tokens on the random BF16 models of ``sglang_engine.py``; the samples of a group share their prompt.
+<<<<<<< HEAD
 The share counts 6 operations per parameter in use (of experts the chosen ones; no embedding) and computed token, and 12 per layer, query
 width and pair of query and key, nothing twice, against the dense peak of the data sheet. Sides take turns in one process. ``torch`` keeps
 the kernels that merge attention to a shared prompt. The last line is one JSON object.
+=======
+The share counts 6 operations per parameter in use (of experts the chosen ones; no embedding) and computed token, 12 per layer, query
+width and pair of query and key, nothing twice, against the dense peak of the data sheet.
+``torch`` is the same trainer without ``miles_embedded.kernels``.
+Sides take turns in one process. The last line is one JSON object.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -21,7 +28,8 @@ from embedded_rollout import Result, breakdown
 from measure import finish, installed, options
 from sglang_engine import EXPERTS, VOCABULARY, make_model
 
-from miles_core.backend import Callbacks, Sample, collate
+from miles_core.data import Sample, collate
+from miles_core.trainer import Callbacks
 from miles_embedded.model.load import load_model
 from miles_embedded.model.operations import TORCH, use_operations
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig

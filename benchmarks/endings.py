@@ -39,7 +39,7 @@ PLUGIN = r"""
 import json, os, signal, subprocess, sys
 from contextlib import suppress
 from pathlib import Path
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 import miles_embedded.model.export as exporting
 
 HERE = Path(__file__).parent
@@ -100,11 +100,11 @@ def on_save(run, policy):
     if policy is not None:
         reached(run.step, "save")
 
-place = exporting.place
-def placed(work, final, *rest):
+move_into_place = exporting.move_into_place
+def move_after_signal(work, final, *rest):
     reached(AT["export"], "export")
-    place(work, final, *rest)
-exporting.place = placed
+    move_into_place(work, final, *rest)
+exporting.move_into_place = move_after_signal
 """
 
 

@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from miles_core import Facts
+from miles_core.plugin import Facts
 from miles_core.plugin.detect import config_facts
 from miles_core.plugin.model_config import model_config
 from miles_embedded.manifest import review

@@ -46,7 +46,7 @@ FIRST, GAP = 2, 2  # the step of the first kill, when a checkpoint is there, and
 PLUGIN = r"""
 import json, os, re, signal, time
 from pathlib import Path
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 HERE = Path(__file__).parent
 VICTIM, PHASE, DEADLINE = json.loads((HERE / "fault.json").read_text())

@@ -37,7 +37,7 @@ HEARTBEAT = {"apart": 0.5, "ray": 5.0}
 PLUGIN = r"""
 import asyncio, hashlib, json, os, random, re, signal, threading, time
 from pathlib import Path
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 HERE = Path(__file__).parent
 RUNTIME, KILLS, SEED, GAP = json.loads((HERE / "fault.json").read_text())

@@ -55,7 +55,7 @@ def make_trainer(checkpoint: Path, sizes: dict[str, Any]) -> Any:
     import torch
     import torch.distributed as dist
 
-    from miles_core.backend import Callbacks, OptimizerConfig
+    from miles_core.trainer import Callbacks, OptimizerConfig
     from miles_megatron import families
     from miles_megatron.sizes import Sizes
     from miles_megatron.trainer.groups import start_groups

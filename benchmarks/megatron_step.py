@@ -105,7 +105,7 @@ def make_batch(count: int, length: int, vocabulary: int) -> Any:
     """Samples of one length, all tokens but 8 trained on."""
     import torch
 
-    from miles_core.backend import Sample, collate
+    from miles_core.data import Sample, collate
 
     generator = torch.Generator().manual_seed(0)
     samples = []
@@ -119,7 +119,7 @@ def make_batch(count: int, length: int, vocabulary: int) -> Any:
 
 def loss(output: Any, micro: Any, ctx: Any) -> Any:
     """Sum of column ``weight`` times log-prob: the work of any policy loss."""
-    from miles_core.backend import Loss
+    from miles_core.trainer import Loss
 
     return Loss(-(output.log_probs * micro.column("weight").to(output.log_probs.device)).sum())
 
@@ -137,7 +137,7 @@ def make_trainer(given: Any, name: str, directory: Path, format: str = "bf16", r
     import torch
     import torch.distributed as dist
 
-    from miles_core.backend import Callbacks, OptimizerConfig
+    from miles_core.trainer import Callbacks, OptimizerConfig
     from miles_megatron import families
     from miles_megatron.recipes import RECIPES
     from miles_megatron.sizes import Sizes
@@ -224,7 +224,7 @@ def embedded(given: Any, name: str, directory: Path) -> dict[str, Any]:
     """The embedded trainer on one GPU and the same samples."""
     import torch
 
-    from miles_core.backend import Callbacks, OptimizerConfig
+    from miles_core.trainer import Callbacks, OptimizerConfig
     from miles_embedded import load_model
     from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
@@ -241,7 +241,7 @@ def embedded(given: Any, name: str, directory: Path) -> dict[str, Any]:
 
 def replay(given: Any, name: str, directory: Path) -> dict[str, Any]:
     """A step with r3 against one without, the same batch and trainer in turns."""
-    from miles_core.backend import Callbacks
+    from miles_core.trainer import Callbacks
     from miles_r3 import ROUTES
     from miles_r3.config import R3Config
     from miles_r3.hooks import R3
@@ -265,7 +265,7 @@ def own_routes(given: Any, trainer: Any, batch: Any) -> Any:
     """[tokens, layers, k] what the routers choose: a layer's choices follow those of the layers before, so each pass is right one further."""
     import torch
 
-    from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES, Callbacks
+    from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Callbacks
 
     experts, layers, tokens = trainer.a.experts, sum(trainer.a.sparse), given.micro_batch_size * given.length
     routes = torch.arange(experts.top_k, device="cuda").repeat(len(batch.tokens), layers, 1)

@@ -54,7 +54,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 WATCH = """
 import asyncio
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_step(run):

@@ -25,7 +25,10 @@ from typing import Any
 import torch
 from measure import commit, finish, installed, options
 
-from miles_core.backend import Callbacks, Codec, Request, Sample, Sampling, Unit, collate
+from miles_core.data import Sample, Unit, collate
+from miles_core.engine import Request, Sampling
+from miles_core.format import Codec
+from miles_core.trainer import Callbacks
 
 SIZES: dict[str, dict[str, Any]] = {
     "dense": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 12},

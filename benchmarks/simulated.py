@@ -15,8 +15,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_core import Plugin
-from miles_core.backend import Engine, Learned, LearnerHandle, PolicyParts, Response, Runtime, SyncReport, precisions
+from miles_core.engine import Engine, Response, SyncReport
+from miles_core.plugin import Plugin, PolicyParts, Runtime
+from miles_core.precision.schedule import precisions
+from miles_core.trainer import Learned, LearnerHandle
 
 plugin = Plugin(
     name="simulated",

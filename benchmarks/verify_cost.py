@@ -20,7 +20,7 @@ from drafting_model import drafting_model
 from languages import Language
 from measure import finish, installed, options
 
-from miles_core.backend import Request, Sampling
+from miles_core.engine import Request, Sampling
 from miles_embedded.engine.decoder import PlainDecoder
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings

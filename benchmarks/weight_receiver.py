@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from miles_core.backend import Encoded
+from miles_core.data import Encoded
 from miles_core.run.parts import freeze_gc
 from miles_transport import Arrival, Arrivals
 

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from measure import finish, installed
 
-from miles_core.backend import Encoded, Request, Sampling, World
+from miles_core.data import Encoded
+from miles_core.engine import Request, Sampling
+from miles_core.trainer import World
 from miles_embedded.testing import ProcessEngine
 from miles_testing import tiny_checkpoint
 from miles_testing.stored import stored_units

@@ -32,8 +32,10 @@ from measure import finish, installed
 from torch import nn
 from weight_receiver import Elsewhere, Own
 
-from miles_core import SyncError
-from miles_core.backend import Codec, CopyTransport, Encoded, Unit
+from miles_core.data import Encoded, Unit
+from miles_core.engine import CopyTransport
+from miles_core.format import Codec
+from miles_core.plugin import SyncError
 from miles_core.run.parts import freeze_gc
 from miles_tools.convert.installed import format_class
 from miles_zero_copy import paths

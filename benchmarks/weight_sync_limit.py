@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from measure import finish, installed
 
-from miles_core.backend import Encoded
+from miles_core.data import Encoded
 from miles_transport import Bucket, Inbox
 from miles_transport.checksum import PIECE, checksum
 from miles_zero_copy.limits import copy_speed

@@ -1,37 +1,37 @@
-"""The page for users of other programs, written from ``elsewhere.toml``: ``python docs/coming_from.py > docs/coming-from.md``."""
+"""Generate the page for users of other programs: ``python docs/coming_from.py > docs/coming-from.md``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from miles_core.config.elsewhere import about, others
+from miles_core.config.elsewhere import describe_program, foreign_options
 
 INTRODUCTION = """# Coming from TRL, verl, slime or miles
 
-Written by `python docs/coming_from.py`; do not edit. The command line knows these tables too: a name of another program is
-answered with the one here.
+Written by `python docs/coming_from.py`; do not edit. The command line uses the same tables: an option of another program
+produces an error that names the option to use here.
 
-What is different everywhere: a run is refused before anything is built, with every reason at once (`--dry-run`). One seed determines
-everything random. Log-probabilities are those of the distribution that was sampled, temperature, top-k and top-p included. Normalisers are
-taken over the whole optimiser step. [Where others differ](algorithms.md#where-others-differ) has the formulas."""
+Differences from all of these programs: an invalid run is rejected before anything is built, with all reasons at once (`--dry-run`). One
+seed determines everything random. Log-probabilities are those of the sampling distribution, including temperature, top-k and top-p.
+Normalisers are computed over the whole optimiser step. [Where others differ](algorithms.md#where-others-differ) has the formulas."""
 
 
-#: Recipes of other programs and what they are here, in Markdown.
+#: A Markdown page that translates recipes of other programs.
 RECIPES = Path(__file__).parents[1] / "recipes" / "qwen3-30b-a3b-one-node.md"
 
 
 def page() -> str:
-    """The Markdown page: recipes, then one table per program."""
+    """Return the Markdown page: recipes, then one table per program."""
     parts = [INTRODUCTION, RECIPES.read_text(encoding="utf-8").strip()]
-    for program, names in others().items():
-        rows = "\n".join(f"| `{theirs}` | {_marked(here)} |" for theirs, here in names.items())
-        parts.append(f"## {program}\n\n{about(program)}\n\n| there | here |\n|---|---|\n{rows}")
+    for program, names in foreign_options().items():
+        rows = "\n".join(f"| `{theirs}` | {_format_flags(here)} |" for theirs, here in names.items())
+        parts.append(f"## {program}\n\n{describe_program(program)}\n\n| there | here |\n|---|---|\n{rows}")
     return "\n\n".join(parts) + "\n"
 
 
-def _marked(here: str) -> str:
-    """Flags, and what follows them in capitals, as code."""
+def _format_flags(here: str) -> str:
+    """Format flags, and placeholders in capitals that follow them, as code."""
     words: list[str] = []
     for word in here.replace("|", "\\|").split(" "):
         bare = word.rstrip(",;:")

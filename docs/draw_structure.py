@@ -24,6 +24,7 @@ ORDER = (
     "miles_transport",
     "miles_tools",
     "miles_runtime",
+    "miles_schedules",
     "miles_mismatch",
     "miles_core",
 )
@@ -32,6 +33,7 @@ SUBTITLES = {
     "miles_embedded": "the backend that ships with core, a plugin like any other",
     "miles_transport": "weights between processes",
     "miles_runtime": "where trainer and engines run",
+    "miles_schedules": "schedules that generate while they train",
     "miles_mismatch": "whether engine and trainer agree",
     "miles_tools": "commands and reports, attached as a third party would",
 }

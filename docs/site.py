@@ -1,4 +1,5 @@
-"""What the site adds to the pages, for MkDocs: READMEs of plugins become pages, and links into the repository work or are plain text.
+"""Hooks for MkDocs: READMEs of plugins become pages with a place in the navigation, links into the repository work or are plain text, and the search
+ranks what users look for above reference and history.
 
 Pages are written so that their links work where the repository is browsed.
 """
@@ -19,8 +20,50 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
 }
+#: Weight of a page in the search, by the start of its path; other pages have 1. Pages that answer "how do I ..." come first.
+BOOSTS = {
+    "checkpoints": 4.0,
+    "rewards-and-tools": 4.0,
+    "configuration": 2.0,
+    "tutorial": 2.0,
+    "quick-start": 2.0,
+    "data": 2.0,
+    "troubleshooting": 2.0,
+    "plugins/": 0.5,
+    "flags": 0.5,
+    "benchmarks": 0.1,
+    "decisions/": 0.1,
+    "api": 0.1,
+    "changelog": 0.05,
+}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: Any) -> Any:
+    """Adds the pages of plugins and of the project to the navigation, before the decisions."""
+    at = next(number for number, entry in enumerate(config["nav"]) if "Decisions" in entry)
+    config["nav"][at:at] = [{"Plugins": plugin_pages()}]
+    config["nav"].append(
+        {
+            "Project": [
+                {"Contributing": "contributing.md"},
+                {"Changelog": "changelog.md"},
+                {"Benchmarks": "benchmarks.md"},
+            ]
+        }
+    )
+    return config
+
+
+def plugin_pages() -> list[dict[str, str]]:
+    """Name and page of every plugin with a README."""
+    return [{Path(page).stem: page} for page in sorted(OUTSIDE.values()) if page.startswith("plugins/")]
+
+
+def boost(page: str) -> float:
+    """The weight of a page (its path in the site) in the search."""
+    return next((weight for start, weight in BOOSTS.items() if page.startswith(start)), 1.0)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -35,6 +78,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Turns links between files of the repository into links between pages."""
     here = page.file.src_uri
+    page.meta["search"] = {"boost": boost(here)}
     source = next((s for s, p in OUTSIDE.items() if p == here), f"docs/{here}")
     parts = _CODE.split(markdown)
     return "".join(part if n % 2 else _LINK.sub(lambda m: _link(m, source, here), part) for n, part in enumerate(parts))

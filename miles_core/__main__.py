@@ -1,4 +1,4 @@
-"""``python -m miles_core`` is ``miles``."""
+"""Run the ``miles`` command with ``python -m miles_core``."""
 
 import sys
 

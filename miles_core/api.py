@@ -1,7 +1,8 @@
-"""What Python programs and notebooks call: ``train`` and ``plan``, with the options of ``miles train`` as arguments, and what a run left.
+"""The Python API: start or plan a run, and read the results of one.
 
-Every flag is an argument of the same name with underscores (``--rollout-batch-size 8`` is ``rollout_batch_size=8``), the flags of
-installed plugins included. Switches take True and False, lists take Python lists, and ``None`` stands for an option that is not given.
+``train`` and ``plan`` take the options of ``miles train`` as keyword arguments. Every flag, including those of installed plugins, is an
+argument of the same name with underscores: ``--rollout-batch-size 8`` is ``rollout_batch_size=8``. Switches take True or False, lists take
+Python lists, and ``None`` leaves an option unset.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ __all__ = ["Result", "arguments", "plan", "report", "samples", "train"]
 
 @dataclass(frozen=True)
 class Result:
-    """What a training left behind.
+    """The result of a training run.
 
     Attributes:
         directory: the run directory.
-        metrics: one record a step, ``{"step": 3, "reward/mean": 0.4, ...}``; step 0 is what was measured before training.
-        step: completed steps.
-        of: the steps asked for.
-        why: ``finished``, or ``stopped by SIGINT`` (a kernel that was interrupted).
-        checkpoint: the last one; None where no step was completed.
+        metrics: one record per step, ``{"step": 3, "reward/mean": 0.4, ...}``; step 0 holds the measurements before training.
+        step: number of completed steps.
+        of: number of requested steps.
+        why: ``finished``, or ``stopped by SIGINT`` (for example, the notebook kernel was interrupted).
+        checkpoint: the last checkpoint; None if no step was completed.
         export: the exported model; None without ``export_hf``.
     """
 
@@ -42,34 +43,34 @@ class Result:
     export: Path | None
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric where it was measured; a value that was not finite is NaN."""
+        """Return the steps at which the metric ``name`` was recorded, and its values. A value that was not finite is NaN."""
         from miles_core.observe.metrics import series
 
         return series(self.metrics, name)
 
     def samples(self, kind: str = "train", step: int | None = None) -> Iterator[dict[str, Any]]:
-        """The samples that it kept on disk; see ``samples``."""
+        """Yield the samples stored in the run directory; see the function ``samples``."""
         return samples(self.directory, kind, step)
 
     def report(self) -> Path:
-        """Write its report; see ``report``."""
+        """Write the run's HTML report and return its path; see the function ``report``."""
         return report(self.directory)
 
 
 def train(*, quiet: bool = False, **options: Any) -> Result:
-    """Run a training to its end, as ``miles train`` does. Works inside of a running event loop, so in a notebook too.
+    """Train as ``miles train`` does and return when the run ends. Also works inside a running event loop, such as a notebook's.
 
-    An interrupted kernel (SIGINT) ends the training at its last completed step, which is saved, and the result is returned;
-    ``train(load=result.directory)`` goes on.
+    SIGINT (an interrupted notebook kernel) stops the training at its last completed step, saves that step and returns the result.
+    ``train(load=result.directory)`` continues the run.
 
     Args:
-        quiet: show no progress; ``run.log`` in the run directory has it all.
-        options: flags with underscores, ``config`` (a file or several) and ``plugins`` (names) among them.
+        quiet: show no progress; ``run.log`` in the run directory still receives all messages.
+        options: flags with underscores, including ``config`` (one file or a list of files) and ``plugins`` (names).
 
     Raises:
-        ConfigError: an option does not exist or has a value it cannot take; all of them are told together.
-        PlanError: the run cannot work, with every reason and with changes that would do.
-        MilesError: what ended the training. Its notes say where the last completed step is kept.
+        ConfigError: options that do not exist or have invalid values; one error reports all of them.
+        PlanError: the run cannot work; reports every reason and the changes that would make it work.
+        MilesError: the error that ended the training. Its notes name the location of the last completed step.
 
     Example:
         >>> result = train(hf_checkpoint="model/", prompt_data="prompts.jsonl", rm_type="math", num_rollout=20, lr=1e-6)
@@ -83,9 +84,9 @@ def train(*, quiet: bool = False, **options: Any) -> Result:
     from miles_core.run.checks import plan_run
     from miles_core.run.prepare import localise
 
-    given = load(arguments(options))
-    config, accepted, catalogue = plan_run(given)
-    localise(given)  # the weights too, now that the plan is accepted
+    requested = load(arguments(options))
+    config, accepted, catalogue = plan_run(requested)
+    localise(requested)  # download the weights too, now that the plan is accepted
     done = launch(config, accepted, catalogue, Console(quiet=True) if quiet else None)
     end, directory = done.ending, done.run.directory
     return Result(
@@ -100,7 +101,7 @@ def train(*, quiet: bool = False, **options: Any) -> Result:
 
 
 def plan(**options: Any) -> Plan:
-    """What a run with these options would consist of, as ``miles plan`` says; nothing is built and nothing written.
+    """Resolve a run as ``miles plan`` does, without building or writing anything.
 
     Args:
         options: as for ``train``.
@@ -118,15 +119,17 @@ def plan(**options: Any) -> Plan:
 
 
 def samples(run_dir: Path | str, kind: str = "train", step: int | None = None) -> Iterator[dict[str, Any]]:
-    """The samples that a run kept on disk, one mapping each (docs/data.md lists its keys), in the order of their steps.
+    """Yield the samples that a run stored on disk, in step order.
+
+    Each sample is a mapping; docs/data.md lists its keys.
 
     Args:
         run_dir: the run directory.
-        kind: ``train``, or ``eval`` for the answers to held-out prompts.
-        step: only this one; by default every step that is there.
+        kind: ``train``, or ``eval`` for the responses to held-out prompts.
+        step: yield only the samples of this step; by default those of every stored step.
 
     Raises:
-        MilesError: no such kind, or no samples of that step on disk.
+        MilesError: ``kind`` does not exist, or no samples of that step are on disk.
     """
     from miles_core.observe.rollouts import read_rollouts
 
@@ -134,10 +137,10 @@ def samples(run_dir: Path | str, kind: str = "train", step: int | None = None) -
 
 
 def report(run_dir: Path | str) -> Path:
-    """Write the report of a run, also of one that is still running; returns the HTML file, which needs nothing else.
+    """Write the HTML report of a finished or running run and return its path. The file is self-contained.
 
     Raises:
-        MilesError: it is no run directory.
+        MilesError: ``run_dir`` is not a run directory.
     """
     from miles_core.plugin.discovery import discover
     from miles_core.plugin.load import import_target
@@ -146,11 +149,11 @@ def report(run_dir: Path | str) -> Path:
         if target := plugin.provides.get("report", {}).get("html"):
             page: Path = import_target(plugin.name, target)(run_dir)
             return page
-    raise MilesError("no installed plugin writes reports; reinstall miles-core, whose tools bring one")
+    raise MilesError("no installed plugin writes reports; reinstall miles-core, which includes one")
 
 
 def arguments(options: dict[str, Any]) -> list[str]:
-    """The command line that these options stand for."""
+    """Convert keyword options to command-line arguments."""
     words: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")

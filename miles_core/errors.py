@@ -1,7 +1,7 @@
 """The errors a user can cause.
 
-A ``MilesError`` carries one clear sentence: the value, where it came from, and what to do. The command
-line prints it without a traceback and exits with status 2; everything else is a defect and keeps its traceback.
+The message of a ``MilesError`` names the value, its origin, and what to do. The command line prints it without a
+traceback and exits with status 2. Any other exception is a defect and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Any
 
 
 class MilesError(Exception):
-    """A user's mistake, told in one sentence (value, origin, next step)."""
+    """Base class of user errors. The message names the value, its origin and the next step."""
 
 
 class ConfigError(MilesError):
-    """A flag, a configuration file or a combination of options that cannot work."""
+    """An invalid flag, configuration file or combination of options."""
 
 
 class PlanError(MilesError):
-    """The plan is refused; ``problems`` holds every violation (see ``miles_core.plugin.resolve``)."""
+    """The plan was rejected; ``problems`` holds every violation (see ``miles_core.plugin.resolve``)."""
 
     def __init__(self, message: str, problems: tuple[Any, ...] = ()) -> None:
         super().__init__(message)
@@ -38,16 +38,19 @@ class CheckpointError(MilesError):
 
 
 class NonFiniteError(MilesError):
-    """NaN or infinity where a number should be; names the first tensor that holds it."""
+    """A tensor holds NaN or infinity; the message names the first such tensor."""
 
 
 class SyncError(MilesError):
-    """Weights that did not arrive as they were sent. The engine has no complete version; a new push gives it one."""
+    """Weights did not arrive as sent. The engine holds no complete version until the next push."""
 
 
 class MismatchError(MilesError):
-    """Engine and trainer disagree beyond the tolerance (``gap``: ``miles_mismatch.gap.Gap``), or the engine serves
-    older weights."""
+    """Engine and trainer disagree beyond the tolerance, or the engine serves outdated weights.
+
+    Attributes:
+        gap: the measured difference, a ``miles_mismatch.gap.Gap``; None if none was measured.
+    """
 
     def __init__(self, message: str, gap: Any = None) -> None:
         super().__init__(message)
@@ -55,27 +58,30 @@ class MismatchError(MilesError):
 
 
 class WorkerLost(MilesError):
-    """A process of the run that died, or that stopped answering.
+    """A worker process died or stopped responding.
 
     Args:
-        worker: its name; empty where the process itself says that it can do no more, and then whoever asked it adds the name.
-        cause: what is known about it.
-        lines: the last ones that it wrote.
-        trains: it held a part of the trained weights, which only a checkpoint brings back.
+        worker: the worker's name; empty if the worker raises the error itself, in which case its caller adds the name.
+        cause: why the worker was lost, as far as known.
+        lines: the last lines of the worker's output.
+        trains: whether the worker held part of the trained weights, which only a checkpoint restores.
     """
 
     def __init__(self, worker: str, cause: str, lines: tuple[str, ...] = (), trains: bool = False) -> None:
-        super().__init__(worker, cause, lines, trains)  # as they are, so that it can be rebuilt in another process
+        super().__init__(worker, cause, lines, trains)  # the plain arguments, so that the error can be pickled
         self.worker, self.cause, self.lines, self.trains = worker, cause, lines, trains
 
     def __str__(self) -> str:
-        written = "".join(f"\n  {line}" for line in self.lines)
+        output = "".join(f"\n  {line}" for line in self.lines)
         return f"{f'worker {self.worker}' if self.worker else 'a worker'} was lost: {self.cause}" + (
-            f"; its last lines:{written}" if written else ""
+            f"; its last lines:{output}" if output else ""
         )
 
 
 def first_line(error: Exception) -> str:
-    """What an error of other software says first, and the line after it where the first only leads to that; its type where it says nothing."""
+    """Return the first line of an error of other software, plus the second line if the first ends with a colon.
+
+    For an error without a message, return the name of its type.
+    """
     first, *rest = (str(error).strip() or type(error).__name__).splitlines()
     return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

@@ -1,4 +1,4 @@
-"""Starting a run: its directory, its log, its signals, its event loop."""
+"""Start a run: set up its directory, log, signal handlers and event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from miles_core.contracts.runtime import PolicyParts
 from miles_core.errors import ConfigError, MilesError
 from miles_core.loop import train
 from miles_core.observe import log as logs
-from miles_core.observe.environment import write_environment
 from miles_core.observe.progress import Progress
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.render import notices
@@ -43,17 +42,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What ends a run at its last completed step.
+#: Signals that stop a run at its last completed step.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A run that has ended, and what it was built of (released; empty when it ended before).
+    """A run that has ended.
 
     Attributes:
-        ending: what the last lines of the run say.
-        signal: the number of the signal that stopped it; 0 when it ran to its end.
+        run: the run.
+        parts: the released parts of each policy; empty if the run ended before building them.
+        ending: the summary that the last log lines of the run show.
+        signal: the number of the signal that stopped the run; 0 if it finished.
     """
 
     run: Run
@@ -63,17 +64,17 @@ class Launched:
 
 
 def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console: Console | None = None) -> Launched:
-    """Run the training loop to its end. Works inside of a running event loop (a notebook's) too.
+    """Run the training loop and return when it ends. Also works inside a running event loop, such as a notebook's.
 
     Args:
-        config: effective configuration, the plan's ``sets`` applied.
+        config: effective configuration, with the plan's ``sets`` applied.
         plan: the accepted plan.
         manifests: every known manifest by name.
-        console: where live output goes; standard error by default.
+        console: destination of live output; standard error by default.
 
     Raises:
-        MilesError: what is wrong with the inputs, all of it and before anything is built; or what ended the run. Its notes say
-            where the last completed step is kept.
+        MilesError: everything wrong with the inputs, reported before anything is built; or the error that ended the run, whose
+            notes name the location of the last completed step.
     """
     with claim_directory(config) as directory:
         set_environment(plan)
@@ -93,11 +94,11 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         start = checkpoint_step(resume_from) if resume_from else None
         run_log = _open_log(run, manifests, Progress(config.rollout.num_rollout, console, start=start or 0), start)
         seed_generators(config.train.seed)
-        with interruptible(run) as stopped:
+        with handle_signals(run) as stopped:
             try:
                 with run_log.progress:
                     try:
-                        parts = _completed(stopped.deadline.limit(train(run, run_log, inputs, resume_from)))
+                        parts = _run_coroutine(stopped.deadline.limit(train(run, run_log, inputs, resume_from)))
                     finally:
                         run_log.close()
             except OutOfTime as error:
@@ -105,10 +106,10 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
                 parts = []
             except Exception as error:
                 log.error("the run ended", exc_info=error, extra=logs.FILE_ONLY)
-                _tell(ending(run, error=error), error)
+                _report_ending(ending(run, error=error), error)
                 raise
         end = ending(run, signal=stopped.name)
-        _tell(end)
+        _report_ending(end)
         return Launched(run, parts, end, stopped.signals[-1] if stopped.signals else 0)
 
 
@@ -118,12 +119,12 @@ def _open_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, sta
         return make_log(run, manifests, progress, start)
     except MilesError as error:
         run.step = start or 0
-        _tell(ending(run, error=error), error)
+        _report_ending(ending(run, error=error), error)
         raise
 
 
-def _completed(coroutine: Coroutine[Any, Any, list[PolicyParts]]) -> list[PolicyParts]:
-    """What a coroutine returns; run in a thread where this one's event loop is already running."""
+def _run_coroutine(coroutine: Coroutine[Any, Any, list[PolicyParts]]) -> list[PolicyParts]:
+    """Run a coroutine to completion, in another thread if this thread already runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -132,8 +133,8 @@ def _completed(coroutine: Coroutine[Any, Any, list[PolicyParts]]) -> list[Policy
         return thread.submit(asyncio.run, coroutine).result()
 
 
-class Stopped:
-    """The signals that asked a run to stop, in order, and the time it has after SIGTERM."""
+class StopSignals:
+    """The stop signals that a run received, in order, and the deadline that SIGTERM starts."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.signals = run, list[signal.Signals]()
@@ -141,11 +142,11 @@ class Stopped:
 
     @property
     def name(self) -> str | None:
-        """The last signal's name; None without a signal."""
+        """The name of the last signal; None without a signal."""
         return self.signals[-1].name if self.signals else None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The first signal requests a stop; a second Ctrl-C exits at once."""
+        """Handle a signal: the first requests a stop, a second Ctrl-C exits at once."""
         run, again = self.run, signal.SIGINT in self.signals
         self.signals.append(signal.Signals(number))
         if number == signal.SIGINT and again:
@@ -161,23 +162,25 @@ class Stopped:
         run.stop_requested = True
 
     def _exit(self) -> None:
-        """The last lines of a run whose process ends itself."""
+        """Log the last lines of the run before the process exits at its deadline."""
         log.error(
-            "the run does not come to its end: the process exits %g s after %s",
+            "the run did not stop in time: the process exits %g s after %s",
             self.run.config.run.stop_within,
             self.name,
         )
-        _tell(ending(self.run, signal=self.name))
+        _report_ending(ending(self.run, signal=self.name))
 
 
 @contextmanager
-def interruptible(run: Run) -> Iterator[Stopped]:
-    """The first Ctrl-C, SIGTERM or SIGHUP ends the run at the last completed step, SIGTERM within ``--stop-within`` seconds; a second
-    Ctrl-C exits at once.
+def handle_signals(run: Run) -> Iterator[StopSignals]:
+    """Install signal handlers for the duration of a run.
 
-    Yields the signals that came. One that was ignored before (``nohup``) is left alone.
+    The first Ctrl-C, SIGTERM or SIGHUP stops the run at the last completed step, SIGTERM within ``--stop-within`` seconds. A second
+    Ctrl-C exits at once. A signal that the process already ignores (``nohup``) stays ignored.
+
+    Yields the received signals. Outside the main thread no handlers are installed.
     """
-    stopped = Stopped(run)
+    stopped = StopSignals(run)
     previous: dict[signal.Signals, Any] = {}
     try:
         for number in SIGNALS:
@@ -196,7 +199,7 @@ def interruptible(run: Run) -> Iterator[Stopped]:
 
 
 def _leave_terminal() -> None:
-    """The terminal is gone: what is written to it goes nowhere, instead of ending the run with an error."""
+    """Redirect terminal output to ``/dev/null`` after the terminal has closed, so that writing to it does not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         if os.isatty(descriptor):
@@ -204,12 +207,13 @@ def _leave_terminal() -> None:
 
 
 def _write_start(run: Run) -> None:
-    """What the run is: its configuration, plan and machine."""
+    """Write the configuration, the plan and the environment to the run directory."""
     try:
         (run.directory / ENDING).unlink(missing_ok=True)  # how an earlier process of this run ended
         (run.directory / "config.yaml").write_text(redact(run.config.to_yaml()), encoding="utf-8")
         (run.directory / "plan.json").write_text(json.dumps(run.plan.record()), encoding="utf-8")
-        write_environment(run.directory)
+        for name in run.hooks.provided("record"):
+            run.hooks.builder("record", name)[1](run.directory)
     except OSError as error:
         raise ConfigError(
             f"--save {run.directory}: {error.filename or 'a file in it'} cannot be written ({error.strerror}); free space there, or choose another "
@@ -217,12 +221,12 @@ def _write_start(run: Run) -> None:
         ) from error
 
 
-def _tell(found: Ending, error: Exception | None = None) -> None:
-    """The last lines: logged, or where an error is still to be shown, notes that come after it."""
-    for line in found.lines():
+def _report_ending(summary: Ending, error: Exception | None = None) -> None:
+    """Log the last lines of a run. With an error, log them to the file only and attach them to the error as notes."""
+    for line in summary.lines():
         if error is None:
             log.info("%s", line)
         else:
             log.error("%s", line, extra=logs.FILE_ONLY)
     if error is not None:
-        error.add_note("\n".join(found.lines()[1:]))
+        error.add_note("\n".join(summary.lines()[1:]))

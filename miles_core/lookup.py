@@ -1,7 +1,4 @@
-"""Public names, looked up when they are first used.
-
-So importing a module that only names them does not import torch.
-"""
+"""Lazy exports: import public names on first use, so that importing the exporting module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from importlib import import_module
 from typing import Any
 
 
-def looked_up(module: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a module whose names are defined in others.
+def make_lazy_exports(module: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` for a module that exports names of other modules.
 
     Args:
-        module: its name.
-        homes: module that defines names -> the names, with spaces between them.
+        module: name of the exporting module.
+        homes: defining module -> its exported names, separated by spaces.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
 

@@ -1,7 +1,7 @@
-"""The loop: everything a plugin can change is a line that mentions a hook.
+"""The training loop.
 
-One step: take groups of samples, learn from them, sync the new weights to the engine. When the groups are generated, and with
-which weights, is the schedule's business. ``miles_core.contracts.hooks`` is the map.
+One step takes groups of samples, learns from them and syncs the new weights to the engine. The schedule decides when, and with
+which weights, the groups are generated. ``miles_core.contracts.hooks`` lists the hooks through which plugins change the loop.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from miles_core.run.warm_start import warm_start
 from miles_core.sync.precision import switch_is_due, switch_when_due
 from miles_core.sync.push import push, stage
 
-#: Share of ``--stop-within`` in which the last completed step is saved after the step under way was given up.
+#: Fraction of ``--stop-within`` reserved for saving the last completed step after the current step is cancelled.
 SAVE = 0.3
 
 
 async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None = None) -> list[PolicyParts]:
-    """Run until ``--num-rollout`` steps are complete or the user asks to stop; returns what was built, released."""
+    """Run until ``--num-rollout`` steps are complete or the user requests a stop. Returns the released parts of each policy."""
     parts: list[PolicyParts] = []
     with notify_plugins(run, log.hints.known):  # on_start ... on_stop
         inputs.make(run)
@@ -53,18 +53,18 @@ async def train(run: Run, log: RunLog, inputs: Inputs, resume_from: Path | None 
 async def steps(
     run: Run, log: RunLog, inputs: Inputs, runtime: Runtime, parts: list[PolicyParts], resume_from: Path | None
 ) -> None:
-    """All steps, from a checkpoint or from the first one."""
+    """Run all remaining steps, starting from a checkpoint if ``resume_from`` is set."""
     async with inputs.open_schedule(run, log, parts) as (schedule, evaluation):
         checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
         if not await checkpoints.resume():
             await warm_start(run, parts, log, inputs.supervised)
         try:
-            for each in parts:
-                if each.engine is not None:
-                    await sync(run, schedule, each)
-            if found := await evaluation.run_if_missing(resume_from):
-                log.record(run.step, found)
-            run.clock.metrics(), log.workers()  # building the parts is no step's time
+            for part in parts:
+                if part.engine is not None:
+                    await sync(run, schedule, part)
+            if missing := await evaluation.run_if_missing(resume_from):
+                log.record(run.step, missing)
+            run.clock.metrics(), log.workers()  # reset: no step includes the time to build the parts
             log.progress.begin()
             while run.step < run.config.rollout.num_rollout and not run.stop_requested:
                 try:
@@ -73,7 +73,7 @@ async def steps(
                 except Interrupted:
                     checkpoints.roll_back()
             await evaluation.complete_unless_stopped()
-        except asyncio.CancelledError:  # the time after a signal is used up
+        except asyncio.CancelledError:  # the time limit after a signal has passed
             with suppress(TimeoutError):
                 async with asyncio.timeout(run.config.run.stop_within * SAVE):
                     await runtime.release()
@@ -87,7 +87,7 @@ async def steps(
 
 
 async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedule, evaluation: Evaluation) -> None:
-    """One step, complete or not at all: an interrupted rollout leaves nothing behind."""
+    """Run one step. An interrupted rollout changes no state."""
     metrics: dict[str, float] = {}
     with log.step(run):
         with run.clock.phase("rollout"):
@@ -97,24 +97,24 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
         metrics |= rollout_metrics(run, groups) | schedule.metrics()
         log.progress.phase("train")
         trained: TrainedSamples = []
-        for each in parts:
-            each.learner.learned = None
-        for each in parts:
-            if each.policy.role == "train":
-                own = run.own(each.policy, groups)
-                learned = await learn(each, own, run.step)
+        for part in parts:
+            part.learner.learned = None
+        for part in parts:
+            if part.policy.role == "train":
+                own = run.own(part.policy, groups)
+                learned = await learn(part, own, run.step)
                 trained += zip_longest(own, learned.tokens)
-                metrics |= run.named(each.policy, learned.metrics)
-        for each in parts:
-            if each.policy.role == "critic" and each.learner.learned is not None:
-                metrics |= run.named(each.policy, each.learner.learned.metrics)
+                metrics |= run.named(part.policy, learned.metrics)
+        for part in parts:
+            if part.policy.role == "critic" and part.learner.learned is not None:
+                metrics |= run.named(part.policy, part.learner.learned.metrics)
         run.step += 1
         log.record_trained(run.step, trained)
         log.progress.phase("sync")
-        await evaluation.complete()  # of the weights that are now replaced
-        for each in parts:
-            if each.engine is not None and each.policy.learns:
-                metrics |= run.named(each.policy, await sync(run, schedule, each))
+        await evaluation.complete()  # before the sync replaces the weights being evaluated
+        for part in parts:
+            if part.engine is not None and part.policy.learns:
+                metrics |= run.named(part.policy, await sync(run, schedule, part))
     metrics |= run.clock.metrics() | log.workers()
     if schedule.seconds:
         metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / schedule.seconds
@@ -124,7 +124,7 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
 
 
 async def learn(parts: PolicyParts, samples: list[Sample], step: int) -> Learned:
-    """What one policy learns from its samples, plugins' ``wrap_learn`` included."""
+    """Train one policy on its samples, through the plugins' ``wrap_learn``."""
     learned: object = await (parts.learn or parts.learner.learn)(samples, step)
     if not isinstance(learned, Learned):
         raise PluginError(
@@ -135,7 +135,10 @@ async def learn(parts: PolicyParts, samples: list[Sample], step: int) -> Learned
 
 
 async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, float]:
-    """Give the engine the learner's weights as version ``run.step``, in the precision that is due."""
+    """Push the learner's weights to the engine as version ``run.step``; returns metrics.
+
+    If a precision switch is due at this step, it happens before the push.
+    """
     policy = parts.policy
     with run.clock.phase("sync"):
         if not switch_is_due(run, parts):

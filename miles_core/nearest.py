@@ -1,4 +1,4 @@
-"""The known names that an unknown one is like."""
+"""Find known names similar to an unknown one."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
-#: How much two names are alike of which one is the other with a slip.
+#: Similarity above which two names differ only by a typing error.
 _SAME = 0.92
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """At most three of the ``known`` names: those that look like ``word``, best first (where one is all but the same, only such),
-    then those that end with it, as ``--rollout-batch-size`` does for ``--batch-size``. None for a number: another one is not what was meant."""
+    """Return up to three ``known`` names similar to ``word``.
+
+    Similarly spelled names come first, best match first; if some are almost identical to ``word``, only those. Names that end with
+    ``word`` follow (``--rollout-batch-size`` for ``--batch-size``). A number has no similar names.
+    """
     if re.fullmatch(r"[-+]?[\d.]+", word):
         return []
     names = list(dict.fromkeys(known))
-    alike = 0.6 if len(word) < 9 else 0.7  # one wrong letter is much of a short name
-    found = get_close_matches(word, names, n=3, cutoff=alike)
-    same = [name for name in found if SequenceMatcher(None, name, word).ratio() > _SAME]
-    found = same or found
+    cutoff = 0.6 if len(word) < 9 else 0.7  # one wrong letter changes a large part of a short name
+    matches = get_close_matches(word, names, n=3, cutoff=cutoff)
+    same = [name for name in matches if SequenceMatcher(None, name, word).ratio() > _SAME]
+    matches = same or matches
     bare = word.strip("-").replace("_", "-")
     if len(bare) >= 4:
-        found += [name for name in names if name.replace("_", "-").endswith("-" + bare) and name not in found]
-    return found[:3]
+        matches += [name for name in names if name.replace("_", "-").endswith("-" + bare) and name not in matches]
+    return matches[:3]
 
 
 def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
-    """``did you mean a or b?`` with ``before`` in front of it, or nothing where no known name is like ``word``."""
+    """Return ``{before}did you mean a or b?``, or an empty string if no known name is similar to ``word``."""
     names = nearest(word, known)
     return f"{before}did you mean {' or '.join(names)}?" if names else ""

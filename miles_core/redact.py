@@ -1,7 +1,7 @@
-"""Keeping credentials out of everything that a run writes.
+"""Remove credentials from everything that a run writes.
 
-``redact`` is the only place that decides what a credential is. Every writer of a run calls it: files of the run directory, log handlers,
-metrics services, error messages.
+Only ``redact`` decides what a credential is. All writers call it: files of the run directory, log handlers, metrics services and
+error messages.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-#: What a credential is replaced by.
+#: Replacement for a credential.
 MARK = "<redacted>"
 
-#: Shorter values of environment variables are too likely to be ordinary words.
+#: Minimum length of a secret environment value; shorter values are likely to be ordinary words.
 _SHORTEST = 8
 _WORDS = r"token|key|secret|password|passwd|pwd|auth|authorization|signature|sig|credential|credentials|bearer"
-#: An environment variable, or a parameter in the query of a URL, with one of these words in its name.
+#: Matches names of environment variables and URL query parameters that contain one of these words.
 _NAME = re.compile(
     rf"(?:^|[_.\-]|(?<=[a-z])(?=[A-Z]))(?:\w*(?:token|secret|password|credential)s?|{_WORDS})(?:$|[_.\-\d])", re.I
 )
-#: A header, flag or entry that holds a credential; plain ``key`` and ``token`` are names of ordinary options.
+#: Matches names of headers, flags and entries that hold a credential. Plain ``key`` and ``token`` are names of ordinary options.
 _ENTRY = (
     r"(?:[\w\-]*(?:api|access|secret|private|auth|session|signing|bearer|refresh|id|wandb|hf)[_\-]?(?:key|token)|[\w\-]*(?:password|passwd|secret)"
     r"|authorization|proxy-authorization|x-auth-token)"
@@ -44,11 +44,13 @@ _SUSPECT = re.compile(r"(?i)[=:]|--|bearer|basic")
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """``text`` without credentials: user names and passwords in URLs, parameters of URLs whose names look like one, bearer tokens,
-    entries such as ``api_key=...``, and the values of environment variables whose names look like one.
+    """Return ``text`` with credentials replaced by ``<redacted>``.
+
+    Credentials are: user names and passwords in URLs, URL parameters with a name such as ``token``, bearer tokens, entries such as
+    ``api_key=...``, and the values of environment variables with a name such as ``SERVICE_TOKEN``.
 
     Args:
-        environment: by default this process's.
+        environment: environment variables; by default those of this process.
     """
     return _replace(text, secrets(os.environ if environment is None else environment))
 
@@ -64,7 +66,7 @@ def _redact_values(value: Any, known: list[str]) -> Any:
     if isinstance(value, Mapping):
         return {
             name: MARK
-            if isinstance(entry, str) and entry and isinstance(name, str) and _holds(name)
+            if isinstance(entry, str) and entry and isinstance(name, str) and _holds_credential(name)
             else _redact_values(entry, known)
             for name, entry in value.items()
         }
@@ -84,34 +86,38 @@ def _replace(text: str, known: list[str]) -> str:
 
 
 def redact_values_of_flags(words: list[Any]) -> list[Any]:
-    """Words of a command line, without the ones that follow a flag for a credential."""
-    found = list(words)
+    """Redact command-line words that follow a flag for a credential."""
+    redacted = list(words)
     for i, word in enumerate(words[:-1]):
-        if isinstance(word, str) and word.startswith("--") and _holds(word[2:]) and isinstance(words[i + 1], str):
-            found[i + 1] = MARK
-    return found
+        if (
+            isinstance(word, str)
+            and word.startswith("--")
+            and _holds_credential(word[2:])
+            and isinstance(words[i + 1], str)
+        ):
+            redacted[i + 1] = MARK
+    return redacted
 
 
 def secrets(environment: Mapping[str, str]) -> list[str]:
-    """Values of variables whose names look like a credential, with and without surrounding white space, the longest first."""
-    found = set()
+    """Return the values of variables with a credential-like name, with and without surrounding whitespace, longest first."""
+    values = set()
     for name, value in environment.items():
-        if _names_credential(name) and not value.startswith("/"):  # sockets and files of keys are paths
-            found |= {value, value.strip()}
-    return sorted((v for v in found if len(v.strip()) >= _SHORTEST), key=len, reverse=True)
+        if _names_credential(name) and not value.startswith("/"):  # a path to a socket or key file is not secret
+            values |= {value, value.strip()}
+    return sorted((v for v in values if len(v.strip()) >= _SHORTEST), key=len, reverse=True)
 
 
-@lru_cache(maxsize=4096)  # every line of every log asks for the same names
+@lru_cache(maxsize=4096)  # every log line checks the same names
 def _names_credential(name: str) -> bool:
     return _NAME.search(name) is not None
 
 
 def has_credentials(url: str) -> bool:
-    """Whether a URL contains a user name, a password, or a parameter that looks like a credential. ``${NAME}`` is none: it names a
-    variable."""
+    """Whether a URL contains a user name, a password, or a credential-like parameter. A ``${NAME}`` placeholder does not count."""
     return redact(re.sub(r"\$\{\w+\}", "", url), {}) != re.sub(r"\$\{\w+\}", "", url)
 
 
 @lru_cache(maxsize=4096)
-def _holds(name: str) -> bool:
+def _holds_credential(name: str) -> bool:
     return re.fullmatch(_ENTRY, name, re.I) is not None

@@ -1,4 +1,4 @@
-"""Typed values that plugins hang on shared objects."""
+"""Typed values that plugins attach to shared objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class StashKey(Generic[T]):
-    """A key only its maker knows; make one at module level: ``ROUTES = StashKey[dict[int, Tensor]]()``."""
+    """A key private to the module that creates it, at module level: ``ROUTES = StashKey[dict[int, Tensor]]()``."""
 
 
 class Stash:
@@ -27,9 +27,9 @@ class Stash:
         return key in self._values
 
     def get(self, key: StashKey[T], default: T) -> T:
-        """The value, or ``default`` when nothing was stored."""
+        """Return the stored value, or ``default`` if there is none."""
         return cast(T, self._values.get(key, default))
 
     def setdefault(self, key: StashKey[T], default: T) -> T:
-        """The value, storing ``default`` first when there is none."""
+        """Return the stored value; store ``default`` first if there is none."""
         return cast(T, self._values.setdefault(key, default))

@@ -23,7 +23,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 
 from typing import TYPE_CHECKING
 
-from miles_core.lookup import looked_up
+from miles_core.lookup import make_lazy_exports
 from miles_embedded.manifest import plugin
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ __all__ = [
     "wanted_rows",
 ]
 
-__getattr__, __dir__ = looked_up(
+__getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_embedded.engine.attention": "DecodeCall",

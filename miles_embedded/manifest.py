@@ -9,7 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from miles_core import Facts, Plugin, Problem, Review, __version__, described, option
+from miles_core import __version__
+from miles_core.plugin import Facts, Plugin, Problem, Review, described, option
 
 _STATE = (
     "its layers keep a recurrent state (linear attention, Mamba, convolutions), but the embedded backend caches keys and values only, "
@@ -104,7 +105,7 @@ LAYER_TYPES = {
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
-    """See ``miles_core.Plugin.review``: refuse models, by their ``config.json``, that neither engine nor trainer can run."""
+    """See ``miles_core.plugin.Plugin.review``: refuse models, by their ``config.json``, that neither engine nor trainer can run."""
     kind = facts.lookup("model.type")
     trusted = bool(facts.value("model.trust_remote_code"))
     found = (

@@ -1,6 +1,6 @@
-"""Engine against trainer: the gap, and what causes it.
+"""Measures the mismatch between engine and trainer, and attributes it to causes.
 
-The same tokens scored on both sides (``gap``, ``probe``), the gap divided by cause (``budget``), quantisers and products held
-against the format (``parity``, ``product_probe``), one model on both sides (``same_model``), the check after every sync
-(``at_sync``) and what ``miles verify`` does and shows.
+The modules compare scores of the same tokens on both sides (``gap``, ``probe``), divide the gap by cause (``budget``), compare
+quantisers and products with the format (``parity``, ``product_probe``), check that both sides run the same model (``same_model``,
+``first_sync``), and check every weight sync (``at_sync``).
 """

@@ -1,14 +1,14 @@
-"""Do two sides compute one function? Statistics of two scores of the same tokens.
+"""Statistics of two scores of the same tokens, to detect whether two sides compute different functions.
 
-Rounding spreads over all tokens and has no direction. A model that computes something else differs by more than that over all tokens, over
-the tokens behind some position, or in proportion to the log-probability. Each of these has a statistic of its own, built from medians
-so that the few tokens whose expert a router changed do not count:
+Rounding errors are spread over all tokens and have no direction. A model that computes another function differs by more than rounding
+over all tokens, over all tokens after some position, or in proportion to the log-probability. Each case has a separate statistic, built
+from medians, so that the few tokens routed to different experts have no influence:
 
 - ``median``: of the absolute differences, over all tokens;
-- ``stretch``: the largest such median over ``STRETCH`` consecutive tokens, which shows what begins at a position (a window, other
-  rotary frequencies, a temperature);
-- ``slope``: how much the engine's log-probabilities are stretched relative to the trainer's, minus 1. Logits that are scaled by s stretch
-  them by about s. A mean difference hides this, because likely tokens lose what unlikely ones gain.
+- ``stretch``: the largest such median over ``STRETCH`` consecutive tokens, which detects effects that start at a position (a window,
+  other rotary frequencies, a temperature);
+- ``slope``: the scale of the engine's log-probabilities relative to the trainer's, minus 1. Logits scaled by s scale them by about s. A
+  mean difference hides this effect, because the differences of likely and unlikely tokens have opposite signs.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Consecutive tokens that are judged together.
+#: Number of consecutive tokens in a stretch.
 STRETCH = 32
-#: The slope compares this part of the tokens at either end of the trainer's log-probabilities.
+#: The slope compares these fractions of the tokens with the lowest and the highest log-probabilities of the trainer.
 _END = 1 / 3
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two sides are apart, in nats.
+    """Differences between two sides, in nats.
 
     Attributes:
-        tokens: how many were compared.
-        median: of the absolute difference.
-        stretch: the largest median over ``STRETCH`` consecutive tokens of a sequence; ``sequence`` and ``position`` say where it begins.
-        slope: relative stretch of the engine's log-probabilities, 0 for none; ``slope_error`` is its standard error.
-        finite: whether all log-probabilities of both sides are finite numbers.
+        tokens: number of compared tokens.
+        median: median of the absolute difference.
+        stretch: the largest median over ``STRETCH`` consecutive tokens, which start at ``position`` of ``sequence``.
+        slope: relative scale of the engine's log-probabilities minus 1; ``slope_error`` is its standard error.
+        finite: whether all log-probabilities of both sides are finite.
     """
 
     tokens: int
@@ -54,7 +54,7 @@ def compare(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> Agre
         engine, trainer: one array [tokens] of log-probabilities per sequence.
 
     Returns:
-        the statistics; with numbers that are not finite they are infinite.
+        the statistics, which are infinite if a log-probability is not finite.
     """
     deltas = [np.asarray(e, np.float64) - np.asarray(t, np.float64) for e, t in zip(engine, trainer, strict=True)]
     whole = np.concatenate([np.zeros(0), *deltas])
@@ -68,8 +68,8 @@ def compare(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> Agre
 
 
 def _stretches(deltas: Sequence[np.ndarray]) -> list[tuple[float, int, int]]:
-    """The median of each run of ``STRETCH`` tokens, with its sequence and the position of its first token. A shorter rest belongs to
-    the run before it, because the median of a few tokens is no statistic."""
+    """Return the median of each stretch of ``STRETCH`` tokens, with its sequence and the position of its first token. A shorter remainder
+    is merged with the previous stretch, because the median of a few tokens is not reliable."""
     found = []
     for number, delta in enumerate(deltas):
         starts = list(range(0, max(len(delta) - STRETCH, 0) + 1, STRETCH)) if len(delta) else []
@@ -83,8 +83,9 @@ def _stretches(deltas: Sequence[np.ndarray]) -> list[tuple[float, int, int]]:
 
 
 def _slope(delta: np.ndarray, trainer: np.ndarray) -> tuple[float, float]:
-    """Difference of the medians of ``delta`` between the likeliest and the least likely third of the tokens, over that of the
-    log-probabilities, and its standard error (of a median: 1.25 sigma / sqrt(n), sigma from the median absolute deviation)."""
+    """Compute the slope and its standard error: the difference of the medians of ``delta`` between the most and the least likely third of
+    the tokens, divided by that of the log-probabilities. The standard error of a median is 1.25 sigma / sqrt(n), with sigma from
+    the median absolute deviation."""
     order = np.argsort(trainer, kind="stable")
     count = int(len(order) * _END)
     if count < STRETCH // 2:

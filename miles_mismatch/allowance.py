@@ -1,8 +1,8 @@
-"""How far apart rounding may bring two sides that compute one function.
+"""Limits on the differences that rounding can cause between two sides that compute the same function.
 
-Each side declares its precision: the dtype of its model, and with a number format the format's relative error (``Format.error``), rounded
-inputs of its products, and the type of cached keys and values. ``Side.rounding`` adds these errors up as independent ones, and the
-limits are linear in the sum. The constants were chosen from ``benchmarks/planted_defects.py`` (result file
+Each side declares its precision: the dtype of its model, and with a number format the format's relative error (``Format.error``),
+whether it rounds inputs of products, and the dtype of cached keys and values. ``Side.rounding`` combines these errors as independent
+ones, and the limits are linear in the result. The constants were chosen from ``benchmarks/planted_defects.py`` (result file
 ``benchmarks/results/planted_defects-2026-11-23.json``): every family, format and schedule of the tests stays below half of each limit.
 """
 
@@ -13,31 +13,31 @@ from dataclasses import dataclass
 
 from miles_mismatch.agreement import STRETCH, Agreement
 
-#: dtype -> relative error of a layer's output that is computed in it. FP32 sums in another order. BF16 rounds each result to 2^-9, about
-#: ten of them per layer.
+#: dtype -> relative error of the output of a layer. In FP32 it comes from another order of summation; BF16 rounds each of about ten results
+#: per layer to 2^-9.
 DTYPES = {"float32": 1e-5, "bfloat16": 7e-3}
-#: Type of cached keys and values -> relative error (half a unit in the last place of 3 and of 2 stored bits, as a root mean square).
+#: Dtype of cached keys and values -> relative error (root mean square of half a unit in the last place, for 3 and 2 mantissa bits).
 CACHES = {"": 0.0, "bfloat16": 2e-3, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06}
-#: Limits per unit of rounding, and what is allowed without any.
+#: Limits per unit of rounding, and constant terms.
 _MEDIAN, _STRETCH, _SLOPE = 12.0, 20.0, 1.5
 _FLOOR, _SLOPE_FLOOR = 2e-3, 2e-3
-#: What is left of the error of rounded inputs, keys and values where both sides round alike: results that differ in the last place of the
-#: dtype tip some of them over to the next code.
+#: Fraction of the error of rounded inputs, keys and values that remains if both sides round in the same way: differences in the last place
+#: of the dtype move some values to the next code.
 _TIPPED = 0.5
-#: Standard errors of the slope that count as chance.
+#: Deviations of the slope within this number of standard errors count as chance.
 _CHANCE = 4.0
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one side declares.
+    """Declared precision of one side.
 
     Attributes:
-        dtype: of the model's copy, a key of ``DTYPES``.
-        format: its number format's name, ``bf16`` for none.
-        error: that format's relative error, 0 for none.
-        rounds_inputs: the format rounds the inputs of products too.
-        cache: type of cached keys and values.
+        dtype: dtype of the model copy, a key of ``DTYPES``.
+        format: name of the number format, ``bf16`` for none.
+        error: relative error of the format, 0 for none.
+        rounds_inputs: whether the format also rounds the inputs of products.
+        cache: dtype of cached keys and values, a key of ``CACHES``.
     """
 
     dtype: str
@@ -47,8 +47,8 @@ class Side:
     cache: str = ""
 
     def rounding(self, other: Side) -> float:
-        """Relative error of a layer's output, compared with that of ``other``. Two sides in one format compute with the same codes of the
-        weights."""
+        """Return the relative error of a layer's output compared with ``other``. Two sides with the same format have the same weight
+        codes, so their weights contribute no error."""
         inputs = self.error * self.rounds_inputs
         if self.format == other.format:
             weights, inputs = 0.0, _TIPPED * inputs
@@ -71,7 +71,7 @@ class Allowance:
     slope: float
 
     def exceeded(self, found: Agreement) -> list[str]:
-        """What exceeds its limit, each as a phrase with both numbers; empty when the sides agree."""
+        """Describe each statistic that exceeds its limit, with both numbers; [] if the sides agree."""
         if not found.finite:
             return ["some log-probabilities are not finite numbers"]
         phrases = []
@@ -93,6 +93,6 @@ class Allowance:
 
 
 def allowance(engine: Side, trainer: Side) -> Allowance:
-    """The limits for two sides."""
+    """Compute the limits for two sides."""
     total = math.hypot(engine.rounding(trainer), trainer.rounding(engine))
     return Allowance(_FLOOR + _MEDIAN * total, _FLOOR + _STRETCH * total, _SLOPE_FLOOR + _SLOPE * total)

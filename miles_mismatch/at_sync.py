@@ -1,11 +1,11 @@
 """``--verify-logprobs``: after every weight sync, engine and trainer score the same tokens.
 
-The engine answers a few probe prompts under the weights it was just given. Its log-probabilities of what it sampled are
-compared with the trainer's, computed as in training; a mean |delta| beyond the tolerance stops the run. Two checks find an
-engine that serves older weights: the version it reports, and whether its scores moved. For the second, the tokens of the
-sync before are scored again on both sides (an engine that can ``score``): the trainer's log-probabilities of them moved by a
-vector d, and the engine's must have moved along it, however small d is compared with the mismatch itself: the
-coefficient of its movement on d is near 1 when the update arrived, 0 when it did not, between when a part is missing.
+The engine generates responses to a few probe prompts with its new weights. Its log-probabilities of the sampled tokens are compared
+with the trainer's, computed as in training; a mean |delta| above the tolerance stops the run. Two checks detect an engine that serves
+older weights: the reported version, and the movement of its scores. For the second check, the tokens of the previous sync are scored
+again on both sides (if the engine supports ``score``). The trainer's log-probabilities have moved by a vector d, and the engine's must
+have moved along d, even if d is small compared with the mismatch. The regression coefficient of the engine's movement on d is near 1
+if the update arrived, 0 if it did not, and in between if a part is missing.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: An engine that moved by less than this part of the way did not move.
+#: With a smaller coefficient, the engine counts as not updated.
 _STILL = 0.1
-#: ... and where the two agreed ten times better than they moved, it must have moved so far along.
+#: Minimum coefficient if the mismatch is less than a tenth of the movement.
 _ALMOST = 0.9
-#: Below this movement of the trainer's log-probs (root mean square, nats) FP32 rounding hides the engine's.
+#: With a smaller movement of the trainer's log-probs (root mean square, nats), FP32 rounding hides the engine's movement.
 _SMALLEST = 1e-5
-#: ... and below this part of the mismatch, a low-precision engine may rightly not have moved at all.
+#: With a movement below this fraction of the mismatch, the scores of a correct low-precision engine may be unchanged.
 _VISIBLE = 0.1
 
 
 @dataclass
 class Earlier:
-    """The probe of the sync before: its samples as recorded and bare, what both sides said of those then, each by itself, and in
-    which number formats they computed. ``first``: nothing was synced before it."""
+    """The probe of the previous sync: its samples with and without recorded fields, the scores of both sides computed independently, and
+    their number formats. ``first``: True if it was the first sync."""
 
     recorded: list[Sample]
     samples: list[Sample]
@@ -65,15 +65,15 @@ _EARLIER = StashKey[dict[str, Earlier]]()
 
 
 def make_check(run: Run) -> Callable[[PolicyParts], Awaitable[Mapping[str, float]]] | None:
-    """The check named ``verify_logprobs``; None without ``--verify-logprobs``."""
+    """Create the check named ``verify_logprobs``; None without ``--verify-logprobs``."""
     return partial(verify_sync, run) if run.config.run.verify_logprobs else None
 
 
 async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
-    """Check the weights that were synced last; returns metrics.
+    """Check the last sync and return metrics.
 
     Raises:
-        MismatchError: the engine serves other weights, or the two sides disagree by more than the tolerance.
+        MismatchError: the engine serves other weights, or the gap between both sides exceeds the tolerance.
     """
     options, policy = run.config.run, parts.policy
     check_version(parts)
@@ -91,38 +91,38 @@ async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
     if last is None:
         await write_budget(run, parts, await probe(run, parts, run.stash[_PROMPTS], support=True))
     elif older and last.first and parts.precisions == last.formats:
-        await write_budget(run, parts, last.recorded)  # of samples as old as those of most steps
+        await write_budget(run, parts, last.recorded)  # the age of these samples is typical of most steps
     alone = [bare(s) for s in samples]
     trainer, engine = await parts.learner.log_probs(alone), await score(run, parts, alone)
     earlier[policy.name] = Earlier(samples, alone, trainer, engine, parts.precisions, first=last is None)
-    if older or not in_this_process(parts.serving):  # else the engine is asked for its weights
+    if older or not in_this_process(parts.serving):  # otherwise the engine's weights can be read
         await parts.learner.take_snapshot(policy.version)
     return gap.metrics("verify") | ({} if moved is None else {"verify/moved": moved})
 
 
 def check_version(parts: PolicyParts) -> None:
-    """The engine must report the version that was synced."""
+    """Raise MismatchError unless the engine reports the synced version."""
     engine, policy = parts.serving, parts.policy
     if engine.version != policy.version:
         raise MismatchError(
             f"stale weights: the engine serves version {engine.version} although version {policy.version} was synced; "
-            "the weight update did not reach it (look at the transport's messages above)"
+            "the weight update did not reach it (see the transport's messages above)"
         )
 
 
 def check_versions_of(samples: Sequence[Sample], policy: Policy) -> None:
-    """Every token of a fresh probe must come from the version that was synced."""
+    """Raise MismatchError unless every token of a new probe comes from the synced version."""
     for sample in samples:
         others = [v for _, v in sample.weight_versions if v != policy.version]
         if others:
             raise MismatchError(
                 f"stale weights: probe sample {sample.index} was generated with weight version {others[0]} after version "
-                f"{policy.version} was synced; an engine worker did not take the update"
+                f"{policy.version} was synced; an engine worker did not apply the update"
             )
 
 
 async def score(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> list[np.ndarray] | None:
-    """The engine's log-probabilities of the samples' response tokens over the whole vocabulary; None when it cannot."""
+    """Return the engine's log-probabilities of the response tokens over the full vocabulary; None if it does not support ``score``."""
     engine, temperature = parts.serving, run.config.rollout.temperature
     needed = {"score"} if temperature == 1 else {"score", "score_temperature"}
     if not needed <= engine.capabilities:
@@ -132,12 +132,12 @@ async def score(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> list
 
 
 async def movement(run: Run, parts: PolicyParts, last: Earlier) -> float | None:
-    """How far along the trainer's movement since ``last`` the engine moved: near 1 when it serves the update.
+    """Return the coefficient of the engine's movement on the trainer's since ``last``; it is near 1 if the engine serves the update.
 
-    None where the engine cannot score, the step was too small to see, or a side changed its number format meanwhile.
+    Returns None if the engine cannot score, the step is too small to detect, or a side has changed its number format.
 
     Raises:
-        MismatchError: it did not move, or too little of the way.
+        MismatchError: the engine did not move, or not far enough.
     """
     if parts.precisions != last.formats:
         return None
@@ -147,12 +147,12 @@ async def movement(run: Run, parts: PolicyParts, last: Earlier) -> float | None:
         return None
     now = await parts.learner.log_probs(last.samples)
     step, change = _difference(now, last.trainer), _difference(engine, last.engine)
-    kept = ordinary(change, step)  # the step must be visible on the tokens by which it is judged
+    kept = ordinary(change, step)  # the step must be detectable on the tokens that are used
     size, mismatch = _rms(step[kept]), _rms(_difference(last.engine, last.trainer)[kept])
     if size < _SMALLEST or size < _VISIBLE * mismatch:
         return None
     moved, error = along(change, step)
-    # By the coefficient, as medians may be the rounding of a few tokens' last place while other tokens moved.
+    # Use the coefficient: medians may reflect rounding in the last place while other tokens moved.
     still = moved + 3 * error < _STILL
     if still or (mismatch < _VISIBLE * size and moved + 3 * error < _ALMOST):
         what = "it still serves the previous weights" if still else "part of the update is missing"
@@ -166,12 +166,12 @@ async def movement(run: Run, parts: PolicyParts, last: Earlier) -> float | None:
 
 
 def trains_on_older(run: Run) -> bool:
-    """Whether samples are older than the weights they train: under any schedule but core's ``sync``."""
+    """Return whether samples may be older than the trained weights, that is, the schedule is not core's ``sync``."""
     return run.config.run.schedule != "sync" or partial_rollout(run.config)
 
 
 async def write_budget(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> None:
-    """Measure the budget of ``samples`` and keep it in the run directory for the report."""
+    """Measure the budget of ``samples`` and save it in the run directory for the report."""
     found = await budget(run, parts, samples)
     content = {"policy": parts.policy.name, "version": parts.policy.version, **found.to_dict()}
     (run.directory / BUDGET_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -182,7 +182,7 @@ async def _sentence(run: Run, parts: PolicyParts, gap: Gap, tolerance: float) ->
     causes = ", ".join(f"{c.name} {c.share:.0%}" for c in found.ordered()[:3])
     worst = "\n  ".join(map(str, gap.worst[:4]))
     return (
-        f"engine and trainer disagree by {gap.mean_abs:.3g} nats a token (mean |delta log p| over {gap.tokens} tokens, "
+        f"engine and trainer disagree by {gap.mean_abs:.3g} nats per token (mean |delta log p| over {gap.tokens} tokens, "
         f"largest {gap.max_abs:.3g}) at weight version {parts.policy.version}, beyond --verify-logprobs-tolerance "
         f"{tolerance:g}; by cause: {causes} (miles verify --budget shows more). The worst tokens:\n  {worst}"
     )

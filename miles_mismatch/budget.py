@@ -1,14 +1,13 @@
-"""The mismatch budget: the gap between engine and trainer, divided among its causes.
+"""The mismatch budget: divides the gap between engine and trainer among its causes.
 
-The trainer scores the engine's tokens several times, and each time imitates one more property of the engine: the support
-it sampled from, the choices it recorded (routes), its weights' number format, the weights it really holds, its modules, the
-type of its cache. What a pass changes is that cause's part; what is left when everything is imitated is kernels and
-batching (for an engine in another process: and whatever could not be imitated). ``docs/mismatch.md`` reads one aloud.
+The trainer scores the engine's tokens several times; each pass imitates one more property of the engine: its sampling support, its
+recorded choices (routes), the number format of its weights, its actual weights, its modules, the dtype of its cache. The change in a
+pass is the contribution of that cause. The remaining gap comes from kernels and batching (and, for an engine in another process, from
+properties that could not be imitated). ``docs/mismatch.md`` explains an example.
 
-With d the whole gap and d_i the change made by cause i, token by token: ``abs_delta`` is mean |d_i|, ``kl`` is how much of
-the k3 estimate of KL(engine || trainer) goes away, ``share`` is sum(d d_i) / sum(d d). KLs and shares add up to the
-whole; a negative one belongs to a cause that hides a part of another. A cause is charged with what it brings after those
-before it: with another order, interactions would be booked elsewhere.
+Let d be the whole gap and d_i the change by cause i, per token. ``abs_delta`` is mean |d_i|, ``kl`` is the reduction of the k3
+estimate of KL(engine || trainer), ``share`` is sum(d d_i) / sum(d d). KLs and shares add up to the whole; a negative value means that
+the cause hides a part of another. Contributions depend on the order of the passes: interactions are attributed to the later cause.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from miles_core.contracts.runtime import PolicyParts
 
 SAMPLER = SAMPLING_SUPPORT.label
-#: Label of a field that holds an engine's choices of experts.
+#: Label of a field that records an engine's choice of experts.
 ROUTING = "routing"
 WEIGHTS = "weight quantisation"
 STALE = "staleness"
@@ -43,18 +42,19 @@ KERNELS = "kernels and batching"
 UNEXPLAINED = "kernels and unexplained"
 
 
-#: In a run directory: the budget at the first sync of the run.
+#: File in the run directory with the budget of the first measured sync.
 BUDGET_FILE = "budget.json"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One cause of the gap, and its part of it.
+    """One cause of the gap and its contribution.
 
     Attributes:
-        abs_delta, kl: nats a token. share: of the whole gap.
-        corrected: training is free of this part: the run replays what the engine did.
-        why: the reason that it was not measured; empty when it was.
+        abs_delta, kl: in nats per token.
+        share: fraction of the whole gap.
+        corrected: training is not affected, because the run replays the engine's choices.
+        why: reason why the cause was not measured; "" if it was.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Budget:
-    """The whole gap, without any correction; what training still sees of it; the causes in the order measured."""
+    """The whole gap without corrections, the gap that remains in training, and the causes in order of measurement."""
 
     total: Gap
     remaining: Gap
@@ -78,7 +78,7 @@ class Budget:
         return sorted((c for c in self.causes if not c.why), key=lambda c: -abs(c.share))
 
     def missing(self) -> list[Cause]:
-        """Those that were not measured."""
+        """The causes that were not measured."""
         return [c for c in self.causes if c.why]
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,28 +87,28 @@ class Budget:
 
 
 async def budget(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> Budget:
-    """Divide the gap of ``samples``; a handful of passes over them by the trainer.
+    """Divide the gap of ``samples`` among its causes, with a few forward passes of the trainer.
 
-    Staleness: an engine in this process that serves the version which the samples come from is asked for its weights. Else they
-    are held against the weights that the learner kept (``LearnerHandle.take_snapshot``): samples stamped with that version come
-    from them; ones that claim the current version are believed where the engine's log-probs do not lie along the step between
-    the two.
+    Staleness is measured with the engine's actual weights if it runs in this process and still serves the version of the samples.
+    Otherwise it is measured with the learner's saved weights (``LearnerHandle.take_snapshot``): samples with the saved version come
+    from these. A sample with the current version counts as current unless the engine's log-probs moved along the step between the two
+    versions.
 
     Args:
-        samples: generated by the policy's engine, with everything recorded (``probe(..., support=True)``).
+        samples: generated by the policy's engine, with all fields recorded (``probe(..., support=True)``).
     """
     return await _Chain(run, parts, samples).walk()
 
 
 def in_this_process(engine: Any) -> bool:
-    """Whether the trainer can read the engine's weights and run its modules."""
+    """Return whether the trainer can read the engine's weights and run its modules."""
     from torch import nn
 
     return isinstance(getattr(engine, "model", None), nn.Module)
 
 
 class _Chain:
-    """Passes over the samples, each with one switch more than the last."""
+    """A sequence of passes over the samples; each imitates one more property of the engine than the previous."""
 
     def __init__(self, run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> None:
         self.run, self.parts, self.samples = run, parts, samples
@@ -141,7 +141,7 @@ class _Chain:
         return self.result(start, trained, KERNELS if here else UNEXPLAINED)
 
     async def recorded(self) -> None:
-        """What the engine recorded and the trainer can replay: supports, then the plugins' input fields."""
+        """Replay the engine's recorded fields: sampling supports, then the plugins' input fields."""
         fields = self._fields()
         for field in fields:
             self.replayed.append(field.name)
@@ -150,12 +150,12 @@ class _Chain:
             self.missing.append(Cause(ROUTING, why="no active plugin records and replays the engine's routes"))
 
     def older(self) -> bool:
-        """Whether the engine says that samples come from another version than it serves."""
+        """Return whether samples come from another version than the engine serves, according to the engine."""
         return any(version != self.parts.policy.version for s in self.samples for _, version in s.weight_versions)
 
     async def elsewhere(self) -> None:
-        """An engine in another process, or one that serves other weights by now: staleness from the weights that were kept,
-        activations from the format's rule."""
+        """Measure causes for an engine in another process or with other weights: staleness from saved weights, activations with the
+        format's own quantiser."""
         self.missing = [c for c in self.missing if c.name != STALE]
         try:
             self.stale = await self.from_kept()
@@ -166,7 +166,7 @@ class _Chain:
             await self.switch(ACTIVATIONS, activations=True)
 
     async def from_kept(self) -> np.ndarray:
-        """[samples] bool: which come from the weights that were kept. MilesError when that cannot be known."""
+        """Return bool [samples]: whether each comes from the saved weights. MilesError if this cannot be determined."""
         kept = self.parts.learner.snapshot_version
         versions = [{v for _, v in s.weight_versions} for s in self.samples]
         strange = sorted(set().union(*versions) - {self.parts.policy.version, kept})
@@ -197,14 +197,14 @@ class _Chain:
         none, all_of_it = whole < 3 * error, whole > 1 - 3 * error
         if none or all_of_it:
             return np.full(len(self.samples), all_of_it and not (none and whole < 0.5))
-        # some workers took the update, others did not: each sample by itself
+        # decide per sample, because only some workers may have applied the update
         each = [
             along(_flat([c], [s]), _flat([d], [s]))[0] for c, d, s in zip(changes, steps, self.samples, strict=True)
         ]
         return np.array(each) > 0.5
 
     async def switch(self, name: str, **changes: Any) -> bool:
-        """Turn something on for this pass and those after it; False when this trainer cannot, and the row says why."""
+        """Enable an imitation for this and all later passes. Return False if the trainer does not support it; the row gives the reason."""
         before = self.emulation
         self.emulation = replace(before, **changes)
         try:
@@ -238,7 +238,7 @@ class _Chain:
         return Budget(total, measure(self.engine, trained, self.samples), (*causes, *self.missing))
 
     def _fields(self) -> list[Field]:
-        """Recorded fields that change what the trainer computes, the sampler's first."""
+        """Return the recorded fields that affect the trainer's computation, the sampling support first."""
         present = {name for s in self.samples for name in s.fields}
         inputs = [f for f in self.run.fields if f.align in ("token", "token-1")]
         return [f for f in (SAMPLING_SUPPORT, *inputs) if f.name in present]

@@ -1,9 +1,9 @@
-"""After the first weight sync, every engine and the trainer score the same tokens: do they compute one function?
+"""Checks after the first weight sync that every engine and the trainer compute the same function.
 
-A wrong engine does not fail. It samples from another distribution than the one that is trained, and rewards go up and down as they would
-in a healthy run. So before anything is trained, both sides score one text (``probe_text``), and a difference that the declared
-precisions do not explain (``allowance``) stops the run; with ``--allow-mismatch`` it is a warning. The comparison is repeated when a
-side changes its number format.
+A wrong engine does not raise an error: it samples from another distribution than the trained one, and rewards change as in a correct
+run. Therefore both sides score the same text (``probe_text``) before training. A difference that the declared precisions do not explain
+(``allowance``) stops the run, or is a warning with ``--allow-mismatch``. The comparison is repeated when a side changes its number
+format.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Tokens to generate for each prompt where an engine cannot score.
+#: Number of tokens to generate per prompt if an engine cannot score.
 _GENERATED = 32
-#: Keys of generated probes start here, away from the run's samples.
+#: First key of generated probes, outside the range of the run's samples.
 _FIRST_KEY = 1 << 41
 _ADVICE = (
     "Check that the engine loads this checkpoint's architecture (its log names weights that it did not load), what its options change "
     "(rotary embedding, window, attention backend, logit scale, number format), and plugins that change one side's model. "
-    "miles verify --budget divides the difference by cause; --allow-mismatch trains all the same"
+    "miles verify --budget divides the difference by cause; --allow-mismatch trains anyway"
 )
 
 
 def make_check(run: Run) -> Callable[[PolicyParts], Awaitable[Mapping[str, float]]] | None:
-    """The check named ``first_sync``; None with ``--no-self-check``."""
+    """Create the check named ``first_sync``; None with ``--no-self-check``."""
     return FirstSync(run) if run.config.model.self_check else None
 
 
@@ -59,7 +59,7 @@ class FirstSync:
         self._done: set[tuple[str, object]] = set()
 
     async def __call__(self, parts: PolicyParts) -> dict[str, float]:
-        """Compare, if this policy was not compared in these precisions.
+        """Compare the sides of a policy, unless they were already compared in the current precisions.
 
         Raises:
             MismatchError: an engine computes another function than the trainer.
@@ -68,24 +68,24 @@ class FirstSync:
         if parts.engine is None or key in self._done:
             return {}
         engine, trainer = precisions(self._run, parts)
-        try:  # a trainer that imitates the engine's precision leaves less to explain
-            found = await self._compared(parts, imitating(engine, trainer))
+        try:  # imitating the engine's precision reduces the differences due to rounding
+            found = await self._compare(parts, imitating(engine, trainer))
             trainer = replace(engine, dtype=trainer.dtype)
         except MilesError:
-            found = await self._compared(parts, AS_TRAINED)
+            found = await self._compare(parts, AS_TRAINED)
         for worker, agreement in found.items():
             self._judge(parts, worker, agreement, (engine, trainer))
         self._done.add(key)
         return {}
 
-    async def _compared(self, parts: PolicyParts, emulation: Emulation) -> Mapping[str, Agreement]:
-        """Name of an engine's worker ("" for the only one) -> its agreement with the trainer, which computes as ``emulation`` says."""
+    async def _compare(self, parts: PolicyParts, emulation: Emulation) -> Mapping[str, Agreement]:
+        """Return engine worker ("" if there is only one) -> agreement with the trainer, which computes with ``emulation``."""
         run, engine = self._run, parts.serving
         prompts, text = self._text(parts)
         temperature = run.config.rollout.temperature
         needed = {"score"} if temperature == 1 else {"score", "score_temperature"}
         if not needed <= engine.capabilities:
-            return {"": await self._generated(parts, prompts, text, emulation)}
+            return {"": await self._compare_generated(parts, prompts, text, emulation)}
         samples = [
             Sample(tokens=list(tokens), response_length=len(tokens) - 1, index=i, group_index=i)
             for i, tokens in enumerate(text.sequences)
@@ -98,10 +98,10 @@ class FirstSync:
             log.info("the probe of %d tokens does not reach %s of config.json", reached, names)
         return {worker: compare(found, trainer) for worker, found in scores.items()}
 
-    async def _generated(
+    async def _compare_generated(
         self, parts: PolicyParts, prompts: Sequence[Sequence[int]], text: ProbeText, emulation: Emulation
     ) -> Agreement:
-        """The agreement on tokens that the engine samples, behind the prompts and behind the long probe."""
+        """Compare both sides on tokens that the engine samples after the prompts and after the long probe."""
         run = self._run
         context = _context(run)
         long = [tokens[: context - _GENERATED] for tokens in text.sequences]
@@ -128,7 +128,7 @@ class FirstSync:
         return prompts, probe_text(config, prompts, vocabulary, _context(run), on_cpu)
 
     def _judge(self, parts: PolicyParts, worker: str, found: Agreement, declared: tuple[Side, Side]) -> None:
-        """Log that two sides agree; raise, or warn, where they do not. declared: precisions of engine and trainer."""
+        """Log that two sides agree, or raise or warn if they do not. ``declared``: precisions of engine and trainer."""
         run = self._run
         engine = f"engine {run.config.run.engine}" + (f" ({worker})" if worker else "")
         sides = f"{engine} and trainer {run.config.run.trainer}"
@@ -152,10 +152,10 @@ class FirstSync:
 
 
 def imitating(engine: Side, trainer: Side) -> Emulation:
-    """What a trainer has to imitate to compute in the engine's precision.
+    """Return the emulation with which the trainer computes in the engine's precision.
 
     Raises:
-        MilesError: no trainer can, because it computes in a format that the engine does not have.
+        MilesError: the trainer computes in a format that the engine does not use, so no emulation exists.
     """
     if trainer.format not in (PLAIN, engine.format):
         raise MilesError(f"the trainer computes in {trainer.format} and the engine in {engine.format}")
@@ -164,7 +164,7 @@ def imitating(engine: Side, trainer: Side) -> Emulation:
 
 
 def precisions(run: Run, parts: PolicyParts) -> tuple[Side, Side]:
-    """What the engine and the trainer of a policy declare."""
+    """Return the declared precisions of a policy's engine and trainer."""
     dtype = _dtype(run)
     now = parts.precisions
     return (
@@ -182,7 +182,7 @@ def _side(run: Run, parts: PolicyParts, dtype: str, precision: str, cache: str) 
 
 
 def _dtype(run: Run) -> str:
-    """The dtype in which both sides hold the model. What this process cannot know counts as the lower precision."""
+    """Return the dtype in which both sides hold the model; the lower precision if this process cannot determine it."""
     model = run.config.model
     if model.dtype != "auto":
         return model.dtype
@@ -191,5 +191,5 @@ def _dtype(run: Run) -> str:
 
 
 def _context(run: Run) -> int:
-    """The longest sequence that both sides take."""
+    """Return the maximum sequence length of both sides."""
     return int(run.config.rollout.max_context_len or run.plan.fact("model.context") or 2048)

@@ -1,8 +1,8 @@
-"""How far two sides disagree about the same tokens: the numbers, and the tokens that disagree most.
+"""Measures the disagreement of two sides on the same tokens, and lists the tokens that disagree most.
 
 ``engine`` and ``trainer`` hold the log-probabilities of the sampled tokens under either side. With delta = trainer -
 engine, mean(-delta) and mean(exp(delta) - 1 - delta) estimate KL(engine || trainer) (k1 is unbiased and noisy, k3 never
-negative). A value that is not finite on either side counts as an infinite gap.
+negative). A non-finite value on either side counts as an infinite gap.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from miles_core.data.sample import Sample
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 WORST = 8
-#: Tokens of context on each side of a token that is shown.
+#: Number of context tokens shown on each side of a token.
 CONTEXT = 6
 _CLAMP = 20.0
-#: A coefficient of ``along`` with a larger standard error says nothing.
+#: A coefficient of ``along`` is not significant if its standard error is larger.
 KNOWN = 0.25
 
 Text = Callable[[list[int]], str]
@@ -33,9 +33,9 @@ class WorstToken:
     """One sampled token on which the sides disagree.
 
     Attributes:
-        sample, position: the sample's running number, and the token's index in its response.
-        token, text: its id and its decoded text; ``before`` and ``after``: the text around it.
-        engine, trainer: the two log-probabilities.
+        sample, position: index of the sample, and index of the token in its response.
+        token, text: id and decoded text of the token; ``before`` and ``after``: the surrounding text.
+        engine, trainer: log-probabilities of both sides.
     """
 
     sample: int
@@ -61,7 +61,7 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class Gap:
-    """The disagreement over ``tokens`` tokens, in nats a token; ``quantiles`` are those of \\|delta\\|, by probability."""
+    """The disagreement over ``tokens`` tokens, in nats per token; ``quantiles`` maps probabilities to quantiles of \\|delta\\|."""
 
     tokens: int
     mean_abs: float
@@ -76,7 +76,7 @@ class Gap:
         return asdict(self)
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """The numbers as metrics."""
+        """Return the statistics as metrics."""
         return {
             f"{prefix}/abs_log_prob": self.mean_abs,
             f"{prefix}/abs_log_prob_max": self.max_abs,
@@ -86,12 +86,12 @@ class Gap:
 
 
 def measure(engine: LogProbs, trainer: LogProbs, samples: Sequence[Sample] = (), text: Text | None = None) -> Gap:
-    """The gap over the tokens of the samples' loss masks (all tokens where no samples are given).
+    """Measure the gap over the tokens in the samples' loss masks (all tokens if no samples are given).
 
     Args:
-        engine, trainer: one array a sample, [response_length].
-        samples: for masks and for the worst tokens.
-        text: decodes token ids; without it no worst tokens are listed.
+        engine, trainer: one array [response_length] per sample.
+        samples: for masks and the worst tokens.
+        text: decodes token ids; if None, no worst tokens are listed.
     """
     masks = [np.asarray(s.mask, bool) for s in samples] or [np.ones(len(e), bool) for e in engine]
     e = _flat(engine, masks)
@@ -113,8 +113,9 @@ def measure(engine: LogProbs, trainer: LogProbs, samples: Sequence[Sample] = (),
 
 
 def ordinary(change: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    """Where neither side moved by more than nine tenths of its tokens did: [tokens] bool. On a mixture of experts a token whose
-    route flipped moves by more than all others together, and so does the one unsure token of a confident model."""
+    """Return bool [tokens]: False for the tokens whose movement on either side exceeds that side's 90 % quantile. This excludes outliers:
+    in a mixture of experts, a token with a changed route moves by more than all others together, as does the one uncertain token of a
+    confident model."""
     kept = np.ones(len(shift), bool)
     for values in (np.abs(change), np.abs(shift)) if len(shift) else ():
         kept &= values <= np.quantile(values, 0.9)
@@ -122,8 +123,8 @@ def ordinary(change: np.ndarray, shift: np.ndarray) -> np.ndarray:
 
 
 def along(change: np.ndarray, shift: np.ndarray) -> tuple[float, float]:
-    """How far ``change`` goes along ``shift`` (both [tokens]): the least-squares coefficient and its standard error over the
-    ``ordinary`` tokens. NaN where there is no shift."""
+    """Regress ``change`` on ``shift`` (both [tokens]): return the least-squares coefficient and its standard error over the ``ordinary``
+    tokens. NaN if ``shift`` is 0."""
     kept = ordinary(change, shift)
     change, shift = change[kept], shift[kept]
     length = float(shift @ shift)

@@ -1,11 +1,11 @@
-"""Does a backend quantise as the format says? Declared by the backend, measured when a run starts.
+"""Verifies at the start of a run that each backend quantises as closely to the format as it declares.
 
-Engine and trainer may quantise with code of their own: a kernel that multiplies by a reciprocal where the format
-divides, a library that rounds a scale up. A backend therefore declares, for each format, how close its results are
-(``bytes``, ``values``, or within ``bounded(eps)``), for weights and for activations apart. Before the first step both
-sides quantise a few small probes (random, with a tile of zeros, with heavy tails, a piece of a real layer) and are
-compared with the ``Format``; a result worse than declared stops the run. A backend that calls the format
-itself declares ``bytes``. Where products read the codes, they are measured too (``mismatch.product_probe``).
+Engine and trainer may have their own quantisers: a kernel that multiplies by a reciprocal where the format divides, a library that
+rounds a scale up. A backend therefore declares for each format how close its results are (``bytes``, ``values``, or within
+``bounded(eps)``), separately for weights and activations. Before the first step both sides quantise a few small probes (random, with a
+tile of zeros, with heavy tails, a slice of a real layer), which are compared with the ``Format``; a larger difference than declared
+stops the run. A backend that calls the format itself declares ``bytes``. Native products are measured too
+(``mismatch.product_probe``).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ log = logging.getLogger(__name__)
 
 Side = Literal["engine", "trainer"]
 
-#: Rows of a real layer that are probed, and columns of a made probe where the format's tile does not say.
+#: Number of rows of a real layer that are probed, and default number of columns of a synthetic probe.
 _ROWS, _COLUMNS = 256, 256
 
 
 def probes(format: Format, real: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Name -> matrix [rows, K], BF16 numbers in FP32.
+    """Return the probes, name -> matrix [rows, K] of BF16 values in FP32.
 
     Args:
-        format: gives the size.
-        real: one layer by name; a piece of it is taken.
+        format: determines the size.
+        real: one layer by name, of which a slice is used.
     """
     rows, columns = (2 * size if size <= _COLUMNS else _COLUMNS for size in format.tile)
     rows, columns = max(rows, 16), max(columns, _COLUMNS)
@@ -63,7 +63,7 @@ def probes(format: Format, real: Mapping[str, Tensor] | None = None) -> dict[str
 
 
 def measure(format: Format, quantizer: Quantizer, matrices: Mapping[str, Tensor]) -> tuple[Measured, Measured]:
-    """The worst probe for weights, and for activations."""
+    """Return the worst probe for weights and for activations."""
     weights, activations = [], []
     for name, matrix in matrices.items():
         own, expected = quantizer.weight(matrix), format.quantize(matrix)
@@ -77,25 +77,25 @@ def measure(format: Format, quantizer: Quantizer, matrices: Mapping[str, Tensor]
 def check(
     backend: str, format: Format, quantizer: Quantizer | None, real: Mapping[str, Tensor] | None = None
 ) -> SideParity:
-    """Stop the run where a backend quantises worse than it declares.
+    """Measure a backend's quantiser and compare the result with its declaration.
 
     Args:
-        backend: as in ``engine mine``, for messages.
+        backend: name such as ``engine mine``, for messages.
         format: the run's format.
-        quantizer: the backend's, None when it declares nothing.
+        quantizer: the backend's quantiser; None if it declares no parity.
         real: one layer of the model by name.
 
     Returns:
-        what was measured.
+        the declared and the measured parity.
 
     Raises:
-        MilesError: nothing is declared for this format, or a probe (of a product too) was worse than declared; names the
+        MilesError: the backend declares nothing for this format, or a probe (also of a product) is worse than declared; names the
             probe.
     """
     if quantizer is None:
         raise MilesError(
-            f"{backend} declares no parity for {format.name}, so nobody knows whether it computes with the same "
-            "numbers as the other side; use a backend that does, or bf16"
+            f"{backend} declares no parity for {format.name}, so it is unknown whether it computes with the same "
+            "numbers as the other side; use a backend that declares it, or bf16"
         )
     matrices = probes(format, real)
     found = measure(format, quantizer, matrices)
@@ -117,7 +117,7 @@ def check(
 
 
 def real_layer(units: Iterable[Unit], codec: Codec) -> dict[str, Tensor]:
-    """The first quantised matrix of an export stream, a piece of it, by name; the stream is read to its end."""
+    """Return a slice of the first quantised matrix of an export stream, by name. Consumes the whole stream."""
     found: dict[str, Tensor] = {}
     for unit in units:
         for part in () if found else codec.parts(unit):
@@ -154,10 +154,10 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def check_sides(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> list[SideParity]:
-    """Measure how both sides quantise, before anything is trained. Sides in bf16 are left out.
+    """Measure the quantisers of both sides before training. Sides in bf16 are skipped.
 
     Raises:
-        MilesError: a side declares nothing, or is worse than it declares.
+        MilesError: a side declares no parity, or is worse than it declares.
     """
     sides: tuple[tuple[Side, str, Callable[[Format], Quantizer | None]], ...] = (
         ("engine", run.config_of(policy).rollout.precision, engine.quantizer),
@@ -181,12 +181,12 @@ def check_side(
     quantizer: Callable[[Format], Quantizer | None],
     real: Mapping[str, Tensor],
 ) -> SideParity:
-    """``check`` for one side of a run, in the process that holds it.
+    """Call ``check`` for one side of a run, in the process of that side.
 
     Args:
         precision: the format's name.
         quantizer: ``Engine.quantizer`` or ``Trainer.quantizer``.
-        real: one layer of the model by name (``real_layer``), which the trainer's process has to send.
+        real: one layer of the model by name (``real_layer``), sent by the trainer's process.
     """
     format = make_codec(run, policy, precision).format
     assert format is not None  # the name of a format

@@ -1,8 +1,8 @@
 """Probe samples: a few short responses, generated to be scored on both sides.
 
-They come from the engine under the weights it serves now, by the path that training samples take (plugins see the
-requests, declared fields are recorded), but are shown to nobody else and trained on by nobody. Their random numbers
-depend on their own keys, so that taking them changes no training sample.
+The engine generates them with its current weights in the same way as training samples (``on_request`` runs, declared fields are
+recorded), but ``on_sample`` does not run and they are never trained on. They have separate random keys, so that probing does not
+change training samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PROMPTS = 8
 RESPONSE_TOKENS = 32
-#: Where there are no prompts: any text will do, as both sides only have to agree about it.
+#: Prompts for runs without prompt data. Any text is suitable, because both sides only have to agree on its scores.
 PLAIN_PROMPTS = (
     "Add 17 and 25, then say how you did it:",
     "The list of the first ten prime numbers is",
@@ -41,7 +41,7 @@ PLAIN_PROMPTS = (
 
 
 def probe_prompts(run: Run, count: int = PROMPTS) -> list[list[int]]:
-    """Token ids of the first ``count`` prompts of the run's data; of texts of our own where it has none."""
+    """Return the token ids of the first ``count`` prompts of the run's data, or of ``PLAIN_PROMPTS`` if it has none."""
     if not run.config.data.prompt_data or run.config.data.prompts != "file":
         return [run.tokenizer(text)["input_ids"] for text in PLAIN_PROMPTS[:count]]
     rows = open_prompts(run.config, run.config.data.prompt_data, "--prompt-data").next(count)
@@ -61,14 +61,14 @@ async def probe(
     key: int = 0,
     support: bool = False,
 ) -> list[Sample]:
-    """One response to each prompt, at the rollout's sampling parameters.
+    """Generate one response per prompt with the rollout's sampling parameters.
 
     Args:
-        parts: of the policy, which has an engine.
+        parts: parts of the policy, which must have an engine.
         prompts: token ids.
-        response_tokens: at most so many.
-        key: number of the first one among probes, which its random numbers depend on; the others follow.
-        support: have the sampling support recorded even where training uses the whole vocabulary.
+        response_tokens: maximum number of tokens per response.
+        key: index of the first probe, which determines its random numbers; the others have consecutive indexes.
+        support: record the sampling support even if training uses the full vocabulary.
     """
     sampling = training_sampling(run.config)
     sampling = dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, response_tokens), stop=())
@@ -93,7 +93,6 @@ async def probe(
 
 
 def bare(sample: Sample, fields: Sequence[str] = ()) -> Sample:
-    """``sample`` as nobody's rollout: without what the engine recorded, except the fields named. A trainer then
-    computes everything by itself."""
+    """Copy ``sample`` without the engine's recorded fields, except ``fields``, so that a trainer computes all choices itself."""
     recorded = {name: value for name, value in sample.fields.items() if name in fields}
     return dataclasses.replace(sample, fields=recorded, rollout_log_probs=None)

@@ -1,9 +1,9 @@
-"""The tokens that engine and trainer both score after the first sync.
+"""Creates the tokens that engine and trainer both score after the first sync.
 
-One sequence is longer than every length at which the model begins to compute something else: sliding windows, attention chunks, the
-original length of a rotary embedding, rows at which a temperature starts. Two short ones are scored in the same call. Half of the
-tokens are the run's own prompts, the rest are drawn at random: unlikely tokens have log-probabilities far apart, which shows a
-scale that is slightly wrong.
+One sequence is longer than every length at which the model's computation changes: sliding windows, attention chunks, the original
+length of a rotary embedding, the position at which a temperature starts. Two short sequences are scored in the same call. Half of the
+tokens come from the run's prompts, the rest are random: random tokens have a wide range of log-probabilities, which reveals a slightly
+wrong scale.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import numpy as np
 
 from miles_core.plugin.boundaries import boundaries, entries
 
-#: Tokens of the long sequence at least, and at most (on a CPU: ``MOST_ON_CPU``), where the context allows it.
+#: Minimum and maximum length of the long sequence (maximum on a CPU: ``MOST_ON_CPU``), if the context allows it.
 FEWEST, MOST, MOST_ON_CPU = 256, 4352, 1088
-#: Tokens behind a boundary that must be there to judge it.
+#: Number of tokens after a boundary that are needed to check it.
 BEHIND = 64
 #: Lengths of the short sequences.
 SHORT = (48, 17)
-#: Keys that hold ids of tokens that stand for something other than text.
+#: Suffixes of configuration keys with ids of tokens that do not represent text.
 _SPECIAL = ("_token_id", "_token_index")
 
 
 @dataclass(frozen=True)
 class ProbeText:
-    """Token ids to score, and what they do not reach.
+    """Token ids to score, and the boundaries that they do not cover.
 
     Attributes:
         sequences: token ids.
-        beyond: name in config.json -> length, for boundaries that lie beyond the longest sequence.
+        beyond: name in config.json -> length, for boundaries beyond the longest sequence.
     """
 
     sequences: list[list[int]]
@@ -42,14 +42,14 @@ class ProbeText:
 def probe_text(
     config: Mapping[str, Any], prompts: Sequence[Sequence[int]], vocabulary: int, context: int, on_cpu: bool
 ) -> ProbeText:
-    """Make the tokens.
+    """Create the token ids.
 
     Args:
         config: the checkpoint's ``config.json``.
         prompts: token ids of prompts of the run; may be empty.
-        vocabulary: ids to draw from are below this.
-        context: the longest sequence that both sides take.
-        on_cpu: a long sequence would take long.
+        vocabulary: exclusive upper bound of random token ids.
+        context: maximum sequence length of both sides.
+        on_cpu: limit the long sequence to ``MOST_ON_CPU``, because scoring is slow.
     """
     most = min(context, MOST_ON_CPU if on_cpu else MOST)
     lengths = boundaries(config)
@@ -65,6 +65,6 @@ def probe_text(
 
 
 def _special(config: Mapping[str, Any]) -> set[int]:
-    """Ids of tokens that stand for an image, an end or padding."""
+    """Return the ids of tokens that represent an image, an end or padding."""
     given = [value for name, value in entries(config) if name.endswith(_SPECIAL)]
     return {token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None}

@@ -1,10 +1,10 @@
-"""Is a format's native product the product it should be? Measured when a run starts.
+"""Verifies at the start of a run that a format's native product is correct.
 
-A scale in the wrong place, a layout another library version reads differently or a driver without the kernel gives
-numbers that look like any others. So before the first step the native product multiplies a few matrices whose blocks
-differ by powers of two (a scale that is read for its neighbour shows), of the shapes that the model has, for one row,
-for a number of rows that no tile divides, and for many; and a long sum of positive numbers, in which what an
-accumulator cuts off adds up where partial sums are not promoted. Each result is compared with the emulated product.
+A misplaced scale, a layout that another library version interprets differently or a driver without the kernel yields plausible but wrong
+numbers. Therefore the native product multiplies a few matrices before the first step: their blocks differ by powers of two (which
+reveals swapped scales), with the shapes of the model's weights, for one row, for a number of rows that no tile size divides, and for
+many rows. A long sum of positive numbers reveals accumulators that truncate and do not promote partial sums. Each result is compared
+with the emulated product.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 Shape = tuple[int, int]
 
-#: Rows of the left operand, and the weight that is probed whatever the model's are: several tiles each way.
+#: Numbers of rows of the left operand, and the shape of a weight that is always probed: several tiles in each dimension.
 _ROWS = (1, 37, 256)
 _SHAPE = (384, 640)
 _LONG = (128, 32768)
@@ -36,25 +36,25 @@ def check_product(
     shapes: Iterable[Shape] = (),
     real: Mapping[str, Tensor] | None = None,
 ) -> float:
-    """Stop the run where a native product is further from the emulated one than it declares.
+    """Measure the distance of a native product from the emulated one and compare it with the declared bound.
 
     Args:
-        backend: as in ``engine mine``, for messages.
-        format: whose codes are multiplied.
-        product: the backend's.
-        shapes: [N, K] of the model's weights; each is probed once.
+        backend: name such as ``engine mine``, for messages.
+        format: format of the codes.
+        product: the backend's product.
+        shapes: [N, K] of the model's weights; each distinct shape is probed.
         real: weights of the model by name.
 
     Returns:
-        The largest distance found; see ``Product.eps``.
+        The largest measured distance; see ``Product.eps``.
 
     Raises:
-        MilesError: a probe failed or was too far off; names it.
+        MilesError: a probe failed or exceeded the bound; names the probe.
     """
     worst = 0.0
     for name, x, weight, bias in _probes(format, product, shapes, real or {}):
         distance = _distance(backend, format, product, name, x, weight, bias)
-        if not distance <= product.eps:  # NaN is not
+        if not distance <= product.eps:  # also true for NaN
             raise MilesError(
                 f"{backend} multiplies {format.name} codes differently than it declares: bounded({product.eps:g}) "
                 f"against the emulated product is declared, measured is bounded({distance:.3g}) on the probe {name!r}. "
@@ -75,7 +75,7 @@ def _distance(
     try:
         found = product(x, product.prepare(parts), bias)
         if found.is_cuda:
-            torch.cuda.synchronize(found.device)  # a failed kernel reports late
+            torch.cuda.synchronize(found.device)  # errors of kernels are reported asynchronously
     except (RuntimeError, ValueError, NotImplementedError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MilesError(
@@ -90,7 +90,7 @@ def _distance(
 def _probes(
     format: Format, product: Product, shapes: Iterable[Shape], real: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None]]:
-    """(name, x [M, K], weight [N, K], bias) on the product's device, in its dtype."""
+    """Yield (name, x [M, K], weight [N, K], bias) on the product's device, in its dtype."""
     generator = torch.Generator(product.device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -101,7 +101,7 @@ def _probes(
 
     def given(name: str, x: Tensor, weight: Tensor, bias: bool) -> tuple[str, Tensor, Tensor, Tensor | None]:
         dtype = product.dtype
-        # As large as the product, so that a bias which is not added shows.
+        # As large as the product, so that a missing bias is detected.
         size = float(x.norm() * weight.norm() / (x.shape[0] * weight.numel()) ** 0.5)
         added = (normal(len(weight)) * size).to(dtype) if bias else None
         return name, x.to(dtype), weight.to(dtype), added
@@ -120,7 +120,7 @@ def _probes(
 
 
 def _powers(shape: Shape, tile: Shape, generator: torch.Generator) -> Tensor:
-    """[shape], a power of two from 1/16 to 16 for each block."""
+    """Return a matrix of ``shape`` with one power of two from 1/16 to 16 per block."""
     blocks = tuple(-(-size // step) for size, step in zip(shape, tile, strict=True))
     powers = torch.exp2(torch.randint(-4, 5, blocks, generator=generator, device=generator.device).float())
     return powers.repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)[: shape[0], : shape[1]]

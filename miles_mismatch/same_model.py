@@ -1,8 +1,8 @@
-"""Do engine, trainer and checkpoint mean one model? Asked when the parts exist, before anything is generated or trained.
+"""Checks that engine, trainer and checkpoint have the same model, after the parts are built and before generation and training.
 
-Records, weights and token ids travel between the two sides by position: an engine with more experts, another number of
-routed layers or another vocabulary is found late and far from its cause. So each side says what it runs, in the words of
-``config.json`` (facts ``model.*``), and what two of them say must be equal. A side that says nothing is not compared.
+Recorded fields, weights and token ids are exchanged by index. An engine with more experts, another number of routed layers or another
+vocabulary would cause errors late and far from their cause. Therefore each side reports its model with the keys of ``config.json``
+(facts ``model.*``), and values reported by two sides must be equal. Unreported values are not compared.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from miles_core.contracts.run import Run
     from miles_core.contracts.trainer import Trainer
 
-#: What must agree. The number format of the weights and draft layers may differ, and a name is only a name.
+#: Keys whose values must agree. The number format of weights, draft layers and the model's name may differ.
 COMPARED = ("num_experts", "top_k", "moe_layers", "layers", "hidden_size", "vocab_size")
 
 
 def check_same_model(run: Run, policy: Policy, trainer: Trainer, engine: Engine) -> None:
-    """``compare_models`` of a trainer and an engine (started) in this process."""
+    """Call ``compare_models`` for a trainer and a started engine in this process."""
     compare_models(run, policy, trainer.model_facts(), engine.model_facts())
 
 
 def compare_models(run: Run, policy: Policy, trainer: Mapping[str, object], engine: Mapping[str, object]) -> None:
-    """Hold the model of both sides against the checkpoint's ``config.json`` and against each other.
+    """Compare the models of both sides with the checkpoint's ``config.json`` and with each other.
 
     Args:
-        trainer, engine: what each said of its model (``Trainer.model_facts``, ``Engine.model_facts``).
+        trainer, engine: reported facts (``Trainer.model_facts``, ``Engine.model_facts``).
 
     Raises:
-        CheckpointError: two of them differ; names every difference.
+        CheckpointError: two models differ; names every difference.
     """
     checkpoint = policy.hf_checkpoint or run.config.model.hf_checkpoint
     sides: dict[str, Mapping[str, Any]] = {
-        # 0 experts means that no key says so; the model's class may have a default
+        # 0 experts means that config.json has no such key; the model's class may have a default
         f"--hf-checkpoint {checkpoint}": {f.name: f.value or None for f in model_facts(checkpoint)},
         f"the trainer ({run.config.run.trainer})": trainer,
         f"the engine ({run.config.run.engine})": engine,
@@ -55,7 +55,8 @@ def compare_models(run: Run, policy: Policy, trainer: Mapping[str, object], engi
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """``model.num_experts is 8 and 16`` for everything compared that both know."""
+    """Describe the differences, such as ``model.num_experts is 8 and 16``, of all compared keys that both sides report."""
+
     found = []
     for name in (f"model.{n}" for n in COMPARED):
         a, b = first.get(name), second.get(name)

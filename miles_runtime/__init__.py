@@ -1,16 +1,16 @@
-"""The learner of a policy and its ranks, and engines in processes of their own, however a runtime reaches them.
+"""Trainer ranks and engines as workers in separate processes, independent of how a runtime reaches them.
 
-``rank`` is a learner with the way its weights leave it, ``learner_front`` the handle that the driver has of all ranks, ``turns`` what the two
-sides do where they share devices. ``inline`` is the runtime of one process: the same handle on one rank, which it calls directly. ``worker`` is
-what another process does first, ``rank_worker`` and ``engine_worker`` what it holds then. ``workers`` is the one thing
-that a runtime has to bring: a call that reaches a process, and a new process for one that died. From it follow the two fronts that the driver
-talks to (``learner_front``, ``engine_front``), the order in which everything is built and checked, and what is done when a worker is
-lost (``runtime``). Only plain data and bytes cross.
+``rank`` is a learner with the transport of its weights, ``learner_front`` the driver's handle to all ranks, and ``turns`` lets both
+sides share devices. ``inline`` is the runtime of one process: the same handle on one rank, which it calls directly. ``worker`` is the
+entry point of another process, which then holds a ``rank_worker`` or an ``engine_worker``. A runtime implements only ``workers``: calls
+to a process, and the replacement of a dead process. The package adds the driver's two fronts (``learner_front``,
+``engine_front``), the order of building and checking parts, and the recovery of lost workers (``runtime``). Only plain data and bytes
+are sent between processes.
 """
 
 from typing import TYPE_CHECKING
 
-from miles_core.lookup import looked_up
+from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
     from miles_runtime.engine_worker import EngineWorker
@@ -35,7 +35,7 @@ __all__ = [
     "write_there",
 ]
 
-__getattr__, __dir__ = looked_up(
+__getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_runtime.engine_worker": "EngineWorker",

@@ -7,7 +7,7 @@ this package does not import torch.
 
 from typing import TYPE_CHECKING
 
-from miles_core.lookup import looked_up
+from miles_core.lookup import make_lazy_exports
 from miles_testing.toy import ToyRun, plan, toy_files, toy_run
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ __all__ = [
     "toy_run",
 ]
 
-__getattr__, __dir__ = looked_up(
+__getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_testing.engine_contract": "EngineContract Limits",

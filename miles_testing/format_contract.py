@@ -182,7 +182,7 @@ class FormatContract:
         if format.quantizes_activations:
             acts["fake_quantize"] = lambda: format.fake_quantize_activation(weight)
         for name, act in acts.items():
-            monkeypatch.setattr(module, name, _called)
+            monkeypatch.setattr(module, name, _raise_called)
             with pytest.raises(_Called):
                 act()
             with reference_only():
@@ -249,7 +249,7 @@ class FormatContract:
     def _check_refused(self, bad: float, device: str) -> None:
         format = self.make()
         for row, column in ((3, 5), (self.rows - 1, self.columns - 1)):
-            unit = a_unit(format, self.rows, self.columns)
+            unit = make_unit(format, self.rows, self.columns)
             unit.tensors = {name: tensor.to(device) for name, tensor in unit.tensors.items()}
             name = list(unit.tensors)[-1]
             unit.tensors[name][row, column] = bad
@@ -275,7 +275,7 @@ class FormatContract:
         format = self.make()
         if not format.couple:
             pytest.skip("the format couples no weights")
-        unit = a_unit(format, self.rows, self.columns)
+        unit = make_unit(format, self.rows, self.columns)
         unit.tensors = {name: tensor.bfloat16() for name, tensor in unit.tensors.items()}
         small, large = list(unit.tensors)[:2]
         unit.tensors[small] *= 0.1
@@ -293,7 +293,7 @@ class _Called(Exception):
     """Raised instead of running a kernel."""
 
 
-def _called(*args: object, **kwargs: object) -> None:
+def _raise_called(*args: object, **kwargs: object) -> None:
     raise _Called
 
 
@@ -354,7 +354,7 @@ def suffixes(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.rpartition(".")[2]: tensor for name, tensor in parts.items()}
 
 
-def a_unit(format: Format, rows: int, columns: int) -> Unit:
+def make_unit(format: Format, rows: int, columns: int) -> Unit:
     """Return one expert's weights as a unit: a whole couple, or a single weight."""
     members = format.couple[0] if format.couple else ("down_proj",)
     return Unit({f"model.layers.0.mlp.experts.0.{m}.weight": normal(rows, columns) for m in members})

@@ -28,7 +28,7 @@ class PromptSourceContract(ABC):
             rows = source.next(count)
             assert isinstance(rows, list) and len(rows) == count
             for row in rows:
-                assert isinstance(row, Row) and row.prompt, f"{row!r} is not a miles_core.Row with a prompt"
+                assert isinstance(row, Row) and row.prompt, f"{row!r} is not a miles_core.data.Row with a prompt"
                 json.dumps(row.metadata)  # checkpoints store it
 
     def test_it_continues_where_its_state_was_taken(self) -> None:

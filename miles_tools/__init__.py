@@ -1,9 +1,10 @@
-"""Tools around a run that ship in core's wheel: conversion, verification, report, demo, diagnosis, authoring.
+"""Tools in core's wheel: conversion, verification, report, demo, diagnosis, plugin authoring.
 
-They attach to core as a third party would, through this manifest: commands, reports and rewards. Core imports none of them.
+They extend core like a third-party plugin, through this manifest: commands, reports and rewards. Core does not import them.
 """
 
-from miles_core import Command, Plugin, __version__
+from miles_core import __version__
+from miles_core.plugin import Command, Plugin
 from miles_tools.hints import HINTS
 
 _COMMANDS = {
@@ -32,10 +33,15 @@ plugin = Plugin(
             "math": "miles_tools.rewards.math_verifier:make_reward",
             "remote": "miles_tools.rewards.remote:make_reward",
         },
+        "schedule": {
+            "ahead": "miles_schedules.ahead:make_schedule",
+            "async": "miles_schedules.continuous:make_schedule",
+        },
         "check": {
             "first_sync": "miles_mismatch.first_sync:make_check",
             "verify_logprobs": "miles_mismatch.at_sync:make_check",
         },
+        "record": {"environment": "miles_tools.environment:write_environment"},
         "report": {"html": "miles_tools.report.report:report"},
     },
     capabilities={"runtime": ()},

@@ -1,6 +1,6 @@
 """Hints about the metrics that every run writes; ``miles_core.observe.hints`` follows them."""
 
-from miles_core import Hint, above, below, fell, jumped, not_finite
+from miles_core.plugin import Hint, above, below, fell, jumped, not_finite
 
 SOLVED = ("reward/mean", above(0.9))
 #: Gradient norms below it come from rounding alone.

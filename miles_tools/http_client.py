@@ -1,7 +1,7 @@
-"""The HTTP client of everything that asks a service: deadlines, bounded answers, no redirections.
+"""HTTP client with deadlines, bounded response sizes and no redirects, for all requests to services.
 
-A time-out of a socket starts again with every byte, so a service that sends a byte now and then would be waited for without end. Here
-each read gets what is left of one deadline for the whole exchange.
+A socket's time-out restarts with every byte received, so a service that sends a byte now and then could block forever. Here one
+deadline covers the whole exchange, and each read may take the remaining time.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from miles_core.redact import redact
 
 __all__ = ["MAX_BYTES", "HttpError", "exchange"]
 
-#: Seconds for a connection to one address, at most.
+#: Maximum time to connect to one address, in seconds.
 CONNECT_SECONDS = 10.0
-#: Bytes of an answer, at most, where the caller gives no number of its own.
+#: Default maximum size of a response, in bytes.
 MAX_BYTES = 64 << 20
-#: Statuses after which the same request may succeed.
+#: HTTP statuses after which repeating the request may succeed.
 RETRIABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class HttpError(MilesError):
-    """No usable answer came: no connection, an end in the middle, a deadline, or too many bytes. ``retriable`` says whether asking
-    again may help."""
+    """No complete response: no connection, a truncated response, an expired deadline, or too many bytes.
+
+    Attributes:
+        retriable: whether repeating the request may help.
+    """
 
     def __init__(self, text: str, retriable: bool = True) -> None:
         super().__init__(redact(text))
@@ -43,7 +46,14 @@ class HttpError(MilesError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a service answered: its status, the reason in words, the body, and where it says that it moved."""
+    """The response of a service.
+
+    Attributes:
+        status: the HTTP status code.
+        reason: the reason phrase.
+        body: the whole body.
+        location: the ``Location`` header of a redirect; empty without one.
+    """
 
     status: int
     reason: str
@@ -51,7 +61,7 @@ class Answer:
     location: str = ""
 
     def excerpt(self, characters: int = 200) -> str:
-        """The beginning of the body as one line of text, without credentials."""
+        """Return the beginning of the body as one line of text, without credentials."""
         text = " ".join(self.body[: 4 * characters].decode(errors="replace").split())
         return redact(text)[:characters]
 
@@ -73,7 +83,7 @@ def check_url(url: str, flag: str) -> None:
 
 
 def check_header(value: str, origin: str) -> str:
-    """``value`` for a header, without white space around it. ConfigError, without the value, where it cannot be one."""
+    """Return ``value``, stripped of surrounding whitespace, if it is a valid header value; else raise a ConfigError that does not show it."""
     value = value.strip()
     if not value.isascii() or not value.isprintable():
         raise ConfigError(
@@ -89,15 +99,15 @@ def exchange(
     timeout: float = 60.0,
     max_bytes: int = MAX_BYTES,
 ) -> Answer:
-    """Send one request and read the whole answer, whatever its status is. A redirection is an answer, and is not followed.
+    """Send one request and return the whole response, whatever its status. Redirects are returned, not followed.
 
     Args:
-        data: the body of a POST; None makes it a GET.
-        timeout: seconds for everything, from the connection to the last byte.
-        max_bytes: how long the answer may be.
+        data: the body of a POST request; None sends a GET request.
+        timeout: seconds for the whole exchange, from the connection to the last byte.
+        max_bytes: maximum size of the response body.
 
     Raises:
-        HttpError: see there.
+        HttpError: no complete response arrived, or the request is malformed.
     """
     try:
         request = urllib.request.Request(url, data, dict(headers or {}), method="GET" if data is None else "POST")
@@ -113,8 +123,8 @@ def exchange(
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):
             raise HttpError(f"{url} did not answer within {timeout:g} s") from error
-        raise HttpError(f"{url}: {_words(reason)}") from error
-    except ValueError:  # a header or an address; the library's text repeats it
+        raise HttpError(f"{url}: {_explain_error(reason)}") from error
+    except ValueError:  # a bad header or address; not chained, because the library's message repeats the value
         raise HttpError(
             f"{url}: the request cannot be sent: its address or a header is malformed", retriable=False
         ) from None
@@ -125,12 +135,12 @@ def _read(reply: Any, url: str, max_bytes: int) -> Answer:
     if len(body) > max_bytes:
         raise HttpError(f"{url} answered with more than {max_bytes:,} bytes", retriable=False)
     expected = reply.headers.get("Content-Length")
-    if expected is not None and expected.isdigit() and len(body) < int(expected):  # ``read(n)`` does not say so
+    if expected is not None and expected.isdigit() and len(body) < int(expected):  # ``read(n)`` does not raise this
         raise http.client.IncompleteRead(body, int(expected) - len(body))
     return Answer(reply.status, str(reply.reason), body, reply.headers.get("Location") or "")
 
 
-def _words(error: object) -> str:
+def _explain_error(error: object) -> str:
     if isinstance(error, http.client.IncompleteRead):
         return f"the answer ended after {len(error.partial)} bytes"
     if isinstance(error, http.client.RemoteDisconnected):
@@ -141,7 +151,7 @@ def _words(error: object) -> str:
 
 
 class _Deadline(io.RawIOBase):
-    """Reads a socket's file until a deadline."""
+    """Reads from a socket until a deadline; raises TimeoutError after it."""
 
     def __init__(self, raw: io.RawIOBase, connection: socket.socket, deadline: float) -> None:
         self._raw, self._socket, self._deadline = raw, connection, deadline
@@ -167,8 +177,8 @@ class _Response(http.client.HTTPResponse):
         self.fp = io.BufferedReader(_Deadline(self.fp.detach(), connection, deadline))
 
 
-class _Timed(http.client.HTTPConnection):
-    """A connection with one deadline, ``timeout`` seconds after it was made."""
+class _DeadlineConnection(http.client.HTTPConnection):
+    """A connection with one deadline, ``timeout`` seconds after its creation."""
 
     def __init__(self, host: str, *args: Any, timeout: float, **named: Any) -> None:
         super().__init__(host, *args, timeout=timeout, **named)  # type: ignore[misc]
@@ -182,23 +192,23 @@ class _Timed(http.client.HTTPConnection):
         self.sock.settimeout(max(self._deadline - time.monotonic(), 0.001))
 
 
-class _Https(_Timed, http.client.HTTPSConnection):
+class _HttpsDeadlineConnection(_DeadlineConnection, http.client.HTTPSConnection):
     pass
 
 
 class _HttpHandler(urllib.request.HTTPHandler):
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Timed, req)  # type: ignore[arg-type]
+        return self.do_open(_DeadlineConnection, req)  # type: ignore[arg-type]
 
 
 class _HttpsHandler(urllib.request.HTTPSHandler):
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Https, req)  # type: ignore[arg-type]
+        return self.do_open(_HttpsDeadlineConnection, req)  # type: ignore[arg-type]
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *arguments: Any) -> None:
-        """Nowhere else: the 3xx answer is raised as an HTTPError."""
+        """Return None, so that a 3xx response is raised as an HTTPError instead of followed."""
 
 
 _OPENER = urllib.request.build_opener(_HttpHandler, _HttpsHandler, _NoRedirection)

@@ -1,7 +1,7 @@
-"""Compiling C files for this processor, once, and calling what is in them.
+"""Compiles C files for this processor, caches the library, and provides its functions.
 
-A wheel cannot hold the result: what is fast on one processor does not run on the next. The source is plain C without PyTorch's headers,
-so any C compiler takes about a second, and the library is kept in the user's cache under a name that says what it was made from.
+A wheel cannot contain the library, because code optimised for one processor does not run on others. The source is plain C without PyTorch's
+headers, so compiling takes about one second. The library is stored in the user's cache under a name derived from its inputs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.errors import MilesError
-from miles_core.observe.environment import cpu_info
+from miles_tools.environment import cpu_info
 
 __all__ = ["CannotCompileError", "Native"]
 
 log = logging.getLogger(__name__)
 
-#: Tried in turn: Apple's compiler has no OpenMP, and some compilers no -march=native. Without OpenMP there is one thread.
+#: Flags to try in order: Apple's compiler lacks OpenMP, and some compilers lack -march=native. Without OpenMP, kernels use one thread.
 _FLAGS: tuple[list[str], ...] = (
     ["-march=native", "-fopenmp"],
     ["-mcpu=native", "-fopenmp"],
@@ -39,16 +39,17 @@ _COMMON = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "
 
 
 class CannotCompileError(MilesError):
-    """No C compiler here makes the library; the text says what to install, or what the compiler said."""
+    """The library cannot be compiled; the message names what to install, or contains the compiler's error."""
 
 
 class Native:
-    """Functions in C, compiled when they are first asked for.
+    """C functions that are compiled on first use.
 
     Args:
-        folder: of the files.
-        sources: what is compiled together; ``headers``: what these include from there.
-        signatures: of each function the types of its arguments; all return an int.
+        folder: directory of the files.
+        sources: files that are compiled together.
+        signatures: function name -> argument types; all functions return an int.
+        headers: files in ``folder`` that the sources include.
     """
 
     def __init__(
@@ -58,29 +59,29 @@ class Native:
         self._found: ctypes.CDLL | CannotCompileError | None = None
 
     def library(self) -> ctypes.CDLL:
-        """The compiled functions; CannotCompileError when there are none."""
-        found = self._tried()
+        """Return the compiled library. Raises CannotCompileError if it cannot be compiled."""
+        found = self._try_load()
         if isinstance(found, CannotCompileError):
             raise found
         return found
 
     def why_not(self) -> str:
-        """Why ``library`` would raise; empty when it would not."""
-        found = self._tried()
+        """Return the reason why ``library`` would raise; empty if it would not."""
+        found = self._try_load()
         return str(found) if isinstance(found, CannotCompileError) else ""
 
-    def _tried(self) -> ctypes.CDLL | CannotCompileError:
+    def _try_load(self) -> ctypes.CDLL | CannotCompileError:
         if self._found is None:
             try:
-                self._found = self._load(self.compiled(compiler()))
+                self._found = self._load(self.build(compiler()))
             except CannotCompileError as error:
                 self._found = error
         return self._found
 
-    def compiled(self, compiler: Sequence[str]) -> Path:
+    def build(self, compiler: Sequence[str]) -> Path:
         """The library made by this compiler for this processor, from the cache if it is there."""
         if os.name != "posix":
-            raise CannotCompileError("what is written in C is for Linux and macOS")
+            raise CannotCompileError("the C kernels support Linux and macOS only")
         try:
             version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
         except (OSError, subprocess.CalledProcessError) as error:
@@ -94,10 +95,10 @@ class Native:
                 return known
             log.warning("%s is not what was compiled (a full disk, or a crash); it is compiled again", known)
             known.unlink(missing_ok=True)
-        return self._made(compiler, directory, stem)
+        return self._compile(compiler, directory, stem)
 
-    def _made(self, compiler: Sequence[str], directory: Path, stem: str) -> Path:
-        """The library, compiled now."""
+    def _compile(self, compiler: Sequence[str], directory: Path, stem: str) -> Path:
+        """Compile the library and return its path."""
         said = ""
         for flags in _FLAGS:
             handle, temporary = tempfile.mkstemp(dir=directory, suffix=".so")
@@ -106,7 +107,7 @@ class Native:
                 [*compiler, *_COMMON, *flags, "-o", temporary, *files, "-lm"], capture_output=True, text=True
             )
             if done.returncode == 0:
-                os.fsync(handle)  # a name on the disk without its bytes would end later runs with SIGBUS
+                os.fsync(handle)  # after a crash, a file name without its data would kill later runs with SIGBUS
                 os.close(handle)
                 target = directory / _named(stem, Path(temporary))
                 os.replace(temporary, target)
@@ -117,7 +118,7 @@ class Native:
         raise CannotCompileError(f"{shlex.join(compiler)} does not compile {self.folder}: {said}")
 
     def _load(self, path: Path) -> ctypes.CDLL:
-        import torch  # noqa: F401  # whose OpenMP library the functions then share, with its threads
+        import torch  # noqa: F401  # so that the library shares torch's OpenMP threads
 
         try:
             found = ctypes.CDLL(str(path))
@@ -131,7 +132,7 @@ class Native:
 
 
 def compiler() -> list[str]:
-    """The command of a C compiler: ``CC``, or the first of the usual names."""
+    """Return the command of a C compiler: ``CC``, or the first common name that exists."""
     named = os.environ.get("CC")
     if named:
         try:
@@ -145,19 +146,19 @@ def compiler() -> list[str]:
 
 
 def _named(stem: str, file: Path) -> str:
-    """The name that a library of these bytes has in the cache."""
+    """Return the cache name of a library with these bytes."""
     return f"{stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:20]}.so"
 
 
 def _cache() -> Path:
-    """Where compiled libraries are kept: a directory that nobody but this user can write to, else one for this process."""
+    """Return the cache directory, which only this user may write to; if that is not possible, a temporary directory of this process."""
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles-core"
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = root.stat()
         if os.access(root, os.W_OK) and state.st_uid == os.getuid() and not state.st_mode & 0o022:
             return root
-        why = f"{root} is not this user's alone to write to"
+        why = f"{root} is writable by other users"
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home directory
         why = str(error)
     log.info("compiled kernels are not kept for the next run: %s", why)
@@ -167,6 +168,6 @@ def _cache() -> Path:
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on."""
+    """Return a description of this processor, on which ``-march=native`` depends."""
     lines = [x for x in cpu_info().splitlines() if x.startswith(("model name", "flags", "Features"))]
     return "\n".join(dict.fromkeys(lines)) or f"{platform.machine()} {platform.processor()}"

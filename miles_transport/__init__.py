@@ -8,7 +8,7 @@ within one process and does not need it.
 
 from typing import TYPE_CHECKING
 
-from miles_core.lookup import looked_up
+from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
     from miles_transport.arrivals import Arrival, Arrivals
@@ -33,7 +33,7 @@ __all__ = [
     "round_to_blocks",
 ]
 
-__getattr__, __dir__ = looked_up(
+__getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_transport.arrivals": "Arrival Arrivals",

@@ -81,7 +81,7 @@ class Bucket:
     def add(self, unit: Encoded) -> bool:
         """Add a tensor, copying it unless it is already in its reserved room; False if it does not fit."""
         places = self._rooms.pop(unit.name, None)
-        if places is None or not all(_is(unit.parts[part], tensor) for part, (tensor, _) in places.items()):
+        if places is None or not all(_is_same(unit.parts[part], tensor) for part, (tensor, _) in places.items()):
             places = self._places(
                 {part: (t.dtype, tuple(t.shape), _block_offset(unit, t)) for part, t in unit.parts.items()}
             )
@@ -167,7 +167,7 @@ def check(message: Mapping[str, Any], found: int) -> None:
         )
 
 
-def _is(part: Tensor, place: Tensor) -> bool:
+def _is_same(part: Tensor, place: Tensor) -> bool:
     """Whether a part was written directly to its place in the bucket."""
     return part is place or part.data_ptr() == place.data_ptr()
 

@@ -188,8 +188,8 @@ def test_plugins_that_are_broken(refused, file):
     assert "did you mean nvfp4?" in refused(plugins=["nvfp"])
     assert "no such file" in refused(plugins=["./nothing.py"])
     text = refused(plugins=[str(file("empty_plugin.py", "x = 1\n"))])
-    assert "no manifest called 'plugin' and nothing marked with miles_core.hookimpl" in text
-    head = "from miles_core import hookimpl\n\n@hookimpl\n"
+    assert "no manifest called 'plugin' and nothing marked with miles_core.plugin.hookimpl" in text
+    head = "from miles_core.plugin import hookimpl\n\n@hookimpl\n"
     assert "on_stepp" in refused(plugins=[str(file("misspelt.py", f"{head}def on_stepp(run):\n    pass\n"))])
     assert "metric" in refused(plugins=[str(file("argument.py", f"{head}def on_step(run, metric):\n    pass\n"))])
     text = refused(plugins=[str(file("wrapper.py", f"{head}def wrap_loss(run):\n    return 3\n"))])
@@ -208,7 +208,7 @@ def test_wrong_flags(refused, file):
     assert "--lr" in refused(lr="fast")
     assert "below 2**63" in refused(seed=99999999999999999999)
     assert "<= 100000" in refused(n_samples_per_prompt=10**12)
-    assert "those of a single one are all 0" in refused(n_samples_per_prompt=1)
+    assert "with a single sample they are all 0" in refused(n_samples_per_prompt=1)
     assert "--model-name ../../x" in refused(model_name="../../x", directory=None, save=None)
     assert "--rollout-temperature" in refused(rollout_temprature=1.0)  # the nearest spelling
     assert "over_sampling_batch_size must be >= rollout.batch_size" in refused(over_sampling_batch_size=1)
@@ -254,7 +254,7 @@ def test_commands_that_do_not_exist(capsys):
 
 
 def test_a_defect_keeps_its_traceback(tmp_path, file):
-    path = file("defect.py", "from miles_core import hookimpl\n\n@hookimpl\ndef on_step(run):\n    1 / 0\n")
+    path = file("defect.py", "from miles_core.plugin import hookimpl\n\n@hookimpl\ndef on_step(run):\n    1 / 0\n")
     with pytest.raises(ZeroDivisionError) as caught:
         main(["train", *toy_arguments([str(path)], directory=tmp_path / "run")])
     where, ending = caught.value.__notes__

@@ -20,7 +20,7 @@ FORMATS = tuple(name for name, manifest in MANIFESTS.items() if "precision" in m
 #: Who refuses whom: plugins (all of them in the run), model family and rollout precision ("" is any), words of the reason.
 REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"r3"}), "llama", "", "there is no router to replay in a dense model"),
-    (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 is for the matrices of experts, and a dense model has none"),
+    (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 quantises expert matrices only, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )

@@ -73,14 +73,17 @@ LAYERS: list[dict[str, str]] = [
 #: Compiled helpers, and what attaches to core as a third party would.
 TOOLS: list[dict[str, str]] = [
     {
-        "native": "core: errors observe",
+        "environment": "core: redact",
+    },
+    {
+        "native": "environment core: errors",
         "http_client": "core: errors redact",
-        "hints": "core: miles_core",
+        "hints": "core: miles_core.plugin",
     },
     {
         "rewards": "http_client core: errors redact data reward contracts",
         "convert": "core: errors nearest lookup data plugin config checkpoint precision",
-        "report": "core: errors version redact plugin observe run mismatch: mismatch",
+        "report": "environment core: errors version redact plugin observe run mismatch: mismatch",
         "authoring": "core: errors nearest version plugin config",
         "demo": "core: errors plugin observe",
     },
@@ -89,8 +92,8 @@ TOOLS: list[dict[str, str]] = [
     },
     {
         "examine": "rewards convert core: plugin config",
-        "commands": "convert report authoring demo verify core: errors plugin config observe checkpoint precision "
-        "contracts run cli",
+        "commands": "environment convert report authoring demo verify core: errors plugin config observe checkpoint "
+        "precision contracts run cli",
     },
 ]
 
@@ -116,14 +119,21 @@ RUNTIME: list[dict[str, str]] = [
     },
 ]
 
+#: When samples are generated beside training, one layer in itself.
+SCHEDULES: list[dict[str, str]] = [
+    {
+        "schedules": "core: contracts rollout schedule",
+    },
+]
+
 #: The rooms of ``miles_embedded``.
 ROOMS: list[dict[str, str]] = [
     {
-        "memory": "core: miles_core",
-        "manifest": "core: miles_core",
+        "memory": "core: miles_core.plugin miles_core.trainer",
+        "manifest": "core: miles_core miles_core.plugin",
     },
     {
-        "model": "manifest core: errors data plugin observe checkpoint precision contracts tools: convert",
+        "model": "manifest core: errors data plugin checkpoint precision contracts tools: environment convert",
     },
     {
         "quantized": "model core: errors data precision contracts sync",
@@ -151,6 +161,7 @@ TABLES: dict[str, list[dict[str, str]]] = {
     "miles_core": LAYERS,
     "miles_mismatch": MISMATCH,
     "miles_runtime": RUNTIME,
+    "miles_schedules": SCHEDULES,
     "miles_tools": TOOLS,
     "miles_transport": TRANSPORT,
     "miles_testing": TESTING,
@@ -158,7 +169,16 @@ TABLES: dict[str, list[dict[str, str]]] = {
 }
 
 #: Modules that define nothing and name what plugins may use; nothing else in their own distribution imports them.
-PUBLIC = ("miles_core", "miles_core.format", "miles_core.backend", "miles_embedded", "miles_tools")
+PUBLIC = (
+    "miles_core",
+    "miles_core.plugin",
+    "miles_core.data",
+    "miles_core.engine",
+    "miles_core.trainer",
+    "miles_core.format",
+    "miles_embedded",
+    "miles_tools",
+)
 
 #: Plugins and examples: import package -> its folder.
 PLUGINS = {

@@ -20,7 +20,15 @@ from miles_tools.authoring.scaffold import write_plugin
 
 ROOT = Path(__file__).parents[1]
 CORE = sorted((ROOT / "miles_core").rglob("*.py"))
-SIBLINGS = ("miles_embedded", "miles_mismatch", "miles_runtime", "miles_tools", "miles_transport", "miles_testing")
+SIBLINGS = (
+    "miles_embedded",
+    "miles_mismatch",
+    "miles_runtime",
+    "miles_schedules",
+    "miles_tools",
+    "miles_transport",
+    "miles_testing",
+)
 BACKEND = sorted(path for name in SIBLINGS for path in (ROOT / name).rglob("*.py"))
 SOURCES = [*CORE, *BACKEND, *sorted(ROOT.glob("plugins/*/miles_*/**/*.py"))]
 FILE_LINES, FUNCTION_LINES = 400, 50
@@ -39,7 +47,15 @@ NAMED = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(FEATURES))})(?![a-z0-9])", 
 PROJECTS = sorted(p for where in ("", "plugins/*/", "examples/*/") for p in ROOT.glob(f"{where}pyproject.toml"))
 
 #: The modules that plugins and examples may import; the others may change without notice.
-PUBLIC = ("miles_core", "miles_core.api", "miles_core.format", "miles_core.backend", "miles_testing", "miles_transport")
+PUBLIC = (
+    "miles_core",
+    "miles_core.api",
+    "miles_core.data",
+    "miles_core.engine",
+    "miles_core.format",
+    "miles_core.plugin",
+)
+PUBLIC += ("miles_core.trainer", "miles_testing", "miles_transport")
 PUBLIC += ("miles_runtime", "miles_tools.convert", "miles_tools.http_client", "miles_tools.native")
 PUBLIC_OF_A_BACKEND = ("miles_embedded", "miles_embedded.testing")
 OUTSIDE = sorted(path for where in ("plugins/*/miles_*/**/*.py", "examples/**/*.py") for path in ROOT.glob(where))
@@ -80,12 +96,10 @@ def test_pages_and_generated_plugins_import_public_names_only(tmp_path):
 
 
 def test_the_rule_for_imports_can_fail():
-    source = (
-        "from miles_core.errors import MilesError\nfrom miles_core import Plugin, plugin\nimport miles_embedded.model"
-    )
+    source = "from miles_core.errors import MilesError\nfrom miles_core.plugin import Plugin, plan\nimport miles_embedded.model"
     assert list(private_imports(source)) == [
         "miles_core.errors.MilesError",
-        "miles_core.plugin",
+        "miles_core.plugin.plan",
         "miles_embedded.model",
     ]
 
@@ -112,7 +126,8 @@ found = list(discover())
 assert found, "no plugin is installed"
 import miles_core.config.load, miles_core.cli.main, miles_core.cli.train, miles_core.plugin.resolve
 import miles_testing, miles_testing.plugin
-from miles_core import Plugin, Rule, Pair, Set, Field, hookimpl, option, StashKey, MilesError
+from miles_core.data import Field
+from miles_core.plugin import Plugin, Rule, Pair, Set, hookimpl, option, StashKey, MilesError
 miles_core.cli.main.main(["train", "--help"])
 heavy = {"torch", "transformers", "pyarrow", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy

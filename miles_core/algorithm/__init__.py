@@ -1,5 +1,5 @@
 """Pure functions: advantages, losses, KL, corrections.
 
-Tensors in, tensors out, over flat columns of tokens. Nothing here knows a sample, an option or a run, so every function is
-compared with numbers computed by hand.
+All functions map tensors to tensors, over flat columns of tokens. They do not depend on samples, options or runs, so tests compare
+them with numbers computed by hand.
 """

@@ -1,8 +1,8 @@
-"""Advantages: what every token of a response is worth, from one reward a sample.
+"""Advantage estimators: compute a per-token advantage from one reward per sample.
 
-Group estimators compare the n rollouts of one prompt, so every call must see whole groups (on several ranks: compute
-them where all rewards are, or keep a group on one rank). REINFORCE++ compares the whole optimiser step instead and
-joins ranks through ``AdvantageInputs.sum``. Statistics are float64; the result has the dtype of the rewards.
+Group estimators compare the n rollouts of a prompt, so every call must receive whole groups (with several ranks, each group must be
+on one rank). REINFORCE++ uses statistics of the whole optimiser step instead, which ``AdvantageInputs.sum`` reduces over ranks.
+Statistics are float64; the result has the dtype of the rewards.
 
 Sources: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783), RLOO (2402.14740), GSPO (2507.18071), CISPO (2506.13585),
 REINFORCE++ (2501.03262), GAE (1506.02438).
@@ -25,7 +25,7 @@ WHITEN_EPS = 1e-8
 
 
 def local_sum(value: Tensor) -> Tensor:
-    """The reducer of a single process: the value itself."""
+    """Reduction for a single process: return ``value``."""
     return value
 
 
@@ -37,13 +37,13 @@ class AdvantageInputs:
         rewards: [samples] float64 or float32, finite.
         group: [samples] int64, equal for the samples of one prompt.
         rollout: [samples] int64, equal for siblings (several samples cut from one rollout), unique across groups.
-        lengths: [samples] int64, tokens a sample has in the flat columns.
-        mask: [tokens], nonzero where a token is trained on (response and loss mask).
+        lengths: [samples] int64, number of tokens of each sample in the flat columns.
+        mask: [tokens], nonzero for trained tokens (response and loss mask).
         kl: [tokens] estimate of log pi_old - log pi_ref, or None. Used by the REINFORCE++ family only.
         gamma, lam: discount and GAE's lambda.
         kl_coef: weight of ``kl`` inside the reward.
-        sum: adds a tensor over all ranks that hold a part of the step, and returns it.
-        batch: the same samples with every column (``batch.column("values")``); None where an advantage is called by hand.
+        sum: sums a tensor over all ranks that hold a part of the step.
+        batch: the same samples with all columns (``batch.column("values")``); None if the caller provides no batch.
     """
 
     rewards: Tensor
@@ -71,8 +71,8 @@ class AdvantageInputs:
 def group_scores(rewards: Tensor, group: Tensor, rollout: Tensor, how: str) -> Tensor:
     """Compare each reward [samples] with its group.
 
-    The statistics count a rollout once, however many siblings it was cut into: its reward there is the mean over its
-    siblings. n is the number of rollouts of the group. Runs on the CPU, so that the order of the sums is fixed.
+    The statistics count a rollout once, independent of its number of siblings; its reward is the mean over the siblings. n is the
+    number of rollouts of the group. Runs on the CPU, so that the order of summation is fixed.
 
     Args:
         rewards, group, rollout: as in ``AdvantageInputs``.
@@ -80,7 +80,7 @@ def group_scores(rewards: Tensor, group: Tensor, rollout: Tensor, how: str) -> T
             (R - mean) n / (n - 1), which equals R minus the mean of the others.
 
     Returns:
-        [samples], dtype and device of ``rewards``; exactly 0 where n = 1 or all rewards of the group are equal.
+        [samples], dtype and device of ``rewards``; exactly 0 if n = 1 or all rewards of the group are equal.
     """
     values = rewards.detach().cpu().double()
     groups, group_of = torch.unique(group.cpu(), return_inverse=True)
@@ -107,7 +107,7 @@ def group_scores(rewards: Tensor, group: Tensor, rollout: Tensor, how: str) -> T
     else:
         raise ValueError(f"how={how!r}: one of normalize, center, leave_one_out")
 
-    # The mean of equal floats may differ from them in the last bit: compare the rewards themselves.
+    # The mean of equal floats may differ from them in the last bit, so compare the rewards themselves.
     lowest = total.scatter_reduce(0, group_of, values, "amin", include_self=False)
     highest = total.scatter_reduce(0, group_of, values, "amax", include_self=False)
     nothing_to_compare = (lowest == highest) | (n == 1)
@@ -116,9 +116,9 @@ def group_scores(rewards: Tensor, group: Tensor, rollout: Tensor, how: str) -> T
 
 
 def whiten(values: Tensor, mask: Tensor, sum: Callable[[Tensor], Tensor] = local_sum) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the unmasked tokens of all ranks, var unbiased; masked tokens become 0.
+    """Compute (x - mean) / sqrt(var + 1e-8) over the unmasked tokens of all ranks, with unbiased var; masked tokens become 0.
 
-    ``values`` and ``mask`` are [tokens]; ``sum`` adds over ranks. With fewer than two tokens var is 0.
+    ``values`` and ``mask`` are [tokens]; ``sum`` sums over ranks. With fewer than two tokens var is 0.
     """
     keep = mask.bool()
     exact = torch.where(keep, values.double(), 0.0)
@@ -130,9 +130,9 @@ def whiten(values: Tensor, mask: Tensor, sum: Callable[[Tensor], Tensor] = local
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Tensor, gamma: float) -> Tensor:
-    """G_t = sum over k >= 0 of gamma^k r_{t+k}, over the unmasked tokens of each sample; masked tokens are 0.
+    """Compute G_t = sum over k >= 0 of gamma^k r_{t+k} over the unmasked tokens of each sample; masked tokens are 0.
 
-    All columns are [tokens]. Masked tokens neither carry reward nor use up a power of gamma.
+    All columns are [tokens]. Masked tokens are skipped: they have no reward and do not count as a step of the discount.
     """
     unmasked = Unmasked(mask, lengths)
     matrix = unmasked.pack(rewards)
@@ -171,19 +171,19 @@ def gae(
         running = delta + gamma * lam * running
         advantages[:, t] = running
         following = value[:, t]
-    # Rows shorter than the matrix start from zeros: their padding has reward and value 0, hence delta 0.
+    # The padding of shorter rows has reward and value 0, so its delta is 0.
     advantages = unmasked.unpack(advantages)
     return advantages, torch.where(mask.bool(), advantages + values, 0.0)
 
 
 def at_last_token(rewards: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """Each sample's reward at its last unmasked token and 0 elsewhere: [tokens] float64, on the device of ``mask``.
+    """Put each sample's reward at its last unmasked token, with 0 elsewhere: [tokens] float64, on the device of ``mask``.
 
     Args:
         rewards, lengths: [samples].
         mask: [tokens].
     """
-    # The last unmasked token of a sample: the largest unmasked position, -1 where there is none.
+    # The last unmasked token of a sample: its largest unmasked position, or -1 if there is none.
     position = torch.arange(len(mask), device=mask.device)
     candidate = torch.where(mask.bool(), position, -1)
     sample = expand(torch.arange(len(lengths), device=mask.device), lengths)
@@ -222,8 +222,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor:
 def _spread(inputs: AdvantageInputs, how: str) -> Tensor:
     if inputs.kl_coef:
         raise ConfigError(
-            f"--kl-coef {inputs.kl_coef:g} puts the KL penalty into the reward of each token, but this advantage "
-            f"estimator has one value a sample; use --kl-loss-coef, or --advantage-estimator reinforce_plus_plus"
+            f"--kl-coef {inputs.kl_coef:g} adds the KL penalty to the reward of each token, but this advantage "
+            f"estimator has one value per sample; use --kl-loss-coef, or --advantage-estimator reinforce_plus_plus"
         )
     scores = group_scores(inputs.rewards, inputs.group, inputs.rollout, how).to(inputs.mask.device)
     return torch.where(inputs.mask.bool(), expand(scores, inputs.lengths), 0.0).to(scores.dtype)
@@ -252,4 +252,4 @@ ADVANTAGES: dict[str, Callable[[AdvantageInputs], Tensor]] = {
 """Estimator name -> function from ``AdvantageInputs`` to advantages [tokens]."""
 
 KL_IN_REWARD = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""The estimators that accept ``kl_coef``; the others refuse it."""
+"""The estimators that accept ``kl_coef``; others raise ConfigError."""

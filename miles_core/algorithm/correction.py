@@ -1,9 +1,9 @@
-"""Corrections of the gap between the engine's and the trainer's distribution: the data that flows, no policy.
+"""Interface of corrections for the gap between the engine's and the trainer's distribution.
 
-A correction runs once per optimiser step on all local tokens, after the old log-probabilities and advantages and before
-the first backward pass. It returns columns the core multiplies into the policy loss; the normaliser keeps the original
-mask. Plugins implement it through ``wrap_correction``; without a plugin it is ``identity``. What a correction ``Needs``
-decides which forward passes are made for it.
+A correction runs once per optimiser step on all local tokens, after the computation of old log-probabilities and advantages and before
+the first backward pass. It returns columns with which core multiplies the policy loss; the normaliser uses the original mask. Plugins
+implement corrections through ``wrap_correction``; the default is ``identity``. The declared ``Needs`` of a correction determine the
+additional forward passes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from miles_core.algorithm.advantage import local_sum
 
 @dataclass(frozen=True)
 class CorrectionInputs:
-    """All local tokens of one optimiser step as flat columns (see ``ragged``); nothing here has a gradient. A correction
-    that does not need the whole step may be given a micro-batch instead.
+    """All local tokens of one optimiser step as flat columns (see ``ragged``), without gradients. A correction that does not need the
+    whole step may receive a micro-batch instead.
 
     Attributes:
-        old_log_probs: [tokens] log-probabilities by the trainer's model that the ratio is taken to.
-        rollout_log_probs: [tokens] log-probabilities the engine reported when it sampled.
+        old_log_probs: [tokens] log-probabilities of the old policy, computed by the trainer.
+        rollout_log_probs: [tokens] log-probabilities that the engine reported for its samples.
         mask: [tokens] bool or 0/1, trained tokens.
         advantages: [tokens].
         lengths: [samples] int64, tokens of each sample.
         group: [samples] int64.
         rollout: [samples] int64.
-        log_probs: [tokens] of the current policy for a correction that needs them, where it differs from the old one
+        log_probs: [tokens] log-probabilities of the current policy, if the correction needs them and they differ from the old ones
             (from a rollout's second optimiser step on, or with ``--use-rollout-logprobs``); else None.
-        sum: adds a tensor over data and context ranks; a statistic of the whole step must go through it.
+        sum: sums a tensor over data and context ranks; every statistic of the whole step must use it.
     """
 
     old_log_probs: Tensor
@@ -48,12 +48,12 @@ class CorrectionInputs:
 
 @dataclass(frozen=True)
 class Correction:
-    """What multiplies the policy loss: ``weight * keep``.
+    """Factor ``weight * keep`` of the policy loss.
 
     Attributes:
         weight: [tokens] float, >= 0, detached.
-        keep: [tokens] bool; False gives a token weight 0 but leaves the denominator as it was.
-        metrics: name -> (sum, count) of the local tokens; the loop adds both over ranks and divides.
+        keep: [tokens] bool; False gives a token weight 0 without changing the normaliser.
+        metrics: name -> (sum, count) of the local tokens; the loop sums both over ranks and divides.
     """
 
     weight: Tensor
@@ -62,14 +62,14 @@ class Correction:
 
     @property
     def factor(self) -> Tensor:
-        """``weight`` where kept, else 0: [tokens]. What core multiplies the token loss with."""
+        """[tokens] ``weight`` of kept tokens, 0 for others; core multiplies the token loss by it."""
         return torch.where(self.keep, self.weight, 0.0)
 
     def times(self, other: Correction) -> Correction:
-        """Both corrections at once: weights multiply, a token is kept if both keep it, metrics are united.
+        """Combine two corrections: multiply weights, keep a token if both keep it, merge metrics.
 
         Raises:
-            ValueError: both report a metric of one name.
+            ValueError: both report a metric with the same name.
         """
         twice = sorted(self.metrics.keys() & other.metrics.keys())
         if twice:
@@ -82,16 +82,16 @@ Correct = Callable[[CorrectionInputs], Correction]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a correction or an advantage reads, and so which passes over the batch it costs. A function declares it as its attribute
-    ``needs``.
+    """Inputs that a correction or an advantage estimator reads, which determine its additional forward passes. A function declares them in
+    its attribute ``needs``.
 
     Attributes:
-        old: ``old_log_probs`` by the trainer's model. Refused together with ``--use-rollout-logprobs``, which has none.
-        current: ``log_probs`` of the policy as it is now; one pass per optimiser step, except where it is the old policy.
-        whole_step: the result for one sample depends on others (anything that goes through ``inputs.sum``). Where nothing does
-            and a rollout is one optimiser step, old and current policy are the same; the correction is then applied to each
-            micro-batch inside the training pass, and no pass is made for it. (An advantage always sees all samples.)
-        columns: declared columns that the samples must carry (an advantage only).
+        old: ``old_log_probs`` computed by the trainer. Not allowed with ``--use-rollout-logprobs``, which does not compute them.
+        current: ``log_probs`` of the current policy; costs one pass per optimiser step, except when it equals the old policy.
+        whole_step: the result for a sample depends on other samples (any use of ``inputs.sum``). If it is False and a rollout has a
+            single optimiser step, old and current policy are the same; the correction is then applied to each micro-batch during the
+            training pass, without an additional pass. (An advantage estimator always receives all samples.)
+        columns: declared columns that the samples must have (advantage estimators only).
     """
 
     old: bool = True
@@ -112,7 +112,7 @@ NOTHING = Needs(old=False, current=False, whole_step=False)
 
 
 def needs_of(correct: Correct) -> Needs:
-    """What ``correct`` declared; one that declared nothing may read the old log-probabilities of the whole step."""
+    """Return the declared needs of ``correct``; the default is the old log-probabilities of the whole step."""
     found: Needs = getattr(correct, "needs", Needs())
     return found
 
@@ -128,11 +128,11 @@ identity.needs = NOTHING  # type: ignore[attr-defined]
 
 
 def compose_corrections(inner: Correct, own: Correct, needs: Needs | None = None) -> Correct:
-    """Wrap ``inner`` with ``own``, the way a ``wrap_correction`` hook does: ``inner(inputs)`` times ``own(inputs)``.
+    """Compose two corrections, for use in ``wrap_correction``: the result is ``inner(inputs)`` times ``own(inputs)``.
 
-    Each correction sees the same inputs, so a batch normalisation covers only the weights of the correction that asks
-    for it, and the order of plugins does not change the product. ``needs`` says what ``own`` reads; by default the old
-    log-probabilities of the whole step.
+    All corrections receive the same inputs, so a batch normalisation covers only the weights of its own correction, and the order of
+    plugins does not change the product. ``needs`` declares the inputs of ``own``; the default is the old log-probabilities of the whole
+    step.
     """
 
     def correct(inputs: CorrectionInputs) -> Correction:

@@ -2,7 +2,7 @@
 
 With d = log pi - log pi_ref: k1 = d is unbiased with high variance; k2 = d^2 / 2 is biased, and its gradient is the
 unbiased one of the reverse KL; k3 = e^-d - 1 + d is unbiased as a value and never negative; low_var_kl is k3 with
-clamps. As a *loss*, k1 has gradient of mean 0 and k3 has not the reverse KL's gradient.
+clamps. As a *loss*, k1 has a gradient with mean 0, and the gradient of k3 is not that of the reverse KL.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 def engine_gap(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """How far trainer and engine disagree on the sampled tokens: mean |delta log p|, and k1 and k3 estimates of
-    KL(rollout || train), as (sum, count). All arguments are [tokens]. A token counts with at most 20 nats, so that one which is
-    impossible on one side leaves a number that can be plotted."""
+    """Measure the gap between trainer and engine on the sampled tokens: mean |delta log p|, and k1 and k3 estimates of
+    KL(rollout || train), as (sum, count). All arguments are [tokens]. The difference of a token is limited to 20 nats, so that a token
+    with probability 0 on one side does not make the metric infinite."""
     delta = torch.where(mask.bool(), train - rollout, 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
     return {
         "mismatch/abs_log_prob": masked_sum(delta.abs(), mask),

@@ -9,15 +9,15 @@ from miles_core.errors import ConfigError
 
 
 def overlong_penalty(response_lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """What to add to each reward: [samples] float64, in [-factor, 0].
+    """Return the penalty to add to each reward, float64 [samples], in [-factor, 0].
 
-    0 up to ``max_length - buffer`` tokens, then falling linearly to -factor at ``max_length``, -factor beyond.
+    The penalty is 0 up to ``max_length - buffer`` tokens, decreases linearly to -factor at ``max_length``, and is -factor beyond.
 
     Args:
-        response_lengths: [samples], tokens.
-        max_length: the longest response that is not fully punished, tokens.
-        buffer: length of the falling part, tokens; DAPO used 4,096 of 20,480.
-        factor: the largest penalty.
+        response_lengths: [samples], in tokens.
+        max_length: length in tokens at which the full penalty is reached.
+        buffer: length in tokens of the linear part; DAPO used 4,096 of 20,480.
+        factor: magnitude of the full penalty.
     """
     if not 0 < buffer <= max_length:
         raise ConfigError(

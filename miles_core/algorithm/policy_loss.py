@@ -1,15 +1,15 @@
 """Policy losses per token, before any reduction.
 
-A token loss leaves here unweighted; corrections multiply it, ``reduction.loss_weights`` weighs it, and the sum over all
+Token losses are not weighted here: corrections multiply them, ``reduction.loss_weights`` weights them, and their sum over all
 micro-batches and ranks is the loss of the optimiser step. With r_t = exp(log pi - log pi_old):
 
 - ``ppo``:   max(-A r, -A clip(r, 1 - eps, 1 + eps_high)); dual clip: for A < 0 at most -c A. Also the loss of GRPO,
   Dr.GRPO, RLOO, DAPO and the REINFORCE++ family. (arXiv 1707.06347; dual clip 1912.09729)
-- ``gspo``:  the same with one ratio a sequence, s = exp(mean_t log r_t), gradient through the mean. (2507.18071)
-- ``cispo``: -sg[min(r, 1 + eps_high)] A log pi: clipped above only, no token loses its gradient. (2506.13585)
+- ``gspo``:  the same with one ratio per sequence, s = exp(mean_t log r_t), gradient through the mean. (2507.18071)
+- ``cispo``: -sg[min(r, 1 + eps_high)] A log pi: clipped above only, so every token keeps a gradient. (2506.13585)
 
-Masked tokens have loss 0 and gradient 0 whatever their log-probabilities are. Log-ratios are clamped to +-20 before
-exp, so that one bad token cannot make the step infinite; no gradient flows beyond the clamp.
+Masked tokens have loss 0 and gradient 0 regardless of their log-probabilities. Log-ratios are clamped to +-20 before exp, so that a
+single token cannot make the step infinite; a clamped log-ratio has no gradient.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class PolicyLossInputs:
         log_probs: log pi of the current policy, with gradient.
         old_log_probs: log pi_old, no gradient.
         advantages: A.
-        mask: nonzero where a token counts.
-        segments: int64, non-decreasing, which sample a token belongs to. ``gspo`` needs it, and needs every sample of
-            the micro-batch whole (masked tokens may be left out).
+        mask: nonzero for trained tokens.
+        segments: int64, non-decreasing, index of the sample of each token. ``gspo`` needs it, and needs complete samples in the
+            micro-batch (masked tokens may be omitted).
     """
 
     log_probs: Tensor
@@ -76,14 +76,14 @@ class PolicyLossInputs:
 
 
 def ppo(inputs: PolicyLossInputs, clip: Clip) -> tuple[Tensor, Metrics]:
-    """The clipped surrogate with a ratio per token: ([tokens] loss, metrics as (sum, count))."""
+    """Compute the clipped surrogate with a ratio per token: ([tokens] loss, metrics as (sum, count))."""
     log_ratio = _log_ratio(inputs)
     ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
     return _clipped(ratio, log_ratio, inputs, clip)
 
 
 def gspo(inputs: PolicyLossInputs, clip: Clip) -> tuple[Tensor, Metrics]:
-    """The clipped surrogate with one ratio a sequence, exp of the mean log-ratio over its unmasked tokens."""
+    """Compute the clipped surrogate with one ratio per sequence, exp of the mean log-ratio over its unmasked tokens."""
     log_ratio = _log_ratio(inputs)
     mean = _segment_mean(log_ratio, inputs)
     ratio = mean.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
@@ -91,7 +91,7 @@ def gspo(inputs: PolicyLossInputs, clip: Clip) -> tuple[Tensor, Metrics]:
 
 
 def cispo(inputs: PolicyLossInputs, clip: Clip) -> tuple[Tensor, Metrics]:
-    """Policy gradient weighted by the detached ratio, clipped above only."""
+    """Compute the policy gradient loss weighted by the detached ratio, which is clipped above only."""
     mask = inputs.mask.bool()
     log_ratio = _log_ratio(inputs)
     ratio = log_ratio.detach().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
@@ -110,10 +110,10 @@ def token_objective(
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
 ) -> Tensor:
-    """policy + kl_loss_coef kl - entropy_coef entropy, per token [tokens].
+    """Compute policy + kl_loss_coef kl - entropy_coef entropy, per token [tokens].
 
-    ``policy`` is the token loss after corrections: a correction re-weighs the policy gradient only, KL and entropy
-    keep their full weight. A coefficient of 0 needs no column; any other coefficient without its column is an error.
+    ``policy`` is the token loss after corrections: a correction weights only the policy gradient, not KL and entropy. A nonzero
+    coefficient requires its column; ValueError without it.
     """
     total = policy
     if kl_loss_coef:
@@ -128,7 +128,7 @@ def token_objective(
 
 
 def _log_ratio(inputs: PolicyLossInputs) -> Tensor:
-    """log pi - log pi_old; 0 where masked, so that -inf or NaN there reaches neither value nor gradient."""
+    """Compute log pi - log pi_old, with 0 for masked tokens, so that their -inf or NaN affects neither value nor gradient."""
     mask = inputs.mask.bool()
     current = torch.where(mask, inputs.log_probs, 0.0)
     old = torch.where(mask, inputs.old_log_probs.detach(), 0.0)
@@ -166,7 +166,7 @@ def _clipped(ratio: Tensor, log_ratio: Tensor, inputs: PolicyLossInputs, clip: C
 
 
 def _ratio_metrics(ratio: Tensor, log_ratio: Tensor, mask: Tensor) -> Metrics:
-    """k1 and k3 of KL(pi_old || pi) on tokens sampled from pi_old, and how far the ratio is from 1."""
+    """Return k1 and k3 estimates of KL(pi_old || pi) on tokens sampled from pi_old, and the mean distance of the ratio from 1."""
     with torch.no_grad():
         bounded = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
         return {
@@ -189,5 +189,5 @@ POLICY_LOSSES: dict[str, Callable[[PolicyLossInputs, Clip], tuple[Tensor, Metric
 
 
 def policy_loss_of(estimator: str) -> Callable[[PolicyLossInputs, Clip], tuple[Tensor, Metrics]]:
-    """The policy loss that belongs to ``--advantage-estimator``: its own name, or the PPO clip."""
+    """Return the policy loss for ``--advantage-estimator``: the loss with the same name, or PPO's clipped loss."""
     return POLICY_LOSSES.get(estimator, ppo)

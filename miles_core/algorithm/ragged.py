@@ -1,7 +1,7 @@
-"""Reductions over flat columns: the tokens of all samples concatenated, ``lengths [samples]`` saying where one ends.
+"""Reductions over flat columns: concatenated tokens of all samples, with the number of tokens of each in ``lengths [samples]``.
 
-Index t of a sample refers to token t as *target* (prompt tokens are there, with mask 0). Sums run in float64 and in a
-fixed order inside each sample, so a value does not depend on which other samples share the batch or the micro-batch.
+Index t of a sample refers to token t as *target* (prompt tokens are included, with mask 0). Sums use float64 and a fixed order within
+each sample, so that a value does not depend on the other samples in the batch or micro-batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Sum ``values [tokens]`` over each sample: [samples], float64; an empty sample gives 0. Differentiable."""
-    if len(lengths) == 0:  # segment_reduce refuses this case
+    if len(lengths) == 0:  # segment_reduce does not support this case
         return values.double()[:0]
     return torch.segment_reduce(values.double(), "sum", lengths=lengths, initial=0.0)
 
@@ -23,14 +23,14 @@ def expand(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def mask_counts(mask: Tensor, lengths: Tensor) -> Tensor:
-    """The number of unmasked tokens of each sample: [samples], int64."""
+    """Count the unmasked tokens of each sample: [samples], int64."""
     return segment_sum(mask.bool().double(), lengths).round().long()
 
 
 class Unmasked:
-    """The unmasked tokens of every sample as rows of a matrix [samples, longest], and back.
+    """Converts between flat columns and matrices [samples, longest] of each sample's unmasked tokens.
 
-    What must run along time skips masked tokens (tool text between two turns) instead of stepping over them.
+    Recursions over time thus treat unmasked tokens as adjacent, without steps for masked tokens (tool text between two turns).
     """
 
     def __init__(self, mask: Tensor, lengths: Tensor) -> None:
@@ -43,13 +43,13 @@ class Unmasked:
         self.width = int(self.counts.max()) if len(lengths) else 0
 
     def pack(self, values: Tensor) -> Tensor:
-        """[tokens] -> [samples, longest], the missing places 0."""
+        """Convert [tokens] to [samples, longest], padded with 0."""
         matrix = values.new_zeros(len(self.counts), self.width)
         matrix[self.row, self.column] = values[self.mask]
         return matrix
 
     def unpack(self, matrix: Tensor) -> Tensor:
-        """[samples, longest] -> [tokens], masked tokens 0."""
+        """Convert [samples, longest] to [tokens], with 0 for masked tokens."""
         values = matrix.new_zeros(len(self.mask))
         values[self.mask] = matrix[self.row, self.column]
         return values

@@ -1,8 +1,8 @@
-"""From token losses to the loss of an optimiser step.
+"""Reduces token losses to the loss of an optimiser step.
 
-The reduction is one weight per token, computed before the first micro-batch from all local tokens of the step. Then
-``(token_loss * weight).sum()``, added over micro-batches and ranks, *is* the step's loss: nothing depends on how the
-batch was split or packed, and gradients are summed, never averaged.
+The reduction is a weight per token, computed before the first micro-batch from all local tokens of the step. The step's loss is then
+``(token_loss * weight).sum()``, summed over micro-batches and ranks. It does not depend on how the batch was split or packed, and
+gradients are summed, never averaged.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ def loss_weights(
     constant_length: int | None = None,
     sum: Callable[[Tensor], Tensor] = local_sum,
 ) -> Tensor:
-    """The weight of every token in the step's loss, [tokens] float32; masked tokens have 0.
+    """Compute the weight of every token in the step's loss, float32 [tokens]; masked tokens have weight 0.
 
     - ``rollout_mean``: mask / (mask sum of the token's rollout * rollouts of the step).
     - ``token_mean``: mask / (mask sum of the step).
     - ``constant``: mask / (constant_length * rollouts of the step), Dr.GRPO (arXiv 2503.20783).
 
-    Siblings (samples with one rollout id) count as one rollout. A rollout whose mask is all 0 contributes nothing but
-    stays in the number of rollouts, so dropping its tokens never enlarges the others' weight; so do tokens that a
-    correction rejects, because the mask here is the original one. Without any unmasked token all weights are 0.
+    Siblings (samples with the same rollout id) count as one rollout. A completely masked rollout contributes no loss but counts in the
+    number of rollouts, so masking it never increases the weight of others. The same holds for tokens that a correction rejects, because
+    ``mask`` is the original mask. Without any unmasked token all weights are 0.
 
     Args:
-        mask: [tokens] as a flat column (``ragged``), all local samples of the step.
+        mask: [tokens] flat column (``ragged``) of all local samples of the step.
         lengths: [samples] int64.
         rollout_ids: [samples] int64. Siblings must be on one rank; ids must not repeat between ranks.
         how: one of ``REDUCTIONS``.
-        constant_length: tokens, for ``constant``; usually the longest response allowed.
-        sum: adds a tensor over the ranks of the step.
+        constant_length: length in tokens for ``constant``; usually the maximum response length.
+        sum: sums a tensor over the ranks of the step.
     """
     if how not in REDUCTIONS:
         raise ConfigError(f"unknown loss reduction {how!r}; choose one of {', '.join(REDUCTIONS)}")
@@ -65,8 +65,8 @@ def loss_weights(
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum over the tokens whose mask is not 0, their number), detached: a metric's share of a mean over the step's tokens.
+    """Return the detached sum over unmasked tokens and their number: a metric's (sum, weight) for a mean over the step's tokens.
 
-    A value under mask 0 may be anything, NaN included. ``mask`` itself is summed, so it is 0 or 1.
+    Values of masked tokens are ignored, even NaN. The number is the sum of ``mask``, which must be 0 or 1.
     """
     return torch.where(mask.bool(), values.detach(), 0.0).sum(), mask.sum()

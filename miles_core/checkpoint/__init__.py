@@ -1,5 +1,6 @@
-"""Files of weights and state, complete or absent.
+"""Checkpoints of a run, and readers for Hugging Face checkpoints.
 
-Checkpoints of a run: the directories (``directory``), what plugins and core put into them (``store``), random-number states
-(``rng``). Checkpoints in the Hugging Face layout are read tensor by tensor here too (``hf_files``); ``convert`` writes them.
+``directory`` manages the checkpoint directories, which are either complete or absent. ``store`` holds the entries that core and
+plugins save in them, and ``rng`` the random-number states. ``hf_files`` reads Hugging Face checkpoints tensor by tensor;
+``miles_tools.convert`` writes them.
 """

@@ -1,11 +1,11 @@
-"""Checkpoints: directories that exist completely or not at all.
+"""Checkpoint directories, saved and verified atomically.
 
-``Checkpoints`` owns ``<directory>/step_00000012``. A save fills a hidden sibling, flushes it to the disk, records the
-size and digest of every file in ``manifest.json`` and renames it into place; whatever goes wrong before the rename
-leaves the earlier checkpoints untouched. A load verifies every file against the manifest first, so a truncated or
-edited file is named instead of trained on. Nothing is pickled: tensors are safetensors, the rest is JSON.
+``Checkpoints`` manages ``<directory>/step_00000012``. A save fills a hidden sibling directory, flushes it to the disk, records
+the size and digest of every file in ``manifest.json`` and renames the directory into place. An error before the rename leaves
+the earlier checkpoints untouched. A load first verifies every file against the manifest and reports truncated or edited
+files. Nothing is pickled: tensors are stored as safetensors, everything else as JSON.
 
-What goes inside is other people's: the trainer writes its directory, plugins and the loop use a ``Store``.
+This module does not define the contents: the trainer writes its own directory, plugins and the loop use a ``Store``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that differs between the plan a checkpoint was saved under and the current one.
+    """A difference between a checkpoint's plan and the current plan.
 
     Attributes:
-        name: what differs, e.g. ``train.precision``.
-        saved: its value in the checkpoint.
-        current: its value now.
-        fatal: training cannot continue across it (model shape, number format).
+        name: name of the fact, option, plugin or setting that differs, e.g. ``train.precision``.
+        saved: value in the checkpoint's plan.
+        current: value in the current plan.
+        fatal: whether the difference prevents resuming (model shape, number format).
     """
 
     name: str
@@ -53,41 +53,41 @@ class Difference:
         return f"{self.name} was {self.saved}, is now {self.current}"
 
 
-#: Facts without which saved weights and optimiser states fit no model: its shape, and what it is trained in.
+#: Facts that must be equal for saved weights and optimiser states to be usable: the model's shape and the training precision.
 FATAL = ("model.type", "model.hidden_size", "model.layers", "model.num_experts", "model.vocab_size", "train.precision")
 
-#: Options that say where a run is and what it shows, not what it does.
-WHERE = {"save", "load", "plugins", "log_level", "keep", "save_interval", "save_rollouts", "save_rollouts_size"}
+#: Options that affect only the location, storage and logging of a run. ``compare_plans`` ignores them.
+NOT_COMPARED = {"save", "load", "plugins", "log_level", "keep", "save_interval", "save_rollouts", "save_rollouts_size"}
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        directory: where they are; made at the first save.
+        directory: directory of the checkpoints; created by the first save.
     """
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` is or would be."""
+        """Return the path of the checkpoint of ``step``, whether or not it exists."""
         return self.directory / f"step_{step:08d}"
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, ascending."""
+        """Return the steps that have a checkpoint, ascending."""
         if not self.directory.is_dir():
             return []
-        there = (entry for entry in self.directory.iterdir() if entry.is_dir() and any(entry.iterdir()))
-        found = (_STEP.fullmatch(entry.name) for entry in there)  # an empty directory is nobody's checkpoint
-        return sorted(int(match[1]) for match in found if match)
+        entries = (entry for entry in self.directory.iterdir() if entry.is_dir() and any(entry.iterdir()))
+        matches = (_STEP.fullmatch(entry.name) for entry in entries)  # an empty directory is not a checkpoint
+        return sorted(int(match[1]) for match in matches if match)
 
     def latest(self) -> int | None:
-        """The last step that has a checkpoint, or None."""
+        """Return the last step that has a checkpoint, or None."""
         return max(self.steps(), default=None)
 
     def recover(self) -> None:
-        """Put right what a process that died while it saved left: call it where nobody else writes."""
+        """Repair the directory after a process died during a save. No other process may write to it during the call."""
         for aside in self.directory.glob(".step_*.replaced"):
             final = aside.with_name(aside.name[1 : -len(".replaced")])
             if final.exists():
@@ -98,7 +98,7 @@ class Checkpoints:
             shutil.rmtree(dropped, ignore_errors=True)
 
     def keep(self, count: int) -> None:
-        """Delete all but the last ``count`` checkpoints; each is renamed first, so that none is ever there in part."""
+        """Delete all but the last ``count`` checkpoints. Renames each one first, so that no partial checkpoint is ever visible."""
         for step in self.steps()[:-count]:
             path = self.path(step)
             dropped = path.with_name(f".{path.name}.dropped")
@@ -107,14 +107,14 @@ class Checkpoints:
 
     @contextmanager
     def save(self, step: int, plan: Mapping[str, Any] | None = None) -> Iterator[Path]:
-        """Fill the yielded directory; leaving the block without an error makes it the checkpoint of ``step``.
+        """Yield an empty directory, which becomes the checkpoint of ``step`` when the block exits without an error.
 
         Args:
-            step: completed steps.
-            plan: the plan as JSON data, stored in the manifest and compared at ``load``.
+            step: number of completed steps.
+            plan: the plan as JSON data, stored in the manifest and compared by ``load``.
 
         Raises:
-            CheckpointError: the disk is full or cannot be written. The earlier checkpoints are as they were.
+            CheckpointError: the disk is full or not writable. The earlier checkpoints are unchanged.
         """
         final = self.path(step)
         work = self.directory / f".{final.name}.saving"
@@ -134,22 +134,22 @@ class Checkpoints:
             raise self._cannot_save(step, written, error) from error
 
     def load(self, step: int | None = None, plan: Mapping[str, Any] | None = None) -> Path:
-        """The verified directory of ``step`` (by default the latest).
+        """Verify a checkpoint and return its directory.
 
         Args:
-            step: which one.
-            plan: the current plan as JSON data, compared with the saved one (``compare_plans``). Without it nothing is.
+            step: step of the checkpoint; by default the latest.
+            plan: the current plan as JSON data, compared with the saved one (``compare_plans``); None skips the comparison.
 
         Raises:
-            CheckpointError: none there, incomplete, damaged (the file is named), or saved under a plan that training
-                cannot continue from (the differences are listed).
+            CheckpointError: the checkpoint does not exist or is incomplete or damaged (names the file), or its plan is
+                incompatible with ``plan`` (lists the differences).
         """
         steps = self.steps()
         chosen = steps[-1] if step is None and steps else step
         if chosen is None or chosen not in steps:
             have = f"it has steps {', '.join(map(str, steps))}" if steps else "it has none"
             wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-            raise CheckpointError(f"{wanted} was asked for in {self.directory}, but {have}; check --load")
+            raise CheckpointError(f"{wanted} was requested in {self.directory}, but {have}; check --load")
         path = self.path(chosen)
         manifest = check_files(path)
         if plan is not None:
@@ -157,7 +157,7 @@ class Checkpoints:
         return path
 
     def _replace(self, work: Path, final: Path) -> None:
-        """Rename ``work`` to ``final``. An older ``final`` steps aside; after a crash ``recover`` brings it back."""
+        """Rename ``work`` to ``final``. An existing ``final`` is renamed first; after a crash, ``recover`` restores it."""
         aside = final.with_name(f".{final.name}.replaced")
         if final.exists():
             final.rename(aside)
@@ -179,9 +179,10 @@ class Checkpoints:
 
 
 def check_files(path: Path | str) -> dict[str, Any]:
-    """Check every file of the checkpoint at ``path`` against its manifest, and return the manifest.
+    """Verify every file of the checkpoint at ``path`` against its manifest and return the manifest.
 
-    Raises CheckpointError naming the first file that is missing, truncated or changed.
+    Raises:
+        CheckpointError: a file is missing, truncated or changed; names the first such file.
     """
     path = Path(path)
     manifest = _read_manifest(path)
@@ -215,7 +216,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if not files:
             raise ValueError("it lists no file")
         if plan is not None:
-            compare_plans(plan, plan)  # reads all that is compared later
+            compare_plans(plan, plan)  # raises if an entry needed for the comparison is missing or malformed
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged ({error!r}); use an earlier checkpoint") from error
     if version != FORMAT:
@@ -237,18 +238,21 @@ def _check_plan(path: Path, saved: Mapping[str, Any] | None, plan: Mapping[str, 
 
 
 def changes(path: Path, plan: Mapping[str, Any]) -> list[Difference]:
-    """What differs between the plan that the checkpoint at ``path`` was saved under and the current one."""
+    """Return the differences between the plan of the checkpoint at ``path`` and the current plan."""
     return compare_plans(_read_manifest(path).get("plan") or {}, plan)
 
 
 def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
-    """What differs between two plans (``Plan.to_json`` read as data): plugins, values they set, options, and the facts that
-    rules of either asked for. A change of a fact in ``FATAL``, or of an option that is ``fixed``, is fatal."""
+    """Return the differences between two plans (as JSON data, see ``Plan.to_json``).
+
+    Compares plugins, the values that plugins set, options, and the facts that the rules of either plan read. A change of a fact in
+    ``FATAL`` or of a ``fixed`` option is fatal.
+    """
     both = [fact for plan in (saved, current) for fact in plan.get("facts", ())]
-    options = {fact["name"] for fact in both if fact.get("flag")} - WHERE
+    options = {fact["name"] for fact in both if fact.get("flag")} - NOT_COMPARED
     fixed = {*FATAL, *(fact["name"] for fact in both if fact.get("fixed"))}
     consulted = {*saved.get("consulted", ()), *current.get("consulted", ()), *options, *fixed}
-    before, after = _parts(saved, consulted), _parts(current, consulted)
+    before, after = _comparable(saved, consulted), _comparable(current, consulted)
     differences = []
     for name in dict.fromkeys([*before, *after]):
         was, now = before.get(name, "absent"), after.get(name, "absent")
@@ -258,23 +262,24 @@ def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[
     return differences
 
 
-def _parts(plan: Mapping[str, Any], consulted: set[str]) -> dict[str, Any]:
-    parts = {"miles-core": plan.get("core")}
-    parts |= {f"plugin {p['name']}": p["version"] for p in plan.get("plugins", ())}
-    parts |= {f"setting {s['path']}": s["value"] for s in plan.get("sets", ())}
+def _comparable(plan: Mapping[str, Any], consulted: set[str]) -> dict[str, Any]:
+    """Return the entries of a plan that ``compare_plans`` compares: name -> value."""
+    entries = {"miles-core": plan.get("core")}
+    entries |= {f"plugin {p['name']}": p["version"] for p in plan.get("plugins", ())}
+    entries |= {f"setting {s['path']}": s["value"] for s in plan.get("sets", ())}
     facts = (f for f in plan.get("facts", ()) if f["name"] in consulted and f.get("state", "KNOWN") == "KNOWN")
-    return parts | {f["name"]: f["value"] for f in facts}
+    return entries | {f["name"]: f["value"] for f in facts}
 
 
 def locate_checkpoint(source: Path | str, plan: Mapping[str, Any] | None = None) -> Path:
-    """The verified checkpoint directory that ``--load`` means.
+    """Verify the checkpoint selected by ``--load`` and return its directory.
 
     Args:
-        source: a run directory, its ``checkpoints`` directory (the latest step of either), or one step's directory.
+        source: a run directory or its ``checkpoints`` directory (selects the latest step), or the directory of one step.
         plan: the current plan as JSON data, compared with the saved one.
 
     Raises:
-        CheckpointError: nothing there to resume from, a damaged file, or a plan that cannot continue.
+        CheckpointError: there is no checkpoint, a file is damaged, or the saved plan is incompatible.
     """
     source = Path(source)
     if not source.is_dir():
@@ -287,7 +292,7 @@ def locate_checkpoint(source: Path | str, plan: Mapping[str, Any] | None = None)
 
 
 def run_of(source: Path | str) -> Path:
-    """The run directory that ``--load`` names: itself, or by its ``checkpoints`` directory or one step's."""
+    """Return the run directory of a ``--load`` path, which names the run, its ``checkpoints`` directory, or one step."""
     source = Path(source)
     if _STEP.fullmatch(source.resolve().name):
         return source.resolve().parent.parent
@@ -297,7 +302,7 @@ def run_of(source: Path | str) -> Path:
 
 
 def checkpoint_step(directory: Path) -> int:
-    """The completed steps of the checkpoint in ``directory``."""
+    """Return the number of completed steps, parsed from the name of a checkpoint directory."""
     match = _STEP.fullmatch(directory.name)
     if match is None:
         raise ValueError(f"{directory} is not named like a checkpoint")
@@ -305,7 +310,7 @@ def checkpoint_step(directory: Path) -> int:
 
 
 def _seal(work: Path, step: int, plan: Mapping[str, Any] | None) -> None:
-    """Write the manifest and flush everything to the disk."""
+    """Write the manifest and flush all files and directories to the disk."""
     files = {}
     for file in sorted(p for p in work.rglob("*") if p.is_file()):
         files[file.relative_to(work).as_posix()] = {"size": file.stat().st_size, "blake2b": _digest(file, flush=True)}
@@ -348,5 +353,5 @@ def _no_space(error: BaseException) -> bool:
 
 
 def is_io(error: BaseException) -> bool:
-    """Whether a disk refused, as Python, safetensors or tokenizers say it."""
+    """Whether ``error`` is an input/output error of Python, safetensors or tokenizers."""
     return isinstance(error, OSError) or type(error).__name__ == "SafetensorError" or _no_space(error)

@@ -1,9 +1,9 @@
-"""The weight files of a Hugging Face checkpoint, read tensor by tensor.
+"""Read the weight files of a Hugging Face checkpoint tensor by tensor.
 
-A safetensors file is eight bytes with the length of its header, the header (JSON: name -> dtype, shape, byte range) and
-the tensors' bytes. Opening a checkpoint reads headers only and holds them against the index and the files' sizes, so a
-missing or truncated file is named before any work is done. A tensor, or some of its rows, is then read into memory of
-its own: nothing is mapped, so memory is what the caller holds.
+A safetensors file consists of eight bytes with the length of the header, the header (JSON: name -> dtype, shape, byte range)
+and the bytes of the tensors. Opening a checkpoint reads only the headers and checks them against the index and the file
+sizes, so that a missing or truncated file is reported first. Each read copies a tensor, or one row, into newly allocated
+memory. Files are not memory-mapped, so only tensors that the caller keeps use memory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from miles_core.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-_HEADER_LIMIT = 100 << 20  # what the safetensors format allows
+_HEADER_LIMIT = 100 << 20  # bytes, the limit of the safetensors format
 
-#: safetensors' names of dtypes.
+#: safetensors dtype name -> torch dtype.
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -48,7 +48,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a weight file. ``offset``: its first byte in the file."""
+    """One tensor of a weight file. ``offset`` is the position of its first byte in the file."""
 
     name: str
     dtype: torch.dtype
@@ -59,17 +59,21 @@ class Entry:
 
 
 class CheckpointFiles:
-    """A checkpoint directory.
+    """The weight files of a Hugging Face checkpoint directory.
+
+    Args:
+        directory: the checkpoint directory.
+        flag: the flag that named it, for error messages.
 
     Attributes:
-        directory: where it is.
-        config: its ``config.json``.
-        entries: name -> tensor, in the order of the files.
+        directory: the checkpoint directory.
+        config: the contents of ``config.json``.
+        entries: tensor name -> entry, in file order.
         files: the weight files.
 
     Raises:
-        CheckpointError: no such directory, no ``config.json``, no safetensors weights, an index that does not fit the
-            files, a file that is missing, truncated or damaged, or a dtype that torch does not have.
+        CheckpointError: the directory, ``config.json`` or the safetensors weights are missing; the index does not match the
+            files; a file is missing, truncated or damaged; or torch does not have a stored dtype.
     """
 
     def __init__(self, directory: Path | str, flag: str = "--model-dir") -> None:
@@ -77,21 +81,23 @@ class CheckpointFiles:
         if not self.directory.is_dir():
             raise CheckpointError(f"{flag} {directory}: no such directory; give a local Hugging Face checkpoint")
         self.config = read_json(self.directory / CONFIG)
-        listed = _listed(self.directory)
-        self.files = sorted({self.directory / file for file in listed.values()} if listed else _found(self.directory))
+        listed = _read_index(self.directory)
+        self.files = sorted(
+            {self.directory / file for file in listed.values()} if listed else _find_weight_files(self.directory)
+        )
         self.entries: dict[str, Entry] = {}
         for file in self.files:
             for entry in read_header(file):
                 self._add(entry, listed)
-        lost = [name for name in listed if name not in self.entries]
-        if lost:
+        missing = [name for name in listed if name not in self.entries]
+        if missing:
             raise CheckpointError(
-                f"{self.directory / INDEX} lists {lost[0]} in {listed[lost[0]]}, which does not hold it "
-                f"({len(lost)} such tensors); copy the checkpoint again"
+                f"{self.directory / INDEX} lists {missing[0]} in {listed[missing[0]]}, which does not hold it "
+                f"({len(missing)} such tensors); copy the checkpoint again"
             )
 
     def read(self, name: str, row: int | None = None) -> Tensor:
-        """A tensor, or one index of its first dimension, in memory of its own."""
+        """Read a tensor, or only index ``row`` of its first dimension, into new memory."""
         entry = self.entries[name]
         if row is None:
             return self.read_bytes(name).view(entry.dtype).reshape(entry.shape)
@@ -99,7 +105,7 @@ class CheckpointFiles:
         return self.read_bytes(name, row * size, (row + 1) * size).view(entry.dtype).reshape(entry.shape[1:])
 
     def read_bytes(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Bytes ``start`` to ``stop`` of a tensor, uint8."""
+        """Read bytes ``start`` to ``stop`` (exclusive) of a tensor; returns uint8 [stop - start]."""
         entry = self.entries[name]
         buffer = torch.empty((entry.nbytes if stop is None else stop) - start, dtype=torch.uint8)
         view = memoryview(buffer.numpy().data)
@@ -121,7 +127,7 @@ class CheckpointFiles:
                 "checkpoints; copy both again"
             )
         if home is not None and home != entry.file.name:
-            return  # a second copy in another file; the index says which one counts
+            return  # a second copy in another file; the index selects which copy to read
         if entry.name in self.entries:
             raise CheckpointError(
                 f"{entry.name} is in both {self.entries[entry.name].file.name} and {entry.file.name} of "
@@ -131,10 +137,10 @@ class CheckpointFiles:
 
 
 def read_header(file: Path) -> list[Entry]:
-    """The tensors of a safetensors file, in the order of their bytes.
+    """Return the tensors of a safetensors file, ordered by their offsets.
 
     Raises:
-        CheckpointError: the file is truncated, damaged, or holds a dtype that torch does not have.
+        CheckpointError: the file is truncated or damaged, or has a dtype that torch does not have.
     """
     with file.open("rb") as source:
         start = source.read(8)
@@ -144,7 +150,7 @@ def read_header(file: Path) -> list[Entry]:
         try:
             header = load_strict_json(source.read(length))
             header.pop("__metadata__", None)
-            entries = [_entry(file, name, said, 8 + length) for name, said in header.items()]
+            entries = [_parse_entry(file, name, record, 8 + length) for name, record in header.items()]
             entries.sort(key=lambda e: (e.offset, e.nbytes))
             for before, after in pairwise(entries):
                 if after.offset < before.offset + before.nbytes:
@@ -160,7 +166,7 @@ def read_header(file: Path) -> list[Entry]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; CheckpointError when the file is missing or holds none."""
+    """Read a file that holds a JSON object. Raises CheckpointError if the file is missing or holds something else."""
     if not path.is_file():
         raise CheckpointError(f"{path.parent} holds no {path.name}, so it is not a Hugging Face checkpoint")
     try:
@@ -172,8 +178,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _entry(file: Path, name: str, said: dict[str, Any], base: int) -> Entry:
-    code, shape, (first, last) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
+def _parse_entry(file: Path, name: str, record: dict[str, Any], base: int) -> Entry:
+    code, shape, (first, last) = record["dtype"], tuple(record["shape"]), record["data_offsets"]
     if code not in DTYPES:
         raise CheckpointError(f"{file}: {name} has the dtype {code}, which torch does not have")
     dtype = DTYPES[code]
@@ -184,8 +190,8 @@ def _entry(file: Path, name: str, said: dict[str, Any], base: int) -> Entry:
     return Entry(name, dtype, shape, file, base + first, last - first)
 
 
-def _listed(directory: Path) -> dict[str, str]:
-    """Tensor -> file, as the index says; empty without one."""
+def _read_index(directory: Path) -> dict[str, str]:
+    """Read the index: tensor name -> file name. Returns an empty mapping if there is no index."""
     path = directory / INDEX
     if not path.is_file():
         return {}
@@ -194,7 +200,7 @@ def _listed(directory: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} has no weight_map; copy it again")
     strange = next((f for f in listed.values() if not isinstance(f, str) or Path(f).name != f), None)
     if strange is not None:
-        raise CheckpointError(f"{path} lists {strange!r}, which is not the name of a file beside it")
+        raise CheckpointError(f"{path} lists {strange!r}, which is not the name of a file in that directory")
     missing = [f for f in sorted(set(listed.values())) if not (directory / f).is_file()]
     if missing:
         raise CheckpointError(
@@ -204,7 +210,7 @@ def _listed(directory: Path) -> dict[str, str]:
     return listed
 
 
-def _found(directory: Path) -> list[Path]:
+def _find_weight_files(directory: Path) -> list[Path]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{directory} holds no *.safetensors weights; other formats are not read")

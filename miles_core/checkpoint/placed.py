@@ -1,4 +1,4 @@
-"""A directory whose files are gathered where nobody looks, and put in their place when all of them are there."""
+"""Write a directory atomically: fill a hidden staging directory, then move its files into place."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from pathlib import Path
 
 from miles_core.checkpoint.hf_files import CONFIG
 
-#: What a new file system holds before anybody wrote to it.
+#: Entries of a newly created file system.
 _FRESH = frozenset({"lost+found"})
 
 
-def gathering(final: Path, word: str) -> Path:
-    """The hidden directory in which the files of ``final`` are gathered: beside it; or in it where it is there already,
-    because a mount point cannot be replaced and the directory around it may be on another disk or closed."""
+def staging_path(final: Path, word: str) -> Path:
+    """Return the path of the hidden staging directory for ``final``.
+
+    It is a sibling of ``final``, or inside ``final`` if that directory exists: a mount point cannot be replaced, and its parent
+    may be on another disk or not writable.
+    """
     return final / f".{word}" if final.is_dir() else final.parent / f".{final.name}.{word}"
 
 
-def taken(final: Path, work: Path, own: Iterable[str] = ()) -> bool:
-    """Whether something is at ``final`` that is not ours: neither ``work`` nor one of the names ``own``."""
+def is_occupied(final: Path, work: Path, own: Iterable[str] = ()) -> bool:
+    """Whether ``final`` is a file, or a directory with entries other than ``work`` and the names in ``own``."""
     if not final.exists():
         return False
     return not final.is_dir() or bool({p.name for p in final.iterdir()} - {work.name, *own} - _FRESH)
 
 
-def locked(work: Path) -> int:
-    """Make ``work`` where it is not there, and keep other processes out of it until the returned descriptor is closed.
+def lock_directory(work: Path) -> int:
+    """Create ``work`` if necessary and lock it. Closing the returned file descriptor releases the lock.
 
     Raises:
-        BlockingIOError: another process is in.
+        BlockingIOError: another process holds the lock.
     """
     work.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(work, os.O_RDONLY)
@@ -43,13 +46,15 @@ def locked(work: Path) -> int:
     return descriptor
 
 
-def place(work: Path, final: Path, without: str = "") -> None:
-    """Give the files of ``work`` their place, ``config.json`` last: a checkpoint without it is none.
+def move_into_place(work: Path, final: Path, without: str = "") -> None:
+    """Move the files of ``work`` to ``final`` and remove ``work``.
+
+    Moves ``config.json`` last, because a directory without it is not a checkpoint.
 
     Args:
-        work: as ``gathering`` says; gone afterwards.
-        final: holds nothing else that is called like these files.
-        without: a file of ``work`` that is dropped when the others have their place.
+        work: the staging directory (``staging_path``).
+        final: the target directory; entries with the same names are replaced.
+        without: name of a file in ``work`` to delete instead of moving, after all others are in place.
     """
     if work.parent != final:
         os.replace(work, final)

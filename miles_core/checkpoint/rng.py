@@ -1,4 +1,4 @@
-"""Random-number states in a checkpoint, as tensors and JSON through a ``Store``."""
+"""Save and restore random-number states in a checkpoint, as tensors and JSON through a ``Store``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RngState = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators, which a user's reward or a plugin may draw from."""
+    """Seed the global generators of Python, NumPy and torch, which custom rewards and plugins may use."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def rng_state() -> RngState:
-    """The states of Python's, NumPy's and torch's global generators, and of every CUDA device's when CUDA is in use."""
+    """Return the states of the global generators of Python, NumPy and torch, and of all CUDA devices if CUDA is initialised."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
@@ -45,13 +45,17 @@ def rng_state() -> RngState:
 
 
 def put_rng(store: Store, state: RngState | None = None, *, sharded: bool = False) -> None:
-    """Save ``state``, by default that of now; ``sharded``: each rank its own."""
+    """Save ``state``, by default the current ``rng_state()``. With ``sharded``, every rank saves its own state."""
     tensors, data = state or rng_state()
     store.put(_NAME, tensors, data, sharded=sharded)
 
 
 def get_rng(store: Store) -> None:
-    """Restore what ``put_rng`` saved. Devices that do not correspond are logged: the run goes on, not bit-identically."""
+    """Restore the state that ``put_rng`` saved.
+
+    If the number of CUDA devices differs, logs a warning and restores the states of the common devices; the run then continues,
+    but not bit-identically.
+    """
     tensors, data = store.get(_NAME)
     random.setstate((data["python"]["version"], tuple(tensors["python"].tolist()), data["python"]["gauss"]))
     legacy = data["numpy"]

@@ -1,6 +1,6 @@
-"""Samples in a checkpoint: buffered ones, with all their recorded fields.
+"""Save and restore buffered samples with all their recorded fields.
 
-Both directions go through a ``Store`` as tensors and JSON, so a checkpoint can be read anywhere and runs no code.
+Samples are stored as tensors and JSON through a ``Store``, so reading a checkpoint executes no code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from miles_core.errors import CheckpointError
 def put_samples(store: Store, name: str, samples: Sequence[Sample]) -> None:
     """Save samples with all their recorded fields (arrays, lists of arrays, numbers).
 
-    Raises CheckpointError naming the sample and the entry that neither JSON nor a tensor can hold.
+    Raises:
+        CheckpointError: a value fits neither JSON nor a tensor; names the sample and the entry.
     """
     tensors: dict[str, torch.Tensor] = {}
     rows = []
@@ -34,7 +35,7 @@ def put_samples(store: Store, name: str, samples: Sequence[Sample]) -> None:
 
 
 def get_samples(store: Store, name: str) -> list[Sample]:
-    """The samples ``put_samples`` saved, equal to them (arrays with their dtypes)."""
+    """Return the samples that ``put_samples`` saved, with the same dtypes."""
     tensors, rows = store.get(name)
     samples = []
     for position, row in enumerate(rows):
@@ -44,7 +45,7 @@ def get_samples(store: Store, name: str) -> list[Sample]:
 
 
 def _pack(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Put a field's arrays into ``tensors``; returns how to rebuild it."""
+    """Add the arrays of a field to ``tensors``; returns the JSON record from which ``_unpack`` rebuilds the field."""
     if isinstance(value, torch.Tensor):
         tensors[key] = value
         return {"kind": "tensor"}
@@ -54,7 +55,7 @@ def _pack(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> dict[str, A
     if isinstance(value, list) and value and all(isinstance(row, np.ndarray) for row in value):
         tensors[key] = _tensor(np.concatenate(value), key)
         return {"kind": "ragged", "lengths": [len(row) for row in value]}
-    if hasattr(value, "__array__"):  # stands for an array that is elsewhere
+    if hasattr(value, "__array__"):  # a reference to an array in other memory
         return _pack(np.asarray(value), key, tensors)
     return {"kind": "plain", "value": _plain(value, f"field {key}")}
 
@@ -78,7 +79,7 @@ def _tensor(array: np.ndarray, key: str) -> torch.Tensor:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """``value`` as JSON data, NumPy's and torch's scalars unwrapped."""
+    """Convert ``value`` to JSON data; NumPy and torch scalars become Python numbers."""
     if value is None or isinstance(value, str | bool | int | float):
         return str(value) if isinstance(value, str) else value
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.ndim == 0):

@@ -1,8 +1,8 @@
-"""A store: tensors and JSON under names, in one directory of a checkpoint.
+"""A store of named entries (tensors and JSON data) in one directory of a checkpoint.
 
-``on_save`` and ``on_load`` get one; a plugin writes under its own name, which becomes ``<name>.safetensors`` and
-``<name>.json``. Several ranks may share the directory: an entry is either written once, by rank 0, or ``sharded`` with
-one part a rank.
+The hooks ``on_save`` and ``on_load`` receive a store. A plugin's entry names start with the plugin's name; an entry is saved as
+``<name>.safetensors`` and ``<name>.json``. Several ranks may share the directory: an entry is either written once, by rank 0,
+or ``sharded``, with one part per rank.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SHARD = re.compile(r"\.(\d+)-of-(\d+)\.json$")
 
 
 class Store:
-    """Tensors and JSON under names, in one directory of a checkpoint.
+    """Named entries (tensors and JSON data) in one directory of a checkpoint.
 
     Args:
-        directory: where the files are; made when missing.
-        world: this process among those that share the directory.
+        directory: directory of the files; created if missing.
+        world: this process's rank among the processes that share the directory, and their number.
     """
 
     def __init__(self, directory: Path | str, world: World = ALONE) -> None:
@@ -43,11 +43,13 @@ class Store:
 
         Args:
             name: letters, digits, ``_ . -``, parts separated by ``/``; a plugin's entries start with the plugin's name.
-            tensors: any shapes and dtypes; views and shared storage are written out.
-            data: what JSON can hold (a tuple comes back as a list).
-            sharded: every rank writes its own part; otherwise only rank 0's call writes.
+            tensors: tensors of any shapes and dtypes; views and tensors with shared storage are copied.
+            data: JSON data (a tuple is read back as a list).
+            sharded: every rank writes its own part; otherwise only rank 0 writes.
 
-        Raises ValueError for a malformed name or one already written, TypeError for data JSON cannot hold.
+        Raises:
+            ValueError: the name is malformed or was already written.
+            TypeError: ``data`` is not JSON data.
         """
         _check_name(name)
         if name in self._written:
@@ -65,14 +67,15 @@ class Store:
             from safetensors.torch import save_file
 
             save_file(_separate(tensors), f"{base}.safetensors")
-        # The JSON comes last: an entry exists when it does.
+        # Written last: an entry exists only once its JSON file does.
         Path(f"{base}.json").write_text(text, encoding="utf-8")
 
     def get(self, name: str) -> tuple[dict[str, Tensor], Any]:
-        """(tensors on the CPU, data) of an entry; of a sharded one, this rank's part.
+        """Read an entry, or this rank's part of a sharded entry. Returns (tensors on the CPU, data).
 
-        Raises CheckpointError when there is no such entry, or when it was sharded over another number of ranks (a
-        plugin that can re-divide its state reads ``shards``).
+        Raises:
+            CheckpointError: the entry does not exist, or was saved by a different number of ranks. A plugin that can
+                redistribute its state uses ``shards`` instead.
         """
         _check_name(name)
         whole = self._base(name)
@@ -93,7 +96,10 @@ class Store:
         return _read(self._base(name, f".{self.world.rank}-of-{self.world.size}"))
 
     def shards(self, name: str) -> list[tuple[dict[str, Tensor], Any]]:
-        """All parts of a sharded entry in rank order, whatever the number of ranks now; one part when not sharded."""
+        """Read all parts of an entry in rank order, independent of the current number of ranks.
+
+        Returns one part if the entry is not sharded.
+        """
         _check_name(name)
         worlds = self._worlds(name)
         if not worlds:
@@ -102,7 +108,7 @@ class Store:
         return [_read(self._base(name, f".{rank}-of-{world}")) for rank in range(world)]
 
     def names(self) -> list[str]:
-        """Every entry's name."""
+        """Return the names of all entries."""
         if not self.directory.is_dir():
             return []
         relative = (p.relative_to(self.directory).as_posix() for p in self.directory.rglob("*.json"))
@@ -145,12 +151,12 @@ def _read(base: Path) -> tuple[dict[str, Tensor], Any]:
             f"checkpoint file {error.filename or base} is missing; use an earlier checkpoint"
         ) from error
     except Exception as error:
-        # json's ValueError, safetensors' own class, a changed layout: all mean the same to the reader.
+        # json's ValueError, safetensors' own exception and a changed layout all mean that the entry is unusable.
         raise CheckpointError(f"checkpoint entry {base} is damaged ({error}); use an earlier checkpoint") from error
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors of which no two share storage, as safetensors wants them."""
+    """Copy tensors to contiguous CPU tensors with separate storage, as safetensors requires."""
     result = {}
     for key, tensor in tensors.items():
         copy = tensor.detach().to("cpu", copy=True)

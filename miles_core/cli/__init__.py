@@ -1,4 +1,4 @@
-"""``miles COMMAND``: thin commands over everything else.
+"""The ``miles`` command line.
 
-Each module reads its arguments, calls one function and prints what came back.
+Each command module parses its arguments, calls one function and prints the result.
 """

@@ -1,4 +1,4 @@
-"""The commands of ``miles``: core's own, and those that installed plugins add."""
+"""The commands of ``miles``: those of core and those of installed plugins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Commands(Mapping[str, Command]):
         manifests: plugin manifests by name.
 
     Raises:
-        PluginError: two plugins add one command, or a plugin adds one of core's.
+        PluginError: two plugins, or a plugin and core, add a command with the same name.
     """
 
     def __init__(self, manifests: Mapping[str, Plugin]) -> None:
@@ -36,19 +36,19 @@ class Commands(Mapping[str, Command]):
 
     @classmethod
     def installed(cls) -> Commands:
-        """The commands of this environment. Plugins that cannot be imported add none; ``miles plugins`` reports them."""
+        """Return the commands of this environment. Skips plugins that cannot be imported; ``miles plugins`` reports them."""
         return cls(discover())
 
     @property
     def summaries(self) -> dict[str, str]:
-        """Name -> one line of help."""
+        """Name -> one-line help."""
         return {name: command.summary for name, command in self.items()}
 
     def load(self, name: str) -> Callable[[list[str]], Any]:
-        """Import the function behind a command.
+        """Import the function of a command.
 
         Raises:
-            PluginError: it cannot be imported.
+            PluginError: the function cannot be imported.
         """
         function: Callable[[list[str]], Any] = import_target(self._owner[name], self[name].target)
         return function

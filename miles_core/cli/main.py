@@ -1,7 +1,7 @@
-"""``miles``: picks the subcommand, and turns errors into sentences and exit codes.
+"""The entry point of ``miles``: dispatches to a command and converts errors to messages and exit codes.
 
-Exit codes: 0 done, 1 a defect (with its traceback), 2 a user's mistake (one message on stderr), 130 interrupted (143 by SIGTERM, 129 by
-SIGHUP). ``train`` is core's command; installed plugins add others in their manifests (``Plugin.commands``). A command is
+Exit codes: 0 success, 1 a defect (with its traceback), 2 a user error (one message on stderr), 130 interrupted (143 by SIGTERM, 129 by
+SIGHUP). Core provides the command ``train``; installed plugins add others in their manifests (``Plugin.commands``). A command is
 imported only when it is called.
 """
 
@@ -18,7 +18,7 @@ from miles_core.redact import redact
 from miles_core.version import __version__
 
 DEBUG = "MILES_DEBUG"
-#: What is wrong with a path and not with the program.
+#: Error numbers that indicate a problem of a path, not of the program.
 _PATHS = {getattr(errno, name) for name in ("ENAMETOOLONG", "ELOOP", "EISDIR", "ENOTDIR", "EROFS", "EACCES", "EPERM")}
 
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe left (miles train --help | head); nothing is wrong
+    except BrokenPipeError:  # the reader closed the pipe (miles train --help | head); not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except MilesError as error:
@@ -38,25 +38,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message = redact(str(error))
         print(message if message.startswith("error:") else f"error: {message}", file=sys.stderr)
-        return _told(error)
+        return _print_notes(error)
     except OSError as error:
-        said = _of_path(error)
-        if not said or os.environ.get(DEBUG, "0") not in ("", "0"):
+        message = _explain_path_error(error)
+        if not message or os.environ.get(DEBUG, "0") not in ("", "0"):
             raise  # a defect
-        print(f"error: {said}", file=sys.stderr)
-        return _told(error)
+        print(f"error: {message}", file=sys.stderr)
+        return _print_notes(error)
 
 
-def _of_path(error: OSError) -> str:
-    """What an error says about a disk or a path that a user gave; empty where it is about something else."""
+def _explain_path_error(error: OSError) -> str:
+    """Return the message for an error caused by a full disk or an invalid path; empty for any other error."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f": {error.filename}" if error.filename else ""
         return f"the disk is full{where} ({error.strerror}); free space there"
     return f"{error.filename}: {error.strerror}; check that path" if error.errno in _PATHS and error.filename else ""
 
 
-def _told(error: BaseException) -> int:
-    """What belongs behind an error's sentence; the exit code of a user's mistake."""
+def _print_notes(error: BaseException) -> int:
+    """Print the notes of an error after its message, and return the exit code of a user error."""
     for note in getattr(error, "__notes__", ()):
         print(redact(str(note)), file=sys.stderr)
     return 2
@@ -72,7 +72,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     commands = Commands.installed()
     if name not in commands:
-        raise MilesError(_unknown(name, commands))
+        raise MilesError(_explain_unknown(name, commands))
     run: Callable[[list[str]], int] = commands.load(name)
     return run(rest)
 
@@ -85,12 +85,12 @@ def _help() -> str:
         "usage: miles COMMAND [options]\n\n"
         "A plugin-based reinforcement-learning loop for language models.\n\n"
         f"commands:\n{commands}\n\n"
-        "miles COMMAND --help shows a command's options; miles --version the version.\n"
-        f"{DEBUG}=1 shows the traceback behind an error message."
+        "miles COMMAND --help shows the options of a command; miles --version shows the version.\n"
+        f"{DEBUG}=1 shows the traceback of an error."
     )
 
 
-def _unknown(name: str, commands: Commands) -> str:
+def _explain_unknown(name: str, commands: Commands) -> str:
     from miles_core.nearest import nearest
 
     if name.startswith("-"):

@@ -1,6 +1,6 @@
-"""Options: dataclasses that become flags and facts.
+"""Options: dataclass fields that define flags, configuration keys and facts.
 
-A flag of core is a field of a dataclass in ``groups``; a plugin's flags are the fields of its own dataclass. From each field
-come the flag (``flags``), the key of a YAML file (``file``), the argument of a call from Python (``load``) and the fact that
-rules ask for. ``Config`` holds the checked values and where each came from. Imports no torch.
+Core's options are the fields of the dataclasses in ``groups``; a plugin's options are the fields of its own dataclass. Each
+field defines a flag (``flags``), a key of a configuration file (``file``) and a fact that rules can read. ``load`` combines all
+sources into a ``Config``, which holds the checked values and their origins. Does not import torch.
 """

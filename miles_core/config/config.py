@@ -1,4 +1,4 @@
-"""The configuration of a run: every option's value, and where it came from."""
+"""The configuration of a run: the value and the origin of every option."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from miles_core.plugin.facts import Fact
 
 
 class Config:
-    """Checked values of all options; immutable.
+    """Checked values of all options. Immutable.
 
-    ``config.rollout.temperature`` reads a core group, ``config.plugin("mine").threshold`` a plugin's. Two configurations
-    are equal when the plugins asked for and all their values are, wherever these came from.
+    ``config.rollout.temperature`` reads an option of core, ``config.plugin("mine").threshold`` an option of a plugin. Two
+    configurations are equal if they request the same plugins and all values are equal, regardless of origins.
 
     Attributes:
-        requested: the plugins asked for, in order, each with what asked for it (``"--plugins mine,yours"``).
-        plugins: names of the enabled plugins: those asked for and, after ``activated``, what they require.
-        policies: the policies that a file names, each with its own values (``miles_core.config.policies``); empty without.
+        requested: requested plugin -> origin of the request (``"--plugins mine,yours"``), in order.
+        plugins: names of the enabled plugins: the requested ones and, after ``activated``, their requirements.
+        policies: name of each policy in the configuration file -> its own values (``miles_core.config.policies``).
     """
 
     run: groups.Run
@@ -53,13 +53,13 @@ class Config:
     ) -> None:
         """
         Args:
-            values: option path -> checked value; a missing one has its default.
-            origins: option or pass-through path -> where the value came from.
-            chosen: paths whose value a user chose.
-            requested: plugin -> what asked for it.
-            passthrough: ``table.key`` -> value, for tables that take any key.
-            active: the plan's plugins, once there is one.
-            policies: name -> its own values: option path, ``role`` or ``generates`` -> checked value.
+            values: option path -> checked value; missing options have their defaults.
+            origins: option path or pass-through path -> origin of the value.
+            chosen: paths of the values that a user set.
+            requested: plugin -> origin of the request.
+            passthrough: ``table.key`` -> value, for tables that accept any key.
+            active: the plugins of the accepted plan; None before planning.
+            policies: policy name -> its own values (option path, ``role`` or ``generates`` -> checked value).
         """
         self._schema = schema
         self._values = {path: values.get(path, option.default) for path, option in schema.options.items()}
@@ -76,7 +76,7 @@ class Config:
             self._groups[table] = group(**fields)
             if hasattr(type(self), table):
                 raise PluginError(
-                    f"a plugin may not be called {table!r}: configurations have an attribute of that name"
+                    f"a plugin may not be called {table!r}: configurations have an attribute with that name"
                 )
 
     @property
@@ -84,39 +84,39 @@ class Config:
         return self._schema
 
     def group(self, table: str) -> Any:
-        """The dataclass instance of a table, core's or a plugin's."""
+        """Return the dataclass instance of a table of core or of a plugin."""
         if table not in self._groups:
             raise KeyError(f"no option group {table!r}{did_you_mean(table, self._groups, '; ')}")
         return self._groups[table]
 
     def __getattr__(self, name: str) -> Any:
-        """``config.mine``: a plugin's table, like core's ``config.rollout``."""
+        """Return a plugin's table: ``config.mine``, like core's ``config.rollout``."""
         tables = self.__dict__.get("_groups", {})
         if name not in tables:
             raise AttributeError(f"the configuration has no table {name!r}{did_you_mean(name, tables, '; ')}")
         return tables[name]
 
     def plugin(self, name: str) -> Any:
-        """The config dataclass of a plugin, with defaults where nobody set anything."""
+        """Return the options of a plugin, an instance of its config dataclass."""
         return self.group(name)
 
     def passthrough(self, table: str) -> dict[str, Any]:
-        """What was given for software with a command line of its own: key -> value, unchecked."""
+        """Return the options passed through to other software: key -> value, unchecked."""
         start = table + "."
         return {path[len(start) :]: item for path, item in self._passthrough.items() if path.startswith(start)}
 
     def get(self, path: str) -> Any:
-        """The value at ``rollout.temperature`` (``engine`` and its like without prefix) or of a pass-through key."""
+        """Return the value of an option path (``rollout.temperature``), a fact name (``engine``) or a pass-through path."""
         return self._passthrough[path] if path in self._passthrough else self._values[self._find(path).path]
 
     def origin(self, path: str) -> str:
-        """Where the value came from: ``"default"``, ``"--lr 1e-6"``, ``"run.yaml line 4"``, ``"set by mine"``."""
+        """Return the origin of a value: ``"default"``, ``"--lr 1e-6"``, ``"run.yaml line 4"``, ``"set by mine"``."""
         if path in self._passthrough:
             return self._origins[path]
         return self._origins.get(self._find(path).path, "default")
 
     def chosen(self, path: str) -> bool:
-        """Whether a user (flag, file or environment variable) chose this value."""
+        """Whether a user set this value by a flag, file or environment variable."""
         return path in self._chosen or (path not in self._passthrough and self._find(path).path in self._chosen)
 
     def _find(self, path: str) -> Option:
@@ -127,11 +127,11 @@ class Config:
 
     @property
     def args(self) -> Namespace:
-        """A fresh flat namespace for custom functions: ``args.rollout_temperature``, plugins' options included."""
-        return Namespace(**self._named)
+        """A new flat namespace for custom functions (``args.rollout_temperature``), including plugins' options."""
+        return Namespace(**self._argument_values)
 
     @cached_property
-    def _named(self) -> dict[str, Any]:
+    def _argument_values(self) -> dict[str, Any]:
         shown = {CORE, *self.plugins}
         return {
             option.flag[2:].replace("-", "_"): self._values[option.path]
@@ -140,37 +140,37 @@ class Config:
         }
 
     def facts(self) -> list[Fact]:
-        """Every option as a fact (those of the run group without prefix), and each pass-through value."""
-        found = []
+        """Return every option and every pass-through value as a fact. Facts of the group ``run`` have no prefix."""
+        facts = []
         for path, option in self._schema.options.items():
             origin, chosen = self.origin(path), path in self._chosen
             item = plain(self._values[path])
             choices = (False, True) if option.is_bool else option.choices
             fixed = option.info.fixed
-            found.append(Fact(option.fact, item, origin, flag=option.flag, choices=choices, chosen=chosen, fixed=fixed))
+            facts.append(Fact(option.fact, item, origin, flag=option.flag, choices=choices, chosen=chosen, fixed=fixed))
         flags = {table: prefix for prefix, table in self._schema.passthrough.items()}
         for path, raw in self._passthrough.items():
             table, _, key = path.partition(".")
             flag = flags[table] + key.replace("_", "-")
-            found.append(Fact(path, plain(raw), self._origins[path], flag=flag, chosen=path in self._chosen))
+            facts.append(Fact(path, plain(raw), self._origins[path], flag=flag, chosen=path in self._chosen))
         for policy, own in self.policies.items():
             start = f"{policies.PREFIX}{policy}."
-            found.append(Fact(f"{start}role", own.get(policies.ROLE, policies.ROLES[0]), start.rstrip(".")))
+            facts.append(Fact(f"{start}role", own.get(policies.ROLE, policies.ROLES[0]), start.rstrip(".")))
             for path in own.keys() & self._schema.options.keys():
                 origin = self._origins.get(start + path, start.rstrip("."))
-                found.append(Fact(start + self._schema.options[path].fact, plain(own[path]), origin, chosen=True))
-        return found
+                facts.append(Fact(start + self._schema.options[path].fact, plain(own[path]), origin, chosen=True))
+        return facts
 
     def for_policy(self, name: str, options: Mapping[str, Any] | None = None, hf_checkpoint: str = "") -> Config:
-        """The configuration of one policy: this one with what stands under its name in force.
+        """Return the configuration of one policy: this configuration with the policy's own values applied.
 
         Args:
-            name: of the policy; one that no file names has no values of its own.
-            options: further values of its own, by a key of a configuration file (``lr`` or ``train.lr``).
-            hf_checkpoint: its checkpoint; "" leaves what the configuration says.
+            name: name of the policy; a policy without a table in the file has no values of its own.
+            options: additional values, by key of a configuration file (``lr`` or ``train.lr``).
+            hf_checkpoint: the policy's checkpoint; "" keeps the configured one.
 
         Raises:
-            ConfigError: no such option, one that the whole run shares, or a value it cannot take.
+            ConfigError: an option does not exist, applies only to the whole run, or has an invalid value.
         """
         where = f"{policies.TABLE}.{name}"
         own = {path: item for path, item in self.policies.get(name, {}).items() if path in self._schema.options}
@@ -181,14 +181,14 @@ class Config:
         return self.replace(own, origin=where)
 
     def replace(self, values: Mapping[str, Any], origin: str = "set by the program") -> Config:
-        """This configuration with other values, e.g. those a plan's ``sets`` give.
+        """Return a copy of this configuration with other values, for example those of a plan's ``sets``.
 
         Args:
             values: option path (or ``table.key`` of a pass-through table) -> value.
-            origin: shown wherever the value is; the values count as not chosen by the user.
+            origin: origin of the values in messages; the values do not count as set by the user.
 
         Raises:
-            ConfigError: no such option, or a value it cannot take.
+            ConfigError: an option does not exist or has an invalid value.
         """
         changed, passed = dict(self._values), dict(self._passthrough)
         origins, chosen = dict(self._origins), set(self._chosen)
@@ -208,7 +208,7 @@ class Config:
         )
 
     def with_policies(self, named: Mapping[str, Mapping[str, Any]]) -> Config:
-        """This configuration with other values under its policies' names."""
+        """Return a copy of this configuration with other values for its policies."""
         return Config(
             self._schema,
             self._values,
@@ -221,10 +221,10 @@ class Config:
         )
 
     def activated(self, names: Iterable[str]) -> Config:
-        """This configuration with the plugins of the accepted plan, requirements included.
+        """Return a copy of this configuration with the plugins of the accepted plan, including requirements.
 
         Raises:
-            ConfigError: an option of a plugin outside the plan was given.
+            ConfigError: an option of a plugin outside the plan is set.
         """
         active = tuple(names)
         for path in sorted(self._chosen):
@@ -244,14 +244,14 @@ class Config:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: chosen values by table, and under ``defaults`` the values nobody chose."""
+        """Return JSON data: the values set by the user by table, and all other values under ``defaults``."""
         shown = {CORE, *self.plugins}
         chosen: dict[str, Any] = {}
         defaults: dict[str, Any] = {}
         for path, option in self._schema.options.items():
             if option.owner in shown:
-                kept = path in self._chosen or path == f"{ROOT}.plugins"
-                table = (chosen if kept else defaults).setdefault(option.group, {})
+                is_chosen = path in self._chosen or path == f"{ROOT}.plugins"
+                table = (chosen if is_chosen else defaults).setdefault(option.group, {})
                 table[option.name] = _data(self._values[path])
         for path, raw in self._passthrough.items():
             table_name, _, key = path.partition(".")
@@ -262,7 +262,7 @@ class Config:
         return {**chosen, DEFAULTS: defaults}
 
     def to_yaml(self) -> str:
-        """The effective configuration as a file that ``--config`` reads back to an equal one."""
+        """Return the effective configuration as YAML; loading it with ``--config`` gives an equal configuration."""
         import yaml
 
         content = self.to_dict()
@@ -274,7 +274,7 @@ class Config:
         return (
             "# The effective configuration of a run; repeat it with: miles train --config THIS_FILE\n"
             f"{dump(content)}\n"
-            "# Values that nobody chose. They are read back as they are; plugins and flags may still change them.\n"
+            "# Default values. They are read back unchanged; plugins and flags may still change them.\n"
             f"{dump(defaults)}"
         )
 
@@ -292,12 +292,12 @@ class Config:
         return tuple(self.requested), values, self._passthrough, self.policies
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{path}={self.get(path)!r}" for path in sorted(self._chosen))
-        return f"Config({said})"
+        values = ", ".join(f"{path}={self.get(path)!r}" for path in sorted(self._chosen))
+        return f"Config({values})"
 
 
 def plain(item: Any) -> Any:
-    """A value as a fact's: bool, int, float, str or None; lists joined by commas."""
+    """Convert an option's value to a fact's value: bool, int, float, str or None; lists are joined by commas."""
     if isinstance(item, (list, tuple)):
         return ",".join(map(str, item))
     return str(item) if isinstance(item, Path) else item

@@ -1,4 +1,4 @@
-"""Names that nobody here has: what to use instead, or how to get them. The table is ``elsewhere.toml``."""
+"""Explain unknown names: name the option to use instead, or the plugin that provides it. The table is ``elsewhere.toml``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.config.schema import CORE, Option, Schema
-from miles_core.config.value import listing
+from miles_core.config.value import format_choices
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import COMES_WITH
 
 _OFF = ("", "0", "false", "off", "no", "f", "n")
-#: Parts that are usually called like the plugin that provides them.
+#: Kinds of parts that usually have the name of the plugin that provides them.
 _NAMED_AFTER_PLUGINS = ("engine", "trainer", "runtime", "format")
 
 
@@ -25,26 +25,26 @@ def _table() -> dict[str, Any]:
 
 
 def explain_flag(flag: str, schema: Schema) -> str:
-    """One sentence about a flag that no installed package declares."""
+    """Return an error message for a flag that no installed package declares."""
     spelling = "--" + flag.lstrip("-").replace("_", "-")
     if spelling != flag and spelling in schema.spellings():
         return f"unknown flag {flag}; it is spelt {spelling}"
     for plugin in schema.manifests.values():
         if spelling in plugin.elsewhere:
-            return f"{flag} does not exist here: {_instead(plugin.elsewhere[spelling])}"
+            return f"{flag} does not exist here: {_describe_replacement(plugin.elsewhere[spelling])}"
     for pattern, sentence in _table()["flags"].items():
         if fnmatchcase(spelling, pattern):
             return f"{flag} does not exist here: {sentence}"
-    if known := from_elsewhere(flag):
+    if known := explain_foreign_option(flag):
         return known
     if spelling in translations():
-        return f"{flag} does not exist here: {_instead(translations()[spelling])}"
+        return f"{flag} does not exist here: {_describe_replacement(translations()[spelling])}"
     nearest = did_you_mean(flag, schema.spellings(), "; ") or "; miles train --help lists all flags"
     return f"unknown flag {flag}{nearest} (the flags of a plugin exist once it is installed)"
 
 
-def _instead(table: str | Mapping[str, str]) -> str:
-    """What to do without a flag, from a sentence or a table of ``translate``."""
+def _describe_replacement(table: str | Mapping[str, str]) -> str:
+    """Describe what to use instead of a flag, from a sentence or a table of ``translate``."""
     if isinstance(table, str):
         return table
     ways = [
@@ -61,33 +61,33 @@ def _instead(table: str | Mapping[str, str]) -> str:
 
 
 def translations() -> dict[str, dict[str, str]]:
-    """Flags of other programs -> their tables; see ``translate``."""
-    found: dict[str, dict[str, str]] = _table()["translate"]
-    return found
+    """Return flag of another program -> its translation table; see ``translate``."""
+    tables: dict[str, dict[str, str]] = _table()["translate"]
+    return tables
 
 
 def explain_word(word: str) -> str:
-    """One sentence about a word that is neither a flag nor a flag's value."""
-    known = from_elsewhere(word.partition("=")[0]) if "=" in word else ""
+    """Return an error message for a word that is neither a flag nor a flag's value."""
+    known = explain_foreign_option(word.partition("=")[0]) if "=" in word else ""
     return known or f"unexpected argument {word!r}; values of a list are separated by commas, without spaces"
 
 
-def from_elsewhere(name: str) -> str:
-    """One sentence about an option of another program, with or without dashes before it; empty for one that is not known."""
-    for program, names in others().items():
+def explain_foreign_option(name: str) -> str:
+    """Return an error message for an option of another program, with or without leading dashes; empty if the option is unknown."""
+    for program, names in foreign_options().items():
         for theirs, here in names.items():
             if _plain(theirs) == _plain(name):
                 return f"{name} is an option of {program}; here: {here}"
     return ""
 
 
-def others() -> dict[str, dict[str, str]]:
-    """Program -> its options -> what to use here."""
+def foreign_options() -> dict[str, dict[str, str]]:
+    """Return program -> its option -> the equivalent here."""
     return {program: table["names"] for program, table in _table()["from"].items()}
 
 
-def about(program: str) -> str:
-    """What ``others`` lists of this program, in a sentence or two."""
+def describe_program(program: str) -> str:
+    """Return a short description of the options that ``foreign_options`` lists for a program."""
     return str(_table()["from"][program]["about"])
 
 
@@ -96,8 +96,10 @@ def _plain(name: str) -> str:
 
 
 def explain_environment(environment: Mapping[str, str], schema: Schema) -> list[str]:
-    """One sentence for each variable that is set, looks like a plugin's, and is read by nobody here: ignored in silence it
-    would make another run of this one. A switch that is off asks for nothing."""
+    """Return one error message per environment variable that looks like a plugin's option but that no installed plugin reads.
+
+    Ignoring such a variable silently would change the run. Variables with a value that means "off" are accepted.
+    """
     return [
         f"environment variable {name}={value}: no installed plugin reads it; install the one it belongs to, or unset it"
         for name, value in environment.items()
@@ -108,20 +110,20 @@ def explain_environment(environment: Mapping[str, str], schema: Schema) -> list[
 
 
 def explain_value(option: Option, value: object, schema: Schema) -> str | None:
-    """What to use instead of a value that an option does not take, or where it may come from, when that is known."""
-    if not isinstance(value, str):  # a file's list, table or number
+    """Return an error message for an invalid value: what to use instead, or which plugin provides it. None if neither is known."""
+    if not isinstance(value, str):  # a list, table or number of a file
         return None
     sentence = _table()["values"].get(option.path, {}).get(value)
     if sentence:
         return f"{option.fact} cannot be {value!r}: {sentence}"
     named = option.owner == CORE and option.info.part in _NAMED_AFTER_PLUGINS and value.isidentifier()
     if named and value not in schema.manifests and not did_you_mean(value, map(str, option.choices)):
-        have = f"it is one of {listing(option.choices)}" if option.choices else "nothing provides one"
+        have = f"it is one of {format_choices(option.choices)}" if option.choices else "nothing provides one"
         return f"{option.fact} cannot be {value!r}; {have}; {COMES_WITH}"
     return None
 
 
 def explain_plugin(name: str, schema: Schema) -> str:
-    """One sentence about a plugin that is asked for and not there."""
+    """Return an error message for a requested plugin that is not installed."""
     nearest = did_you_mean(name, schema.manifests, "; ")
     return f"no plugin {name!r} is installed{nearest}; `miles plugins` lists those that are"

@@ -1,7 +1,7 @@
-"""Configuration files: YAML or TOML, read with line numbers, turned into assignments.
+"""Read YAML and TOML configuration files, with line numbers, and convert them to assignments.
 
-Keys are tables of options (``rollout: {batch_size: 32}``) or flags without their dashes (``rollout-batch-size: 32``);
-both may stand in one file.
+Keys are tables of options (``rollout: {batch_size: 32}``) or flags without their dashes (``rollout-batch-size: 32``). One
+file may use both.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from miles_core.config.schema import Schema
 from miles_core.errors import ConfigError
 from miles_core.nearest import did_you_mean
 
-DEFAULTS = "defaults"  # the table of a saved configuration that holds what nobody chose
+DEFAULTS = "defaults"  # the table of a saved configuration with the values that the user did not set
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a file, with its value, line (0 when unknown), and entries when the value is a table."""
+    """One key of a file: its value, its line (0 if unknown), and its entries if the value is a table."""
 
     key: str
     value: Any
@@ -33,10 +33,10 @@ class Entry:
 
 
 def read(path: str) -> list[Entry]:
-    """The top-level entries of a file.
+    """Read the top-level entries of a file.
 
     Raises:
-        ConfigError: the file is missing, is neither YAML nor TOML, is malformed (with the line), or holds no table.
+        ConfigError: the file is missing, is neither YAML nor TOML, is malformed (names the line), or is not a table.
     """
     file = Path(path)
     try:
@@ -51,7 +51,7 @@ def read(path: str) -> list[Entry]:
 
 
 def read_yaml(text: str, path: str) -> list[Entry]:
-    """The top-level entries of a text; ``path`` is what messages call it. ConfigError as for ``read``."""
+    """Parse the top-level entries of a YAML text. ``path`` is its name in messages. Raises ConfigError like ``read``."""
     import yaml
 
     loader = None
@@ -90,7 +90,7 @@ def _yaml_entries(loader: Any, node: Any, path: str) -> Iterator[Entry]:
             raise ConfigError(f"{path} line {line}: a key must be a name")
         key = key_node.value
         if key in lines:
-            raise ConfigError(f"{path} line {line}: {key} stands there twice (also in line {lines[key]})")
+            raise ConfigError(f"{path} line {line}: {key} is defined twice (also in line {lines[key]})")
         lines[key] = line
         is_table = isinstance(value_node, yaml.MappingNode)
         children = tuple(_yaml_entries(loader, value_node, path)) if is_table else None
@@ -102,41 +102,46 @@ def _read_toml(text: str, path: str) -> list[Entry]:
         content = tomllib.loads(text)
     except RecursionError:
         raise ConfigError(f"{path}: it is nested too deeply") from None
-    except ValueError as error:  # of the grammar, or a number of thousands of digits
+    except ValueError as error:  # a syntax error, or an integer with thousands of digits
         raise ConfigError(f"{path}: malformed TOML, {error}") from None
     return _toml_entries(content, text, 0)
 
 
 def _toml_entries(content: dict[str, Any], text: str, start: int) -> list[Entry]:
-    """tomllib gives no positions; the first line after the table's heading that begins with the key is the one."""
+    """Convert parsed TOML to entries.
+
+    tomllib gives no positions, so the line of a key is the first line after the table's heading that begins with the key.
+    """
     entries = []
     for key, value in content.items():
         pattern = rf'^[ \t]*(\[[^\]\n]*)?["\']?{re.escape(key)}["\']?[ \t]*[\]=.]'
-        found = re.compile(pattern, re.MULTILINE).search(text, start)
-        line = text.count("\n", 0, found.start()) + 1 if found else 0
-        children = tuple(_toml_entries(value, text, found.start() if found else start)) if type(value) is dict else None
+        match = re.compile(pattern, re.MULTILINE).search(text, start)
+        line = text.count("\n", 0, match.start()) + 1 if match else 0
+        children = tuple(_toml_entries(value, text, match.start() if match else start)) if type(value) is dict else None
         entries.append(Entry(key, value, line, children))
     return entries
 
 
 def assignments(entries: list[Entry], schema: Schema, path: str, rank: int) -> tuple[list[Assignment], list[str]]:
-    """What a file's entries set, and sentences about keys that nobody owns."""
+    """Convert a file's entries to assignments. Returns the assignments and one error message per unknown key."""
     reader = _Reader(schema, path, rank)
     for entry in entries:
         if entry.key == DEFAULTS and entry.children is not None:
             for child in entry.children:
-                reader.top(child, chosen=False)
+                reader.read_top(child, chosen=False)
         else:
-            reader.top(entry, chosen=True)
-    return reader.found, reader.problems
+            reader.read_top(entry, chosen=True)
+    return reader.assignments, reader.problems
 
 
 class _Reader:
+    """Collects assignments and problems while it reads the entries of one file."""
+
     def __init__(self, schema: Schema, path: str, rank: int) -> None:
         self.schema = schema
         self.path = path
         self.rank = rank
-        self.found: list[Assignment] = []
+        self.assignments: list[Assignment] = []
         self.problems: list[str] = []
 
     def where(self, entry: Entry) -> str:
@@ -147,26 +152,27 @@ class _Reader:
         raw = entry.value if value is None else value
         assignment = Assignment(path, raw, where, Source.FILE, where, self.rank, chosen, passthrough)
         if chosen:
-            self.found.append(assignment)
-        else:  # saved defaults are weaker than anything that this very file chooses
-            self.found.append(replace(assignment, rank=-1))
+            self.assignments.append(assignment)
+        else:  # saved defaults have lower precedence than values set in the same file
+            self.assignments.append(replace(assignment, rank=-1))
 
-    def top(self, entry: Entry, chosen: bool) -> None:
+    def read_top(self, entry: Entry, chosen: bool) -> None:
+        """Read a top-level entry. ``chosen`` is False for saved defaults."""
         name = entry.key.replace("-", "_")
         if name == policies.TABLE:
-            self.policies(entry, chosen)
+            self.read_policies(entry, chosen)
         elif entry.children is not None and (name in self.schema.groups or name in self.schema.passthrough.values()):
             for child in entry.children:
-                self.in_table(name, child, chosen)
-        elif not self.by_flag(entry, chosen):
+                self.read_in_table(name, child, chosen)
+        elif not self.read_flag(entry, chosen):
             option = self.schema.find(entry.key)
             if option is None:
-                self.problems.append(self.unknown(entry))
+                self.problems.append(self.explain_unknown(entry))
             else:
                 self.add(option.path, entry, chosen)
 
-    def policies(self, entry: Entry, chosen: bool) -> None:
-        """The table ``policies``: under each name, options of that policy alone."""
+    def read_policies(self, entry: Entry, chosen: bool) -> None:
+        """Read the table ``policies``: policy name -> options of that policy."""
         if not entry.children or any(child.children is None and child.value is not None for child in entry.children):
             self.problems.append(
                 f"{self.where(entry)}: policies is a table of tables: a policy's name, and under it its options"
@@ -179,51 +185,55 @@ class _Reader:
                 if option.key in (policies.ROLE, policies.GENERATES):
                     own.add(option.key, option, chosen)
                 else:
-                    own.top(option, chosen)
-            self.found += [replace(a, path=a.path.rstrip(".")) for a in policies.prefixed(policy.key, own.found)]
+                    own.read_top(option, chosen)
+            assignments = policies.add_prefix(policy.key, own.assignments)
+            self.assignments += [replace(a, path=a.path.rstrip(".")) for a in assignments]
             self.problems += [f"{problem} (of the policy {policy.key})" for problem in own.problems]
 
-    def in_table(self, table: str, entry: Entry, chosen: bool) -> None:
+    def read_in_table(self, table: str, entry: Entry, chosen: bool) -> None:
+        """Read a key of ``table``: an option of the table, a flag of the table, or a pass-through key."""
         path = f"{table}.{entry.key.replace('-', '_')}"
         if path in self.schema.options:
             for option in self.schema.flag_of(path).options:
                 self.add(option.path, entry, chosen)
-        elif self._flag_in(table, entry):
-            self.by_flag(entry, chosen)
+        elif self._is_flag_of(table, entry):
+            self.read_flag(entry, chosen)
         elif table in self.schema.passthrough.values():
             self.add(path, entry, chosen, passthrough=True)
         else:
             fields = [option.name for option in self.schema.options.values() if option.group == table]
-            hint = did_you_mean(entry.key.replace("-", "_"), fields, "; ") or self._elsewhere_in_tables(entry.key)
+            hint = did_you_mean(entry.key.replace("-", "_"), fields, "; ") or self._name_in_other_tables(entry.key)
             self.problems.append(f"{self.where(entry)}: the table {table} has no key {entry.key!r}{hint}")
 
-    def _flag_in(self, table: str, entry: Entry) -> bool:
+    def _is_flag_of(self, table: str, entry: Entry) -> bool:
         flag = self.schema.flags.get(_flag(entry.key))
         return flag is not None and any(option.group == table for option in flag.options)
 
-    def _elsewhere_in_tables(self, key: str) -> str:
+    def _name_in_other_tables(self, key: str) -> str:
         names = [option.path for option in self.schema.options.values() if option.name == key.replace("-", "_")]
         return f"; there is {' and '.join(names)}" if names else ""
 
-    def by_flag(self, entry: Entry, chosen: bool) -> bool:
+    def read_flag(self, entry: Entry, chosen: bool) -> bool:
+        """Read an entry whose key is a flag, an alias or a pass-through flag; returns whether it is one."""
         spelling = _flag(entry.key)
         if spelling in self.schema.flags:
             for option in self.schema.flags[spelling].options:
                 self.add(option.path, entry, chosen)
         elif spelling in self.schema.aliases:
             if entry.value not in (True, False, None):
-                self.problems.append(f"{self.where(entry)}: {entry.key} stands for fixed values; write true")
+                self.problems.append(f"{self.where(entry)}: {entry.key} sets fixed values; write true")
             elif entry.value:
                 for path, value in self.schema.aliases[spelling].values.items():
                     target = self.schema.find(path)
                     self.add(target.path if target else path, entry, chosen, value)
-        elif taken := self.schema.passthrough_of(spelling):
-            self.add(".".join(taken), entry, chosen, passthrough=True)
+        elif table_and_key := self.schema.passthrough_of(spelling):
+            self.add(".".join(table_and_key), entry, chosen, passthrough=True)
         else:
             return False
         return True
 
-    def unknown(self, entry: Entry) -> str:
+    def explain_unknown(self, entry: Entry) -> str:
+        """Return an error message for an unknown top-level key."""
         if entry.children is not None:
             hint = did_you_mean(entry.key, self.schema.groups, "; ") or f"; tables are {', '.join(self.schema.groups)}"
             return f"{self.where(entry)}: unknown table {entry.key!r}{hint} (a plugin's exists once it is installed)"

@@ -1,7 +1,7 @@
-"""The command line: argparse built from the schema, and what was typed as assignments to options.
+"""The command line: build an argparse parser from the schema, and parse arguments to assignments.
 
-argparse only splits the line and formats ``--help``; types are checked later, together with the values of files, so
-that every source gives the same message (numbers behind the choice: docs/decisions/0002-configuration-parser.md).
+argparse only splits the command line and formats ``--help``. Types are checked later, together with the values of files, so
+that all sources produce the same error messages (measurements: docs/decisions/0002-configuration-parser.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from miles_core.errors import ConfigError
 
 
 class Source(IntEnum):
-    """Where a value comes from, weakest first."""
+    """Sources of values, in ascending precedence."""
 
     DEFAULT = 0
     ENVIRONMENT = 1
@@ -33,11 +33,13 @@ class Assignment:
 
     Attributes:
         path: option path.
-        origin: as shown to users: ``"--lr 1e-6"``, ``"run.yaml line 4"``.
-        spelling: the flag or alias meant; two different ones with different values contradict each other.
+        raw: the unchecked value.
+        origin: origin in messages: ``"--lr 1e-6"``, ``"run.yaml line 4"``.
+        source: kind of origin.
+        spelling: the flag or alias; different spellings with different values for one option are a conflict.
         rank: precedence within a source (later files win).
-        chosen: a user chose it (false for the saved defaults of an earlier run).
-        passthrough: the path belongs to a pass-through table, which takes any key.
+        chosen: whether the user set it; False for saved defaults of an earlier run.
+        passthrough: whether the path belongs to a pass-through table, which accepts any key.
     """
 
     path: str
@@ -51,8 +53,8 @@ class Assignment:
 
 
 @dataclass
-class Given:
-    """What a command line says: assignments, configuration files, and sentences about what is wrong with it."""
+class CommandLine:
+    """A parsed command line: assignments, names of configuration files, and error messages."""
 
     assignments: list[Assignment] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
@@ -65,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Record(argparse.Action):
-    """Notes what was typed instead of converting it."""
+    """Records the typed value as an assignment, without converting it."""
 
     def __init__(self, *, flag: Flag, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -93,7 +95,7 @@ class _RecordAlias(argparse.Action):
 
 
 def new_parser(command: str = "miles train", extra: Sequence[tuple[str, str]] = ()) -> _Parser:
-    """A parser that has only the flags of the command itself.
+    """Build a parser with the flags of the command itself only.
 
     Args:
         extra: (flag, help) of switches that the command handles, for ``--help`` only.
@@ -122,7 +124,7 @@ def build_parser(
     extra: Sequence[tuple[str, str]] = (),
     chosen: Collection[str] | None = None,
 ) -> _Parser:
-    """The parser whose ``--help`` lists core's groups, then each plugin's.
+    """Build the parser. Its ``--help`` lists the groups of core, then those of each plugin.
 
     Args:
         extra: see ``new_parser``.
@@ -171,9 +173,9 @@ def build_parser(
 def _add_alias(section: Any, schema: Schema, spelling: str) -> None:
     alias = schema.aliases[spelling]
     values = {option.path: value for path, value in alias.values.items() if (option := schema.find(path))}
-    said = ", ".join(f"{path} = {value}" for path, value in values.items())
+    text = ", ".join(f"{path} = {value}" for path, value in values.items())
     section.add_argument(
-        spelling, action=_RecordAlias, values=values, dest=argparse.SUPPRESS, help=_escape(f"sets {said}")
+        spelling, action=_RecordAlias, values=values, dest=argparse.SUPPRESS, help=_escape(f"sets {text}")
     )
 
 
@@ -191,7 +193,7 @@ def add_flag(section: Any, flag: Flag) -> None:
 
 
 def metavar(option: Option) -> str:
-    """What stands for the value in help: choices, the declared word, or the type's."""
+    """Return the placeholder of a flag's value in ``--help``: the declared one, the choices, or one for the type."""
     if option.info.metavar:
         return option.info.metavar
     if option.choices:
@@ -201,7 +203,7 @@ def metavar(option: Option) -> str:
 
 
 def shown_default(option: Option) -> str:
-    """The default as a user would type it; empty when there is none."""
+    """Return the default as typed on the command line; empty if there is none."""
     value = option.default
     if value is None or value == () or value == [] or (option.is_bool and value is False):
         return ""
@@ -211,7 +213,7 @@ def shown_default(option: Option) -> str:
 
 
 def describe(flag: Flag) -> str:
-    """Help, default and owners of a flag in one line."""
+    """Return the help, default and owners of a flag in one line."""
     option = flag.option
     notes = []
     if shown_default(option):
@@ -229,25 +231,25 @@ def _escape(text: str) -> str:
     return text.replace("%", "%%")
 
 
-def parse(schema: Schema, argv: Sequence[str]) -> Given:
-    """Split ``argv`` into assignments; what nobody declares becomes a sentence in ``problems``."""
-    given = Given()
-    rest = _take_passthrough(schema, argv, given)
-    namespace = argparse.Namespace(given=given.assignments)
+def parse(schema: Schema, argv: Sequence[str]) -> CommandLine:
+    """Split ``argv`` into assignments. Undeclared words produce error messages in ``problems``."""
+    line = CommandLine()
+    rest = _extract_passthrough(schema, argv, line)
+    namespace = argparse.Namespace(given=line.assignments)
     try:
         namespace, extras = build_parser(schema).parse_known_args(rest, namespace)
     except argparse.ArgumentError as error:
-        given.problems.append(_needs_value(error))
-        return given
-    given.files = namespace.config or []
-    for token in _unknown(extras):
-        given.problems.append(
+        line.problems.append(_explain_argument_error(error))
+        return line
+    line.files = namespace.config or []
+    for token in _find_unknown(extras):
+        line.problems.append(
             elsewhere.explain_flag(token, schema) if token.startswith("-") else elsewhere.explain_word(token)
         )
-    return given
+    return line
 
 
-def _needs_value(error: argparse.ArgumentError) -> str:
+def _explain_argument_error(error: argparse.ArgumentError) -> str:
     names = (error.argument_name or "?").split("/")
     if "expected" in error.message:
         return f"{names[0]} needs a value; one that begins with a dash is written {names[0]}=VALUE"
@@ -255,8 +257,8 @@ def _needs_value(error: argparse.ArgumentError) -> str:
     return f"{names[0]} takes no value ({error.message}); write --{bare} or --no-{bare}"
 
 
-def _unknown(extras: Sequence[str]) -> list[str]:
-    """The unknown flags among what argparse left over, without the values that follow them."""
+def _find_unknown(extras: Sequence[str]) -> list[str]:
+    """Return the unknown flags and words among the arguments that argparse did not parse, without values of unknown flags."""
     tokens = []
     after_flag = False
     for token in extras:
@@ -267,8 +269,8 @@ def _unknown(extras: Sequence[str]) -> list[str]:
     return tokens
 
 
-def _take_passthrough(schema: Schema, argv: Sequence[str], given: Given) -> list[str]:
-    """Move flags that only a pass-through prefix covers, with the value that follows, from argv to assignments."""
+def _extract_passthrough(schema: Schema, argv: Sequence[str], line: CommandLine) -> list[str]:
+    """Convert flags that match only a pass-through prefix to assignments; returns the remaining arguments."""
     declared = set(schema.spellings())
     rest: list[str] = []
     position = 0
@@ -283,15 +285,15 @@ def _take_passthrough(schema: Schema, argv: Sequence[str], given: Given) -> list
         if not equals and position < len(argv) and not argv[position].startswith("--"):
             value, equals = argv[position], "="
             position += 1
-        raw = natural(value) if equals else True
+        raw = parse_natural(value) if equals else True
         origin = f"{name} {value}".strip()
         path = f"{target[0]}.{target[1]}"
-        given.assignments.append(Assignment(path, raw, origin, Source.FLAG, name, passthrough=True))
+        line.assignments.append(Assignment(path, raw, origin, Source.FLAG, name, passthrough=True))
     return rest
 
 
-def natural(text: str) -> Any:
-    """A pass-through value as number, true/false or JSON when it reads as one, else as text."""
+def parse_natural(text: str) -> Any:
+    """Parse a pass-through value as JSON (numbers, true and false included); return it as text if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

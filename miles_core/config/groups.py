@@ -1,7 +1,7 @@
-"""Core's options, one dataclass a group; a group is a table of the configuration file and a heading of ``--help``.
+"""Core's options, one dataclass per group. A group is a table of the configuration file and a heading of ``--help``.
 
-Field names are the file's keys (``rollout: {batch_size: 32}``) and the facts' names (``rollout.batch_size``); the flag
-is the field's name with dashes unless ``flag=`` says otherwise. Nothing here may import torch, for ``--help``'s sake.
+Field names are keys of the file (``rollout: {batch_size: 32}``) and names of facts (``rollout.batch_size``). The flag is the
+field's name with dashes, unless ``flag=`` overrides it. This module must not import torch, so that ``--help`` stays fast.
 """
 
 from __future__ import annotations
@@ -18,51 +18,51 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What runs: plugins, the parts that do the work, and where the run lives on disk. Its facts have no prefix."""
+    """Plugins, backends, processes, and the files of the run. The facts of this group have no prefix."""
 
     plugins: tuple[str, ...] = option(
         (), help="plugins to use, in order: names, or paths of single-file plugins (./my.py)", metavar="NAME,..."
     )
-    engine: str = option("", help="who generates", choices=("*",), part="engine")
-    trainer: str = option("", help="who trains", choices=("*",), part="trainer")
+    engine: str = option("", help="backend that generates", choices=("*",), part="engine")
+    trainer: str = option("", help="backend that trains", choices=("*",), part="trainer")
     runtime: str = option(
-        "inline", help="where the parts run; inline is this process", choices=("inline", "*"), part="runtime"
+        "inline", help="where engine and trainer run; inline is this process", choices=("inline", "*"), part="runtime"
     )
     schedule: str = option(
         "sync",
-        help="when samples are generated: sync, then trained on; ahead, while the step before them is trained; async, all the time",
+        help="when samples are generated: sync, before each training step; ahead, during the previous step; async, continuously",
         choices=("sync", "ahead", "async", "*"),
         part="schedule",
     )
-    transport: str = option("copy", help="how weights travel to the engine", choices=("copy", "*"), part="transport")
+    transport: str = option("copy", help="how weights are sent to the engine", choices=("copy", "*"), part="transport")
     sync_bucket_size: int = option(
-        512 * 2**20, help="bytes of weights that travel to engines in other processes at a time", metavar="BYTES", ge=1
+        512 * 2**20, help="bytes of weights per message to engines in other processes", metavar="BYTES", ge=1
     )
     colocate: bool = option(
         False,
-        help="trainer and engines share GPUs: each gives its memory back (the trainer's to the host) while the other works",
+        help="trainer and engines share GPUs and take turns: each releases its memory (the trainer's moves to the host)",
     )
     max_restarts: int = option(
-        3, help="lost engines and trainer ranks that are replaced in a run; the next one ends it", metavar="N", ge=0
+        3, help="number of lost workers to replace in a run; the next lost worker ends it", metavar="N", ge=0
     )
     worker_timeout: float = option(
         1800.0,
-        help="seconds in which a worker must answer a call, else it counts as lost; longer than the longest step",
+        help="seconds within which a worker must answer a call, else it counts as lost; longer than the longest step",
         metavar="S",
         gt=0,
     )
     worker_build_timeout: float = option(
-        1800.0, help="seconds in which a worker must start and build its engine or trainer", metavar="S", gt=0
+        1800.0, help="seconds within which a worker must start and build its engine or trainer", metavar="S", gt=0
     )
     worker_heartbeat: float = option(
         10.0,
-        help="seconds without a sign of life after which a worker counts as lost, whatever it computes",
+        help="seconds without a heartbeat after which a worker counts as lost, even during a long computation",
         metavar="S",
         gt=0,
     )
     stop_within: float = option(
         20.0,
-        help="seconds in which a run ends after SIGTERM: a step that is not complete by then is given up",
+        help="seconds within which a run ends after SIGTERM; a step that is incomplete by then is discarded",
         metavar="S",
         gt=0,
     )
@@ -70,39 +70,43 @@ class Run:
         None, help="run directory: configuration, plan, metrics, checkpoints, report (default: runs/<name>-<time>)"
     )
     load: Path | None = option(
-        None, help="run directory or checkpoint to go on from; its options hold where no other value is given"
+        None, help="run directory or checkpoint to resume from; its options apply unless they are set again"
     )
     save_interval: int | None = option(None, help="write a checkpoint every N rollouts (and always at the end)", ge=1)
     keep: int | None = option(
         None, help="keep the last N checkpoints and delete older ones (default: keep all)", metavar="N", ge=1
     )
     save_rollouts: bool = option(
-        True, help="keep every sample of training and evaluation in the run directory, for the report and for reading"
+        True, help="save all samples of training and evaluation in the run directory, for the report and the API"
     )
     save_rollouts_size: int = option(
-        2**30, help="bytes of samples kept; beyond, those of the oldest steps are deleted", metavar="BYTES", ge=1
+        2**30, help="maximum bytes of saved samples; beyond, the oldest steps are deleted", metavar="BYTES", ge=1
     )
     export_hf: Path | None = option(
         None,
-        help="write the trained model here in Hugging Face layout at the end, in the dtype that is trained (--dtype)",
+        help="directory to which the trained model is exported in Hugging Face layout at the end, in the trained dtype (--dtype)",
     )
     verify_logprobs: bool = option(
-        False, help="after every weight sync engine and trainer score the same tokens; stop when they disagree"
+        False, help="compare the log-probs of engine and trainer after every weight sync; stop if they disagree"
     )
     verify_logprobs_tolerance: float = option(
-        0.1, help="mean |difference of log-probs| a token, in nats, at which --verify-logprobs stops the run", gt=0
+        0.1, help="mean |difference of log-probs| per token, in nats, at which --verify-logprobs stops the run", gt=0
     )
     allow_mismatch: bool = option(
         False,
-        help="train although engine and trainer compute different functions after the first weight sync; a warning says so",
+        help="continue with a warning if engine and trainer compute different functions after the first weight sync",
     )
     log_level: LogLevel = option("info", help="how much to log")
     profile: bool = option(False, help="record a torch profiler trace of the second rollout step")
-    profile_dir: Path | None = option(None, help="where traces go (default: the run directory)")
-    use_wandb: bool = option(False, help="also send metrics to Weights & Biases; a run that is continued goes on there")
-    wandb_project: str = option("miles", help="project of --use-wandb", metavar="NAME")
-    wandb_group: str | None = option(None, help="group of runs of --use-wandb", metavar="NAME")
-    wandb_name: str | None = option(None, help="the run's name there (default: the run directory's)", metavar="NAME")
+    profile_dir: Path | None = option(None, help="directory of traces (default: the run directory)")
+    use_wandb: bool = option(
+        False, help="also send metrics to Weights & Biases; a resumed run continues the same record"
+    )
+    wandb_project: str = option("miles", help="Weights & Biases project", metavar="NAME")
+    wandb_group: str | None = option(None, help="Weights & Biases group", metavar="NAME")
+    wandb_name: str | None = option(
+        None, help="name of the run in Weights & Biases (default: name of the run directory)", metavar="NAME"
+    )
     use_tensorboard: bool = option(False, help="also write metrics for TensorBoard into the run directory")
 
 
@@ -120,19 +124,19 @@ class Model:
     trust_remote_code: bool = option(False, help="run model code that comes with the checkpoint")
     self_check: bool = option(
         True,
-        help="at the start, compare the forward pass with that of the plain model, and after the first weight sync the engine with the trainer",
+        help="compare the forward pass with that of the plain model at the start, and the engine with the trainer after the first weight sync",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "auto", help="dtype of the model's copy; auto is float32 on a CPU and bfloat16 on a GPU"
+        "auto", help="dtype of the model; auto is float32 on a CPU and bfloat16 on a GPU"
     )
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", help="where the engine and the trainer of this process live; auto takes a GPU that is there"
+        "auto", help="device of the engine and trainer in this process; auto uses a GPU if there is one"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Prompts and the keys under which they are found."""
+    """Prompts, and the columns of the prompt data."""
 
     prompt_data: str | None = option(
         None, help="prompts: a JSONL or parquet file, or hf://datasets/ORG/NAME/FILE", metavar="FILE"
@@ -146,23 +150,23 @@ class Data:
     )
     input_key: str = option("input", help="column with the prompt: a text, or a list of chat messages")
     label_key: str | None = option(None, help="column with the expected answer, given to the reward")
-    metadata_key: str = option("metadata", help="column with a mapping that travels with each sample")
+    metadata_key: str = option("metadata", help="column with a mapping that is attached to each sample")
     apply_chat_template: bool = option(False, help="render prompts with the tokenizer's chat template")
     shuffle: bool = option(
-        False, flag="--rollout-shuffle", help="shuffle the prompts anew every epoch (seeded by --seed)"
+        False, flag="--rollout-shuffle", help="shuffle the prompts again every epoch (seeded by --seed)"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """What a response is worth."""
+    """The reward of a response."""
 
     rm_type: str | None = option(None, help="built-in reward", choices=("exact", "boxed", "f1", "*"), part="reward")
     custom_rm_path: str | None = option(
         None, help="async rm(args, sample) -> float or dict; instead of --rm-type", metavar="FILE.py:FN"
     )
-    concurrency: int = option(64, flag="--reward-concurrency", help="calls of the reward function at once", ge=1)
-    rm_url: str | None = option(None, help="where --rm-type remote posts samples to", metavar="URL")
+    concurrency: int = option(64, flag="--reward-concurrency", help="concurrent calls of the reward function", ge=1)
+    rm_url: str | None = option(None, help="URL to which --rm-type remote posts samples", metavar="URL")
     reward_key: str | None = option(None, help="entry to train on when rewards are dicts")
     overlong_buffer_len: int | None = option(
         None, help="soft over-length penalty over this many last tokens of --rollout-max-response-len (DAPO)", ge=1
@@ -176,7 +180,7 @@ class Algorithm:
 
     advantage_estimator: str = option(
         "grpo",
-        help="advantage, and the policy loss that goes with it",
+        help="advantage estimator, and the corresponding policy loss",
         choices=(
             "grpo",
             "dr_grpo",
@@ -194,12 +198,12 @@ class Algorithm:
     eps_clip_c: float | None = option(
         None, help="dual clip: bound of the loss for negative advantages, in multiples of them", gt=1
     )
-    kl_coef: float = option(0.0, help="KL to the reference model, taken from the reward", ge=0)
-    kl_loss_coef: float = option(0.0, help="KL to the reference model, added to the loss", ge=0)
+    kl_coef: float = option(0.0, help="coefficient of the KL to the reference model, subtracted from the reward", ge=0)
+    kl_loss_coef: float = option(0.0, help="coefficient of the KL to the reference model, added to the loss", ge=0)
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option("low_var_kl", help="estimator of that KL")
-    entropy_coef: float = option(0.0, help="entropy bonus", ge=0)
+    entropy_coef: float = option(0.0, help="coefficient of the entropy bonus", ge=0)
     loss_aggregation: Literal["rollout_mean", "token_mean", "constant"] = option(
-        "rollout_mean", help="how token losses become one number"
+        "rollout_mean", help="how token losses are averaged"
     )
     loss_constant_length: int | None = option(
         None, help="divisor per sample with --loss-aggregation constant (default: --rollout-max-response-len)", ge=1
@@ -207,13 +211,13 @@ class Algorithm:
     use_rollout_logprobs: bool = option(
         False,
         flag="--use-rollout-logprobs",
-        help="take the engine's log-probs as the old policy's (bypass mode): no old-log-prob pass",
+        help="use the engine's log-probs as those of the old policy (bypass mode), without an old-log-prob pass",
     )
     gamma: float = option(1.0, help="discount of reinforce_plus_plus, and of a critic's GAE", ge=0, le=1)
     lambd: float = option(1.0, help="lambda of GAE, for advantages of a critic", ge=0, le=1)
     value_clip: float | None = option(
         0.2,
-        help="a critic's loss: bound of how far a value may move from the one before the rollout's first step",
+        help="a critic's loss: maximum change of a value from the one before the rollout's first step",
         gt=0,
     )
     normalize_advantages: bool = option(False, help="whiten advantages over all tokens of the rollout")
@@ -221,7 +225,7 @@ class Algorithm:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """The optimiser and the shape of its steps."""
+    """The optimiser, batch sizes and training precision."""
 
     optimizer: str = option(
         "adamw", help="optimizer of the weights (adam is adamw)", choices=("adamw", "adam", "*"), part="optimizer"
@@ -242,22 +246,23 @@ class Train:
         None, help="samples per optimiser step (default: a whole rollout step)", ge=1
     )
     num_steps_per_rollout: int | None = option(
-        None, help="optimiser steps per rollout step; the other way to say --global-batch-size", ge=1
+        None, help="optimiser steps per rollout step; an alternative to --global-batch-size", ge=1
     )
     micro_batch_size: int | None = option(
         None, help="samples per forward and backward pass (default: as many as --max-tokens-per-gpu)", ge=1
     )
-    use_dynamic_batch_size: bool = option(
-        False, help="fill micro-batches by tokens, also where --micro-batch-size is given"
-    )
+    use_dynamic_batch_size: bool = option(False, help="fill micro-batches by tokens, even with --micro-batch-size")
     max_tokens_per_gpu: int | None = option(
-        None, help="tokens that fill a micro-batch (default: 8192 on a GPU, 1024 on a CPU)", ge=1
+        None, help="maximum tokens in a micro-batch (default: 8192 on a GPU, 1024 on a CPU)", ge=1
     )
     activation_checkpointing: bool = option(
         False, flag="--recompute-activations", help="recompute activations in the backward pass to save memory"
     )
     aux_loss_coef: float = option(
-        0.0, aliases=("--moe-aux-loss-coeff",), help="load-balancing loss of a mixture of experts", ge=0
+        0.0,
+        aliases=("--moe-aux-loss-coeff",),
+        help="coefficient of the load-balancing loss of a mixture of experts",
+        ge=0,
     )
     precision: str = option(
         "bf16",
@@ -267,15 +272,17 @@ class Train:
         part="format",
     )
     emulate_precision: bool = option(
-        False, help="run a format's numerics without its tensor cores, on any machine", fact="precision.emulated"
+        False,
+        help="emulate the numerics of a format without its tensor cores, on any machine",
+        fact="precision.emulated",
     )
     seed: int = option(1234, help="seed of everything random in the run", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What a number format leaves alone, and from when on it applies; on both sides alike. The formats themselves are
-    chosen by ``--rollout-precision`` and ``--train-precision``."""
+    """Layers that a number format excludes, and its warm-up, for engine and trainer. ``--rollout-precision`` and
+    ``--train-precision`` select the formats."""
 
     num_layers_at_start_in_bf16: int = option(0, help="decoder layers at the start that are not quantised", ge=0)
     num_layers_at_end_in_bf16: int = option(0, help="decoder layers at the end that are not quantised", ge=0)
@@ -286,20 +293,20 @@ class Precision:
         metavar="NAME,...",
     )
     warmup_steps: int = option(
-        0, help="optimiser steps with quantisation off on both sides, to the end of the rollout step they end in", ge=0
+        0, help="optimiser steps without quantisation on both sides, extended to the end of a rollout step", ge=0
     )
-    warmup_precision: Literal["bf16"] = option("bf16", help="precision of both sides until then")
+    warmup_precision: Literal["bf16"] = option("bf16", help="precision of both sides during the warm-up")
     quantized_product: Literal["auto", "native", "emulated"] = option(
         "auto",
         help="how quantised linear layers multiply in engine and trainer: native reads the codes with the GPU's tensor "
-        "cores, emulated dequantises them and multiplies in the model's dtype; auto is native where the "
-        "format, the GPU and torch have it, and emulated with --emulate-precision",
+        "cores, emulated dequantises them and multiplies in the model's dtype; auto is native if the "
+        "format, the GPU and torch support it, and emulated with --emulate-precision",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sft:
-    """Supervised warm start before the first rollout, with the same trainer."""
+    """Supervised warm start before the first rollout, using the same trainer."""
 
     data: str | None = option(
         None,
@@ -317,7 +324,7 @@ class Sft:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Held-out prompts, scored while training. Sampling options not given are those of the rollout."""
+    """Evaluation on held-out prompts during training. Unset sampling options default to those of the rollout."""
 
     interval: int | None = option(
         None, flag="--eval-interval", help="evaluate before the first and after every N rollout steps", ge=1
@@ -328,7 +335,7 @@ class Evaluation:
     prompts: tuple[str, ...] = option(
         (),
         flag="--eval-prompts",
-        help="where held-out prompts come from, as for --prompts: one name for all data sets, or one for each (default: file)",
+        help="sources of held-out prompts, as for --prompts: one name for all data sets, or one per data set (default: file)",
         metavar="NAME,...",
     )
     n_samples: int = option(1, flag="--n-samples-per-eval-prompt", help="samples per prompt", ge=1)
@@ -336,7 +343,7 @@ class Evaluation:
     top_p: float | None = option(None, flag="--eval-top-p", help="nucleus", gt=0, le=1)
     top_k: int | None = option(None, flag="--eval-top-k", help="keep the k most probable tokens; -1 is off", ge=-1)
     max_response_len: int | None = option(
-        None, flag="--eval-max-response-len", help="tokens in a response at most", ge=1
+        None, flag="--eval-max-response-len", help="maximum tokens in a response", ge=1
     )
 
 

@@ -1,31 +1,31 @@
-"""From argv, files and the environment to a checked ``Config``: default < environment < continued run < file < flag."""
+"""Load a checked ``Config`` from flags, files and the environment.
+
+Precedence, lowest first: defaults, environment, the run continued by ``--load``, files, flags.
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from miles_core.config import elsewhere, file, policies, value
+from miles_core.config.candidates import discover_plugins, is_local, peek
 from miles_core.config.config import Config
 from miles_core.config.flags import Assignment, Source, parse
-from miles_core.config.rules import broken
+from miles_core.config.rules import find_rule_violations
 from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
 from miles_core.config.translate import translate
-from miles_core.errors import ConfigError, PluginError
+from miles_core.errors import ConfigError
 from miles_core.plugin.activate import BACKENDS
 from miles_core.plugin.manifest import Plugin
 from miles_core.redact import MARK
 
-if TYPE_CHECKING:
-    from miles_core.plugin.discovery import Catalogue
-
 PLUGINS = f"{ROOT}.plugins"
-#: What messages call a configuration that came from another process.
+#: Name of a configuration received from another process, in messages.
 SENT = "the configuration that was sent"
 
 
@@ -35,30 +35,30 @@ def load(
     manifests: Iterable[Plugin] | Mapping[str, Plugin] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Config:
-    """The configuration that a command line describes.
+    """Load the configuration of a command line.
 
     Args:
         argv: flags, e.g. ``["--config", "run.yaml", "--lr", "1e-6"]``.
-        manifests: the plugins whose options exist; by default all installed ones and the single files in ``--plugins``.
+        manifests: the plugins that declare options; by default all installed plugins and the single files in ``--plugins``.
         environment: by default ``os.environ``; only variables that a manifest declares are read.
 
     Raises:
-        ConfigError: everything wrong with flags, files, variables and values, in one message.
-        PluginError: a plugin's manifest cannot be loaded, or two packages declare one flag differently.
+        ConfigError: flags, files, variables or values are invalid; one message reports all problems.
+        PluginError: a plugin's manifest cannot be loaded, or two packages declare the same flag differently.
     """
     try:
         return _load(argv, manifests, environment)
-    except _Refused as refused:
-        raise ConfigError(_explained(argv, refused, environment)) from None
+    except _InvalidConfiguration as invalid:
+        raise ConfigError(_explain_problems(argv, invalid, environment)) from None
 
 
-class _Refused(ConfigError):
-    """Everything wrong with a configuration.
+class _InvalidConfiguration(ConfigError):
+    """All problems of a configuration.
 
     Attributes:
-        problems: one sentence each.
-        schema: what can be configured.
-        missing: flags that enable the plugins whose options were given, flag -> value.
+        problems: error messages, one per problem.
+        schema: the schema of all options.
+        missing: flags that would enable the plugins of the options in use, flag -> value.
     """
 
     def __init__(self, problems: Sequence[str], schema: Schema, missing: Mapping[str, str]) -> None:
@@ -66,35 +66,39 @@ class _Refused(ConfigError):
         self.problems, self.schema, self.missing = list(dict.fromkeys(problems)), schema, missing
 
 
-def _explained(argv: Sequence[str], refused: _Refused, environment: Mapping[str, str] | None) -> str:
-    """What is wrong with a command line. Where translating other programs' flags and enabling the plugins that its flags need solves
-    problems, that line, and what is wrong with it still, takes their place."""
-    line, changed = translate(argv, refused.schema)
-    rest = refused.problems
-    for _ in range(2):  # the plugins that its flags need, and those that their translation needs
+def _explain_problems(
+    argv: Sequence[str], invalid: _InvalidConfiguration, environment: Mapping[str, str] | None
+) -> str:
+    """Return the error message for a command line.
+
+    If translating flags of other programs and enabling missing plugins solves some problems, the message shows the corrected command
+    line and only the remaining problems.
+    """
+    line, changed = translate(argv, invalid.schema)
+    rest = invalid.problems
+    for _ in range(2):  # first enable the plugins of the given flags, then those of translated flags
         try:
-            _load(line, refused.schema.manifests, environment)
+            _load(line, invalid.schema.manifests, environment)
             rest = []
             break
-        except _Refused as again:
+        except _InvalidConfiguration as again:
             rest = again.problems
-            line = _with_plugins(line, again.missing)
-    if len(refused.problems) < 2 or len(rest) >= len(refused.problems):
-        return _message(refused.problems)
+            line = _enable_plugins(line, again.missing)
+    if len(invalid.problems) < 2 or len(rest) >= len(invalid.problems):
+        return _message(invalid.problems)
     dropped = [flag for flag, (_, here) in changed.items() if not here]
     listed = [f"  {typed} -> {here}" for typed, here in changed.values() if here]
     listed += [f"  without meaning here: {', '.join(dropped)}"] if dropped else []
-    listed += [f"  {sentence}" for flag in dropped if (sentence := elsewhere.from_elsewhere(flag))]
-    solved = "all of them" if not rest else f"{len(refused.problems) - len(rest)} of them"
-    head = f"{len(refused.problems)} problems in the configuration; the command line below solves {solved}"
+    listed += [f"  {sentence}" for flag in dropped if (sentence := elsewhere.explain_foreign_option(flag))]
+    solved = "all of them" if not rest else f"{len(invalid.problems) - len(rest)} of them"
+    head = f"{len(invalid.problems)} problems in the configuration; the command line below solves {solved}"
     left = "; what is left:\n" + "\n".join(f"  - {problem}" for problem in rest) if rest else ""
     about = "translated:\n" + "\n".join(listed) + "\n\n" if listed else ""
     return f"{head}{left}\n\n{about}with these flags, and all plugins that they need:\n  {shlex.join(line)}"
 
 
-def _with_plugins(argv: Sequence[str], missing: Mapping[str, str]) -> list[str]:
-    """A command line with flags that enable plugins; the value of ``--plugins``, which names all of them, takes the place of an earlier
-    one."""
+def _enable_plugins(argv: Sequence[str], missing: Mapping[str, str]) -> list[str]:
+    """Add flags that enable plugins to a command line. A new ``--plugins`` value replaces the old one, which it includes."""
     line, missing = list(argv), dict(missing)
     if "--plugins" in line and "--plugins" in missing:
         line[line.index("--plugins") + 1] = missing.pop("--plugins")
@@ -106,42 +110,40 @@ def _load(
     manifests: Iterable[Plugin] | Mapping[str, Plugin] | None,
     environment: Mapping[str, str] | None,
 ) -> Config:
-    """See ``load``; raises ``_Refused``."""
-    files = {path: file.read(path) for path in _peek(argv, "--config")}
-    before = _continued(argv)
-    schema = collect(_installed(argv, {**files, **before}) if manifests is None else manifests)
-    given = parse(schema, argv)
-    problems = given.problems
+    """Implement ``load``; raises ``_InvalidConfiguration``."""
+    files = {path: file.read(path) for path in peek(argv, "--config")}
+    before = _read_continued_run(argv)
+    schema = collect(discover_plugins(argv, {**files, **before}) if manifests is None else manifests)
+    line = parse(schema, argv)
+    problems = line.problems
     for path, entries in before.items():
-        found, wrong = file.assignments(_still_meant(entries, schema, argv), schema, path, rank=0)
-        given.assignments += [
-            dataclasses.replace(a, rank=a.rank - 2) for a in found
-        ]  # weaker than any file that is named
+        assignments, wrong = file.assignments(_filter_continued(entries, schema, argv), schema, path, rank=0)
+        line.assignments += [dataclasses.replace(a, rank=a.rank - 2) for a in assignments]  # weaker than --config files
         problems += wrong
-    for rank, path in enumerate(given.files):
-        found, wrong = file.assignments(files[path], schema, path, rank)
-        given.assignments += found
+    for rank, path in enumerate(line.files):
+        assignments, wrong = file.assignments(files[path], schema, path, rank)
+        line.assignments += assignments
         problems += wrong
     environment = os.environ if environment is None else environment
-    given.assignments += _from_environment(schema, environment)
+    line.assignments += _from_environment(schema, environment)
     problems += elsewhere.explain_environment(environment, schema)
-    return _checked(schema, given.assignments, problems)
+    return _build_config(schema, line.assignments, problems)
 
 
 def loads(text: str, manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Config:
-    """The configuration whose ``Config.to_yaml`` was sent here; flags and environment of this process are not asked.
+    """Load a configuration from the text of ``Config.to_yaml``. Ignores the flags and environment of this process.
 
     Raises:
-        ConfigError: the manifests here do not know what the text sets.
+        ConfigError: the text sets an option that ``manifests`` do not declare.
     """
     schema = collect(manifests)
-    return _checked(schema, *file.assignments(file.read_yaml(text, SENT), schema, SENT, 0))
+    return _build_config(schema, *file.assignments(file.read_yaml(text, SENT), schema, SENT, 0))
 
 
-def _continued(argv: Sequence[str]) -> dict[str, list[file.Entry]]:
-    """The configuration of the run that ``--load`` continues, which holds where nothing else is said; by its path."""
-    for given in _peek(argv, "--load")[-1:]:
-        source = Path(given).expanduser().resolve()
+def _read_continued_run(argv: Sequence[str]) -> dict[str, list[file.Entry]]:
+    """Read the configuration of the run that ``--load`` continues: path -> entries. Empty without ``--load``."""
+    for load_path in peek(argv, "--load")[-1:]:
+        source = Path(load_path).expanduser().resolve()
         for directory in (source, source.parent, source.parent.parent):  # a run, its checkpoints, one of them
             if (directory / "config.yaml").is_file() and (directory / "checkpoints").is_dir():
                 path = str(directory / "config.yaml")
@@ -149,110 +151,50 @@ def _continued(argv: Sequence[str]) -> dict[str, list[file.Entry]]:
     return {}
 
 
-def _still_meant(entries: list[file.Entry], schema: Schema, argv: Sequence[str]) -> list[file.Entry]:
-    """A continued run's entries without the places of that run, and without the options of plugins that ``--plugins`` leaves out."""
-    named = [word for text in _peek(argv, "--plugins") for word in text.split(",")]
+def _filter_continued(entries: list[file.Entry], schema: Schema, argv: Sequence[str]) -> list[file.Entry]:
+    """Drop a continued run's ``save`` and ``load`` paths, and the options of plugins that ``--plugins`` no longer names."""
+    named = [word for text in peek(argv, "--plugins") for word in text.split(",")]
     gone = {t for t, owner in schema.owners.items() if named and owner != CORE and owner not in named}
 
-    def kept(entry: file.Entry) -> file.Entry:
+    def filter_entry(entry: file.Entry) -> file.Entry:
         children = entry.children
         if entry.key == ROOT and children is not None:
             children = tuple(c for c in children if c.key not in ("save", "load", "plugins" if named else ""))
         elif entry.key == file.DEFAULTS and children is not None:
-            children = tuple(kept(c) for c in children if c.key not in gone)
+            children = tuple(filter_entry(c) for c in children if c.key not in gone)
         return dataclasses.replace(entry, children=children)
 
-    return [kept(entry) for entry in entries if entry.key not in gone]
+    return [filter_entry(entry) for entry in entries if entry.key not in gone]
 
 
 def schema_for(argv: Sequence[str]) -> Schema:
-    """What can be configured here, the single-file plugins of this command line included (``--help`` shows it)."""
-    return collect(_installed(argv, {path: file.read(path) for path in _peek(argv, "--config")}))
-
-
-def _installed(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> Catalogue:
-    """The manifests of all installed plugins, and of the single files that ``--plugins`` names.
-
-    Raises:
-        PluginError: a plugin that ``--plugins`` names cannot be imported, or two of them cannot be had together; others are
-            left out.
-    """
-    from miles_core.plugin.discovery import discover
-
-    catalogue = discover()
-    wanted = [catalogue.request(n) for n in _named_plugins(argv, files) if is_local(n) or n in catalogue]
-    set_aside_rivals(catalogue, wanted)
-    return catalogue
-
-
-def set_aside_rivals(catalogue: Catalogue, wanted: Sequence[str] = ()) -> None:
-    """Two installed plugins may want one flag, alias or variable: that is no matter until both take part. Of those that cannot be
-    had together the wanted ones stay, then the first by name; the others become ``broken``, with the reason."""
-    try:
-        collect(catalogue)
-        return
-    except PluginError:
-        pass  # some two of them
-    kept = [catalogue[name] for name in wanted]
-    collect(kept)
-    for plugin in [p for name, p in catalogue.items() if name not in wanted]:
-        try:
-            collect([*kept, plugin])
-            kept.append(plugin)
-        except PluginError as error:
-            catalogue.set_aside(plugin.name, str(error))
-
-
-def _peek(argv: Sequence[str], flag: str) -> list[str]:
-    """The values of one flag, before the schema is known."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(flag, action="append")
-    try:
-        known, _ = parser.parse_known_args(argv)
-    except argparse.ArgumentError:  # the full parser reports the missing value
-        return []
-    return getattr(known, flag[2:]) or []
-
-
-def _named_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> list[str]:
-    """What ``--plugins`` names on the command line or, when it is not there, in files."""
-    named: list[Any] = [*_peek(argv, "--plugins")]
-    if not named:
-        for entries in files.values():
-            for entry in entries:
-                inner = entry.children if entry.key == ROOT and entry.children is not None else (entry,)
-                named += [e.value for e in inner if e.key.lstrip("-") == "plugins"]
-    words = [word for item in named for word in (item if isinstance(item, list) else str(item).split(","))]
-    return list(dict.fromkeys(str(word) for word in words if word))
-
-
-def is_local(name: str) -> bool:
-    """Whether an item of ``--plugins`` is the path of a single-file plugin."""
-    return name.endswith(".py") or "/" in name or "\\" in name
+    """Return the schema of core, all installed plugins and the single-file plugins of a command line, as ``--help`` shows it."""
+    return collect(discover_plugins(argv, {path: file.read(path) for path in peek(argv, "--config")}))
 
 
 def _from_environment(schema: Schema, environment: Mapping[str, str]) -> list[Assignment]:
-    found = []
+    assignments = []
     for variable, path in schema.environment.items():
         option = schema.find(path)
         if variable in environment and option is not None:
             origin = f"environment variable {variable}={environment[variable]}"
-            found.append(Assignment(option.path, environment[variable], origin, Source.ENVIRONMENT, variable))
-    return found
+            assignments.append(Assignment(option.path, environment[variable], origin, Source.ENVIRONMENT, variable))
+    return assignments
 
 
-def _checked(schema: Schema, assignments: Sequence[Assignment], problems: list[str]) -> Config:
-    loading = _Loading(schema, assignments, problems)
-    config = loading.config()
-    given = {a.path for a in assignments if MARK not in str(a.raw)}
+def _build_config(schema: Schema, assignments: Sequence[Assignment], problems: list[str]) -> Config:
+    """Build a configuration from assignments; raises ``_InvalidConfiguration`` with ``problems`` and all further ones."""
+    builder = _ConfigBuilder(schema, assignments, problems)
+    config = builder.build()
+    complete = {a.path for a in assignments if MARK not in str(a.raw)}
     for a in assignments:
-        if MARK in str(a.raw) and a.path not in given:
+        if MARK in str(a.raw) and a.path not in complete:
             problems.append(f"{a.origin}: a run directory does not keep credentials; give the value of {a.path} again")
-    problems += broken(config.facts())
+    problems += find_rule_violations(config.facts())
     for name in config.policies:
-        problems += [f"policies.{name}: {sentence}" for sentence in broken(config.for_policy(name).facts())]
+        problems += [f"policies.{name}: {message}" for message in find_rule_violations(config.for_policy(name).facts())]
     if problems:
-        raise _Refused(problems, schema, loading.missing)
+        raise _InvalidConfiguration(problems, schema, builder.missing)
     return config
 
 
@@ -263,43 +205,44 @@ def _message(problems: Sequence[str]) -> str:
     return f"{len(unique)} problems in the configuration:\n" + "\n".join(f"  - {problem}" for problem in unique)
 
 
-class _Loading:
-    """Chooses among the assignments to each option, checks values, and finds out which plugins are enabled."""
+class _ConfigBuilder:
+    """Resolves the assignments to each option, checks values, and determines the requested plugins."""
 
     def __init__(self, schema: Schema, assignments: Sequence[Assignment], problems: list[str]) -> None:
         self.schema = schema
         self.problems = problems
-        self.assignments = sorted(assignments, key=lambda a: (a.source, a.rank))  # stable: later on the line wins
+        self.assignments = sorted(assignments, key=lambda a: (a.source, a.rank))  # stable: the last flag wins
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.chosen: set[str] = set()
         self.passthrough: dict[str, Any] = {}
-        self.wrong: set[str] = set()  # flags whose value was refused
-        self.missing: dict[str, str] = {}  # flags that enable the plugins whose options were given
+        self.wrong: set[str] = set()  # flags with an invalid value
+        self.missing: dict[str, str] = {}  # flags that would enable the plugins of the options in use
 
-    def config(self) -> Config:
+    def build(self) -> Config:
+        """Build the configuration; appends an error message to ``problems`` for each problem."""
         by_path: dict[str, list[Assignment]] = {}
         named = [a for a in self.assignments if a.path.startswith(policies.PREFIX)]
-        own, origins = policies.settled(self.schema, named, self.problems)
+        own, origins = policies.check_assignments(self.schema, named, self.problems)
         for assignment in [a for a in self.assignments if a not in named]:
             by_path.setdefault(assignment.path, []).append(assignment)
         for path, given in by_path.items():
-            self._settle(path, given)
-        if policies.CHECKPOINT not in self.values and own:  # what is planned needs a model: the first policy's
+            self._resolve(path, given)
+        if policies.CHECKPOINT not in self.values and own:  # planning needs a model: use that of the first policy
             first, values = next(iter(own.items()))
             if policies.CHECKPOINT in values:
                 self.values[policies.CHECKPOINT] = values[policies.CHECKPOINT]
                 self.origins[policies.CHECKPOINT] = origins[f"{policies.PREFIX}{first}.{policies.CHECKPOINT}"]
                 self.chosen.add(policies.CHECKPOINT)
-        requested = self._requested()
-        self._refuse_idle_plugins(by_path, tuple(requested))
+        requested = self._collect_requested()
+        self._check_owners_enabled(by_path, tuple(requested))
         chosen = frozenset(self.chosen)
         return Config(
             self.schema, self.values, self.origins | origins, chosen, requested, self.passthrough, policies=own
         )
 
-    def _settle(self, path: str, given: list[Assignment]) -> None:
-        """The strongest assignment wins; two flags (or two places of one file) that contradict each other do not."""
+    def _resolve(self, path: str, given: list[Assignment]) -> None:
+        """Use the assignment with the highest precedence. Different values of two flags or two lines of one file are a problem."""
         last = given[-1]
         rivals = [a for a in given if (a.source, a.rank) == (last.source, last.rank)]
         self.origins[path] = last.origin
@@ -316,8 +259,8 @@ class _Loading:
                 return
             checked = [(value.check(option, a.raw, a.origin), a) for a in rivals]
         except ConfigError as error:
-            if option.flag not in self.wrong:  # a flag of several packages is refused once
-                self.problems.append(self._explained(option, rivals, str(error)))
+            if option.flag not in self.wrong:  # report a flag of several packages once
+                self.problems.append(self._explain_value(option, rivals, str(error)))
             self.wrong.add(option.flag)
             return
         self.values[path] = checked[-1][0]
@@ -326,15 +269,15 @@ class _Loading:
                 twice = f"{other} ({assignment.origin}) and {self.values[path]} ({last.origin})"
                 self.problems.append(f"{option.fact} is given twice: {twice}")
 
-    def _explained(self, option: Option, rivals: Sequence[Assignment], message: str) -> str:
+    def _explain_value(self, option: Option, rivals: Sequence[Assignment], message: str) -> str:
         for assignment in rivals:
             sentence = elsewhere.explain_value(option, assignment.raw, self.schema)
             if sentence:
                 return f"{assignment.origin}: {sentence}"
         return message
 
-    def _requested(self) -> dict[str, str]:
-        """Plugin -> what asked for it; ``run.plugins`` becomes the whole list, so that a saved file repeats it."""
+    def _collect_requested(self) -> dict[str, str]:
+        """Return requested plugin -> origin. Sets ``run.plugins`` to the complete list, so that a saved file includes it."""
         specs: dict[str, str] = {}
         origins: dict[str, str] = {}
         for spec in self.values.get(PLUGINS, ()):
@@ -353,7 +296,7 @@ class _Loading:
             if providers and item not in (*option.info.choices, option.default) and not set(providers) & set(specs):
                 if len(providers) > 1:
                     self.problems.append(
-                        f"{self.origins[path]}: {value.listing(providers)} provide it; name one of them in --plugins"
+                        f"{self.origins[path]}: {value.format_choices(providers)} provide it; name one of them in --plugins"
                     )
                 else:
                     specs[providers[0]] = providers[0]
@@ -364,21 +307,22 @@ class _Loading:
         return origins
 
     def _providers(self) -> set[str]:
-        """Who provides a part that is in force, also one that nobody chose."""
-        found = (
+        """Return the plugins that provide the selected parts, including defaults."""
+        providers = (
             o.providers.get(self.values.get(path, o.default)) for path, o in self.schema.options.items() if o.info.part
         )
-        return {name for names in found for name in names or ()}
+        return {name for names in providers for name in names or ()}
 
     def _name_of(self, spec: str) -> str:
-        """The plugin's name for an item of ``--plugins``; a single file is known by its path."""
+        """Return the plugin name of an item of ``--plugins``, which may be the path of a single file."""
         if not is_local(spec):
             return spec
         from miles_core.plugin.discovery import name_of_file
 
         return name_of_file(spec)
 
-    def _refuse_idle_plugins(self, by_path: Mapping[str, list[Assignment]], plugins: Sequence[str]) -> None:
+    def _check_owners_enabled(self, by_path: Mapping[str, list[Assignment]], plugins: Sequence[str]) -> None:
+        """Report options of installed plugins that this run does not enable."""
         possible = {CORE, *_with_requirements(self.schema, plugins), *self._providers()}
         idle: dict[tuple[str, ...], list[Assignment]] = {}
         for path, given in by_path.items():
@@ -386,13 +330,13 @@ class _Loading:
             option = self.schema.options.get(path)
             owners = self.schema.flag_of(path).owners if option else (self.schema.owners[path.partition(".")[0]],)
             harmless = option is not None and option.info.enables and self.values.get(path) in (None, False)
-            # a value that would have enabled the plugin, had it been a right one
-            refused = option is not None and option.flag in self.wrong and bool(option.info.part or option.info.enables)
-            if not (possible & set(owners) or not last.chosen or harmless or refused):
+            # an invalid value of an option that enables the plugin; already reported
+            invalid = option is not None and option.flag in self.wrong and bool(option.info.part or option.info.enables)
+            if not (possible & set(owners) or not last.chosen or harmless or invalid):
                 idle.setdefault(tuple(owners), []).append(last)
         if not idle:
             return
-        self.missing = self._enabling([owners[0] for owners in idle])
+        self.missing = self._flags_to_enable([owners[0] for owners in idle])
         flags = " ".join(word for pair in self.missing.items() for word in pair)
         for owners, given in idle.items():
             named = dict.fromkeys(
@@ -404,9 +348,9 @@ class _Loading:
                 f"{origins}: {they[0]} to the plugin {' or '.join(owners)}, which is installed but not enabled; add {flags}{unset}"
             )
 
-    def _enabling(self, owners: Sequence[str]) -> dict[str, str]:
-        """Flags that enable these plugins: one that selects the backend it provides, ``--plugins`` for the others."""
-        found: dict[str, str] = {}
+    def _flags_to_enable(self, owners: Sequence[str]) -> dict[str, str]:
+        """Return the flags that enable plugins: a flag that selects a provided backend, or else ``--plugins``."""
+        flags: dict[str, str] = {}
         names: list[str] = []
         for owner in dict.fromkeys(owners):
             backends = [
@@ -414,21 +358,21 @@ class _Loading:
                 for option in self.schema.options.values()
                 if option.info.part in BACKENDS and option.info.part in self.schema.manifests[owner].provides
             ]
-            found |= dict(backends)
+            flags |= dict(backends)
             names += [] if backends else [owner]
-        return {**found, "--plugins": ",".join([*self.values.get(PLUGINS, ()), *names])} if names else found
+        return {**flags, "--plugins": ",".join([*self.values.get(PLUGINS, ()), *names])} if names else flags
 
 
 def _with_requirements(schema: Schema, plugins: Iterable[str]) -> set[str]:
-    """These plugins and all that a rule of theirs may activate (``needs = "plugin.x"``)."""
-    found: set[str] = set()
+    """Return these plugins and, recursively, all plugins that their rules may activate (``needs = "plugin.x"``)."""
+    names: set[str] = set()
     waiting = list(plugins)
     while waiting:
         name = waiting.pop()
-        if name not in found and name in schema.manifests:
-            found.add(name)
+        if name not in names and name in schema.manifests:
+            names.add(name)
             for rule in schema.manifests[name].requires:
                 needs = rule.needs.strip()
                 if needs.startswith("plugin."):
                     waiting.append(needs.removeprefix("plugin.").split()[0])
-    return found
+    return names

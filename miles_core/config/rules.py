@@ -1,7 +1,7 @@
-"""What core's options ask of each other, as data.
+"""Rules between core's options.
 
-An option that would have no effect is refused rather than ignored. ``RULES`` are in the grammar of plugins' rules;
-``RELATIONS`` compare two options, which that grammar cannot. Both are checked when a configuration is loaded.
+An option that would have no effect is rejected instead of ignored. ``RULES`` use the grammar of plugins' rules. ``RELATIONS``
+compare two options, which that grammar does not support. Both are checked when a configuration is loaded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "algorithm.advantage_estimator != cispo",
-        "its loss has one bound of the ratio, above, and no other for negative advantages",
+        "its loss clips the ratio only from above, and has no bound for negative advantages",
         when="algorithm.eps_clip_c",
     ),
     Rule(
@@ -54,19 +54,19 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "rollout.n_samples_per_prompt >= 2",
-        "its advantages compare the samples of one prompt, and those of a single one are all 0",
+        "its advantages compare the samples of one prompt, and with a single sample they are all 0",
         when="algorithm.advantage_estimator in {grpo, dr_grpo, rloo, gspo, cispo, reinforce_plus_plus_baseline} "
         "and rollout.custom_generate_function_path == none and rollout.generate == turn and rollout.generate_key == none",
     ),
     Rule("reward.rm_url", "a remote reward needs its address", when="reward.rm_type == remote"),
-    Rule("reward.rm_type == remote", "only a remote reward is posted", when="reward.rm_url"),
+    Rule("reward.rm_type == remote", "only a remote reward uses an address", when="reward.rm_url"),
     Rule("reward.custom_rm_path == none", "a sample has one reward function", when="reward.rm_type"),
     Rule(
         "rollout.generate == turn",
         "a sample has one rollout function",
         when="rollout.custom_generate_function_path",
     ),
-    Rule("evaluation.prompt_data", "they are the sources of its data sets", when="evaluation.prompts"),
+    Rule("evaluation.prompt_data", "these are the sources of its data sets", when="evaluation.prompts"),
     Rule("evaluation.prompt_data", "there is nothing to evaluate on", when="evaluation.interval"),
     Rule("evaluation.interval", "nothing says when to evaluate", when="evaluation.prompt_data"),
     Rule(
@@ -86,23 +86,23 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "schedule == async",
-        "with sync no sample is older than its weights, and with ahead every sample is one version older",
+        "with sync every sample is generated with the weights it trains, and with ahead it is one version older",
         when="rollout.max_weight_staleness != none",
     ),
     Rule(
         "rollout.max_weight_staleness != 0",
-        "a sample that is generated beside the training of a step is one version old when it is trained on; "
-        "--schedule sync trains on none that is older",
+        "a sample that is generated during the training of a step is one version old when it is trained on; "
+        "--schedule sync never trains on older samples",
         when="schedule == async",
     ),
     Rule(
         "rollout.over_sampling_batch_size == none",
-        "generation goes on all the time, and --max-weight-staleness bounds what is asked for",
+        "generation is continuous, and --max-weight-staleness bounds the number of requested prompts",
         when="schedule == async",
     ),
     Rule(
         "schedule == async or rollout.over_sampling_batch_size",
-        "a collection that asks for no more prompts than it needs leaves nothing unfinished",
+        "a collection that requests no more prompts than it needs leaves no response unfinished",
         when="rollout.partial_rollout and schedule in {sync, ahead}",
     ),
     Rule(
@@ -112,7 +112,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "schedule == async",
-        "only a response that goes on under new weights gets older than --max-weight-staleness allows",
+        "only a response that continues with new weights becomes older than --max-weight-staleness allows",
         when="rollout.stale_samples != drop",
     ),
     Rule(
@@ -123,47 +123,47 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "schedule == sync",
-        "on the same GPUs the engine cannot generate while the trainer learns",
+        "the engine cannot generate while the trainer uses the same GPUs",
         when="colocate",
     ),
     Rule(
         "rollout.pause_generation_mode != in_place",
-        "the cache that it keeps would stay in the memory that the trainer needs",
+        "the cache that it keeps would occupy memory that the trainer needs",
         when="colocate",
     ),
-    Rule("profile", "traces are only recorded then", when="profile_dir"),
+    Rule("profile", "without --profile no trace is recorded", when="profile_dir"),
 )
 
-#: (option, sign, option or number, why); an option without a value is no party.
+#: (option, comparison, option, reason). Not checked if either option has no value.
 RELATIONS: tuple[tuple[str, str, str, str], ...] = (
     (
         "rollout.over_sampling_batch_size",
         ">=",
         "rollout.batch_size",
-        "at least the prompts of a step are asked for",
+        "a collection requests at least the prompts of a step",
     ),
-    ("rollout.max_prompt_len", "<", "rollout.max_context_len", "a response must fit behind the prompt"),
+    ("rollout.max_prompt_len", "<", "rollout.max_context_len", "a response must fit after the prompt"),
     ("reward.overlong_buffer_len", "<=", "rollout.max_response_len", "the buffer is the end of the response"),
     ("train.min_lr", "<=", "train.lr", "the learning rate decays towards it"),
 )
 
 
-def broken(facts: Iterable[Fact]) -> Iterator[str]:
-    """A sentence for every rule and relation that these options (``Config.facts``) break."""
+def find_rule_violations(facts: Iterable[Fact]) -> Iterator[str]:
+    """Yield an error message for every rule and relation that these options (``Config.facts``) violate."""
     known = Facts(facts)
     for rule in RULES:
         if evaluate(rule.when, known.lookup) is Truth.TRUE and evaluate(rule.needs, known.lookup) is Truth.FALSE:
-            asking = [known[name] for name in names(parse(rule.when))]
-            where = " and ".join(fact.origin for fact in asking if fact.chosen) or _state(asking)
-            lacking = _state([known[name] for name in names(parse(rule.needs))])
-            yield f"{where}: it needs {rule.needs}, and {lacking}: {rule.because}"
+            causes = [known[name] for name in names(parse(rule.when))]
+            where = " and ".join(fact.origin for fact in causes if fact.chosen) or _format_values(causes)
+            actual = _format_values([known[name] for name in names(parse(rule.needs))])
+            yield f"{where}: it needs {rule.needs}, and {actual}: {rule.because}"
     for left, sign, right, because in RELATIONS:
         one, two = known[left], known[right]
         if one.value is None or two.value is None:
             continue
         if not {"<": one.value < two.value, "<=": one.value <= two.value, ">=": one.value >= two.value}[sign]:
-            yield f"{left} must be {sign} {right}, and {_state([one, two])}: {because}"
+            yield f"{left} must be {sign} {right}, and {_format_values([one, two])}: {because}"
 
 
-def _state(facts: Iterable[Fact]) -> str:
+def _format_values(facts: Iterable[Fact]) -> str:
     return " and ".join(f"{fact.flag} is {show(fact.value)} ({fact.origin})" for fact in facts)

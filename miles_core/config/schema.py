@@ -1,7 +1,6 @@
-"""The schema: every option that can be given here, collected from core's groups and the installed plugins' manifests.
+"""The schema: all options of core's groups and of the plugins' manifests.
 
-Everything else in this package reads it: the command line, configuration files, checks of values, ``--help``, the
-reference page and the facts.
+The command line, configuration files, value checks, ``--help``, the reference page and the facts are all derived from it.
 """
 
 from __future__ import annotations
@@ -33,9 +32,11 @@ class Option:
     Attributes:
         path: ``<group>.<field>``, the name in files and rules.
         owner: ``"core"`` or a plugin's name.
-        flag: its spelling, with dashes.
+        flag: the flag, with dashes.
         type: the annotation, e.g. ``int | None``.
-        choices: allowed values with the names that plugins add; empty is anything of the type.
+        default: the default value.
+        info: the declaration (``miles_core.plugin.option``).
+        choices: allowed values, including those that plugins add; empty allows every value of the type.
         providers: choice -> names of the plugins that provide it.
     """
 
@@ -79,7 +80,7 @@ class Option:
 
     @property
     def is_path(self) -> bool:
-        """Whether the value names a file or directory (``~`` is the home directory, in files too)."""
+        """Whether the value is the path of a file or directory (``~`` expands to the home directory, also in files)."""
         return self.inner is Path or self.info.metavar.startswith(("DIR", "FILE"))
 
     @property
@@ -89,7 +90,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag: what is typed, and the options it sets (several when packages share it)."""
+    """One flag and the options it sets (several if packages share the flag)."""
 
     spelling: str
     aliases: tuple[str, ...]
@@ -97,7 +98,7 @@ class Flag:
 
     @property
     def option(self) -> Option:
-        """The first owner's option; its type, default, choices and help are everybody's."""
+        """The first owner's option; type, default, choices and help are the same for all owners."""
         return self.options[0]
 
     @property
@@ -107,7 +108,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Alias:
-    """A spelling that stands for given values: ``--rollout-mine`` for ``rollout.precision = mine``."""
+    """A flag that sets fixed values, e.g. ``--rollout-mine`` sets ``rollout.precision = mine``."""
 
     spelling: str
     owner: str
@@ -116,7 +117,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class Schema:
-    """All that can be configured with the manifests at hand.
+    """All options of core and of a set of manifests.
 
     Attributes:
         groups: table -> dataclass, core's first.
@@ -124,8 +125,8 @@ class Schema:
         options: path -> option.
         flags: spelling and every alias spelling -> flag.
         aliases: spelling -> alias with fixed values.
-        environment: variable -> option path.
-        passthrough: flag prefix -> table that takes any key.
+        environment: environment variable -> option path.
+        passthrough: flag prefix -> table that accepts any key.
         manifests: plugin name -> manifest.
     """
 
@@ -139,7 +140,7 @@ class Schema:
     manifests: Mapping[str, Plugin]
 
     def find(self, path: str) -> Option | None:
-        """The option at ``rollout.batch_size``, or with this name as a fact (``engine``)."""
+        """Return the option with this path (``rollout.batch_size``) or fact name (``engine``), or None."""
         return self.options.get(path) or self._by_fact.get(path)
 
     @cached_property
@@ -150,30 +151,30 @@ class Schema:
         return self.flags[self.options[path].flag]
 
     def distinct_flags(self) -> list[Flag]:
-        """Every flag once, in the order of the groups."""
+        """Return every flag once, in the order of the groups."""
         return list({flag.spelling: flag for flag in self.flags.values()}.values())
 
     def passthrough_of(self, flag: str) -> tuple[str, str] | None:
-        """(table, key) when some plugin takes every flag with this prefix; the longest prefix wins."""
+        """Return (table, key) if a plugin accepts all flags with a prefix of ``flag``, else None. The longest prefix wins."""
         for prefix in sorted(self.passthrough, key=len, reverse=True):
             if flag.startswith(prefix) and len(flag) > len(prefix):
                 return self.passthrough[prefix], flag[len(prefix) :].replace("-", "_")
         return None
 
     def spellings(self) -> list[str]:
-        """Everything that can be typed, with the ``--no-`` forms of switches."""
+        """Return all flags and aliases, including the ``--no-`` forms of switches."""
         negative = [f"--no-{name[2:]}" for name, flag in self.flags.items() if flag.option.is_bool]
         return [*self.flags, *self.aliases, *negative]
 
 
 def collect(manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Schema:
-    """The schema of core and these plugins. A mapping by name is kept as ``Schema.manifests``.
+    """Build the schema of core and these plugins. A mapping (plugin name -> manifest) becomes ``Schema.manifests``.
 
     Raises:
-        PluginError: two packages declare one flag differently, or a manifest refers to an option that nobody has.
+        PluginError: two packages declare the same flag differently, or a manifest refers to an unknown option.
     """
-    found = manifests.values() if isinstance(manifests, Mapping) else manifests
-    plugins = [plugin for plugin in found if plugin.name != CORE]  # core's options are GROUPS
+    every = manifests.values() if isinstance(manifests, Mapping) else manifests
+    plugins = [plugin for plugin in every if plugin.name != CORE]  # core's options are GROUPS
     names = manifests if isinstance(manifests, Mapping) else {plugin.name: plugin for plugin in plugins}
     tables = {**GROUPS, **{plugin.name: plugin.config for plugin in plugins if plugin.config is not None}}
     owners = {**dict.fromkeys(GROUPS, CORE), **{plugin.name: plugin.name for plugin in plugins}}
@@ -184,7 +185,7 @@ def collect(manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Schema:
     options = [
         option for table, group in tables.items() for option in _options_of(table, group, owners[table], plugins)
     ]
-    options = _with_defaults(options, plugins)
+    options = _apply_defaults(options, plugins)
     flags = _merge_flags(options)
     merged = {option.path: option for flag in flags.values() for option in flag.options}
     schema = Schema(
@@ -193,8 +194,8 @@ def collect(manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Schema:
         options={option.path: merged[option.path] for option in options},
         flags=flags,
         aliases=_aliases([MANIFEST, *plugins], flags),
-        environment=_only_once(plugins, "environment"),
-        passthrough=_only_once(plugins, "passthrough"),
+        environment=_merge_unique(plugins, "environment"),
+        passthrough=_merge_unique(plugins, "passthrough"),
         manifests=names,
     )
     _check_references(schema)
@@ -203,7 +204,7 @@ def collect(manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Schema:
 
 def _options_of(table: str, group: type, owner: str, plugins: list[Plugin]) -> list[Option]:
     hints = _hints(group)
-    found = []
+    options = []
     for entry in dataclasses.fields(group):
         info = entry.metadata.get(METADATA_KEY)
         if not isinstance(info, OptionInfo):
@@ -216,18 +217,20 @@ def _options_of(table: str, group: type, owner: str, plugins: list[Plugin]) -> l
             raise PluginError(f"{owner}: the option {table}.{entry.name} has no default value")
         flag = info.flag or "--" + entry.name.replace("_", "-")
         choices, providers = _choices(info, hints[entry.name], plugins)
-        found.append(Option(f"{table}.{entry.name}", owner, flag, hints[entry.name], default, info, choices, providers))
-    return found
+        options.append(
+            Option(f"{table}.{entry.name}", owner, flag, hints[entry.name], default, info, choices, providers)
+        )
+    return options
 
 
 @cache
 def _hints(group: type) -> dict[str, Any]:
-    """The types of an options class; resolving them is most of what collecting a schema costs."""
+    """Return the types of an options class. Cached, because resolving them dominates the time to collect a schema."""
     return typing.get_type_hints(group)
 
 
-def _with_defaults(options: list[Option], plugins: list[Plugin]) -> list[Option]:
-    """The options with the defaults that manifests give; two different ones for one option are refused."""
+def _apply_defaults(options: list[Option], plugins: list[Plugin]) -> list[Option]:
+    """Apply the defaults of manifests; raises PluginError if two manifests give different defaults for an option."""
     given: dict[str, tuple[Any, str]] = {}
     for plugin in plugins:
         for fact, default in plugin.defaults.items():
@@ -243,7 +246,8 @@ def _with_defaults(options: list[Option], plugins: list[Plugin]) -> list[Option]
 def _choices(
     info: OptionInfo, annotation: Any, plugins: list[Plugin]
 ) -> tuple[tuple[Any, ...], dict[str, tuple[str, ...]]]:
-    """The declared choices (or those of ``Literal``), with ``"*"`` replaced by what plugins provide."""
+    """Return the declared choices (or those of ``Literal``), with ``"*"`` replaced by the names that plugins provide, and
+    choice -> plugins that provide it."""
     choices = info.choices or tuple(
         value
         for candidate in (annotation, *typing.get_args(annotation))
@@ -268,10 +272,10 @@ def _merge_flags(options: list[Option]) -> dict[str, Flag]:
         first = shared[0]
         for other in shared[1:]:
             for what in ("type", "default"):
-                _same(spelling, what, first, other, getattr(first, what), getattr(other, what))
-            _same(spelling, "help", first, other, first.info.help, other.info.help)
+                _require_equal(spelling, what, first, other, getattr(first, what), getattr(other, what))
+            _require_equal(spelling, "help", first, other, first.info.help, other.info.help)
         aliases = tuple(dict.fromkeys(alias for option in shared for alias in option.info.aliases))
-        flag = Flag(spelling, aliases, _with_merged_choices(shared))
+        flag = Flag(spelling, aliases, _merge_choices(shared))
         for name in (spelling, *aliases):
             if name in flags or (name != spelling and name in by_flag):
                 other = flags[name].option if name in flags else by_flag[name][0]
@@ -282,15 +286,15 @@ def _merge_flags(options: list[Option]) -> dict[str, Flag]:
     return flags
 
 
-def _with_merged_choices(shared: list[Option]) -> tuple[Option, ...]:
-    """The owners' options, each with everybody's choices; any value is allowed where one owner takes any."""
+def _merge_choices(shared: list[Option]) -> tuple[Option, ...]:
+    """Give the options of a shared flag the union of their choices; if one option accepts any value, all do."""
     choices: tuple[Any, ...] = ()
     if all(option.choices for option in shared):
         choices = tuple(dict.fromkeys(choice for option in shared for choice in option.choices))
     return tuple(dataclasses.replace(option, choices=choices) for option in shared)
 
 
-def _same(flag: str, what: str, first: Option, other: Option, left: Any, right: Any) -> None:
+def _require_equal(flag: str, what: str, first: Option, other: Option, left: Any, right: Any) -> None:
     if left != right or first.owner == other.owner:
         raise PluginError(
             f"{flag} is declared by {first.owner} ({first.path}) and by {other.owner} ({other.path}) with different "
@@ -299,20 +303,20 @@ def _same(flag: str, what: str, first: Option, other: Option, left: Any, right: 
 
 
 def _aliases(plugins: list[Plugin], flags: Mapping[str, Flag]) -> dict[str, Alias]:
-    found: dict[str, Alias] = {}
+    aliases: dict[str, Alias] = {}
     for plugin in plugins:
         for spelling, values in plugin.aliases.items():
-            other = found[spelling].owner if spelling in found else None
+            other = aliases[spelling].owner if spelling in aliases else None
             if spelling in flags:
                 other = flags[spelling].option.owner
             if other:
                 raise PluginError(f"{spelling} is declared by both {plugin.name} and {other}")
-            found[spelling] = Alias(spelling, plugin.name, values)
-    return found
+            aliases[spelling] = Alias(spelling, plugin.name, values)
+    return aliases
 
 
-def _only_once(plugins: list[Plugin], what: str) -> dict[str, str]:
-    """The plugins' ``environment`` or ``passthrough`` in one mapping; a key with two owners is an error."""
+def _merge_unique(plugins: list[Plugin], what: str) -> dict[str, str]:
+    """Merge the plugins' ``environment`` or ``passthrough``; raises PluginError if two plugins declare a key."""
     owners: dict[str, Plugin] = {}
     for plugin in plugins:
         for key in getattr(plugin, what):
@@ -327,13 +331,13 @@ def _check_references(schema: Schema) -> None:
         for path in alias.values:
             if schema.find(path) is None:
                 raise PluginError(
-                    f"{alias.owner}: its alias {alias.spelling} sets {path}, which is no option"
+                    f"{alias.owner}: its alias {alias.spelling} sets {path}, which is not an option"
                     + did_you_mean(path, schema.options, "; ")
                 )
     for plugin in schema.manifests.values():
         for variable, path in plugin.environment.items():
             if schema.find(path) is None:
                 raise PluginError(
-                    f"{plugin.name}: its environment variable {variable} sets {path}, which is no option"
+                    f"{plugin.name}: its environment variable {variable} sets {path}, which is not an option"
                     + did_you_mean(path, schema.options, "; ")
                 )

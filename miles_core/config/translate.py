@@ -1,8 +1,8 @@
-"""Command lines of other programs in the words used here: the tables of ``elsewhere.toml`` and of manifests (``Plugin.elsewhere``).
+"""Translate command lines of other programs with the tables of ``elsewhere.toml`` and of manifests (``Plugin.elsewhere``).
 
-A table maps what follows a flag, as a pattern, to what stands for both: ``{}`` is the value, ``{0}`` and ``{1}`` its words, ``{list}`` the
-words with commas between them. An empty pattern is a switch without a value, ``**`` is any number of words, and an empty replacement
-drops the flag.
+A table maps patterns of a flag's value to the replacement of flag and value. In a replacement, ``{}`` is the value, ``{0}`` and ``{1}``
+are its words, and ``{list}`` joins the words with commas. An empty pattern matches a switch without a value, ``**`` matches any number
+of words, and an empty replacement drops the flag.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from miles_core.config import elsewhere
 from miles_core.config.schema import Schema
 
 Table = Mapping[str, str]
-#: The pattern of any number of words.
+#: The pattern that matches any number of words.
 ANYTHING = "**"
 _PLACE = re.compile(r"\{(list|\d*)\}")
 
 
-def tables(schema: Schema) -> dict[str, Table]:
-    """Flag -> its table, those of core and of all installed plugins."""
-    found: dict[str, Table] = dict(elsewhere.translations())
+def translation_tables(schema: Schema) -> dict[str, Table]:
+    """Return flag -> its table, for core and all installed plugins."""
+    tables: dict[str, Table] = dict(elsewhere.translations())
     for plugin in schema.manifests.values():
-        found |= {flag: table for flag, table in plugin.elsewhere.items() if not isinstance(table, str)}
-    return found
+        tables |= {flag: table for flag, table in plugin.elsewhere.items() if not isinstance(table, str)}
+    return tables
 
 
 def translate(argv: Sequence[str], schema: Schema) -> tuple[list[str], dict[str, tuple[str, str]]]:
-    """A command line with every flag that has a translation replaced.
+    """Replace every flag that has a translation.
 
     Returns:
-        the new command line, and for each flag that was replaced what was typed and what stands for it ("" is nothing).
+        the new command line, and replaced flag -> (typed text, replacement), where "" means that the flag was dropped.
     """
-    known, changed = tables(schema), {}
+    tables, changed = translation_tables(schema), {}
     result: list[str] = []
     for flag, words in _split(argv):
-        replacement = translated(known.get(flag, {}), words)
+        replacement = translate_flag(tables.get(flag, {}), words)
         if replacement is None:
             result += [flag, *words] if flag else words
         else:
@@ -46,8 +46,8 @@ def translate(argv: Sequence[str], schema: Schema) -> tuple[list[str], dict[str,
     return result, changed
 
 
-def translated(table: Table, words: Sequence[str]) -> list[str] | None:
-    """The words that stand for a flag with these words behind it; None where the table does not say."""
+def translate_flag(table: Table, words: Sequence[str]) -> list[str] | None:
+    """Return the replacement for a flag with the value ``words``; None if no pattern of the table matches."""
     values = {"": " ".join(words), "list": ",".join(words), **{str(i): word for i, word in enumerate(words)}}
     for pattern, replacement in table.items():
         fits = len(pattern.split()) == len(words) and fnmatchcase(values[""], pattern)
@@ -57,14 +57,14 @@ def translated(table: Table, words: Sequence[str]) -> list[str] | None:
 
 
 def _split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Flags with the words behind them; words before the first flag have the flag ""."""
-    found: list[tuple[str, list[str]]] = []
+    """Split a command line into flags and the words after each; words before the first flag have the flag ""."""
+    groups: list[tuple[str, list[str]]] = []
     for token in argv:
         name, equals, value = token.partition("=")
         if token.startswith("--"):
-            found.append((name, [value] if equals else []))
-        elif found:
-            found[-1][1].append(token)
+            groups.append((name, [value] if equals else []))
+        elif groups:
+            groups[-1][1].append(token)
         else:
-            found.append(("", [token]))
-    return found
+            groups.append(("", [token]))
+    return groups

@@ -1,7 +1,7 @@
-"""From what was typed or written in a file to a checked value, with one sentence when it cannot be.
+"""Convert raw values of flags and files to checked values.
 
-Types are pydantic's business (loaded on first use: it costs more than everything else here); choices, bounds and the
-words of the message are ours.
+pydantic checks types. It is imported on first use, because importing it takes longer than the rest of this module. Choices,
+bounds and error messages are implemented here.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from miles_core.config.schema import Option
 from miles_core.errors import ConfigError
 from miles_core.nearest import did_you_mean
 
-NONE = "none"  # what to type for "no value" where a value is optional
+NONE = "none"  # clears an optional value
 
 
 def check(option: Option, raw: Any, origin: str) -> Any:
-    """``raw`` (text of a flag, or a file's value) as a value of the option's type.
+    """Convert ``raw`` (the text of a flag, or a value of a file) to the option's type and check it.
 
     Raises:
-        ConfigError: what was given, where, and what is allowed.
+        ConfigError: the value is invalid; names the value, its origin and the allowed values.
     """
     if option.optional and (raw is None or (isinstance(raw, str) and raw.lower() == NONE)):
         return None
     if option.is_list and isinstance(raw, (str, list, tuple)) and [*([raw] if isinstance(raw, str) else raw)] == [NONE]:
         return ()
     if isinstance(raw, Mapping):
-        raw = _named(option, raw)
+        raw = _convert_table(option, raw)
     if option.is_list:
         raw = as_list(raw)
     if isinstance(raw, (str, os.PathLike)) and option.is_path:
         raw = os.path.expanduser(raw)
-        if why := _no_path(raw):
+        if why := _explain_invalid_path(raw):
             raise ConfigError(f"{origin}: {option.fact} {why}")
-    value = _typed(option, raw, origin)
-    if value == option.default:  # also where it is outside of the choices: nothing, for what another program chooses
+    value = _convert(option, raw, origin)
+    if value == option.default:  # always valid, even if it is not one of the choices
         return value
     items = value if option.is_list else (value,)
     for item in items:
         if option.choices and item not in option.choices:
             hint = did_you_mean(str(item), map(str, option.choices), "; ")
             raise ConfigError(
-                f"{origin}: {option.fact} cannot be {item!r}; it is one of {listing(option.choices)}{hint}"
+                f"{origin}: {option.fact} cannot be {item!r}; it is one of {format_choices(option.choices)}{hint}"
             )
         if isinstance(item, int) and abs(item) >= 2**63:
             raise ConfigError(f"{origin}: {option.fact} cannot be {item}; it must be below 2**63")
@@ -56,20 +56,20 @@ def check(option: Option, raw: Any, origin: str) -> Any:
     return value
 
 
-def _no_path(path: str) -> str:
-    """Why this can name no file or directory on any disk; empty where it can."""
+def _explain_invalid_path(path: str) -> str:
+    """Return why ``path`` is not a valid path on any file system; empty if it is valid."""
     if not path:
         return "is empty; leave the option out, or name a file or directory (. is this one)"
     if "\0" in path:
-        return f"cannot be {path!r}; no name holds a NUL character"
+        return f"cannot be {path!r}; a path cannot contain a NUL character"
     longest = max(path.split("/"), key=lambda part: len(os.fsencode(part)))
     if len(os.fsencode(longest)) > 255:
-        return f"holds a name of {len(os.fsencode(longest))} bytes ({longest[:40]}...); file systems end at 255"
+        return f"holds a name of {len(os.fsencode(longest))} bytes ({longest[:40]}...); file systems allow 255"
     return ""
 
 
-def _named(option: Option, raw: Mapping[Any, Any]) -> Any:
-    """A file's table where a value is wanted: ``{name: file}`` for an option that takes NAME=FILE, or one file."""
+def _convert_table(option: Option, raw: Mapping[Any, Any]) -> Any:
+    """Convert a table in a file to an option's value: ``{name: file}`` becomes a list of NAME=FILE, or a single file."""
     if option.is_list and "=" in option.info.metavar:
         return [f"{name}={item}" for name, item in raw.items()]
     if option.is_path and not option.is_list and len(raw) == 1:
@@ -77,14 +77,14 @@ def _named(option: Option, raw: Mapping[Any, Any]) -> Any:
     return raw
 
 
-def listing(values: tuple[Any, ...]) -> str:
-    """``a, b or c``."""
+def format_choices(values: tuple[Any, ...]) -> str:
+    """Format values as ``a, b or c``."""
     words = [str(value) for value in values]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
 
 
-def kind(option: Option) -> str:
-    """The type in words: ``"a whole number"``."""
+def describe_type(option: Option) -> str:
+    """Describe the option's type: ``"a whole number"``."""
     inner = option.inner
     if inner is bool:
         return "true or false"
@@ -99,18 +99,18 @@ def kind(option: Option) -> str:
 
 
 def as_list(raw: Any) -> list[Any]:
-    """A typed text as items: split at commas, or a JSON list where items hold commas; a file's list as it is."""
+    """Convert a raw value to a list. Text is split at commas or, if it is a JSON list, parsed; lists of files are unchanged."""
     if not isinstance(raw, str):
         return list(raw) if isinstance(raw, (list, tuple)) else [raw]
     if raw.lstrip().startswith("["):
         try:
             return list(json.loads(raw))
-        except ValueError:  # not JSON, so the bracket is text like any other
+        except ValueError:  # not JSON, so the bracket is ordinary text
             pass
     return [piece for piece in raw.split(",") if piece]
 
 
-def _typed(option: Option, raw: Any, origin: str) -> Any:
+def _convert(option: Option, raw: Any, origin: str) -> Any:
     from pydantic import ValidationError
 
     wrong_bool = isinstance(raw, bool) and option.inner in (int, float, str)
@@ -121,12 +121,14 @@ def _typed(option: Option, raw: Any, origin: str) -> Any:
                 raise ConfigError(f"{origin}: {option.fact} cannot be {raw}; it must be a finite number")
             return value
         except ValidationError:
-            pass  # pydantic's words name types and codes; ours name what the user typed and may type
+            pass  # not pydantic's message: ours names the value as typed and the allowed values
     if option.choices:
         hint = did_you_mean(str(raw), map(str, option.choices), "; ")
-        raise ConfigError(f"{origin}: {option.fact} cannot be {raw!r}; it is one of {listing(option.choices)}{hint}")
+        raise ConfigError(
+            f"{origin}: {option.fact} cannot be {raw!r}; it is one of {format_choices(option.choices)}{hint}"
+        )
     shown = ",".join(map(str, raw)) if option.is_list else raw
-    must = f"{kind(option)} {option.info.bounds()}".strip(" ,")
+    must = f"{describe_type(option)} {option.info.bounds()}".strip(" ,")
     raise ConfigError(f"{origin}: {option.fact} cannot be {shown!r}; it must be {must}")
 
 

@@ -1,6 +1,6 @@
-"""What others implement: engine, trainer, runtime, hooks.
+"""The interfaces that backends and plugins implement.
 
-The abstract classes of engine, trainer, transport and runtime; the run and the policy as plugins see them; and ``hooks``,
-whose docstring is the map of the loop. Stands above ``config``, ``plugin`` and ``precision`` because its signatures name
-``Config``, ``Plan``, ``Format`` and ``Codec``.
+Contains the abstract classes of engine, trainer, transport, schedule and runtime, the ``Run`` and ``Policy`` objects passed to
+plugins, and ``hooks``, whose docstring shows when the loop calls each hook. This package may import ``config``, ``plugin``
+and ``precision``, because its signatures use ``Config``, ``Plan``, ``Format`` and ``Codec``.
 """

@@ -1,8 +1,8 @@
-"""What a trainer's forward imitates of the engine, for one pass without gradient.
+"""Switches that make a trainer's forward pass imitate the engine, for passes without gradient.
 
-The gap between engine and trainer is explained by switching its causes on one at a time (``mismatch.budget``). This is
-the trainer's half of it: the same tokens, scored as if the trainer held the engine's weights, computed through the
-engine's modules, or kept its keys and values in the cache's type.
+``mismatch.budget`` attributes the difference between engine and trainer log-probabilities to its causes by enabling one cause
+at a time. With these switches the trainer scores the same tokens with the engine's weights, through the engine's modules, or
+with keys and values in the dtype of the engine's cache.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Emulation:
-    """Switches; each is independent of the others.
+    """Independent switches for one forward pass. The defaults change nothing.
 
     Attributes:
-        encoded: compute with the weights as a sync would deliver them now: encoded in the rollout's number format and
-            decoded again.
-        held: an engine in this process; compute with the weights it really holds (and not with ``encoded``).
-        snapshot: compute with the weights that ``LearnerHandle.take_snapshot`` put aside (and not with ``encoded``).
-        through: the same engine; compute through its modules, so that whatever they do beside holding weights counts.
-        emulated_products: with ``through``: emulate the products that the engine computes natively.
+        encoded: use the weights that a sync would deliver now: encoded in the rollout's number format, then decoded.
+        held: an engine in this process; use the weights it currently holds instead of ``encoded`` ones.
+        snapshot: use the weights saved by ``LearnerHandle.take_snapshot`` instead of ``encoded`` ones.
+        through: an engine in this process; compute through its modules, which includes effects other than their weights.
+        emulated_products: with ``through``, emulate the matrix products that the engine computes natively.
         activations: round the inputs of quantised layers as the rollout's number format does.
-        kv_dtype: round keys and values to this type; "" leaves them.
+        kv_dtype: dtype to which keys and values are rounded; "" does not round.
     """
 
     encoded: bool = False

@@ -1,7 +1,7 @@
-"""The engine contract: token ids in, token ids and log-probabilities out.
+"""The engine contract: generates tokens and their log-probabilities from token ids.
 
-An engine may live in this process, or stand in front of servers that are spoken to over a socket. Every
-method may be called only between ``start`` and ``stop``. ``miles_testing.EngineContract`` is the executable form.
+An engine may run in this process or be a client of servers in other processes. All other methods may be called only between
+``start`` and ``stop``. ``miles_testing.EngineContract`` tests the contract.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from miles_core.precision.quantizer import Quantizer
 
 PauseMode = Literal["abort", "retract", "in_place"]
-#: What an engine holds in the memory of its device, and can give back apart from each other.
+#: Parts of an engine's device memory that ``sleep`` can release independently.
 EnginePart = Literal["weights", "cache"]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. ``temperature`` 0 is greedy; ``top_k`` -1 and ``top_p`` 1.0 are off; the order is joint: both limits
-    are taken on the temperature-scaled full distribution."""
+    """Sampling parameters.
+
+    ``temperature`` 0 is greedy; ``top_k`` -1 and ``top_p`` 1.0 are off. ``top_k`` and ``top_p`` both apply to the full
+    temperature-scaled distribution, not one after the other.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -39,7 +42,7 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """True when the sampled distribution has a smaller support than the vocabulary."""
+        """Whether sampling is restricted to part of the vocabulary."""
         return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
 
 
@@ -48,15 +51,15 @@ class Request:
     """One continuation to generate.
 
     Attributes:
-        tokens: the prompt, never empty.
-        sampling: see ``Sampling``.
-        key: of the engine call (``rollout.keys``), unique among requests in flight; random numbers depend on (run seed, key,
-            position) alone. A request that continues an aborted one has its key.
-        extras: names of declared fields to record, e.g. ``{"sampling_support"}``; an engine that cannot record one
-            lacks the capability and is refused at planning.
-        group: requests with one number share a prompt; a front of several engines sends them to one.
-        policy: name of the policy that answers; "" is the first one that trains.
-        metadata: plugin's own, passed through untouched.
+        tokens: the prompt's token ids, never empty.
+        sampling: the sampling parameters.
+        key: key of the engine call (``rollout.keys``), unique among requests in flight; random numbers depend only on (run seed,
+            key, position). A request that continues an aborted request has the same key.
+        extras: names of declared fields to record, e.g. ``{"sampling_support"}``. The plan is rejected if the engine lacks the
+            corresponding capability.
+        group: group index; requests of one group share a prompt, and a front of several engines sends them to the same engine.
+        policy: name of the policy that generates; "" is the first policy that trains.
+        metadata: plugin data, passed through unchanged.
     """
 
     tokens: list[int]
@@ -70,17 +73,17 @@ class Request:
 
 @dataclass
 class Response:
-    """What came back.
+    """The result of a request.
 
     Attributes:
-        tokens: the new token ids (a stop token included).
-        log_probs: [len(tokens)] at the sampling temperature (greedy: 1): over the support when ``sampling_support`` was
-            requested, else over the full vocabulary.
+        tokens: the new token ids, including a stop token.
+        log_probs: [len(tokens)] at the sampling temperature (1 for greedy sampling), over the sampling support if
+            ``sampling_support`` was requested, else over the full vocabulary.
         finish: ``stop`` (end or stop token, stop string), ``length`` or ``abort``.
-        text: the decoded new text, cut before a stop string.
-        weight_versions: (index into ``tokens`` of the first one, version), in order.
-        extras: field name -> rows: for ``token-1`` fields len(prompt) + len(tokens) - 1, for ``response`` ones len(tokens).
-        metrics: engine's own numbers about this request; their means over a step's requests are the metrics ``engine/NAME``.
+        text: the decoded new text, truncated before a stop string.
+        weight_versions: (index in ``tokens`` of the first token generated with a version, version), in ascending order.
+        extras: field name -> rows; ``token-1`` fields have len(prompt) + len(tokens) - 1 rows, ``response`` fields len(tokens).
+        metrics: the engine's measurements of this request; their means over the requests of a step become ``engine/NAME``.
     """
 
     tokens: list[int]
@@ -93,94 +96,120 @@ class Response:
 
 
 class Engine(ABC):
-    """A rollout engine. ``capabilities`` are those of the manifest: ``routed_experts``, ``sampling_support``, ``score``,
-    ``token_versions``, ``draft``, ``keyed_sampling``, ``rebuild``, ``shared_storage``, ``sleep``, and ``transport:NAME`` for each transport
-    whose messages ``receive`` takes."""
+    """A rollout engine.
+
+    ``capabilities`` are those of the manifest: ``routed_experts``, ``sampling_support``, ``score``, ``token_versions``, ``draft``,
+    ``keyed_sampling``, ``rebuild``, ``shared_storage``, ``sleep``, and ``transport:NAME`` for each transport whose messages
+    ``receive`` accepts.
+    """
 
     capabilities: frozenset[str] = frozenset()
-    #: type its cache keeps keys and values in, "" for the model's own
+    #: dtype of keys and values in the engine's cache; "" is the model's dtype
     kv_cache_dtype: str = ""
-    #: whether tensor cores read the codes of its quantised layers, and it can emulate them (``emulated_products``)
+    #: whether quantised layers multiply their codes on tensor cores, and ``emulated_products`` is available
     native_products: bool = False
-    #: how many processes take what this one is told to ``receive``
+    #: number of processes that receive each message passed to ``receive``
     receivers: int = 1
-    #: gives this engine the learner's weights again, under the version that they have; set by a runtime that has learner and
-    #: engine in one process. An engine whose model lives in a process of its own, and dies there, starts it anew, awaits this
-    #: and asks again for what was in flight; without it, it raises ``WorkerLost`` without a name.
+    #: pushes the learner's current weights to this engine again under the same version; set by a runtime that has learner and
+    #: engine in one process. An engine whose model runs in a subprocess restarts a subprocess that died, awaits ``resend`` and
+    #: repeats the requests in flight. If ``resend`` is None, it raises ``WorkerLost`` without a name instead.
     resend: Callable[[], Awaitable[None]] | None = None
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
-        """How weights stored in ``format`` ("" for BF16) can change while the engine runs."""
+        """Return how weights stored in ``format`` ("" for BF16) can be updated while the engine runs."""
         return "in_place"
 
     def quantizer(self, format: Format) -> Quantizer | None:
-        """This backend's own code for a number format, with the parity it declares; None when it declares nothing,
-        which stops a run in that format (``mismatch.parity``)."""
+        """Return this backend's implementation of a number format, with the parity it declares.
+
+        None declares nothing, which stops a run in that format (``mismatch.parity``).
+        """
         return None
 
     def model_facts(self) -> Mapping[str, object]:
-        """What it serves, as facts: ``model.num_experts`` and the others of ``same_model.COMPARED``, read from the
-        ``config.json`` (or the modules) it was started with; compared with the trainer's before the run. Empty when
-        the backend cannot say. Called after ``start``."""
+        """Return facts about the served model: ``model.num_experts`` and the others in ``same_model.COMPARED``.
+
+        The engine reads them from the ``config.json`` or the modules it was started with; core compares them with the trainer's
+        facts before the run. Empty if the backend cannot provide them. Called after ``start``.
+        """
         return {}
 
     def emulated_products(self) -> AbstractContextManager[None]:
-        """While this is open, quantised layers compute with emulated products; with ``native_products`` only."""
+        """Context in which quantised layers compute with emulated products. Requires ``native_products``."""
         raise NotImplementedError(f"{type(self).__name__} cannot switch its products")
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
-        """Take one message of a transport in another process: plain data whose meaning the two agree on (names and
-        shapes of a bucket about to be broadcast, memory handles, a path). Sent between ``pause`` and ``resume``, perhaps before
-        this has returned for the one before; with ``last`` the engine serves ``version``. After a failure only a complete new update
-        makes it usable. ``miles_transport.Arrivals`` takes buckets of encoded tensors (transport ``buckets``). SyncError: they
-        did not come as they were sent."""
+        """Process one message of a transport in another process.
+
+        A message is plain data in the transport's own protocol, for example the names and shapes of a bucket to be broadcast, memory
+        handles, or a path. Messages arrive between ``pause`` and ``resume``, possibly before the previous call has returned. After a
+        failure the engine is unusable until a complete new update. ``miles_transport.Arrivals`` implements this method for buckets
+        of encoded tensors (transport ``buckets``).
+
+        Args:
+            message: the message.
+            version: version of the weights in transfer.
+            last: whether this is the last message of the update; the engine serves ``version`` afterwards.
+
+        Raises:
+            SyncError: the weights did not arrive as sent.
+        """
         raise NotImplementedError(f"{type(self).__name__} takes weights in its own process only")
 
     @property
     @abstractmethod
     def version(self) -> int:
-        """Version of the weights in force; -1 before the first ``update_weights``."""
+        """Version of the current weights; -1 before the first ``update_weights``."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Bring the engine up."""
+        """Start the engine."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Release everything."""
+        """Stop the engine and release all its resources."""
 
     @abstractmethod
     async def generate(self, request: Request) -> Response:
-        """Continue one request; many calls may be in flight, the engine batches them."""
+        """Generate the continuation of one request. The engine batches concurrent calls."""
 
     @abstractmethod
     async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
-        """log p(token t | tokens before) for t >= 1 of each sequence, [len - 1] float32, full vocabulary.
-        Capability ``score``; a temperature other than 1 also needs ``score_temperature`` and raises MilesError without."""
+        """Return log p(token t | tokens before t) over the full vocabulary for t >= 1, [len - 1] float32 per sequence.
+
+        Requires the capability ``score``. A temperature other than 1 also requires ``score_temperature``; without it, the method
+        raises MilesError.
+        """
 
     async def score_each(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> Mapping[str, list[np.ndarray]]:
-        """``score`` by every engine that this one stands for: worker's name -> its scores; "" is this engine itself."""
+        """Run ``score`` on every worker of this engine: worker name -> scores. An engine without workers uses the name ""."""
         return {"": await self.score(sequences, temperature)}
 
     @abstractmethod
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
-        """Take encoded tensors, all of them, as ``version``. In-flight requests must be
-        paused or absent."""
+        """Load the encoded tensors of all weights as ``version``. There must be no in-flight requests, or they must be paused."""
 
     async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
-        """As ``update_weights``, and from then on the engine reads tensors that travel as they are and are ``lasting`` where
-        they lie, in the trainer's memory: an update that finds them there copies nothing of them. Returns the bytes that were
-        copied. For an engine in the trainer's process that never generates while the trainer steps; capability ``shared_storage``.
-        With it an engine in another process also reads ``lasting`` tensors of a message that it is to ``receive`` where they lie."""
+        """Update weights like ``update_weights``, but share unencoded ``lasting`` tensors with the trainer instead of copying them.
+
+        The engine keeps reading shared tensors from the trainer's memory, so a later update of the same tensors copies nothing.
+        Requires the capability ``shared_storage``, an engine in the trainer's process, and no generation while the trainer steps.
+        With this capability, an engine in another process shares the ``lasting`` tensors of messages passed to ``receive``.
+
+        Returns:
+            the number of bytes copied.
+        """
         raise NotImplementedError(f"{type(self).__name__} keeps weights of its own")
 
     @abstractmethod
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Stop stepping. ``abort`` returns every request with finish ``abort``; ``retract`` drops their cache and resumes
-        them from their tokens under the next weights; ``in_place`` keeps the cache. New requests wait for ``resume``. Core
-        pauses around every update of the weights; an engine that is paused already stays so until the first ``resume``."""
+        """Stop generating; new requests wait for ``resume``. Core pauses the engine during every weight update.
+
+        ``abort`` returns all requests with finish ``abort``. ``retract`` discards their cache and later resumes them from their
+        tokens with the new weights. ``in_place`` keeps the cache. Pausing a paused engine has no effect; one ``resume`` ends it.
+        """
 
     @abstractmethod
     async def resume(self) -> None:
@@ -188,22 +217,33 @@ class Engine(ABC):
 
     @abstractmethod
     async def abort(self, keys: Collection[int] | None = None) -> None:
-        """Return requests in flight with finish ``abort`` and their partial results: those with these keys (others go on, and
-        a key that is not in flight is none's), or all. An engine that is paused stays paused."""
+        """End in-flight requests, which return their partial results with finish ``abort``. A paused engine stays paused.
+
+        Args:
+            keys: keys of the requests to end, None for all. Keys that are not in flight are ignored.
+        """
 
     async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
-        """Give the device memory of these parts back, so that a trainer on the same device can use it; what sleeps already stays
-        so. In-flight requests must be paused in a mode that keeps no cache, or absent. No request is computed until both parts
-        are awake. Weights that lie in the trainer's memory (``share_weights``) are not the engine's to give. Capability
-        ``sleep``; nothing to do by default."""
+        """Release the device memory of ``parts``, so that a trainer on the same device can use it.
+
+        There must be no in-flight requests, or they must be paused in a mode that keeps no cache. The engine computes no request
+        until both parts are awake. Weights shared with the trainer (``share_weights``) are not released. Parts that already sleep
+        are unaffected. Requires the capability ``sleep``; the default does nothing.
+        """
 
     async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
-        """Undo ``sleep``, in one call or ``weights`` first, so that an update needs no cache beside it. Weights that slept hold
-        nothing defined until the next update; those that did not are still served."""
+        """Allocate the memory of ``parts`` again.
+
+        ``weights`` may be woken first, so that an update does not need memory for the cache at the same time. Weights that slept are
+        undefined until the next update; weights that did not sleep remain valid.
+        """
 
     async def rebuild(self, precision: str) -> None:
-        """Serve weights in another precision (a number format's name, or ``bf16``) from the next ``update_weights`` on, which
-        must follow. In-flight requests must be paused or absent. Capability ``rebuild``."""
+        """Change the precision of the served weights (the name of a number format, or ``bf16``).
+
+        An ``update_weights`` must follow. There must be no in-flight requests, or they must be paused. Requires the capability
+        ``rebuild``.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} cannot change its precision while running: leave --warmup-steps out"
         )

@@ -1,4 +1,4 @@
-"""A layer behind the decoder that a plugin wants trained."""
+"""The multi-token prediction layer of a checkpoint, trained on request of a plugin."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FurtherLayer:
-    """The checkpoint's layer that predicts a further token (multi-token prediction, DeepSeek-V3, arXiv 2412.19437, section 2.2), to be
-    trained beside the policy and sent to the engine with it. A trainer whose model plugins cannot reach into takes it from the hook
-    ``on_further_layers``.
+    """Request to train the checkpoint's multi-token prediction layer (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-    The entry at position t has token t and the policy's last hidden state of t - 1 (zeros before the first token), and predicts token
-    t + 1 by the policy's output layer. Its loss is the mean cross-entropy over trained tokens times ``factor``. Hidden states, embedding
-    and output layer are detached, and the layer is clipped by a norm of its own, so that the policy's gradient is the same to the bit
-    with the layer and without.
+    The trainer trains the layer together with the policy and syncs both to the engine. Trainers whose model plugins cannot modify
+    receive the request through the hook ``on_further_layers``.
+
+    At position t the layer takes the embedding of token t and the policy's last hidden state at t - 1 (zeros before the first token),
+    and predicts token t + 1 with the policy's output layer. The loss is ``factor`` times the mean cross-entropy over trained tokens.
+    Hidden states, embedding and output layer are detached, and the layer's gradient is clipped separately, so the policy's gradient is
+    bit-identical with and without the layer.
 
     Attributes:
-        loss: name of its loss, metric ``train/<loss>``.
-        group: name of its parameters, metric ``train/grad_norm/<group>``.
-        factor: of the loss.
-        lr: constant learning rate; None follows the policy's, schedule included.
-        clip_grad: bound of the norm of its gradient; 0 is off.
+        loss: name of the loss, metric ``train/<loss>``.
+        group: name of the parameter group, metric ``train/grad_norm/<group>``.
+        factor: coefficient of the loss.
+        lr: constant learning rate; None uses the policy's learning rate and its schedule.
+        clip_grad: maximum norm of the layer's gradient; 0 disables clipping.
     """
 
     loss: str
@@ -39,16 +40,16 @@ class FurtherLayer:
 
 
 def further_layer(run: Run, policy: Policy) -> FurtherLayer | None:
-    """What plugins want of the checkpoint's further layer, by the hook ``on_further_layers``; None where nobody does.
+    """Collect the request to train the layer through the hook ``on_further_layers``; None if no plugin requests it.
 
     Raises:
-        ConfigError: several plugins want to train it.
+        ConfigError: several plugins request it.
     """
     wishes: list[FurtherLayer] = []
     run.hooks.on("on_further_layers", run=run, policy=policy, wishes=wishes)
     if len(wishes) > 1:
         plugins = ", ".join(run.hooks.implemented["on_further_layers"])
         raise ConfigError(
-            f"several plugins want to train the layer behind the decoder of {policy.name}: leave one of {plugins} out"
+            f"several plugins want to train the multi-token prediction layer of {policy.name}: leave one of {plugins} out"
         )
     return wishes[0] if wishes else None

@@ -1,10 +1,10 @@
-"""The hooks, and with them the map of the loop.
+"""The hooks, and the order in which a run calls them.
 
-One run, in order; every name below is a hook, indented under the moment it belongs to::
+Each name below is a hook, listed next to the phase of the run that calls it::
 
     start            on_start                                   every process
       build          make_runtime make_model make_head on_model on_further_layers make_trainer make_optimizer make_engine make_decoder make_transport
-                     wrap_forward wrap_loss wrap_correction wrap_optimizer_step      (asked once, then plain functions)
+                     wrap_forward wrap_loss wrap_correction wrap_optimizer_step      (called once; they return plain functions)
                      make_prompts make_schedule wrap_rollout wrap_generate
       first sync     wrap_weights -> encode -> transport -> on_weights_synced -> make_check
     each step
@@ -17,13 +17,17 @@ One run, in order; every name below is a hook, indented under the moment it belo
     resume           on_load
     end              on_stop
 
-The verb gives the calling convention. ``make_*`` builds one part; the provider is selected by name from what manifests
-provide, so it is a spec without an implementation method: a plugin names a callable in ``provides``. ``wrap_*`` is asked
-once and returns a function around the inner one (or None to stay out); the first plugin of the plan is the outermost. ``on_*`` is told
-and its return value ignored. pluggy runs at build time and for coarse events; no pluggy call sits inside a forward, a loss
-or a per-tensor stream.
+The prefix determines the calling convention:
 
-An implementation takes any subset of a hook's arguments, by name, without defaults, and is marked with ``hookimpl``.
+- ``make_*`` builds one part. A plugin does not implement it as a method; it names a callable in its manifest's ``provides``, and the
+  run selects one provider by name.
+- ``wrap_*`` is called once and returns a function that wraps the inner function, or None to leave it unwrapped. The first plugin of
+  the plan is the outermost wrapper.
+- ``on_*`` is called at an event; its return value is ignored.
+
+pluggy calls hooks only while building and at coarse events, never inside a forward pass, a loss or a stream of tensors.
+
+An implementation accepts any subset of a hook's arguments, by name and without defaults, and is decorated with ``hookimpl``.
 """
 
 from __future__ import annotations
@@ -57,27 +61,31 @@ if TYPE_CHECKING:
     Generate = Callable[[Sample], Awaitable[list[Sample]]]
     Export = Callable[[], Iterator[Unit]]
 
-#: What a stream of weights is made for.
-Purpose = Literal["sync", "export", "snapshot"]
+#: The purpose of an exported stream of weights.
+Purpose = Literal["sync", "export", "snapshot", "convert"]
 F = TypeVar("F", bound=Callable[..., Any])
-#: What a ``wrap_*`` hook returns: it takes the inner function and returns one with the same arguments and result.
+#: The result of a ``wrap_*`` hook: a function that takes the inner function and returns one with the same arguments and result.
 Wrap = Callable[[F], F]
 
-#: kind -> (arguments of the callable a manifest provides, what it returns, in which process).
+#: kind -> (arguments of the callable in ``provides``, its return type, the process that calls it).
 MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "runtime": (("run",), "miles_core.contracts.runtime.Runtime", "driver"),
     "model": (("run", "policy", "role"), "torch.nn.Module", "owning process"),
     "trainer": (("run", "policy"), "miles_core.contracts.trainer.Trainer", "every trainer rank"),
     "engine": (("run", "policy"), "miles_core.contracts.engine.Engine", "rollout worker"),
-    "decoder": (("run", "policy", "engine"), "what the engine's scheduler calls at each step", "rollout worker"),
+    "decoder": (
+        ("run", "policy", "engine"),
+        "the object that the engine's scheduler calls each step",
+        "rollout worker",
+    ),
     "schedule": (("run", "collector", "parts"), "miles_core.contracts.schedule.Schedule", "driver"),
     "transport": (
         ("run", "policy", "engine", "world"),
         "miles_core.contracts.transport.Transport",
         "every trainer rank",
     ),
-    "prompts": (("run", "data", "purpose"), "miles_core.PromptSource", "driver"),
-    "generate": (("run",), "miles_core.RolloutFunction, or async f(sample, ask) -> samples", "rollout worker"),
+    "prompts": (("run", "data", "purpose"), "miles_core.data.PromptSource", "driver"),
+    "generate": (("run",), "miles_core.plugin.RolloutFunction, or async f(sample, ask) -> samples", "rollout worker"),
     "reward": (
         ("run", "policy"),
         "async f(args, sample) -> float | dict; group_reward: async f(args, samples) -> list",
@@ -99,113 +107,123 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
 
 
 class HookSpecs:
-    """Every event and wrapper hook. ``Runs in`` names the process."""
+    """Specifications of all event and wrapper hooks. ``Runs in`` names the process that calls the hook."""
 
     @hookspec
     def on_start(self, run: Run) -> None:
-        """The plan is accepted and nothing is built yet. Runs in: every process."""
+        """Called after the plan is accepted and before any part is built. Runs in: every process."""
 
     @hookspec
     def on_model(self, run: Run, policy: Policy, model: nn.Module, role: str) -> None:
-        """A model instance exists, possibly on the meta device, before data-parallel sharding, compilation and checkpoint
-        wrappers; with tensor, expert or pipeline parallelism it is this rank's part, once a chunk. ``role`` is ``train``,
-        ``rollout``, ``ref``, ``critic``, ``draft`` or ``shared`` (engine and trainer hold one module). Swap or hook modules
-        here; no per-call state may live on a module. Runs in: the owning process, once an instance."""
+        """Called for each new model instance, before data-parallel sharding, compilation and activation-checkpointing wrappers.
+
+        Replace or hook modules here. Do not store per-call state on modules. The model may be on the meta device. With tensor, expert or
+        pipeline parallelism, ``model`` is this rank's part, and the hook is called once per chunk. ``role`` is ``train``, ``rollout``,
+        ``ref``, ``critic``, ``draft`` or ``shared`` (engine and trainer use the same module).
+        Runs in: the process that owns the model, once per instance."""
 
     @hookspec
     def on_further_layers(self, run: Run, policy: Policy, wishes: list[FurtherLayer]) -> None:
-        """A trainer that has the capability ``further_layers`` and a model of its own, which plugins cannot put layers into, asks which
-        layers of the checkpoint behind the decoder it shall hold and train; without a wish it builds none. Append to ``wishes``. Runs in:
-        every trainer rank, before its model is built."""
+        """Request training of the checkpoint's multi-token prediction layer: append a ``FurtherLayer`` to ``wishes``.
+
+        Called by trainers with the capability ``further_layers``, to whose models plugins cannot add layers. Without a request, such a
+        trainer does not build the layer. Runs in: every trainer rank, before its model is built."""
 
     @hookspec
     def wrap_rollout(self, run: Run) -> Wrap[Rollout] | None:
-        """Around ``async rollout(step) -> list[group]``, the collection of one step's groups (a group is a list of samples of one
-        prompt), whatever the schedule: with ``ahead`` it runs a step early, with ``async`` it takes groups that are ready. A filter,
-        which may call ``rollout`` again for more, and not a place to keep groups: no checkpoint would know of them. Runs in:
-        driver."""
+        """Wrap ``async rollout(step) -> list[group]``, which collects the groups of one step (a group is a list of samples of one prompt).
+
+        Use it to filter groups; the wrapper may call ``rollout`` again for more. Do not store groups in the wrapper, because checkpoints
+        would not include them. Schedules call it at different times: ``ahead`` one step early; with ``async`` it takes finished groups.
+        Runs in: driver."""
 
     @hookspec
     def wrap_generate(self, run: Run) -> Wrap[Generate] | None:
-        """Around ``async generate(sample) -> list[Sample]``, one sample's generation without its reward. Runs in: the process
+        """Wrap ``async generate(sample) -> list[Sample]``, which generates one sample without its reward. Runs in: the process
         that awaits the engine (driver)."""
 
     @hookspec
     def on_request(self, run: Run, policy: Policy, request: Request) -> None:
-        """A request is about to leave for the engine of ``policy``; add extras or metadata. Runs in: the process that
+        """Called before a request is sent to the engine of ``policy``; may add extras or metadata. Runs in: the process that
         awaits the engine (driver)."""
 
     @hookspec
     def on_sample(self, run: Run, sample: Sample) -> None:
-        """A sample is finished, its reward not yet known. Called once a sample. Runs in: the process that awaits the engine (driver)."""
+        """Called once for each finished sample, before its reward is computed. Runs in: the process that awaits the engine (driver)."""
 
     @hookspec
     def on_evaluation(self, run: Run, name: str, groups: list[list[Sample]], metrics: dict[str, float]) -> None:
-        """A data set of held-out prompts was generated and scored. ``name`` is its name ("" without one), ``groups`` its samples by
-        prompt; add or change its ``metrics`` before they are recorded. Runs in: driver."""
+        """Called after the evaluation of one data set of held-out prompts; may add or change its ``metrics`` before they are recorded.
+
+        ``name`` is the data set's name ("" without one); ``groups`` holds its samples by prompt. Runs in: driver."""
 
     @hookspec
     def wrap_learn(self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle]) -> Wrap[Learn] | None:
-        """Around ``async learn(samples, step) -> Learned``, all that a policy of the role ``train`` learns from one rollout. ``handles``
-        holds the learner of every policy by name: ask others for ``values``, ``log_probs`` or ``top_log_probs`` and attach the answers to
-        ``Sample.fields`` under declared names, let a critic ``learn`` from the same samples, or return ``Learned({}, 0)`` to leave the
-        policy as it is. Asked once, when all policies are built. Runs in: driver."""
+        """Wrap ``async learn(samples, step) -> Learned``, which trains a policy of the role ``train`` on one rollout.
+
+        ``handles`` maps policy names to learners. A wrapper may compute ``values``, ``log_probs`` or ``top_log_probs`` with other
+        policies and store the results in ``Sample.fields`` under declared names, call ``learn`` of a critic with the same samples, or
+        return ``Learned({}, 0)`` to skip the update. Called once, after all policies are built. Runs in: driver."""
 
     @hookspec
     def on_batch(self, run: Run, policy: Policy, batch: Batch) -> None:
-        """All samples of a rollout are collated, before log-probabilities and advantages; columns may be added or changed in
-        place. Runs in: every trainer rank."""
+        """Called after the samples of a rollout are collated, before log-probabilities and advantages are computed; may add columns or
+        change them in place. Runs in: every trainer rank."""
 
     @hookspec
     def wrap_forward(self, run: Run, policy: Policy) -> Wrap[Forward] | None:
-        """Around ``forward(chunk, micro_batch, ctx) -> Output``, one micro-batch through one model chunk, in every pass
-        (see ``Context``). What a recomputation needs goes into ``ctx.attached``. Runs in: every trainer rank."""
+        """Wrap ``forward(chunk, micro_batch, ctx) -> Output``, the pass of one micro-batch through one model chunk, for every kind of pass
+        (see ``Context``). Store values that a recomputation needs in ``ctx.attached``. Runs in: every trainer rank."""
 
     @hookspec
     def wrap_correction(self, run: Run, policy: Policy) -> Wrap[Correct] | None:
-        """Around ``correct(inputs) -> Correction``, on all local tokens of one optimiser step, after old log-probs and
-        advantages and before the first backward; ``compose_corrections`` does it and takes what the correction ``Needs``, which
-        decides the passes made for it. Runs in: every trainer rank, once an optimiser step (without needs: a micro-batch)."""
+        """Wrap ``correct(inputs) -> Correction``, computed from all local tokens of one optimiser step, after old log-probs and
+        advantages and before the first backward pass.
+
+        ``compose_corrections`` builds the wrapper and takes the correction's ``Needs``, which determine the additional passes.
+        Runs in: every trainer rank, once per optimiser step (once per micro-batch without needs)."""
 
     @hookspec
     def wrap_loss(self, run: Run, policy: Policy) -> Wrap[LossFunction] | None:
-        """Around ``loss(output, micro_batch, ctx) -> Loss``, the loss of a micro-batch: the policy's, or a critic's (``policy.role``), whose
-        ``output`` has ``values`` and no ``log_probs``. Runs in: every trainer rank."""
+        """Wrap ``loss(output, micro_batch, ctx) -> Loss``, the loss of one micro-batch of a policy or a critic (``policy.role``). A critic's
+        ``output`` has ``values`` instead of ``log_probs``. Runs in: every trainer rank."""
 
     @hookspec
     def wrap_weights(self, run: Run, policy: Policy, purpose: Purpose) -> Wrap[Export] | None:
-        """Around ``weights() -> iterator of Unit``, the export stream of the model copy: add, drop, merge or rename tensors, never
-        quantise. All weights that leave a trainer pass through it. ``purpose``: ``sync`` for the engine, ``export`` for a Hugging Face
-        checkpoint (``--export-hf``), ``snapshot`` for weights that the trainer's own model is to compute with again. Asked for each
-        stream. The first plugin sees what the later ones produced. Runs in: every trainer rank."""
+        """Wrap ``weights() -> iterator of Unit``, the stream of all weights that leave a trainer.
+
+        A wrapper may add, drop, merge or rename tensors, but must not quantise them. ``purpose`` is ``sync`` for the engine, ``export`` for a
+        Hugging Face checkpoint (``--export-hf``), ``snapshot`` for weights that the trainer's model later computes with, or ``convert`` for the
+        weights of a checkpoint that ``miles convert`` reads, first on the meta device. Called for each stream. The first plugin receives the
+        output of the later ones. Runs in: every trainer rank; ``convert``: the process of the command."""
 
     @hookspec
     def wrap_optimizer_step(self, run: Run, policy: Policy) -> Wrap[OptimizerStep] | None:
-        """Around ``optimizer_step() -> metrics``, gradients complete and not yet clipped. Runs in: every trainer rank."""
+        """Wrap ``optimizer_step() -> metrics``, called with complete gradients before clipping. Runs in: every trainer rank."""
 
     @hookspec
     def on_weights_synced(self, run: Run, policy: Policy, version: int) -> None:
-        """The engine serves ``version``. Runs in: driver."""
+        """Called after the engine has loaded ``version``. Runs in: driver."""
 
     @hookspec
     def on_step(self, run: Run, metrics: dict[str, float]) -> None:
-        """A step is complete; add metrics under ``<plugin>/...``. Runs in: driver."""
+        """Called after each step; may add metrics named ``<plugin>/...``. Runs in: driver."""
 
     @hookspec
     def on_save(self, run: Run, policy: Policy | None, store: Store) -> None:
-        """A checkpoint is being written; ``store`` takes tensors and JSON under the plugin's own name. Runs in: every trainer
-        rank (``policy`` set), and the driver (``policy`` None, another store)."""
+        """Called while a checkpoint is written; ``store`` saves tensors and JSON data under the plugin's name. Runs in: every trainer
+        rank (with ``policy``), and the driver (``policy`` is None, with a separate store)."""
 
     @hookspec
     def on_load(self, run: Run, policy: Policy | None, store: Store) -> None:
-        """A checkpoint is being read. Runs in: every trainer rank."""
+        """Called while a checkpoint is read. Runs in: every trainer rank (with ``policy``), and the driver (``policy`` is None)."""
 
     @hookspec
     def on_stop(self, run: Run, error: BaseException | None) -> None:
-        """The run ends, well or with ``error``; release what you hold. Runs in: every process."""
+        """Called when the run ends, with the ``error`` that ended it or None; release all resources here. Runs in: every process."""
 
 
-#: Their names, in the order of a run.
+#: Hook names, in the order of a run.
 HOOKS = tuple(name for name in vars(HookSpecs) if name.startswith(("on_", "wrap_")))
 
 
@@ -216,17 +234,17 @@ def load_hooks(
     *,
     facts: Facts | None = None,
 ) -> Hooks:
-    """Import, instantiate and register every hook class of a plan, held against the specifications above.
+    """Import, instantiate and register the hook classes of a plan, and check them against ``HookSpecs``.
 
     Args:
         plan: the accepted plan.
-        manifests: the catalogue it was resolved from, or an equal one on a worker.
-        config: a ``Config``, or plugin -> options; None is every option at its default. A hooks class that takes one
-            argument gets its plugin's options.
-        facts: this worker's facts, to decide hooks whose condition the driver could not.
+        manifests: the manifests from which the plan was resolved.
+        config: a ``Config``, or plugin name -> options; None uses the default of every option. A hook class whose constructor takes
+            one argument receives the options of its plugin.
+        facts: this worker's facts, which decide hook conditions that the driver could not decide.
 
     Raises:
-        PluginError: a class cannot be imported or made, or implements a hook wrongly; names plugin, class and hook.
+        PluginError: a class cannot be imported or instantiated, or implements a hook incorrectly; names plugin, class and hook.
     """
 
     def options(plugin: Plugin) -> Any:
@@ -236,6 +254,6 @@ def load_hooks(
             return None
         return plugin.config() if config is None or isinstance(config, Mapping) else config.plugin(plugin.name)
 
-    from miles_core.contracts.returned import BOUNDARIES  # which imports torch, and plans are made without it
+    from miles_core.contracts.returned import BOUNDARIES  # imports torch, which planning does not need
 
     return register(plan, manifests, HookSpecs, options, facts=facts, boundaries=BOUNDARIES)

@@ -1,7 +1,7 @@
-"""A policy: one model of a run, and what becomes of it.
+"""A policy: one model of a run.
 
-A run has one policy by default; self-play, critics and distillation have several. What is true of a policy everywhere (its
-checkpoint, its role, the version that its engine serves) is here; its engine and its learner are ``PolicyParts``.
+A run has one policy by default; self-play, critics and distillation use several. ``Policy`` holds the data that every process
+needs (checkpoint, role, version served by the engine); ``PolicyParts`` holds the engine and the learner.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from miles_core.errors import PluginError
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 #: ``train``: generates samples and learns from them. ``critic``: has a value head instead of an output layer, and learns when a
-#: ``wrap_learn`` asks it to. ``frozen``: never learns; it scores samples (a teacher, a reference) and may generate (an opponent).
+#: ``wrap_learn`` hook calls its learner. ``frozen``: never learns; scores samples (teacher, reference) and may generate (opponent).
 Role = Literal["train", "critic", "frozen"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -26,14 +26,14 @@ class Policy:
     """One model of a run.
 
     Attributes:
-        hf_checkpoint: the checkpoint directory it starts from; "" is the run's ``--hf-checkpoint``.
-        name: names its checkpoint folder and prefixes its metrics when there are several.
+        hf_checkpoint: directory of the initial checkpoint; "" is the run's ``--hf-checkpoint``.
+        name: name of the policy's checkpoint folder, and the prefix of its metrics if several policies train.
         role: see ``Role``.
-        generates: it has an engine, which requests may name; by default policies of the role ``train`` do.
-        options: option -> value, where they differ from the run's; keys as in a configuration file (``lr`` or ``train.lr``).
-            ``Run.config_of`` applies them.
-        version: the last weight version that its engine received; -1 before the first.
-        trained: optimizer steps done, without those of a warm start.
+        generates: whether the policy has an engine; by default policies of the role ``train`` do.
+        options: option -> value, for options that differ from the run's; keys as in a configuration file (``lr`` or
+            ``train.lr``). ``Run.config_of`` applies them.
+        version: the last weight version that the policy's engine received; -1 before the first.
+        trained: number of optimiser steps, without those of a warm start.
     """
 
     hf_checkpoint: str = ""
@@ -50,24 +50,26 @@ class Policy:
 
     @property
     def learns(self) -> bool:
-        """Whether it has an optimizer."""
+        """Whether the policy has an optimiser."""
         return self.role != "frozen"
 
 
 def check_policies(policies: Sequence[object]) -> None:
-    """A run needs at least one policy that trains, each under a name of its own that can name a folder.
+    """Check ``run.policies`` after ``on_start``: at least one policy trains, and the names are unique and valid folder names.
 
     Raises:
-        PluginError: what ``on_start`` made of ``run.policies`` is something else.
+        PluginError: a policy is invalid, or no policy trains.
     """
     known: dict[str, Policy] = {}
     for policy in policies:
         if not isinstance(policy, Policy):
-            raise PluginError(f"run.policies holds {policy!r:.80} after on_start; it is a list of miles_core.Policy")
+            raise PluginError(
+                f"run.policies holds {policy!r:.80} after on_start; it is a list of miles_core.plugin.Policy"
+            )
         name: object = policy.name
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "state":
             raise PluginError(
-                f"a policy has the name {name!r:.80}: it names a folder of every checkpoint, beside 'state'; use letters, digits, _ and -"
+                f"a policy has the name {name!r:.80}: it names a folder of every checkpoint, next to 'state'; use letters, digits, _ and -"
             )
         if name in known:
             raise PluginError(f"two policies have the name {name!r}; give Policy(name=...) another")

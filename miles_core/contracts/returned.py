@@ -1,8 +1,8 @@
-"""What plugins may hand to core: for every hook, how its results are checked where they arrive.
+"""Checks of the values that plugins return to core, one entry per hook (``BOUNDARIES``).
 
-A check returns what is wrong, or "". Types and shapes are compared at every call, which costs microseconds and never waits for a GPU;
-values (finite, not negative) are read where a hook runs once per step, and otherwise only on a CPU. A hook that is added needs
-an entry here.
+A check returns an error message, or "" for a valid value. Every call checks types and shapes, which takes microseconds and never
+synchronises with a GPU. Values (finite, not negative) are checked for hooks that run once per step, and otherwise only on a CPU.
+Every new hook needs an entry in ``BOUNDARIES``.
 """
 
 from __future__ import annotations
@@ -31,64 +31,68 @@ if TYPE_CHECKING:
     from miles_core.contracts.run import Run
 
 
-def expected(value: Any, what: str) -> str:
-    """The words for a value of another type or shape."""
-    return f"it returned {describe(value)}; expected {what}"
+def describe_mismatch(value: Any, expected: str) -> str:
+    """Return the error message for a value of the wrong type or shape."""
+    return f"it returned {describe(value)}; expected {expected}"
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def instance_of(kind: type) -> Callable[[Any], str]:
-    """A check that a part is a ``kind``."""
-    return lambda made: "" if isinstance(made, kind) else expected(made, f"a {kind.__module__}.{kind.__name__}")
+def check_instance(kind: type) -> Callable[[Any], str]:
+    """Return a check that a part is an instance of ``kind``."""
+    return lambda part: (
+        "" if isinstance(part, kind) else describe_mismatch(part, f"a {kind.__module__}.{kind.__name__}")
+    )
 
 
-def function(made: Any) -> str:
-    """A part that core calls."""
-    return "" if callable(made) else expected(made, "a function")
+def check_callable(part: Any) -> str:
+    """Check that a part is callable."""
+    return "" if callable(part) else describe_mismatch(part, "a function")
 
 
-def present(made: Any) -> str:
-    """A part whose interface another part defines."""
-    return "" if made is not None else expected(made, "the part: is a `return` missing?")
+def check_present(part: Any) -> str:
+    """Check that a part is not None; another part defines its interface."""
+    return "" if part is not None else describe_mismatch(part, "the part: is a `return` missing?")
 
 
 # -- rollout ----------------------------------------------------------------------------------------------------------
 
 
-def groups(value: Any, _: tuple[Any, ...]) -> str:
-    """A list of groups, each a list of samples."""
-    what = "a list of groups, each a list of Sample"
+def check_groups(value: Any, _: tuple[Any, ...]) -> str:
+    """Check for a list of groups, each a list of samples."""
+    expected = "a list of groups, each a list of Sample"
     if not isinstance(value, list):
-        return expected(value, what)
-    return next((expected(g, f"{what}; this is one of its entries") for g in value if _samples(g)), "")
+        return describe_mismatch(value, expected)
+    return next(
+        (describe_mismatch(g, f"{expected}; this is one of its entries") for g in value if _check_sample_list(g)), ""
+    )
 
 
-def samples(value: Any, _: tuple[Any, ...]) -> str:
-    """A list of at least one sample."""
-    return _samples(value)
+def check_samples(value: Any, _: tuple[Any, ...]) -> str:
+    """Check for a list of at least one sample."""
+    return _check_sample_list(value)
 
 
-def _samples(value: Any) -> str:
-    right = isinstance(value, list) and value and all(isinstance(s, Sample) for s in value)
-    return "" if right else expected(value, "a list of at least one Sample")
+def _check_sample_list(value: Any) -> str:
+    valid = isinstance(value, list) and value and all(isinstance(s, Sample) for s in value)
+    return "" if valid else describe_mismatch(value, "a list of at least one Sample")
 
 
-def reward(value: Any, arguments: tuple[Any, ...]) -> str:
-    """A finite number or a dict of numbers; of a group reward, a list of them, one per sample of ``(args, samples)``."""
+def check_reward(value: Any, arguments: tuple[Any, ...]) -> str:
+    """Check for a finite number or a dict of numbers; for a group reward, a list of them, one per sample of ``(args, samples)``."""
     if len(arguments) < 2 or not isinstance(arguments[1], list):
-        return _one_reward(value)
+        return _check_one_reward(value)
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(arguments[1]):
-        return expected(value, f"a list of {len(arguments[1])} rewards, one per sample of the group")
-    return next((wrong for wrong in map(_one_reward, values) if wrong), "")
+        return describe_mismatch(value, f"a list of {len(arguments[1])} rewards, one per sample of the group")
+    return next((wrong for wrong in map(_check_one_reward, values) if wrong), "")
 
 
-def _one_reward(value: Any) -> str:
+def _check_one_reward(value: Any) -> str:
     entries = value if isinstance(value, Mapping) else {"": value}
     if not entries:
-        return expected(value, "a number, or a dict of numbers")
+        return describe_mismatch(value, "a number, or a dict of numbers")
     for name, entry in entries.items():
         try:
             number(entry, None)
@@ -97,33 +101,33 @@ def _one_reward(value: Any) -> str:
     return ""
 
 
-def check_response(run: Run, request: Request, found: Any) -> None:
-    """Check an engine's answer to ``request``.
+def check_response(run: Run, request: Request, response: Any) -> None:
+    """Check an engine's response to ``request``.
 
     Raises:
-        PluginError: it is no response to that request; names the plugin that provides the engine.
+        PluginError: the response is invalid; names the plugin that provides the engine.
     """
-    if wrong := _response(request, found):
+    if wrong := _describe_invalid_response(request, response):
         name = run.config.run.engine
         raise refuse(run.hooks.provider("engine", name), f"make_engine ({name})", wrong)
 
 
-def _response(request: Request, found: Any) -> str:
-    if not isinstance(found, Response):
-        return expected(found, "a Response from Engine.generate")
-    count, most = len(found.tokens), request.sampling.max_new_tokens
+def _describe_invalid_response(request: Request, response: Any) -> str:
+    if not isinstance(response, Response):
+        return describe_mismatch(response, "a Response from Engine.generate")
+    count, most = len(response.tokens), request.sampling.max_new_tokens
     if count > most:
         return f"the response has {count} tokens; the request allows max_new_tokens {most}"
-    if len(found.log_probs) != count:
-        return f"the response has {count} tokens and {len(found.log_probs)} log_probs; expected one per token"
-    if found.finish not in ("stop", "length", "abort"):
-        return f"the response has finish {found.finish!r}; expected stop, length or abort"
-    if not count and found.finish != "abort":
-        return f"the response has no tokens and finish {found.finish!r}; a finished response has at least one"
-    return _versions(found.weight_versions, count)
+    if len(response.log_probs) != count:
+        return f"the response has {count} tokens and {len(response.log_probs)} log_probs; expected one per token"
+    if response.finish not in ("stop", "length", "abort"):
+        return f"the response has finish {response.finish!r}; expected stop, length or abort"
+    if not count and response.finish != "abort":
+        return f"the response has no tokens and finish {response.finish!r}; a finished response has at least one"
+    return _check_versions(response.weight_versions, count)
 
 
-def _versions(pairs: list[tuple[int, int]], count: int) -> str:
+def _check_versions(pairs: list[tuple[int, int]], count: int) -> str:
     starts, versions = [start for start, _ in pairs], [version for _, version in pairs]
     if versions != sorted(versions) or len(set(starts)) < len(starts) or starts != sorted(starts):
         return f"the response has weight_versions {pairs}; expected (first token, version) with both in ascending order"
@@ -135,100 +139,103 @@ def _versions(pairs: list[tuple[int, int]], count: int) -> str:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def metrics(pairs: Any) -> str:
-    """A dict of name -> (sum, weight), whose names have a prefix."""
+def check_metrics(pairs: Any) -> str:
+    """Check for a dict of name -> (sum, weight) in which every name has a prefix."""
     if not isinstance(pairs, dict):
         return f"its metrics are {describe(pairs)}; expected a dict of name -> (sum, weight)"
     for name, pair in pairs.items():
-        if not (isinstance(pair, tuple) and len(pair) == 2 and _scalar(pair[0]) and _scalar(pair[1])):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and _is_scalar(pair[0]) and _is_scalar(pair[1])):
             return f"the metric {name!r} is {describe(pair)}; expected (sum, weight), two numbers or 0-d tensors"
         if not isinstance(name, str) or "/" not in name:
             return f"the metric {name!r} has no prefix; name it <plugin>/{name}"
     return ""
 
 
-def _scalar(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, Real)
 
 
-def _column(what: str, value: Any, like: Tensor) -> str:
-    """A floating [tokens] tensor on the device of ``like``."""
+def _check_column(name: str, value: Any, like: Tensor) -> str:
+    """Check for a floating-point [tokens] tensor on the device of ``like``."""
     if not isinstance(value, Tensor) or value.shape != like.shape or not value.is_floating_point():
-        return f"{what} is {describe(value)}; expected a float Tensor [tokens] = {list(like.shape)}"
+        return f"{name} is {describe(value)}; expected a float Tensor [tokens] = {list(like.shape)}"
     if value.device != like.device:
-        return f"{what} is on {value.device}; the batch is on {like.device}"
+        return f"{name} is on {value.device}; the batch is on {like.device}"
     return ""
 
 
-def _values(what: str, value: Tensor, negative: bool) -> str:
-    """Finite values [tokens], also not negative where ``negative`` is False."""
+def _check_values(name: str, value: Tensor, negative: bool) -> str:
+    """Check that the values [tokens] are finite and, unless ``negative``, at least 0."""
     wrong = ~torch.isfinite(value) if negative else ~(torch.isfinite(value) & (value >= 0))
     if not bool(wrong.any()):
         return ""
     at = int(wrong.nonzero()[0])
     range_ = "finite" if negative else "finite and at least 0"
     return (
-        f"{what}[{at}] is {float(value[at])} ({int(wrong.sum())} of {len(value)} tokens are wrong); expected {range_}"
+        f"{name}[{at}] is {float(value[at])} ({int(wrong.sum())} of {len(value)} tokens are wrong); expected {range_}"
     )
 
 
-def output(value: Any, arguments: tuple[Any, ...]) -> str:
-    """An ``Output`` whose columns are those of the micro-batch."""
+def check_output(value: Any, arguments: tuple[Any, ...]) -> str:
+    """Check for an ``Output`` whose columns have the micro-batch's shape and device."""
     _, batch, ctx = arguments
     if not isinstance(value, Output):
-        return expected(value, "an Output")
+        return describe_mismatch(value, "an Output")
     for name in ("log_probs", "entropy"):
-        found = getattr(value, name)
-        if found is not None and (wrong := _column(name, found, batch.tokens)):
+        column = getattr(value, name)
+        if column is not None and (wrong := _check_column(name, column, batch.tokens)):
             return wrong
     for name, pair in value.aux.items():
-        if not (isinstance(pair, tuple) and len(pair) == 2 and _scalar(pair[0]) and _scalar(pair[1])):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and _is_scalar(pair[0]) and _is_scalar(pair[1])):
             return f"aux[{name!r}] is {describe(pair)}; expected (sum, weight), two 0-d tensors"
-    return metrics(ctx.metrics)
+    return check_metrics(ctx.metrics)
 
 
-def correction(value: Any, arguments: tuple[Any, ...]) -> str:
-    """A ``Correction`` of all tokens."""
+def check_correction(value: Any, arguments: tuple[Any, ...]) -> str:
+    """Check for a ``Correction`` with one weight and one keep flag per token."""
     if not isinstance(value, Correction):
-        return expected(value, "a Correction")
+        return describe_mismatch(value, "a Correction")
     like = arguments[0].mask
-    if wrong := _column("Correction.weight", value.weight, like):
+    if wrong := _check_column("Correction.weight", value.weight, like):
         return wrong
     if not isinstance(value.keep, Tensor) or value.keep.dtype != torch.bool or value.keep.shape != like.shape:
         return f"Correction.keep is {describe(value.keep)}; expected a bool Tensor [tokens] = {list(like.shape)}"
     if value.weight.requires_grad:
         return "Correction.weight has a gradient; detach it"
-    if value.weight.device.type == "cpu" and (wrong := _values("Correction.weight", value.weight, negative=False)):
+    if value.weight.device.type == "cpu" and (
+        wrong := _check_values("Correction.weight", value.weight, negative=False)
+    ):
         return wrong
-    return metrics(value.metrics)
+    return check_metrics(value.metrics)
 
 
-def loss(value: Any, _: tuple[Any, ...]) -> str:
-    """A ``Loss`` with one number."""
+def check_loss(value: Any, _: tuple[Any, ...]) -> str:
+    """Check for a ``Loss`` with a 0-d value that has a gradient."""
     if not isinstance(value, Loss):
-        return expected(value, "a Loss")
+        return describe_mismatch(value, "a Loss")
     if not isinstance(value.value, Tensor) or value.value.dim():
         return f"Loss.value is {describe(value.value)}; expected a 0-d Tensor, the micro-batch's share of the loss"
     if torch.is_grad_enabled() and not value.value.requires_grad:
         return "Loss.value has no gradient; compute it from output.log_probs, without detach() or item()"
-    return metrics(value.metrics)
+    return check_metrics(value.metrics)
 
 
-def advantages(value: Any, arguments: tuple[Any, ...]) -> str:
-    """A finite [tokens] tensor."""
-    return _column("the advantage", value, arguments[0].mask) or _values("the advantage", value, negative=True)
+def check_advantages(value: Any, arguments: tuple[Any, ...]) -> str:
+    """Check for a floating-point [tokens] tensor of finite values."""
+    like = arguments[0].mask
+    return _check_column("the advantage", value, like) or _check_values("the advantage", value, negative=True)
 
 
-def optimizer_metrics(value: Any, _: tuple[Any, ...]) -> str:
-    """A dict of numbers."""
+def check_optimizer_metrics(value: Any, _: tuple[Any, ...]) -> str:
+    """Check for a dict of numbers."""
     if not isinstance(value, dict):
-        return expected(value, "the dict of metrics that the inner function returned")
-    wrong = next((name for name, entry in value.items() if not _scalar(entry)), None)
+        return describe_mismatch(value, "the dict of metrics that the inner function returned")
+    wrong = next((name for name, entry in value.items() if not _is_scalar(entry)), None)
     return "" if wrong is None else f"the metric {wrong!r} is {describe(value[wrong])}; expected a number"
 
 
-def unit(value: Any, _: tuple[Any, ...]) -> str:
-    """A ``Unit`` of named tensors."""
+def check_unit(value: Any, _: tuple[Any, ...]) -> str:
+    """Check for a ``Unit`` of named tensors."""
     if not isinstance(value, Unit):
         return f"the stream holds {describe(value)}; expected Unit(tensors)"
     if not isinstance(value.tensors, dict) or not value.tensors:
@@ -239,63 +246,63 @@ def unit(value: Any, _: tuple[Any, ...]) -> str:
     return ""
 
 
-def shapes(found: Unit) -> dict[str, list[int]]:
-    """Checkpoint name -> shape."""
-    return {name: list(tensor.shape) for name, tensor in found.tensors.items()}
+def unit_shapes(unit: Unit) -> dict[str, list[int]]:
+    """Return checkpoint name -> shape."""
+    return {name: list(tensor.shape) for name, tensor in unit.tensors.items()}
 
 
-# -- what an event leaves behind --------------------------------------------------------------------------------------
+# -- arguments that an event changed in place --------------------------------------------------------------------------
 
 
-def model_before(arguments: Mapping[str, Any]) -> tuple[bool, int | None]:
-    """Whether any weight can be trained, and how many tokens the output layer scores."""
+def record_model(arguments: Mapping[str, Any]) -> tuple[bool, int | None]:
+    """Return whether any parameter is trainable, and the number of tokens that the output layer scores."""
     model = arguments["model"]
-    return any(p.requires_grad for p in model.parameters()), _scored(model)
+    return any(p.requires_grad for p in model.parameters()), _output_size(model)
 
 
-def model_after(state: tuple[bool, int | None], arguments: Mapping[str, Any]) -> str:
-    """Some weight can still be trained, and the output layer still scores the vocabulary."""
+def check_model(state: tuple[bool, int | None], arguments: Mapping[str, Any]) -> str:
+    """Check that a parameter is still trainable, and that the output layer still scores the vocabulary."""
     model, role = arguments["model"], arguments["role"]
     trainable, tokens = state
     if role in ("train", "shared") and trainable and not any(p.requires_grad for p in model.parameters()):
         count = sum(1 for _ in model.parameters())
         return f"requires_grad is False for all {count} parameters of the model to train; leave some to train"
-    found = _scored(model)
-    if tokens is not None and found != tokens:
-        return f"the output layer (lm_head) scores {found} tokens; expected {tokens}, the model's vocabulary"
+    size = _output_size(model)
+    if tokens is not None and size != tokens:
+        return f"the output layer (lm_head) scores {size} tokens; expected {tokens}, the model's vocabulary"
     return ""
 
 
-def _scored(model: nn.Module) -> int | None:
+def _output_size(model: nn.Module) -> int | None:
     find = getattr(model, "get_output_embeddings", None)
     layer = find() if find is not None else None
     weight = getattr(layer, "weight", None)
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
-def batch_after(_: None, arguments: Mapping[str, Any]) -> str:
-    """Every column has a row per token and every scalar one per sample."""
+def check_batch(_: None, arguments: Mapping[str, Any]) -> str:
+    """Check that every column has one row per token and every scalar one row per sample."""
     batch: Batch = arguments["batch"]
     tokens, count = len(batch.tokens), len(batch)
     for name, column in batch.columns.items():
         if not isinstance(column, (Tensor, Ragged)):
             return f"batch.columns[{name!r}] is {describe(column)}; expected a Tensor [tokens, ...]"
-        if (found := len(column.offsets) - 1 if isinstance(column, Ragged) else _rows(column)) != tokens:
-            return f"batch.columns[{name!r}] has {found} rows; expected {tokens}, one per token"
+        if (rows := len(column.offsets) - 1 if isinstance(column, Ragged) else _count_rows(column)) != tokens:
+            return f"batch.columns[{name!r}] has {rows} rows; expected {tokens}, one per token"
     for name, scalar in batch.scalars.items():
-        if not isinstance(scalar, Tensor) or _rows(scalar) != count:
+        if not isinstance(scalar, Tensor) or _count_rows(scalar) != count:
             return f"batch.scalars[{name!r}] is {describe(scalar)}; expected a Tensor of {count} rows, one per sample"
     if int(batch.lengths.sum()) != tokens:
         return f"batch.lengths add up to {int(batch.lengths.sum())}; expected {tokens}, the number of tokens"
     return ""
 
 
-def _rows(tensor: Tensor) -> int:
+def _count_rows(tensor: Tensor) -> int:
     return len(tensor) if tensor.dim() else 0
 
 
-def sample_after(_: None, arguments: Mapping[str, Any]) -> str:
-    """The sample's lists are as long as its response, its fields as declared."""
+def check_sample(_: None, arguments: Mapping[str, Any]) -> str:
+    """Check that the sample's lists have the length of its response and its fields match their declarations."""
     try:
         arguments["sample"].validate(arguments["run"].fields)
     except (DataError, TypeError) as error:
@@ -303,8 +310,8 @@ def sample_after(_: None, arguments: Mapping[str, Any]) -> str:
     return ""
 
 
-def request_after(_: None, arguments: Mapping[str, Any]) -> str:
-    """The request still has a prompt, and names of fields to record."""
+def check_request(_: None, arguments: Mapping[str, Any]) -> str:
+    """Check that the request still has a prompt, and a set of field names to record."""
     request: Request = arguments["request"]
     if not request.tokens or not isinstance(request.tokens, list):
         return f"it left the request with tokens that are {describe(request.tokens)}; expected a list of token ids"
@@ -313,57 +320,58 @@ def request_after(_: None, arguments: Mapping[str, Any]) -> str:
     return ""
 
 
-def step_before(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics as they were."""
+def copy_metrics(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the metrics before the hook changes them."""
     return dict(arguments["metrics"])
 
 
-def step_after(state: dict[str, Any], arguments: Mapping[str, Any]) -> str:
-    """Metrics that were added are numbers under a prefix."""
+def check_added_metrics(state: dict[str, Any], arguments: Mapping[str, Any]) -> str:
+    """Check that added or changed metrics are numbers and their names have a prefix."""
     for name, value in arguments["metrics"].items():
         if name in state and state[name] is value:
             continue
-        if not _scalar(value):
+        if not _is_scalar(value):
             return f"the metric {name!r} is {describe(value)}; expected a number"
         if not isinstance(name, str) or "/" not in name:
             return f"the metric {name!r} has no prefix; name it <plugin>/{name}"
     return ""
 
 
-#: hook -> how its results are checked; ``UNCHECKED`` events receive nothing that they could damage, or what core checks itself.
+#: hook -> checks of its results. ``UNCHECKED`` hooks cannot damage their arguments, or core checks their results elsewhere.
 BOUNDARIES: dict[str, Boundary] = {
     "on_start": UNCHECKED,
-    "on_model": Boundary(before=model_before, after=model_after),
-    "on_further_layers": UNCHECKED,  # the trainer checks wishes against its model
-    "wrap_rollout": Boundary(call=groups, kind="async"),
-    "wrap_generate": Boundary(call=samples, kind="async"),
-    "on_request": Boundary(after=request_after),
-    "on_sample": Boundary(after=sample_after),
-    "on_batch": Boundary(after=batch_after),
-    "wrap_forward": Boundary(call=output),
-    "wrap_correction": Boundary(call=correction),
-    "wrap_loss": Boundary(call=loss),
-    "wrap_weights": Boundary(call=unit, kind="stream", shapes=shapes),
-    "wrap_optimizer_step": Boundary(call=optimizer_metrics),
+    "on_model": Boundary(before=record_model, after=check_model),
+    "on_further_layers": UNCHECKED,  # the trainer checks the requests against its model
+    "wrap_rollout": Boundary(call=check_groups, kind="async"),
+    "wrap_generate": Boundary(call=check_samples, kind="async"),
+    "on_request": Boundary(after=check_request),
+    "on_sample": Boundary(after=check_sample),
+    "on_batch": Boundary(after=check_batch),
+    "wrap_forward": Boundary(call=check_output),
+    "wrap_correction": Boundary(call=check_correction),
+    "wrap_loss": Boundary(call=check_loss),
+    "wrap_weights": Boundary(call=check_unit, kind="stream", shapes=unit_shapes),
+    "wrap_optimizer_step": Boundary(call=check_optimizer_metrics),
     "on_weights_synced": UNCHECKED,
-    "on_step": Boundary(before=step_before, after=step_after),
-    "on_save": UNCHECKED,  # Store.put checks what it is given
+    "on_step": Boundary(before=copy_metrics, after=check_added_metrics),
+    "on_save": UNCHECKED,  # Store.put checks its arguments
     "on_load": UNCHECKED,
     "on_stop": UNCHECKED,
-    "make_runtime": Boundary(part=instance_of(Runtime)),
-    "make_model": Boundary(part=instance_of(nn.Module)),
-    "make_trainer": Boundary(part=instance_of(Trainer)),
-    "make_engine": Boundary(part=instance_of(Engine)),
-    "make_decoder": Boundary(part=present),
-    "make_schedule": Boundary(part=instance_of(Schedule)),
-    "make_transport": Boundary(part=instance_of(Transport)),
-    "make_advantage": Boundary(part=function, call=advantages),
-    "make_reward": Boundary(part=function, call=reward, kind="async"),
-    "make_check": UNCHECKED,  # core checks what it gets from it
-    "make_generate": UNCHECKED,  # core checks what it gets from it
-    "make_head": UNCHECKED,  # core checks what it gets from it
-    "make_optimizer": UNCHECKED,  # core checks what it gets from it
-    "make_prompts": UNCHECKED,  # core checks what it gets from it
-    "on_evaluation": UNCHECKED,  # core checks what it gets from it
-    "wrap_learn": UNCHECKED,  # core checks what it gets from it
+    "make_runtime": Boundary(part=check_instance(Runtime)),
+    "make_model": Boundary(part=check_instance(nn.Module)),
+    "make_trainer": Boundary(part=check_instance(Trainer)),
+    "make_engine": Boundary(part=check_instance(Engine)),
+    "make_decoder": Boundary(part=check_present),
+    "make_schedule": Boundary(part=check_instance(Schedule)),
+    "make_transport": Boundary(part=check_instance(Transport)),
+    "make_advantage": Boundary(part=check_callable, call=check_advantages),
+    "make_reward": Boundary(part=check_callable, call=check_reward, kind="async"),
+    # Core checks the results of the following hooks where it uses them.
+    "make_check": UNCHECKED,
+    "make_generate": UNCHECKED,
+    "make_head": UNCHECKED,
+    "make_optimizer": UNCHECKED,
+    "make_prompts": UNCHECKED,
+    "on_evaluation": UNCHECKED,
+    "wrap_learn": UNCHECKED,
 }

@@ -1,8 +1,7 @@
-"""A run as plugins see it: what was asked for, what was resolved, and where the run stands.
+"""The run object passed to plugins: configuration, resolved plan and progress.
 
-Complete when it exists. The parts that are built from it (engines, learners) are in ``PolicyParts``, what it tells (metrics,
-progress, examples) goes through the driver's log; neither is reached from here, because a worker of another process has a
-``Run`` too.
+A ``Run`` is complete when it is constructed. It gives no access to the parts built from it (engines and learners, see
+``PolicyParts``) or to the driver's log (metrics, progress, examples), because workers in other processes have a ``Run`` too.
 """
 
 from __future__ import annotations
@@ -28,17 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Run:
-    """Shared by core and plugins; plugins hang their own state on ``stash``.
+    """State shared by core and plugins; plugins store their own state in ``stash``.
 
     Attributes:
-        config, plan, hooks: what was asked for, what was resolved, who is told.
+        config: the effective configuration.
+        plan: the accepted plan.
+        hooks: the registered hooks.
         fields: declared columns of core and the active plugins.
-        directory: where everything of this run is written.
-        tokenizer: the checkpoint's; ``render`` makes a prompt's token ids with it.
-        policies: one by default, or those of the table ``policies`` of a configuration file; ``on_start`` may add more.
-        step: completed steps; during a step, the number of the step under way.
-        stop_requested: the user asked to stop; honoured at once during a rollout, else after the step.
-        clock: seconds by phase.
+        directory: the run directory, where all files of the run are written.
+        tokenizer: the checkpoint's tokenizer.
+        render: the template that converts a prompt to token ids with ``tokenizer``.
+        policies: one policy by default, or those of the table ``policies`` of a configuration file; ``on_start`` may add more.
+        step: number of completed steps, which is also the index of the current step.
+        stop_requested: whether the user requested a stop; takes effect immediately during a rollout, else after the step.
+        clock: measures the time of each phase, in seconds.
         stash: typed plugin state.
     """
 
@@ -58,14 +60,14 @@ class Run:
 
     @property
     def policy(self) -> Policy:
-        """The first policy that trains: the one of a run that has one."""
+        """The first policy that trains."""
         return next((p for p in self.policies if p.role == "train"), self.policies[0])
 
     def config_of(self, policy: Policy) -> Config:
-        """The configuration of one policy: the run's, with the policy's own checkpoint and options in force.
+        """Return the configuration of one policy: the run's configuration with the policy's checkpoint and options applied.
 
         Raises:
-            ConfigError: ``Policy.options`` has a key that is no option of a policy, or a value that it cannot take.
+            ConfigError: ``Policy.options`` has an unknown key or an invalid value.
         """
         if not policy.options and policy.hf_checkpoint in ("", self.config.model.hf_checkpoint):
             return self.config
@@ -75,14 +77,14 @@ class Run:
                 key,
                 self.config.for_policy(policy.name, policy.options, policy.hf_checkpoint),
             )
-        found: Config = self._configs[policy.name][1]
-        return found
+        config: Config = self._configs[policy.name][1]
+        return config
 
     def own(self, policy: Policy, groups: list[list[Sample]]) -> list[Sample]:
-        """The samples that name a policy (``Sample.policy``); those that name none belong to the first one that trains.
+        """Return the samples of a policy (``Sample.policy``). Samples without a policy name belong to the first policy that trains.
 
         Raises:
-            DataError: a sample names a policy that does not exist or does not learn from samples, so nothing would learn from it.
+            DataError: a sample names a policy that does not exist or does not train on samples.
         """
         names = {p.name: p.role for p in self.policies}
         samples = [s for group in groups for s in group]
@@ -96,15 +98,15 @@ class Run:
         return [s for s in samples if (s.policy or self.policy.name) == policy.name]
 
     def text(self, tokens: list[int]) -> str:
-        """Decoded token ids, special tokens included."""
+        """Decode token ids to text, including special tokens."""
         return str(self.tokenizer.decode(tokens))
 
     def named(self, policy: Policy, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics of one policy, with its name in front unless it is the only one that trains."""
+        """Prefix the metric names of a policy with its name, unless it is the only policy that trains."""
         if self.alone(policy):
             return metrics
         return {f"{policy.name}/{name}": value for name, value in metrics.items()}
 
     def alone(self, policy: Policy) -> bool:
-        """Whether a policy is the only one of the run that trains on samples of its own (others score, or are its critics)."""
+        """Whether ``policy`` is the only policy with the role ``train``; other policies only score samples or are critics."""
         return [p for p in self.policies if p.role == "train"] == [policy]

@@ -1,25 +1,25 @@
-"""Where the parts run.
+"""The runtime contract: the processes in which the parts of a run execute.
 
-The driver talks to a policy's trainer through a ``LearnerHandle`` and to its engine through the engine contract; a
-runtime makes both, and the driver does not know how far away they are. ``inline`` keeps them in this process. With a
-process for each GPU (``miles_runtime`` is all of this but for the processes themselves):
+The driver calls a policy's trainer through a ``LearnerHandle`` and its engine through the engine contract. A runtime builds both;
+the driver does not depend on where they run. The runtime ``inline`` keeps them in the driver's process. A runtime with one process
+per GPU works as follows (``miles_runtime`` implements everything except starting the processes):
 
-- A trainer rank is a process that takes one call at a time (calls are collectives, in one order on every rank). Each builds
-  its own run, hooks and ``Learner`` after ``worker_run`` accepted the plan that came as JSON; the driver
-  compares the digests with ``same_plan``.
-- Before ``make_trainer`` is called in several ranks, the default process group of ``torch.distributed`` is initialised in each of
-  them: gloo for tensors on a CPU and NCCL for those on a GPU, one rank a process, and a rank sees its own GPU only. The trainer
-  derives its ``World`` from it.
-- The handle sends each call to all ranks. ``learn`` and ``supervise`` divide samples by whole groups over data-parallel
-  ranks, the same share for all ranks of one model replica, and add up the (sum, weight) pairs of one rank a replica.
-- The engine of a policy is an ``Engine`` in front of processes that hold one engine each: ``generate`` picks one (a group stays
-  together), every other call goes to all of them.
-- Weights never pass through the driver: ``push`` runs export, encoding and transport inside the ranks. A rank's
-  transport gets the same kind of engine front, to tell the engines to receive; tensors that are handed to that front travel as bytes.
-- With ``--colocate`` both kinds run on the same devices. Core makes them take turns (``miles_runtime.turns``); the runtime places
-  them there and sees to it, with the same calls, that each has room while it is built.
-- A process that dies or does not answer is told as ``WorkerLost``. A lost engine is replaced behind its front. A lost rank takes the learner's
-  work since the last checkpoint with it: the driver asks the runtime to ``recover`` and repeats the steps from there.
+- A trainer rank is a process that executes one call at a time. Calls are collectives, in the same order on every rank. Each rank
+  calls ``worker_run`` to accept the plan, received as JSON, and builds its own run, hooks and ``Learner``. The driver compares the
+  digests of the plans with ``same_plan``.
+- With several ranks, the default process group of ``torch.distributed`` is initialised in each rank before ``make_trainer``: gloo
+  for CPU tensors and NCCL for GPU tensors, one rank per process. A rank sees only its own GPU. The trainer derives its ``World``
+  from the process group.
+- The handle sends each call to all ranks. ``learn`` and ``supervise`` split samples by whole groups over data-parallel ranks. All
+  ranks of one model replica receive the same samples; the (sum, weight) pairs are added over replicas, from one rank per replica.
+- The engine of a policy is an ``Engine`` that forwards to processes with one engine each. ``generate`` selects one of them (the same
+  one for all requests of a group); every other call goes to all of them.
+- Weights do not pass through the driver: ``push`` runs export, encoding and transport in the trainer ranks. A rank's transport
+  has its own engine front, through which it calls ``receive`` of the engines. Tensors passed to that front are sent as bytes.
+- With ``--colocate``, ranks and engines share devices. Core makes them take turns (``miles_runtime.turns``). The runtime places
+  them on the devices and uses the same calls to free memory while it builds each of them.
+- A process that dies or stops responding raises ``WorkerLost``. The engine front replaces a lost engine. A lost trainer rank loses the
+  training since the last checkpoint: the driver calls ``recover`` of the runtime and repeats the steps from that checkpoint.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from miles_core.precision.quantizer import SideParity
 from miles_core.precision.schedule import Precisions
 
 Metrics = dict[str, float]
-#: ``async learn(samples, step) -> Learned``, what ``wrap_learn`` goes around.
+#: ``async learn(samples, step) -> Learned``, the function that ``wrap_learn`` wraps.
 Learn = Callable[[Sequence[Sample], int], Awaitable["Learned"]]
 
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """What training saw of one sample's response tokens, [response_length] float32 each; what it did not compute is None.
+    """Values that training computed for one sample's response tokens, [response_length] float32; None if not computed.
 
     Attributes:
-        log_probs: under the policy before its first optimiser step on this rollout (with ``--use-rollout-logprobs``: before
-            the step that trained the sample); 0 where the loss mask is 0.
-        advantages: as they entered the loss.
+        log_probs: log-probabilities under the policy before its first optimiser step on this rollout (with
+            ``--use-rollout-logprobs``: before the step that trained the sample); 0 where the loss mask is 0.
+        advantages: the advantages used in the loss.
     """
 
     log_probs: np.ndarray | None
@@ -61,12 +61,12 @@ class TrainedTokens:
 
 @dataclass(frozen=True)
 class Learned:
-    """What training on one rollout did.
+    """The result of training on one rollout.
 
     Attributes:
-        metrics: its metrics.
-        steps: how many optimiser steps it made.
-        tokens: what it saw of each sample, in the order they were given; empty where the run keeps no samples.
+        metrics: the training metrics.
+        steps: number of optimiser steps.
+        tokens: values of each sample's tokens, in the order of the samples; empty if the run does not record samples.
     """
 
     metrics: Metrics
@@ -80,7 +80,7 @@ class TopLogProbs:
 
     Attributes:
         tokens: [response_length, k] int32, most probable first.
-        log_probs: [response_length, k] float32 over the whole vocabulary, at the sampling temperature.
+        log_probs: [response_length, k] float32 over the full vocabulary, at the sampling temperature.
     """
 
     tokens: np.ndarray
@@ -88,65 +88,80 @@ class TopLogProbs:
 
 
 class LearnerHandle(ABC):
-    """What the driver, and a plugin in ``wrap_learn``, may ask of one policy's trainer, all ranks of it. Metrics are means over
+    """Interface to all trainer ranks of one policy, for the driver and for plugins in ``wrap_learn``. Metrics are means over
     tokens and ranks."""
 
-    #: the last ``learn``; the loop takes the metrics of policies that learn in another policy's ``wrap_learn`` from it
+    #: result of the last ``learn``; the loop reads from it the metrics of critics, which learn in another policy's ``wrap_learn``
     learned: Learned | None = None
 
     @abstractmethod
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
-        """Train on one rollout (whole groups), after ``step`` completed ones. ConfigError for a frozen policy."""
+        """Train on one rollout of whole groups. ``step`` is the number of completed steps. Raises ConfigError for a frozen policy."""
 
     async def intact(self) -> bool:
-        """Whether weights and optimiser are those of a completed ``learn``: True as well after one that failed before its
-        first optimiser step. What is not known is answered with False; a run that fails then saves nothing."""
+        """Whether weights and optimiser are in the state after a completed ``learn``.
+
+        Also True after a ``learn`` that failed before its first optimiser step. False if unknown; a failing run then saves nothing.
+        """
         return False
 
     @abstractmethod
     async def supervise(self, samples: Sequence[Sample], lr: float) -> Metrics:
-        """One supervised step."""
+        """Train one supervised step."""
 
     @abstractmethod
     async def reset_optimizer(self) -> None:
-        """Forget moments and schedule after a warm start."""
+        """Reset the optimiser's moments and the learning-rate schedule after a warm start."""
 
     @abstractmethod
     async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
-        """The policy's log-probabilities of each sample's response tokens, [response_length] float32, 0 where its loss
-        mask is 0; computed like those of a training step (pass ``verify``), or as ``emulation`` says. Fields that the
-        samples carry take part, as in training; ones that they do not carry are not missed."""
+        """Compute the policy's log-probabilities of each sample's response tokens, [response_length] float32.
+
+        Entries are 0 where the loss mask is 0. The computation is that of a training step (pass ``verify``), changed by
+        ``emulation``. It uses the fields present in the samples, as training does; fields may be absent.
+        """
 
     @abstractmethod
     async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """What a critic expects of each state, [response_length] float32 for each sample: entry t is the value of the state in which
-        response token t is chosen; 0 where the loss mask is 0. MilesError where the policy has no value head."""
+        """Compute a critic's values, [response_length] float32 per sample.
+
+        Entry t is the value of the state in which response token t is chosen; 0 where the loss mask is 0. Raises MilesError if the
+        policy has no value head.
+        """
 
     @abstractmethod
     async def top_log_probs(self, samples: Sequence[Sample], k: int) -> list[TopLogProbs]:
-        """The ``k`` most probable tokens at each response position, with their log-probabilities; token 0 with log-probability 0 where
-        the loss mask is 0. MilesError where the trainer cannot tell them."""
+        """Compute the ``k`` most probable tokens and their log-probabilities at each response position.
 
-    #: the version that ``take_snapshot`` put aside last
+        Where the loss mask is 0, tokens and log-probabilities are 0. Raises MilesError if the trainer does not support this.
+        """
+
+    #: version of the last ``take_snapshot``
     snapshot_version: int | None = None
 
     @abstractmethod
     async def take_snapshot(self, version: int) -> None:
-        """Put a copy of the weights aside, as ``push`` would send them now, for passes with ``Emulation.snapshot``: one copy
-        in host memory, which replaces the last. ``version``: what the engine calls them (-1 before the first sync)."""
+        """Copy the weights, as ``push`` would send them now, to host memory for passes with ``Emulation.snapshot``.
+
+        The copy replaces the previous one. ``version`` is the engine's version of these weights (-1 before the first sync).
+        """
 
     @abstractmethod
     async def rebuild(self, precisions: Precisions) -> None:
-        """Train, and encode what is pushed, in another precision from now on."""
+        """Change the precision of training and of pushed weights."""
 
     @abstractmethod
     async def push(self, version: int, plain: bool = False) -> SyncReport:
-        """Encode the weights and deliver them to the policy's engine as ``version``. With ``plain`` by core's copy, now and from
-        then on. SyncError when they did not arrive."""
+        """Encode the weights and deliver them to the policy's engine as ``version``.
+
+        With ``plain``, this and all later pushes use core's copy transport. Raises SyncError if the weights did not arrive.
+        """
 
     async def stage(self, version: int | None) -> None:
-        """Bring ``version`` to the engine while it generates, as far as the transport can; ``push`` of it comes next. None forgets
-        what was staged. SyncError when it did not arrive; the engine goes on with what it had."""
+        """Transfer as much of ``version`` as the transport supports while the engine generates, before ``push`` of that version.
+
+        None discards staged weights. Raises SyncError if the weights did not arrive; the engine then keeps its current weights.
+        """
 
     @abstractmethod
     async def save(self, directory: Path) -> None:
@@ -163,15 +178,15 @@ class LearnerHandle(ABC):
 
 @dataclass(eq=False)
 class PolicyParts:
-    """What one policy is made of, on the driver.
+    """The parts of one policy, on the driver.
 
     Attributes:
-        policy: whose they are.
-        learner: its trainer, all ranks of it.
-        engine: where its requests go; None for a policy that does not generate.
-        precisions: what the two sides compute in now.
-        parity: how each side with a number format quantises, measured when it was built.
-        learn: ``learner.learn`` with what plugins wrap around it; set when all policies are built.
+        policy: the policy.
+        learner: handle to all ranks of the policy's trainer.
+        engine: the policy's engine; None if the policy does not generate.
+        precisions: current precisions of trainer and engine.
+        parity: parity of the quantisers of trainer and engine, for sides with a number format, measured after building.
+        learn: ``learner.learn`` with the plugins' wrappers; set when all policies are built.
     """
 
     policy: Policy
@@ -183,10 +198,10 @@ class PolicyParts:
 
     @property
     def serving(self) -> Engine:
-        """The engine of a policy that has one.
+        """The policy's engine.
 
         Raises:
-            ConfigError: this policy has none.
+            ConfigError: this policy has no engine.
         """
         if self.engine is None:
             raise ConfigError(
@@ -201,30 +216,32 @@ class Runtime(ABC):
 
     @abstractmethod
     async def build(self, policy: Policy) -> PolicyParts:
-        """Learner and engine of a policy, the engine started but without weights of this run."""
+        """Build the learner and the engine of a policy. The engine is started, but has no weights of this run yet."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Release everything that was built, also after a failure half-way."""
+        """Release all parts, including those of an incomplete build."""
 
     def recovers(self, error: Exception) -> bool:
-        """Whether ``recover`` will be able to do something about what a part of this runtime raised."""
+        """Whether ``recover`` can handle an error raised by a part of this runtime."""
         return False
 
     async def recover(self, lost: WorkerLost) -> None:
-        """Rebuild what was lost: the parts stay the same objects, with the weights that they started with. Raises ``lost`` where
-        that cannot be done, or not again."""
+        """Rebuild the lost workers. The parts remain the same objects and have their initial weights.
+
+        Raises:
+            WorkerLost: ``lost``, if the workers cannot be rebuilt or the number of restarts is used up.
+        """
         raise lost
 
     async def release(self) -> None:
-        """Free the learners from calls that they wait in, as far as possible: the run stops and saves what they hold. Engines are not used
-        any more."""
+        """Unblock learners that wait in a call, if possible, so that a stopping run can save their state. Engines are not used
+        afterwards."""
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call, ``busy/NAME`` in seconds and ``idle/NAME`` (share of the time) of each worker in a process of its
-        own."""
+        """Return ``busy/NAME`` (seconds) and ``idle/NAME`` (fraction of time) since the last call, for each worker process."""
         return {}
 
     def activity(self) -> Mapping[str, int]:
-        """For each such worker how many calls it has to answer now; shown live."""
+        """Return the number of pending calls of each worker process, for the live display."""
         return {}

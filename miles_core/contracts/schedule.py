@@ -1,8 +1,8 @@
-"""The schedule: when samples are generated, seen from the weights they are generated with and trained on.
+"""The schedule contract: decides when samples are generated relative to training and weight updates.
 
-The loop asks for the groups of a step (``take``), trains on them, and pushes new weights while the schedule keeps the engine
-``quiet``. What runs meanwhile is the schedule's: nothing (``sync``), the rollout of the next step (``ahead``), or generation
-without an end into a bounded buffer (``async``). ``docs/schedules.md`` compares them.
+The loop takes the groups of a step (``take``), trains on them, and pushes new weights while the schedule pauses the engine
+(``quiet``). During training a schedule may run nothing (``sync``), the rollout of the next step (``ahead``), or continuous
+generation into a bounded buffer (``async``). ``docs/schedules.md`` compares them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Position:
-    """Where generation stands when a step is complete: what a checkpoint keeps of it.
+    """State of generation after a completed step, saved in checkpoints.
 
     Attributes:
-        data: plain JSON: the prompts' position, and the prompts that are out and have to be generated again.
-        samples: finished samples that no step has trained on, whole groups in order.
+        data: JSON data: the position in the prompts, and the prompts in flight, which are generated again after a resume.
+        samples: finished samples not yet used for training, as whole groups in order.
     """
 
     data: dict[str, Any]
@@ -31,11 +31,11 @@ class Position:
 
 
 class Schedule(ABC):
-    """Made by the provider of ``--schedule NAME``, ``make_schedule(run, collector, parts)``: it decides when groups are generated.
+    """Decides when groups are generated. ``make_schedule(run, collector, parts)`` of the provider of ``--schedule NAME`` builds it.
 
     Attributes:
-        beside: whether an evaluation may run beside generation and training; it ends before the next push.
-        seconds: how long the groups taken last were generated, for the tokens a second.
+        beside: whether an evaluation may run concurrently with generation and training; it ends before the next push.
+        seconds: generation time of the last groups taken, used for the tokens per second.
     """
 
     beside: bool = False
@@ -43,26 +43,31 @@ class Schedule(ABC):
 
     @abstractmethod
     async def take(self, step: int) -> list[list[Sample]]:
-        """The groups that step ``step`` (completed steps before it) trains on, ``--rollout-batch-size`` of them, less what
-        plugins' ``wrap_rollout`` filters. Interrupted when the user asks to stop."""
+        """Return the groups to train on in step ``step`` (number of completed steps).
+
+        Returns ``--rollout-batch-size`` groups minus those that the plugins' ``wrap_rollout`` filters out. Raises Interrupted if the
+        user requests a stop.
+        """
 
     @abstractmethod
     def quiet(self, parts: PolicyParts) -> AbstractAsyncContextManager[None]:
-        """Around the push of one policy's weights: inside, its engine is paused, and no request of this schedule gets a token.
-        Never raises Interrupted: the step whose weights are pushed is trained and will be completed."""
+        """Context for pushing one policy's weights: its engine is paused, and no request of this schedule generates tokens.
+
+        Never raises Interrupted, because the step whose weights are pushed has been trained and must be completed.
+        """
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Numbers about what was taken last, and about the requests since the last call; nothing where all is as usual."""
+        """Return metrics of the last groups taken and of the requests since the last call. May be empty."""
 
     @abstractmethod
     def state(self) -> Position:
-        """What to keep of generation; asked when a step is complete."""
+        """Return the state of generation to save; called after a completed step."""
 
     @abstractmethod
     def load_state(self, position: Position) -> None:
-        """Go on from ``position``, perhaps another schedule's. Nothing is in flight then."""
+        """Continue from ``position``, possibly saved by another schedule. Called when no request is in flight."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop everything in flight."""
+        """Cancel all requests in flight."""

@@ -1,12 +1,13 @@
-"""The trainer contract: log-probabilities, one optimiser step, weights out, save and load.
+"""The trainer contract: computes log-probabilities, runs optimiser steps, and exports, saves and loads weights.
 
-A trainer owns its schedule (plain micro-batches, pipeline stages, sharded ranks) and calls back for what the algorithm
-decides: ``forward`` for one micro-batch through one model chunk, ``loss`` on the last stage, ``optimizer_step``
-once. Core composes those three with the plugins' wrappers and hands them over in ``bind``. Every method is a collective,
-called on every trainer rank. All ranks of one model replica (tensor, pipeline, context parallel) are given the same samples
-and return the same complete columns and metrics; data-parallel ranks have different samples, perhaps none. A trainer may add
-micro-batches that train nothing (``loss_mask`` all 0), so that all ranks run equally many: ``forward`` and ``loss`` then
-return a zero that is connected to the model's output. ``miles_testing.TrainerContract`` is the executable form.
+A trainer controls its own execution (micro-batches, pipeline stages, sharded ranks) and calls three functions that the algorithm
+defines: ``forward`` for one micro-batch through one model chunk, ``loss`` on the last stage, and ``optimizer_step`` once. Core
+composes them with the plugins' wrappers and passes them to ``bind``.
+
+Every method is a collective, called on every trainer rank. All ranks of one model replica (tensor, pipeline, context parallel)
+receive the same samples and return the same complete columns and metrics. Data-parallel ranks receive different samples, possibly
+none. A trainer may add micro-batches with an all-zero ``loss_mask``, so that all ranks run the same number of micro-batches. For
+these, ``forward`` and ``loss`` return a zero connected to the model's output. ``miles_testing.TrainerContract`` tests the contract.
 """
 
 from __future__ import annotations
@@ -35,38 +36,38 @@ if TYPE_CHECKING:
     from miles_core.precision.snapshot import Snapshot
 
 Pass = Literal["old", "ref", "train", "verify", "rollout"]
-#: What a trainer holds in the memory of its device, and can give back apart from each other.
+#: Parts of a trainer's device memory that ``sleep`` can release independently.
 TrainerPart = Literal["weights", "optimizer"]
 ALL_PARTS: tuple[TrainerPart, ...] = ("weights", "optimizer")
 
-#: Keys of ``Context.attached`` between a wrapper that knows which experts to use and a trainer with the capability
-#: ``routing_replay``. Given: [physical tokens, layers with experts, k] int64, for all such layers of the model. The trainer's forward
-#: computes with these, in a recomputation too, and leaves what its own routers would have chosen: number of the layer among those
-#: with experts -> [physical tokens, k], of the chunk's layers; an empty dict for a chunk without routers.
+#: Keys of ``Context.attached`` for trainers with the capability ``routing_replay``. A wrapper sets ``GIVEN_ROUTES`` to the experts to
+#: use: [physical tokens, expert layers, k] int64, for all expert layers of the model. The trainer's forward computes with these experts,
+#: also in a recomputation, and sets ``OWN_ROUTES`` to the choices of its own routers for the chunk's layers: index among the model's
+#: expert layers -> [physical tokens, k]; an empty dict for a chunk without routers.
 GIVEN_ROUTES, OWN_ROUTES = "routes.given", "routes.own"
 
 
 @dataclass
 class Context:
-    """One micro-batch's passage through one model chunk.
+    """The pass of one micro-batch through one model chunk.
 
     Attributes:
-        kind: which pass this is. ``old``, ``ref`` and ``verify`` run without gradient.
-        layers: global numbers of the decoder layers this chunk holds.
-        rows: [physical tokens] for each row of the hidden states between layers on this rank (what a router sees), its
-            index in the micro-batch's flat columns (packing, sharing and sequence or context parallelism all end
-            here). -1 marks a padding row; ``take`` looks a column up.
-        recompute: activation checkpointing runs the chunk's layers again in the backward pass.
-        attached: values that plugins attach for the duration of this pass. The context travels with the call, so a
-            recomputation in the backward thread sees the same values; modules must not keep any. A backend whose layers
-            take no call object shows it to wrappers only.
-        extras: declared field name -> [physical tokens, ...] that modules recorded in this call; an engine keeps them for
-            the rows of requests that asked for that field.
-        metrics: (sum, weight) pairs that wrappers report; the trainer adds them to those of its step.
-        wanted: what the pass is to compute; see ``Trainer.columns``.
-        top_k: how many tokens ``top_tokens`` and ``top_log_probs`` have at each position.
-        sources: [targets] the physical row whose output predicts each target; None where a backend keeps that to itself.
-        targets: [targets] flat index of each position with a loss mask.
+        kind: kind of pass. ``old``, ``ref`` and ``verify`` run without gradient.
+        layers: global indices of the decoder layers in this chunk.
+        rows: [physical tokens] for each row of the hidden states between layers on this rank (the input of a router), its index
+            in the micro-batch's flat columns. Accounts for packing, shared prompts, and sequence and context parallelism. -1 marks
+            a padding row. ``take`` indexes a column with ``rows``.
+        recompute: whether activation checkpointing recomputes the chunk's layers in the backward pass.
+        attached: values that plugins attach for this pass. The context is passed with the call, so a recomputation in the backward
+            thread uses the same values; modules must not store them. Backends whose layers accept no extra argument pass the
+            context only to wrappers.
+        extras: declared field name -> [physical tokens, ...], recorded by modules in this call. An engine keeps them for the rows
+            of requests that requested the field.
+        metrics: (sum, weight) pairs reported by wrappers; the trainer adds them to the step's metrics.
+        wanted: names of the columns to compute; see ``Trainer.columns``.
+        top_k: number of tokens per position in ``top_tokens`` and ``top_log_probs``.
+        sources: [targets] index of the physical row whose output predicts each target; None if the backend does not provide it.
+        targets: [targets] flat index of each position where ``loss_mask`` is not 0.
     """
 
     kind: Pass
@@ -82,45 +83,46 @@ class Context:
     targets: Tensor | None = None
 
     def take(self, column: Tensor, pad: float | int) -> Tensor:
-        """A column [T, ...] as this chunk's rows [physical tokens, ...]; padding rows hold ``pad``."""
-        found = column[self.rows.clamp(min=0)]
-        found[self.rows < 0] = pad
-        return found
+        """Convert a column [T, ...] to this chunk's rows [physical tokens, ...]; padding rows hold ``pad``."""
+        values = column[self.rows.clamp(min=0)]
+        values[self.rows < 0] = pad
+        return values
 
     def at_targets(self, rows: Tensor, tokens: int) -> Tensor:
-        """What each physical row says of the tokens that it predicts, as a flat column: [tokens, ...], 0 where ``loss_mask`` is 0.
-        A prompt that samples share is computed once, and its last row then predicts a token of each of them.
+        """Convert values of physical rows to a flat column [tokens, ...] at the tokens they predict; 0 where ``loss_mask`` is 0.
+
+        A prompt shared by several samples is computed once; its last row predicts the first response token of each sample.
 
         Args:
             rows: [physical tokens, ...], for example a head's output for the last hidden states.
-            tokens: how many flat tokens the micro-batch has.
+            tokens: number of flat tokens in the micro-batch.
 
         Raises:
-            MilesError: this backend does not tell which row predicts which token.
+            MilesError: this backend does not provide ``sources`` and ``targets``.
         """
         if self.sources is None or self.targets is None:
             raise MilesError("this trainer does not tell which row predicts which token (Context.sources)")
-        found = rows.new_zeros(tokens, *rows.shape[1:])
-        return found.index_put((self.targets,), rows.index_select(0, self.sources))
+        values = rows.new_zeros(tokens, *rows.shape[1:])
+        return values.index_put((self.targets,), rows.index_select(0, self.sources))
 
 
 @dataclass
 class Output:
-    """What one chunk returns for one micro-batch of T flat tokens.
+    """The output of one chunk for one micro-batch of T flat tokens. Per-token entries are 0 where ``loss_mask`` is 0.
 
     Attributes:
-        log_probs: [T] float32 at target positions where ``loss_mask`` is not 0, else 0; None before the last stage.
-            Complete on every context-parallel rank; the gradient reaches only the rows computed there.
-        entropy: [T] float32 in nats, likewise; None unless asked for.
-        values: [T] float32 of a critic's head: at each target the value of the state in which it is chosen; None without a head.
-        top_tokens: [T, k] int32 most probable tokens, likewise; None unless asked for.
-        top_log_probs: [T, k] float32, theirs.
-        candidate_log_probs: [T, k] float32 of the tokens in the batch's column ``candidates``, over the whole vocabulary at the sampling
-            temperature, with gradient in the pass ``train``; None in a batch without that column. Capability ``candidates``.
-        hidden: activations for the next stage; None after the last.
-        aux: auxiliary losses, name -> (sum over this micro-batch's trained tokens, coefficient included; number of
-            those tokens). Divided by the whole step's token count. A backend that differentiates such a loss inside
-            its own backward scales it by the same count and reports it as a metric, not here.
+        log_probs: [T] float32; None before the last pipeline stage. Complete on every context-parallel rank; gradients reach only
+            the rows computed on this rank.
+        entropy: [T] float32 in nats; None unless requested.
+        values: [T] float32 from a critic's head, the value of the state in which each target is chosen; None without a head.
+        top_tokens: [T, k] int32 most probable tokens; None unless requested.
+        top_log_probs: [T, k] float32 log-probabilities of ``top_tokens``.
+        candidate_log_probs: [T, k] float32 log-probabilities of the tokens in the batch's column ``candidates``, over the full vocabulary
+            at the sampling temperature, with gradient in the pass ``train``; None without that column. Capability ``candidates``.
+        hidden: activations for the next pipeline stage; None after the last.
+        aux: auxiliary losses, name -> (sum over this micro-batch's trained tokens including the coefficient, number of those
+            tokens). Divided by the token count of the whole step. A backend that differentiates such a loss inside its own
+            backward pass scales it by the same count and reports it as a metric instead.
     """
 
     log_probs: Tensor | None = None
@@ -135,8 +137,12 @@ class Output:
 
 @dataclass
 class Loss:
-    """A micro-batch's share of the step's loss (already divided by whole-step normalisers, so shares are summed) and
-    metrics as (sum, weight) pairs, averaged over the step by core."""
+    """The loss of one micro-batch.
+
+    Attributes:
+        value: the micro-batch's share of the step's loss, already divided by the normalisers of the whole step; shares are summed.
+        metrics: (sum, weight) pairs, which core averages over the step.
+    """
 
     value: Tensor
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -154,7 +160,7 @@ OptimizerStep = Callable[[], dict[str, float]]
 
 @dataclass
 class Callbacks:
-    """The composed functions a trainer's schedule calls back."""
+    """The composed functions that a trainer calls."""
 
     forward: Forward
     loss: LossFunction
@@ -165,38 +171,43 @@ class Trainer(ABC):
     """A training backend."""
 
     capabilities: frozenset[str] = frozenset()
-    #: this rank among those that train the policy
+    #: this rank and its replica among all trainer ranks of the policy
     world: World = ALONE
     callbacks: Callbacks
 
     def bind(self, callbacks: Callbacks) -> None:
-        """Take the composed callbacks; called once, before any pass."""
+        """Set the composed callbacks; called once, before any pass."""
         self.callbacks = callbacks
 
     @property
     @abstractmethod
     def chunks(self) -> list[nn.Module]:
-        """The model chunks this rank holds."""
+        """The model chunks of this rank."""
 
     @abstractmethod
     def forward(self, chunk: nn.Module, micro_batch: Batch, ctx: Context) -> Output:
-        """The innermost forward, before any plugin wraps it."""
+        """Run the trainer's own forward pass, without plugin wrappers."""
 
     @abstractmethod
     def optimizer_step(self) -> dict[str, float]:
-        """Clip and step; returns metrics (``grad_norm``, ``lr``). A non-finite gradient norm raises NonFiniteError, and then
-        nothing has changed."""
+        """Clip the gradients and run the optimiser; returns metrics (``grad_norm``, ``lr``).
+
+        A non-finite gradient norm raises NonFiniteError and changes neither weights nor optimiser.
+        """
 
     @abstractmethod
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
-        """``{"log_probs": [T], "entropy": [T]}`` without gradient, through ``callbacks.forward``. ``ref`` uses the reference weights."""
+        """Compute ``{"log_probs": [T], "entropy": [T]}`` without gradient through ``callbacks.forward``. ``ref`` uses the reference weights."""
 
     def columns(self, batch: Batch, kind: Pass, wanted: Collection[str], top_k: int = 0) -> dict[str, Tensor]:
-        """What a pass without gradient finds at each target, [T, ...] and 0 elsewhere: ``log_probs``, ``entropy``, ``values`` (of a
-        critic), ``top_tokens`` and ``top_log_probs`` (the ``top_k`` most probable tokens).
+        """Compute columns [T, ...] in a pass without gradient; entries are 0 except at targets.
+
+        Args:
+            wanted: any of ``log_probs``, ``entropy``, ``values`` (critics), ``top_tokens`` and ``top_log_probs`` (the ``top_k``
+                most probable tokens).
 
         Raises:
-            MilesError: this backend, or the model's head, does not give one of them.
+            MilesError: this backend or the model's head does not provide a requested column.
         """
         if unknown := sorted({*wanted} - {"log_probs", "entropy"}):
             raise MilesError(f"{type(self).__name__} does not compute {', '.join(unknown)}; use another --trainer")
@@ -206,79 +217,101 @@ class Trainer(ABC):
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
     ) -> dict[str, tuple[float, float]]:
-        """One optimiser step over ``batch`` (all of this rank's samples), split into micro-batches as the trainer
-        sees fit. Gradients are summed, never averaged. ``loss`` replaces ``callbacks.loss`` and ``lr`` the schedule's rate,
-        which then does not advance (supervised warm start). Returns (sum, weight) pairs over this replica's samples;
-        the learner handle adds replicas."""
+        """Run one optimiser step over ``batch`` (all samples of this rank), split into micro-batches that the trainer chooses.
+
+        Gradients are summed, never averaged. For a supervised warm start, ``loss`` replaces ``callbacks.loss``, and ``lr`` replaces the
+        scheduled learning rate, in which case the schedule does not advance.
+
+        Returns:
+            (sum, weight) pairs over the samples of this replica; the learner handle adds them over replicas.
+        """
 
     @abstractmethod
     def reset_optimizer(self) -> None:
-        """Forget the optimiser's moments and the schedule's position (after a warm start)."""
+        """Reset the optimiser's moments and the learning-rate schedule (after a warm start)."""
 
     @abstractmethod
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
-        """The model copy for export; see ``Unit``. A collective that every rank exhausts. Each unit is yielded by one
-        rank of the world (one rank a pipeline stage has something to send), or with ``everywhere`` by each of them."""
+        """Yield the model's weights for export; see ``Unit``. A collective: every rank must consume its iterator to the end.
+
+        Exactly one rank yields each unit (with pipelining, one rank per stage), or every rank if ``everywhere``.
+        """
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write weights, optimiser, schedule and random-number state of all ranks into ``directory``, in any form
-        that ``load`` reads; ``export`` is for others."""
+        """Write weights, optimiser, schedule and random-number states of all ranks to ``directory``, in the trainer's own format."""
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Inverse of ``save``."""
+        """Restore the state that ``save`` wrote."""
 
     @abstractmethod
     def export(
         self, directory: Path, tokenizer: PreTrainedTokenizerBase | None, units: Iterator[Unit] | None = None
     ) -> None:
-        """Write a Hugging Face checkpoint, with the tokenizer where one is given.
+        """Write a Hugging Face checkpoint.
 
         Args:
-            directory: must not exist, or be empty.
-            tokenizer: None to leave it out.
-            units: the weights to write, in place of the trainer's own: what plugins made of ``units(everywhere=True)``. A collective that
-                every rank reads to its end, also after a failure.
+            directory: target directory; must not exist or must be empty.
+            tokenizer: the tokenizer to save; None saves none.
+            units: the weights to write, ``units(everywhere=True)`` after the plugins' wrappers; None writes the trainer's weights.
+                A collective: every rank must consume it to the end, even after a failure.
         """
 
     def emulating(
         self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
     ) -> AbstractContextManager[None]:
-        """While this is open, ``log_probs`` of the policy computes as ``emulation`` says; ``codec`` is the rollout's and
-        ``snapshot`` the weights of its switch of that name. MilesError names a switch that this backend does not have."""
+        """Context in which ``log_probs`` of the policy applies ``emulation``.
+
+        Args:
+            emulation: the switches.
+            codec: the rollout's codec.
+            snapshot: the weights for ``emulation.snapshot``.
+
+        Raises:
+            MilesError: this backend does not support a switch; names it.
+        """
         if emulation == AS_TRAINED:
             return nullcontext()
         raise MilesError(f"{type(self).__name__} cannot compute as the engine does")
 
     def quantizer(self, format: Format) -> Quantizer | None:
-        """This backend's own code for a number format, with the parity it declares; None when it declares nothing,
-        which stops a run in that format (``mismatch.parity``)."""
+        """Return this backend's implementation of a number format, with the parity it declares.
+
+        None declares nothing, which stops a run in that format (``mismatch.parity``).
+        """
         return None
 
     def model_facts(self) -> Mapping[str, object]:
-        """What it trains, as facts; see ``Engine.model_facts``."""
+        """Return facts about the trained model; see ``Engine.model_facts``."""
         return {}
 
     def rebuild(self, precision: str) -> None:
-        """Compute in another precision (a number format's name, or ``bf16``) from the next pass on. Asked for by a precision
-        warm-up. Capability ``rebuild``."""
+        """Change the precision of the computation (the name of a number format, or ``bf16``), starting with the next pass.
+
+        Used by a precision warm-up. Requires the capability ``rebuild``.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} cannot change its precision while running: leave --warmup-steps out"
         )
 
     def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
-        """Give the device memory of these parts back, so that an engine on the same device can use it; what they hold is kept in
-        host memory. ``optimizer`` is everything that belongs to no weight of a model: masters, moments, gradients. Between two
-        calls, never inside a pass; what sleeps already stays so. Asked for by ``--colocate``. Capability ``sleep``."""
+        """Move the contents of ``parts`` to host memory and release their device memory, so that an engine can use the device.
+
+        ``optimizer`` includes everything except model weights: master weights, moments and gradients. Called between other calls, never
+        during a pass. Parts that already sleep are unaffected. Used by ``--colocate``. Requires the capability ``sleep``.
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot give its memory back: leave --colocate out")
 
     def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
-        """Undo ``sleep``: the same numbers, bit for bit, in tensors that may lie elsewhere. ``log_probs``, ``units``, ``export``
-        and ``rebuild`` need the weights awake, every other call all of it. What is awake stays so."""
+        """Undo ``sleep``: restore the same values bit for bit, possibly at other addresses.
+
+        ``log_probs``, ``units``, ``export`` and ``rebuild`` need the weights awake, every other call both parts. Parts that are awake are
+        unaffected.
+        """
 
     def sum(self, value: Tensor) -> Tensor:
-        """Add over data-parallel ranks, one rank of each replica; identity with one replica."""
+        """Sum ``value`` over replicas (data-parallel), using one rank of each; the identity with one replica."""
         return value
 
     def close(self) -> None:

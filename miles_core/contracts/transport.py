@@ -1,7 +1,7 @@
-"""The transport contract: moving encoded weights from trainer to engine.
+"""The transport contract: moves encoded weights from trainer to engine.
 
-A transport is chosen by name (``make_transport``). Core ships the in-process copy; shared memory, device handles,
-collectives and deltas are plugins. Bytes are counted there, on what travels.
+A transport is selected by name (``make_transport``). Core includes the in-process copy; shared memory, device handles,
+collectives and deltas are plugins. Each transport counts the bytes that it transfers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ from miles_core.precision.format import Stored
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One weight sync: version, bytes that travelled, tensors, seconds; ``metrics`` are the transport's own numbers, which
-    become metrics ``sync/NAME``."""
+    """The result of one weight sync.
+
+    Attributes:
+        version: version that the engine now serves.
+        nbytes: number of bytes transferred.
+        tensors: number of tensors.
+        seconds: duration.
+        metrics: additional measurements of the transport, recorded as ``sync/NAME``.
+    """
 
     version: int
     nbytes: int
@@ -29,30 +36,37 @@ class SyncReport:
 
 
 class Transport(ABC):
-    """Delivers one version of the weights to one engine. Made on every trainer rank and run there; an engine in another
-    process is told to ``receive``."""
+    """Delivers versions of the weights to one engine. Every trainer rank builds and runs one; for an engine in another process,
+    it calls ``receive``."""
 
-    #: every rank needs every unit (memory handles), not one rank each (broadcast, files)
+    #: whether every rank sends every unit (memory handles) instead of one rank per unit (broadcast, files)
     everywhere: bool = False
-    #: the engine reads the weights where the trainer has them, so that they stay awake with ``--colocate``
+    #: whether the engine reads the weights from the trainer's memory; with ``--colocate`` they then stay awake
     shares: bool = False
 
     def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
-        """Where the codes of a weight that is about to be sent are to be written, stored name -> tensor; None for new tensors,
-        which ``send`` then copies."""
+        """Return tensors into which the encoder writes the next weight to send, stored name -> tensor.
+
+        None makes the encoder allocate new tensors, which ``send`` copies.
+        """
         return None
 
     @abstractmethod
     async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:
-        """Consume ``units``, all of them also after a failure (they may be a collective); when this returns the engine serves
-        ``version``. SyncError when they did not arrive: the driver then pushes again."""
+        """Deliver ``units`` to the engine, which serves ``version`` when this returns.
+
+        Must consume all ``units`` even after a failure, because producing them may be a collective. Raises SyncError if the weights
+        did not arrive; the driver then pushes again.
+        """
 
     async def stage(self, units: Iterator[Encoded], version: int) -> None:
-        """Bring ``version`` to the engine while it generates with the one before, for the next ``send`` to put in force; nothing
-        by default, and then ``units`` is left alone. SyncError as for ``send``."""
+        """Transfer ``version`` while the engine still generates with the previous version; the next ``send`` activates it.
+
+        The default does nothing and does not consume ``units``. Raises SyncError if the weights did not arrive.
+        """
 
     def unstage(self) -> None:
-        """Forget what was staged: the next ``send`` sends all of it."""
+        """Discard staged weights; the next ``send`` transfers everything."""
 
     def close(self) -> None:
-        """Release what it holds; nothing is sent afterwards."""
+        """Release all resources. Nothing is sent afterwards."""

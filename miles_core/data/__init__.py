@@ -4,4 +4,33 @@ A ``Sample`` is one response with everything recorded about it, a ``Batch`` hold
 column that a plugin adds, and a ``Unit`` holds a few tensors of the weight export. This package also reads prompt files, chat
 templates and tokenizers, and distributes samples over ranks (``world``). It does not depend on runs, plugins or (except for error
 messages) options.
+
+Plugins import what they use of it from here. Names are looked up when they are first used, so that a manifest imports no torch.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from miles_core.lookup import make_lazy_exports
+
+if TYPE_CHECKING:
+    from miles_core.data.batch import Batch as Batch, Ragged as Ragged, collate as collate
+    from miles_core.data.field import CANDIDATES as CANDIDATES, Field as Field, SAMPLING_SUPPORT as SAMPLING_SUPPORT
+    from miles_core.data.prompt_source import PromptSource as PromptSource, Row as Row
+    from miles_core.data.renderer import CannotExtend as CannotExtend, Renderer as Renderer
+    from miles_core.data.sample import Sample as Sample, Status as Status
+    from miles_core.data.unit import Encoded as Encoded, Unit as Unit
+
+__getattr__, __dir__ = make_lazy_exports(
+    __name__,
+    {
+        "miles_core.data.batch": "Batch Ragged collate",
+        "miles_core.data.field": "CANDIDATES Field SAMPLING_SUPPORT",
+        "miles_core.data.prompt_source": "PromptSource Row",
+        "miles_core.data.renderer": "CannotExtend Renderer",
+        "miles_core.data.sample": "Sample Status",
+        "miles_core.data.unit": "Encoded Unit",
+    },
+)
+__all__ = __dir__()

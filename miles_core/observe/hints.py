@@ -1,4 +1,4 @@
-"""Hints in a run's log and report, which installed plugins bring in their manifests."""
+"""Hints in a run's log and report, which installed plugins define in their manifests."""
 
 from __future__ import annotations
 

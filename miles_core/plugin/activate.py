@@ -1,8 +1,8 @@
-"""Which plugins take part, what they set, and the facts that follow.
+"""Determine the active plugins, the values they set, and the derived facts.
 
-A plugin is active because the user named it, because an option selects a part it provides (``--engine mine``,
-``--rollout-precision mine``), or because an active plugin requires it. What plugins set changes facts, facts decide
-conditions, and conditions decide what is set: the three are repeated until nothing changes.
+A plugin is active if the user names it, if an option selects a part that it provides (``--engine mine``,
+``--rollout-precision mine``), or if an active plugin requires it. Values set by plugins change facts, facts decide conditions,
+and conditions decide which values are set. These steps are therefore repeated until nothing changes.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from miles_core.plugin.plan import Setting
 from miles_core.plugin.problem import Problem, described
 from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluate, parse, same
 
-#: The kinds of parts whose name selects the plugin that provides it.
+#: The kinds of parts whose selected name activates the plugin that provides it.
 BACKENDS = ("engine", "trainer", "runtime")
 SIDES = ("rollout.precision", "train.precision")
-EMULATE = "train.emulate_precision"  # the option behind the fact precision.emulated
-#: Facts of this head are environment variables; a manifest may set them (``sets={"env.NAME": "1"}``).
+EMULATE = "train.emulate_precision"  # the option that sets the fact precision.emulated
+#: Prefix of facts that are environment variables; a manifest may set them (``sets={"env.NAME": "1"}``).
 ENVIRONMENT = "env."
 _ROUNDS = 32
 
 
 @dataclass
 class Activation:
-    """What takes part.
+    """The active plugins and their effects.
 
     Attributes:
-        active: in order of activation; core is last.
+        active: name -> manifest in order of activation, core last.
         because: plugin -> why it is active.
-        facts: all facts with everything derived and set.
-        sets: what plugins set, in order of activation.
-        problems: names that cannot be activated and values that contradict.
+        facts: all facts, including derived and set ones.
+        sets: values set by plugins, in order of activation.
+        problems: unknown plugin names and conflicting values.
     """
 
     active: dict[str, Plugin]
@@ -47,24 +47,24 @@ class Activation:
 
 
 def activate(requested: Mapping[str, str], manifests: Mapping[str, Plugin], facts: Facts) -> Activation:
-    """Repeat activating, setting and deriving until nothing changes.
+    """Activate plugins, set values and derive facts until nothing changes.
 
     Args:
-        requested: plugin -> what asked for it, in command-line order.
+        requested: plugin -> origin of the request, in command-line order.
         manifests: every installed plugin.
         facts: options, host and model facts.
     """
     because = {name: why for name, why in requested.items() if name in manifests and name != "core"}
-    problems = [_unknown(name, why, manifests) for name, why in requested.items() if name not in because]
+    problems = [_unknown_plugin(name, why, manifests) for name, why in requested.items() if name not in because]
     sets: tuple[Setting, ...] = ()
     for _ in range(_ROUNDS):
         active = {**{name: manifests[name] for name in because}, "core": CORE}
         derived = derive(facts, active, manifests, sets)
-        wanted = dict([*_selected(derived, manifests), *_required(active, derived, manifests)])
-        found = [*_sets(active, derived, facts, manifests)]
-        settings = tuple(s for s in found if isinstance(s, Setting))
+        wanted = dict([*_find_selected(derived, manifests), *_find_required(active, derived, manifests)])
+        outcomes = [*_find_settings(active, derived, facts, manifests)]
+        settings = tuple(s for s in outcomes if isinstance(s, Setting))
         if wanted.keys() <= because.keys() and settings == sets:
-            problems += [p for p in found if isinstance(p, Problem)]
+            problems += [p for p in outcomes if isinstance(p, Problem)]
             return Activation(active, because, derived, sets, problems)
         because |= {name: why for name, why in wanted.items() if name not in because}
         sets = settings
@@ -74,7 +74,7 @@ def activate(requested: Mapping[str, str], manifests: Mapping[str, Plugin], fact
     return Activation(active, because, derived, sets, problems)
 
 
-def _unknown(name: str, why: str, manifests: Mapping[str, Plugin]) -> Problem:
+def _unknown_plugin(name: str, why: str, manifests: Mapping[str, Plugin]) -> Problem:
     if name == "core":
         return Problem(why, "'core'", "core is always active: leave it out", verb="must not name")
     installed = ", ".join(n for n in manifests if n != "core") or "none"
@@ -85,8 +85,7 @@ def _unknown(name: str, why: str, manifests: Mapping[str, Plugin]) -> Problem:
 def derive(
     facts: Facts, active: Mapping[str, Plugin], manifests: Mapping[str, Plugin], sets: tuple[Setting, ...]
 ) -> Facts:
-    """``facts`` and what follows from who is active: their options' defaults, set values, ``plugin.*``,
-    ``*.uses.*``."""
+    """Add the facts that follow from the active plugins: defaults of their options, set values, ``plugin.*`` and ``*.uses.*``."""
     extra: dict[str, Fact] = {}
     for plugin in active.values():
         extra |= {f.name: f for f in default_facts(plugin) if f.name not in facts}
@@ -104,9 +103,9 @@ def derive(
             extra[f"plugin.{name}"] = Fact(
                 f"plugin.{name}", name in active, "active" if name in active else "not active"
             )
-    for kind, capability, users in _uses(active, manifests):
+    for kind, capability, users in _capability_users(active, manifests):
         name = f"{kind}.uses.{capability}"
-        extra[name] = Fact(name, bool(users), f"used by {', '.join(users)}" if users else "nobody uses it")
+        extra[name] = Fact(name, bool(users), f"used by {', '.join(users)}" if users else "no active plugin uses it")
     for path in (p for m in manifests.values() for p in m.sets if p.startswith(ENVIRONMENT)):
         if path not in facts:
             extra[path] = Fact(path, None, "not set in this environment")
@@ -115,11 +114,13 @@ def derive(
         extra[s.path] = replace(before, value=s.value, origin=f"set by {s.plugin}", state=State.KNOWN)
     inactive = {n for n in manifests if n not in active and n != "core"}
     derived = facts.having(extra.values(), inactive)
-    return derived.having(_elsewhere(derived, manifests))
+    return derived.having(_hide_driver_gpu(derived, manifests))
 
 
-def _uses(active: Mapping[str, Plugin], manifests: Mapping[str, Plugin]) -> Iterator[tuple[str, str, list[str]]]:
-    """(kind, capability, active plugins using it) for every capability anybody declares."""
+def _capability_users(
+    active: Mapping[str, Plugin], manifests: Mapping[str, Plugin]
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield (kind, capability, active plugins that use it) for every declared capability."""
     for kind in BACKENDS:
         declared = {c.name for m in [*manifests.values(), CORE] for c in m.declared(kind)}
         for capability in sorted(declared):
@@ -127,8 +128,8 @@ def _uses(active: Mapping[str, Plugin], manifests: Mapping[str, Plugin]) -> Iter
             yield kind, capability, [p.name for p in active.values() if spelt & p.uses.keys()]
 
 
-def _elsewhere(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[Fact]:
-    """With a runtime on other machines, a driver without a GPU says nothing about theirs."""
+def _hide_driver_gpu(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[Fact]:
+    """Make the GPU facts unknown if the driver has no GPU and the runtime uses other machines, which may have GPUs."""
     runtime = facts.value("runtime")
     owner = provider("runtime", runtime, manifests)
     gpu = facts.lookup("gpu")
@@ -142,13 +143,13 @@ def _elsewhere(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[Fact]:
 
 
 def _default(kind: str, manifests: Mapping[str, Plugin]) -> str:
-    """The part of a kind that a run has when nobody chooses: what a manifest says, else the first of core."""
+    """Return the default part of a kind: the default of a manifest, else the first part of core."""
     named = [str(m.defaults[kind]) for m in manifests.values() if kind in m.defaults]
     return next(iter([*named, *CORE.provides.get(kind, {})]), "")
 
 
 def provider(kind: str, name: object, manifests: Mapping[str, Plugin]) -> Plugin | None:
-    """Who provides the part ``name`` of that kind (``format`` for number formats); core's own comes last."""
+    """Return the plugin that provides the part ``name`` of a kind (``format`` for number formats); plugins come before core."""
     if isinstance(name, str):
         for manifest in [*manifests.values(), CORE]:
             if name in (manifest.formats if kind == "format" else manifest.provides.get(kind, {})):
@@ -157,7 +158,7 @@ def provider(kind: str, name: object, manifests: Mapping[str, Plugin]) -> Plugin
 
 
 def backends_of(wanted: str, manifests: Mapping[str, Plugin]) -> tuple[tuple[str, ...], str]:
-    """(kinds of backend, capability) of what a manifest ``uses``: ``engine.x`` or ``x`` of whoever has it."""
+    """Return (kinds of backends, capability) of an entry of ``uses``: ``engine.x``, or ``x`` for all kinds that declare it."""
     head, _, rest = wanted.partition(".")
     if head in BACKENDS and rest:
         return (head,), rest
@@ -166,13 +167,13 @@ def backends_of(wanted: str, manifests: Mapping[str, Plugin]) -> tuple[tuple[str
 
 
 def can(owner: Plugin, kind: str, capability: str, facts: Facts) -> Truth:
-    """Whether the backend of a kind that ``owner`` provides has a capability, its condition taken into account."""
+    """Whether the backend of a kind provided by ``owner`` has a capability, given the facts that its condition reads."""
     declared = owner.capability(kind, capability)
     return Truth.FALSE if declared is None else evaluate(declared.when, facts.lookup)
 
 
-def _selected(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
-    """Plugins whose part an option names."""
+def _find_selected(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
+    """Yield (plugin, reason) for plugins that provide a part selected by an option."""
     chosen = [("format", facts.scope(policy).lookup(side)) for policy in facts.policies for side in SIDES]
     chosen += [(kind, facts.lookup(kind)) for kind in BACKENDS]
     for kind, fact in chosen:
@@ -181,8 +182,10 @@ def _selected(facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tuple[s
             yield owner.name, f"{fact.name} = {show(fact.value)} ({fact.origin})"
 
 
-def _required(active: Mapping[str, Plugin], facts: Facts, manifests: Mapping[str, Plugin]) -> Iterator[tuple[str, str]]:
-    """Plugins that active ones require by a rule ``plugin.x``, alone or as one part of an ``and``."""
+def _find_required(
+    active: Mapping[str, Plugin], facts: Facts, manifests: Mapping[str, Plugin]
+) -> Iterator[tuple[str, str]]:
+    """Yield (plugin, reason) for plugins that active plugins require by ``plugin.x``, alone or as an operand of ``and``."""
     for plugin in active.values():
         for rule in plugin.requires:
             try:
@@ -194,13 +197,13 @@ def _required(active: Mapping[str, Plugin], facts: Facts, manifests: Mapping[str
                         if name in manifests:
                             yield name, f"required by {plugin.name}: {rule.because}"
             except RuleError:
-                continue  # the checker reports it when it comes to this rule
+                continue  # the checker reports the error
 
 
-def _sets(
+def _find_settings(
     active: Mapping[str, Plugin], derived: Facts, facts: Facts, manifests: Mapping[str, Plugin]
 ) -> Iterator[Setting | Problem]:
-    """Every value an active plugin sets on a part that takes part, and every contradiction."""
+    """Yield every value that an active plugin sets, and a problem for every conflict."""
     first: dict[str, Setting] = {}
     for plugin in active.values():
         for path, given in plugin.sets.items():
@@ -221,13 +224,13 @@ def _sets(
                 because = f"its condition {wish.when!r} is not known on this host: give it with --fact"
                 yield Problem(plugin.name, f"{path} = {show(wish.value)}", because, verb="cannot decide whether to set")
                 continue
-            yield from _set(Setting(path, wish.value, plugin.name), wish.because, first, facts, derived)
+            yield from _check_setting(Setting(path, wish.value, plugin.name), wish.because, first, facts, derived)
 
 
-def _set(
+def _check_setting(
     setting: Setting, because: str, first: dict[str, Setting], facts: Facts, derived: Facts
 ) -> Iterator[Setting | Problem]:
-    """One set value: accepted, agreeing with what is there, or a conflict."""
+    """Yield the setting if it is the first for its path, a problem if it conflicts, and nothing if it repeats a value."""
     path, value = setting.path, setting.value
     user, other = facts.lookup(path), first.get(path)
     needs = f"{path} == {show(value)}"

@@ -1,7 +1,7 @@
-"""Compose functions that plugins wrap around core's own, so that an exception names the plugin that caused it.
+"""Compose the functions of ``wrap_*`` hooks, so that an exception names the plugin that caused it.
 
-Ordinary function calls: each layer adds one ``try`` and the check of its result, so the composition can be compiled and a profiler
-shows every layer under its own name.
+The composition consists of ordinary function calls: each layer adds one ``try`` and the check of its result. It can therefore be
+compiled, and a profiler shows every layer under its own name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Wrapper:
-    """What a ``wrap_*`` hook of one plugin returned."""
+    """The wrapping function that a ``wrap_*`` hook of one plugin returned."""
 
     plugin: str
     hook: str
@@ -40,10 +40,10 @@ class Wrapper:
     boundary: Boundary = UNCHECKED
 
     def __call__(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """The function around ``inner``; an exception raised in it carries a note naming plugin and hook."""
+        """Wrap ``inner``. Exceptions raised in the wrapper carry a note that names plugin and hook."""
         seen: dict[str, Any] = {}
         if self.boundary.shapes is not None:
-            inner = _recorded(inner, self.boundary.shapes, seen)
+            inner = _record_shapes(inner, self.boundary.shapes, seen)
         try:
             function = self.wrap(inner)
         except Exception as error:
@@ -55,37 +55,41 @@ class Wrapper:
                 "it takes the inner function and returns a function with the same arguments"
             )
         if self.boundary.call is not None:
-            return checked(function, self.plugin, self.hook, self.boundary, seen)
-        return guarded(function, self.plugin, self.hook)
+            return add_checks(function, self.plugin, self.hook, self.boundary, seen)
+        return add_error_notes(function, self.plugin, self.hook)
 
 
 def compose(inner: F, wrappers: Sequence[Wrapper]) -> F:
-    """Wrap ``inner``; the first of ``wrappers`` ends up outermost. Without wrappers it is ``inner`` itself."""
+    """Wrap ``inner`` with ``wrappers``; the first becomes the outermost. Without wrappers, return ``inner`` itself."""
     if not wrappers:
         return inner
-    function = guarded(inner, "", "")
+    function = add_error_notes(inner, "", "")
     for wrapper in reversed(wrappers):
         function = wrapper(function)
     return cast(F, function)
 
 
 def note(error: BaseException, plugin: str, hook: str) -> None:
-    """Say once where an exception came from: the innermost function that raised it. Core's own (``plugin`` empty) is
-    only remembered, so that no plugin around it is blamed."""
+    """Add a note that names the plugin of the innermost function that raised ``error``; later calls have no effect.
+
+    An error of core (empty ``plugin``) gets no note, but is marked so that no plugin around it is named.
+    """
     if getattr(error, _OWNER, None) is None:
         setattr(error, _OWNER, plugin)
         if plugin:
             error.add_note(f"in plugin {plugin}, hook {hook}")
 
 
-def guarded(function: Callable[..., Any], plugin: str, hook: str) -> Callable[..., Any]:
-    """``function`` with its exceptions noted, whatever its kind: plain, ``async``, a generator, or one that returns
-    those."""
+def add_error_notes(function: Callable[..., Any], plugin: str, hook: str) -> Callable[..., Any]:
+    """Wrap ``function`` so that its exceptions get a note (``note``).
+
+    ``function`` may be a plain, ``async`` or generator function, or return a coroutine or generator.
+    """
     result: Callable[..., Any]
     if inspect.iscoroutinefunction(function):
 
         async def result(*args: Any, **kwargs: Any) -> Any:
-            return await _awaited(function(*args, **kwargs), plugin, hook)
+            return await _await(function(*args, **kwargs), plugin, hook)
 
     elif inspect.isasyncgenfunction(function):
 
@@ -100,7 +104,7 @@ def guarded(function: Callable[..., Any], plugin: str, hook: str) -> Callable[..
     elif inspect.isgeneratorfunction(function):
 
         def result(*args: Any, **kwargs: Any) -> Any:
-            return _iterated(function(*args, **kwargs), plugin, hook)
+            return _iterate(function(*args, **kwargs), plugin, hook)
 
     else:
 
@@ -111,78 +115,97 @@ def guarded(function: Callable[..., Any], plugin: str, hook: str) -> Callable[..
                 note(error, plugin, hook)
                 raise
             if isinstance(value, Generator):
-                return _iterated(value, plugin, hook)
-            return _awaited(value, plugin, hook) if isinstance(value, Coroutine) else value
+                return _iterate(value, plugin, hook)
+            return _await(value, plugin, hook) if isinstance(value, Coroutine) else value
 
     return functools.wraps(function)(result) if hasattr(function, "__name__") else result
 
 
-def checked(
+def add_checks(
     function: Callable[..., Any], plugin: str, hook: str, boundary: Boundary, seen: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """``function`` with its exceptions noted and every result checked; ``seen``: shapes that the inner stream had so far.
+    """Wrap ``function`` so that its exceptions get a note and every result is checked.
 
-    Raises:
-        PluginError: from a call, when the result is not what the hook's contract says; names plugin, hook and result.
+    The returned function raises PluginError if a result violates the hook's contract; the error names plugin, hook and result.
+
+    Args:
+        seen: for streams, name -> shape of the inner stream's items so far, filled by ``_record_shapes``.
     """
+    make = {"async": _check_async, "stream": _check_stream}.get(boundary.kind, _check_call)
+    return functools.update_wrapper(make(function, plugin, hook, boundary, {} if seen is None else seen), function)
+
+
+def _check_async(
+    function: Callable[..., Any], plugin: str, hook: str, boundary: Boundary, seen: Mapping[str, Any]
+) -> Callable[..., Any]:
     check = boundary.call
     assert check is not None
-    result: Callable[..., Any]
-    if boundary.kind == "async":
 
-        async def result(*args: Any, **kwargs: Any) -> Any:
-            try:
-                awaitable = function(*args, **kwargs)
-                if not inspect.isawaitable(awaitable):
-                    raise refuse(
-                        plugin, hook, f"the function returned {describe(awaitable)} at once; write `async def`"
-                    )
-                value = await awaitable
-            except Exception as error:
-                note(error, plugin, hook)
-                raise
-            if wrong := check(value, args):
-                raise refuse(plugin, hook, wrong)
-            return value
+    async def result(*args: Any, **kwargs: Any) -> Any:
+        try:
+            awaitable = function(*args, **kwargs)
+            if not inspect.isawaitable(awaitable):
+                raise refuse(plugin, hook, f"the function returned {describe(awaitable)} at once; write `async def`")
+            value = await awaitable
+        except Exception as error:
+            note(error, plugin, hook)
+            raise
+        if wrong := check(value, args):
+            raise refuse(plugin, hook, wrong)
+        return value
 
-    elif boundary.kind == "stream":
-
-        def result(*args: Any, **kwargs: Any) -> Any:
-            try:
-                items = function(*args, **kwargs)
-                if not isinstance(items, Iterable):
-                    raise refuse(plugin, hook, f"the function returned {describe(items)}; expected an iterator")
-                for item in items:
-                    if wrong := check(item, args):
-                        raise refuse(plugin, hook, wrong)
-                    if seen and boundary.shapes is not None:
-                        for name, shape in boundary.shapes(item).items():
-                            if seen.get(name, shape) != shape:
-                                raise refuse(plugin, hook, f"{name} has shape {shape}; expected {seen[name]}")
-                    yield item
-            except Exception as error:
-                note(error, plugin, hook)
-                raise
-
-    else:
-
-        def result(*args: Any, **kwargs: Any) -> Any:
-            try:
-                value = function(*args, **kwargs)
-            except Exception as error:
-                note(error, plugin, hook)
-                raise
-            if wrong := check(value, args):
-                raise refuse(plugin, hook, wrong)
-            return value
-
-    return functools.update_wrapper(result, function)
+    return result
 
 
-def _recorded(
+def _check_stream(
+    function: Callable[..., Any], plugin: str, hook: str, boundary: Boundary, seen: Mapping[str, Any]
+) -> Callable[..., Any]:
+    check = boundary.call
+    assert check is not None
+
+    def result(*args: Any, **kwargs: Any) -> Any:
+        try:
+            items = function(*args, **kwargs)
+            if not isinstance(items, Iterable):
+                raise refuse(plugin, hook, f"the function returned {describe(items)}; expected an iterator")
+            for item in items:
+                if wrong := check(item, args):
+                    raise refuse(plugin, hook, wrong)
+                if seen and boundary.shapes is not None:
+                    for name, shape in boundary.shapes(item).items():
+                        if seen.get(name, shape) != shape:
+                            raise refuse(plugin, hook, f"{name} has shape {shape}; expected {seen[name]}")
+                yield item
+        except Exception as error:
+            note(error, plugin, hook)
+            raise
+
+    return result
+
+
+def _check_call(
+    function: Callable[..., Any], plugin: str, hook: str, boundary: Boundary, seen: Mapping[str, Any]
+) -> Callable[..., Any]:
+    check = boundary.call
+    assert check is not None
+
+    def result(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value = function(*args, **kwargs)
+        except Exception as error:
+            note(error, plugin, hook)
+            raise
+        if wrong := check(value, args):
+            raise refuse(plugin, hook, wrong)
+        return value
+
+    return result
+
+
+def _record_shapes(
     inner: Callable[..., Any], shapes: Callable[[Any], Mapping[str, Any]], seen: dict[str, Any]
 ) -> Callable[..., Iterator[Any]]:
-    """``inner`` with the shapes of its items kept in ``seen``."""
+    """Wrap ``inner`` so that it stores the shapes of its items in ``seen``."""
 
     def recording(*args: Any, **kwargs: Any) -> Iterator[Any]:
         seen.clear()
@@ -193,7 +216,7 @@ def _recorded(
     return recording
 
 
-def _iterated(items: Generator[Any, Any, Any], plugin: str, hook: str) -> Generator[Any, Any, Any]:
+def _iterate(items: Generator[Any, Any, Any], plugin: str, hook: str) -> Generator[Any, Any, Any]:
     try:
         return (yield from items)
     except Exception as error:
@@ -201,7 +224,7 @@ def _iterated(items: Generator[Any, Any, Any], plugin: str, hook: str) -> Genera
         raise
 
 
-async def _awaited(value: Awaitable[Any], plugin: str, hook: str) -> Any:
+async def _await(value: Awaitable[Any], plugin: str, hook: str) -> Any:
     try:
         return await value
     except Exception as error:

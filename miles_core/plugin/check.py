@@ -1,9 +1,9 @@
-"""The checker: are these plugins, on these facts, a run that can work?
+"""Check whether a run with the given plugins and facts can work.
 
-There is nothing to search for (an environment has one version of each plugin, and the user named the ones to use), so
-this checks and explains: every rule, capability, precision cell, claim and order, all violations at once.
-``miles_core.plugin.activate`` decides before it who takes part; ``miles_core.plugin.fixes`` afterwards tries changes
-and keeps those this checker accepts.
+The checker evaluates all rules, capabilities, precision pairs, claims and order constraints and reports all violations at once. It
+does not search: an environment has one version of each plugin, and the user names the plugins to use.
+``miles_core.plugin.activate`` determines the active plugins first; ``miles_core.plugin.fixes`` then tries changes and suggests
+those that this checker accepts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from miles_core.plugin.activate import BACKENDS, SIDES, Activation, activate, ba
 from miles_core.plugin.conflicts import BASE, claims, collisions, order, precision
 from miles_core.plugin.core import CORE, NEEDS
 from miles_core.plugin.facts import COMES_WITH, PACKAGE, Facts, State
-from miles_core.plugin.installed import ASSUMED, installed
+from miles_core.plugin.installed import ASSUMED, package_fact
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.plugin.memory import Usage, review_memory
 from miles_core.plugin.model_config import MOST_LAYERS, model_config
@@ -27,13 +27,13 @@ from miles_core.plugin.problem import Problem, Review, described
 from miles_core.plugin.rule import Compare, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
 from miles_core.version import __version__
 
-#: Kinds of parts that no option chooses among.
+#: Kinds of parts for which no option selects a name.
 UNNAMED = ("model", "decoder")
 
 
 @dataclass
-class Checked:
-    """One check: who takes part and what was found."""
+class CheckResult:
+    """The result of one check: the active plugins, and all problems and notes."""
 
     activation: Activation
     manifests: Mapping[str, Plugin]
@@ -48,11 +48,11 @@ class Checked:
 
     @property
     def facts(self) -> Facts:
-        """Every fact, what plugins set included."""
+        """All facts, including values set by plugins."""
         return self.activation.facts
 
     def plan(self) -> Plan:
-        """The accepted plan; meaningful without problems."""
+        """Return the accepted plan. Valid only if there are no problems."""
         active, sources = self.activation.active, getattr(self.manifests, "sources", {})
         because = self.activation.because
         facts = sorted((replace(f, value=plain(f.value)) for f in self.facts.values()), key=lambda f: f.name)
@@ -71,49 +71,49 @@ class Checked:
         )
 
 
-def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, Plugin], facts: Facts) -> Checked:
-    """Everything wrong with a run, without looking for fixes."""
+def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, Plugin], facts: Facts) -> CheckResult:
+    """Find all problems of a run, without searching for fixes."""
     reasons = requested if isinstance(requested, Mapping) else dict.fromkeys(requested, "--plugins")
     activation = activate(reasons, manifests, facts)
     active = activation.active
-    checked = Checked(activation, manifests)
-    checked.problems += activation.problems
+    result = CheckResult(activation, manifests)
+    result.problems += activation.problems
     for plugin in active.values():
-        _version(checked, plugin)
-        _packages(checked, plugin)
+        _check_version(result, plugin)
+        _check_packages(result, plugin)
         for rule in plugin.requires:
-            _rule(checked, plugin.name, rule, checked.facts)
+            _check_rule(result, plugin.name, rule, result.facts)
         for rule in plugin.recommends:
-            _advise(checked, plugin.name, rule, checked.facts)
-        _notes(checked, plugin)
-        _uses(checked, plugin)
-        _hooks(checked, plugin)
-    _reviews(checked)
-    _orphans(checked, facts)
-    _warm_up(checked)
-    _core_needs(checked)
-    _unused(checked)
-    _backends(checked)
-    _transport(checked)
-    for policy in checked.facts.policies:
-        scope, who = checked.facts.scope(policy), f" of {policy}" if len(checked.facts.policies) > 1 else ""
+            _collect_advice(result, plugin.name, rule, result.facts)
+        _collect_notes(result, plugin)
+        _check_uses(result, plugin)
+        _collect_hooks(result, plugin)
+    _run_reviews(result)
+    _check_inactive_options(result, facts)
+    _check_warm_up(result)
+    _check_core_needs(result)
+    _check_unnamed_parts(result)
+    _check_backends(result)
+    _check_transport(result)
+    for policy in result.facts.policies:
+        scope, who = result.facts.scope(policy), f" of {policy}" if len(result.facts.policies) > 1 else ""
         cell, problems, advice = precision(active, manifests, scope, who)
-        checked.problems += [*problems, *claims(active, scope, who)]
-        checked.advice += advice
+        result.problems += [*problems, *claims(active, scope, who)]
+        result.advice += advice
         if cell is not None:
             name = f"{cell.rollout} rollout x {cell.train} train{who}"
             for rule in cell.rules:
-                _rule(checked, name, rule, scope)
+                _check_rule(result, name, rule, scope)
             for rule in cell.recommends:
-                _advise(checked, name, rule, scope)
-    checked.problems += collisions(active)
-    checked.order, problems = order(active)
-    checked.problems += problems
-    return checked
+                _collect_advice(result, name, rule, scope)
+    result.problems += collisions(active)
+    result.order, problems = order(active)
+    result.problems += problems
+    return result
 
 
-def _rule(checked: Checked, who: str, rule: Rule, facts: Facts) -> None:
-    """Sort one rule into met, broken, waived or left for the workers."""
+def _check_rule(result: CheckResult, who: str, rule: Rule, facts: Facts) -> None:
+    """Evaluate one rule and record a problem, a waived rule, or a rule deferred to the workers."""
     try:
         when = evaluate(rule.when, facts.lookup)
         if when in (Truth.FALSE, Truth.VACUOUS):
@@ -121,99 +121,98 @@ def _rule(checked: Checked, who: str, rule: Rule, facts: Facts) -> None:
         needs = evaluate(rule.needs, facts.lookup)
     except UnknownFact as error:
         because = error.hint or "no part of this run defines it"
-        checked.problems.append(Problem(who, f"{rule.needs!r} names {error.name}", because, verb="has a broken rule:"))
+        result.problems.append(Problem(who, f"{rule.needs!r} names {error.name}", because, verb="has a broken rule:"))
         return
     except RuleError as error:
-        checked.problems.append(Problem(who, str(error), rule.because, verb="has a broken rule:"))
+        result.problems.append(Problem(who, str(error), rule.because, verb="has a broken rule:"))
         return
     involved = [*names(parse(rule.needs)), *(names(parse(rule.when)) if rule.when else ())]
-    checked.consulted.update(involved)
+    result.consulted.update(involved)
     values = tuple(described(facts.lookup(n)) for n in dict.fromkeys(involved))
     unknown = needs is Truth.UNKNOWN or (needs is Truth.FALSE and when is Truth.UNKNOWN)
     if rule.hardware and facts.value("precision.emulated") is True:
         if needs is not Truth.TRUE:
             name, value, origin = values[0]
-            checked.waived.append(f"{who} needs {rule.needs} for speed; here {name} = {value} ({origin})")
+            result.waived.append(f"{who} needs {rule.needs} for speed; here {name} = {value} ({origin})")
     elif unknown or (needs is Truth.TRUE and any(n.partition(".")[0] == "gpu" for n in involved)):
-        checked.deferred.append(Deferred(who, rule.needs, rule.because, rule.when, holds_here=not unknown))
+        result.deferred.append(Deferred(who, rule.needs, rule.because, rule.when, holds_here=not unknown))
     elif needs is Truth.FALSE:
-        checked.problems.append(Problem(who, rule.needs, rule.because, values, choices=tuple(involved)))
+        result.problems.append(Problem(who, rule.needs, rule.because, values, choices=tuple(involved)))
 
 
-def _advise(checked: Checked, who: str, rule: Rule, facts: Facts) -> None:
-    """Print a recommendation that holds and is not followed; never enforce it."""
+def _collect_advice(result: CheckResult, who: str, rule: Rule, facts: Facts) -> None:
+    """Record advice if a recommendation applies and is not followed."""
     try:
         if evaluate(rule.when, facts.lookup) is not Truth.TRUE or evaluate(rule.needs, facts.lookup) is not Truth.FALSE:
             return
     except RuleError as error:
-        checked.problems.append(Problem(who, str(error), rule.because, verb="has a broken recommendation:"))
+        result.problems.append(Problem(who, str(error), rule.because, verb="has a broken recommendation:"))
         return
     parts = conjuncts(parse(rule.needs))
     plugins = [p.name.partition(".")[2] for p in parts if isinstance(p, Compare) and p.name.startswith("plugin.")]
     wanted = f"--plugins {','.join(plugins)}" if len(plugins) == len(parts) else rule.needs
-    checked.advice.append(f"{who} recommends {wanted}: {rule.because}")
+    result.advice.append(f"{who} recommends {wanted}: {rule.because}")
 
 
-def _notes(checked: Checked, plugin: Plugin) -> None:
-    """The plugin's sentences whose condition holds."""
+def _collect_notes(result: CheckResult, plugin: Plugin) -> None:
+    """Record the plugin's notes whose condition holds."""
     for condition, sentence in plugin.notes.items():
         try:
-            if evaluate(condition, checked.facts.lookup) is Truth.TRUE:
-                checked.advice.append(f"{plugin.name}: {sentence}")
+            if evaluate(condition, result.facts.lookup) is Truth.TRUE:
+                result.advice.append(f"{plugin.name}: {sentence}")
         except RuleError as error:
-            checked.problems.append(Problem(plugin.name, repr(condition), str(error), verb="has a broken note:"))
+            result.problems.append(Problem(plugin.name, repr(condition), str(error), verb="has a broken note:"))
 
 
-def _version(checked: Checked, plugin: Plugin) -> None:
-    """The range of core versions a plugin works with; pip's own check is bypassed by ``--no-deps`` and editable
-    trees."""
+def _check_version(result: CheckResult, plugin: Plugin) -> None:
+    """Check the range of core versions that a plugin supports. ``--no-deps`` and editable installs bypass pip's own check."""
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
     try:
         fits = plugin.core == CORE.core or SpecifierSet(plugin.core).contains(__version__, prereleases=True)
     except InvalidSpecifier:
         because = f"write a version specifier such as '~={__version__}'"
-        checked.problems.append(Problem(plugin.name, repr(plugin.core), because, verb="has a broken core range:"))
+        result.problems.append(Problem(plugin.name, repr(plugin.core), because, verb="has a broken core range:"))
         return
     if not fits:
         values = (("miles-core", __version__, "installed"),)
-        because = f"{plugin.name} {plugin.version} was made for those versions; install one that fits"
-        checked.problems.append(Problem(plugin.name, f"miles-core {plugin.core}", because, values))
+        because = f"{plugin.name} {plugin.version} supports only those versions; install a matching one"
+        result.problems.append(Problem(plugin.name, f"miles-core {plugin.core}", because, values))
 
 
-def _packages(checked: Checked, plugin: Plugin) -> None:
-    """Software that a plugin needs and whose absence would otherwise be found when the run is built."""
+def _check_packages(result: CheckResult, plugin: Plugin) -> None:
+    """Check the packages that a plugin needs; otherwise a missing one would fail only while the run is built."""
     for package in plugin.packages:
-        if evaluate(package.when, checked.facts.lookup) is not Truth.TRUE:
+        if evaluate(package.when, result.facts.lookup) is not Truth.TRUE:
             continue
         needs = f"{package.name} {package.versions}".strip()
-        fact = checked.facts.get(f"{PACKAGE}.{package.name}") or installed(package, elsewhere=False)
+        fact = result.facts.get(f"{PACKAGE}.{package.name}") or package_fact(package, elsewhere=False)
         if fact.value == ASSUMED:
-            checked.consulted.add(fact.name)
-            checked.advice.append(f"{plugin.name} needs {needs} where the run starts: {package.install}")
+            result.consulted.add(fact.name)
+            result.advice.append(f"{plugin.name} needs {needs} where the run starts: {package.install}")
         elif not package.fits(fact.value):
             problem = Problem(plugin.name, needs, package.install, (described(fact),))
-            checked.problems.append(problem)
+            result.problems.append(problem)
 
 
-def _uses(checked: Checked, plugin: Plugin) -> None:
-    """Every capability a plugin depends on must be one of the selected backend's."""
+def _check_uses(result: CheckResult, plugin: Plugin) -> None:
+    """Check that the selected backends have all capabilities that a plugin uses."""
     for wanted, reason in plugin.uses.items():
-        kinds, capability = backends_of(wanted, checked.manifests)
+        kinds, capability = backends_of(wanted, result.manifests)
         if not kinds:
             everything = {
-                c.name for m in [*checked.manifests.values(), CORE] for kind in m.capabilities for c in m.declared(kind)
+                c.name for m in [*result.manifests.values(), CORE] for kind in m.capabilities for c in m.declared(kind)
             }
             because = did_you_mean(capability, everything) or reason
-            checked.problems.append(Problem(plugin.name, f"capability {wanted}, which no backend has", because))
+            result.problems.append(Problem(plugin.name, f"capability {wanted}, which no backend has", because))
         for kind in kinds:
-            _capability(checked, plugin.name, kind, capability, reason)
+            _check_capability(result, plugin.name, kind, capability, reason)
 
 
-def _capability(checked: Checked, who: str, kind: str, capability: str, reason: str) -> None:
-    """The selected backend of that kind must have it."""
-    backend = checked.facts.lookup(kind)
-    owner = provider(kind, backend.value, checked.manifests)
+def _check_capability(result: CheckResult, who: str, kind: str, capability: str, reason: str) -> None:
+    """Check that the selected backend of a kind has a capability."""
+    backend = result.facts.lookup(kind)
+    owner = provider(kind, backend.value, result.manifests)
     if owner is None:
         return
     declared = owner.capability(kind, capability)
@@ -221,129 +220,135 @@ def _capability(checked: Checked, who: str, kind: str, capability: str, reason: 
     if declared is None:
         has = ", ".join(c.name for c in owner.declared(kind)) or "none"
         values = (described(backend), (f"capabilities of {backend.value}", has, f"manifest of {owner.name}"))
-        checked.problems.append(Problem(who, needs, reason, values, choices=(kind,)))
+        result.problems.append(Problem(who, needs, reason, values, choices=(kind,)))
     elif declared.when:
         because = f"{backend.value} has {capability} only when {declared.when}; {reason}"
-        _rule(checked, who, Rule(declared.when, because), checked.facts)
+        _check_rule(result, who, Rule(declared.when, because), result.facts)
 
 
-def _warm_up(checked: Checked) -> None:
-    """A precision warm-up ends with a switch, which each side that computes in a format must be able to make."""
-    steps = checked.facts.lookup("precision.warmup_steps")
+def _check_warm_up(result: CheckResult) -> None:
+    """Check that every backend with a number format can change its precision if there is a precision warm-up."""
+    steps = result.facts.lookup("precision.warmup_steps")
     if steps.state is not State.KNOWN or not steps.value:
         return
     for kind, side in zip(BACKENDS, SIDES, strict=False):
-        if checked.facts.value(side) != BASE:
+        if result.facts.value(side) != BASE:
             reason = (
                 f"after {steps.value} optimiser steps it changes its precision while the run goes on ({steps.origin})"
             )
-            _capability(checked, f"a warm-up to {side} {checked.facts.value(side)}", kind, "rebuild", reason)
+            _check_capability(result, f"a warm-up to {side} {result.facts.value(side)}", kind, "rebuild", reason)
 
 
-def _core_needs(checked: Checked) -> None:
-    """What core's own options take from the backends."""
+def _check_core_needs(result: CheckResult) -> None:
+    """Check the backend capabilities that core's options need."""
     for need in NEEDS:
         asking = names(parse(need.when))
-        if all(name in checked.facts for name in asking) and evaluate(need.when, checked.facts.lookup) is Truth.TRUE:
-            _capability(checked, need.who, need.kind, need.capability, need.because)
+        if all(name in result.facts for name in asking) and evaluate(need.when, result.facts.lookup) is Truth.TRUE:
+            _check_capability(result, need.who, need.kind, need.capability, need.because)
 
 
-def _unused(checked: Checked) -> None:
-    """Parts that no option names and of which one is used: a second is refused, and one that no backend asks for is told. A
-    backend asks for the kinds of parts that its own plugin brings one of."""
-    owners = [provider(kind, checked.facts.value(kind), checked.manifests) for kind in ("engine", "trainer")]
+def _check_unnamed_parts(result: CheckResult) -> None:
+    """Check parts of the kinds in ``UNNAMED``, of which a run uses at most one.
+
+    A backend uses a kind of part if its own plugin provides one. If a backend uses the kind, a second plugin part is a problem; if
+    no backend uses it, a part is reported as unused.
+    """
+    owners = [provider(kind, result.facts.value(kind), result.manifests) for kind in ("engine", "trainer")]
     for kind in UNNAMED:
-        asked = any(owner is not None and kind in owner.provides for owner in owners)
-        mine = [p for p in checked.activation.active.values() if kind in p.provides and p not in owners]
-        for plugin in mine[1:] if asked else ():
-            because = f"a run has one {kind}, and {mine[0].name} provides it too: leave one of them out of --plugins"
-            checked.problems.append(Problem(plugin.name, f"a second {kind}", because, verb="brings"))
-        for plugin in () if asked else mine:
-            where = " and ".join(str(checked.facts.lookup(k)) for k in ("engine", "trainer"))
-            checked.advice.append(f"{plugin.name}: its part {kind} is left unused; {where} take none")
+        is_used = any(owner is not None and kind in owner.provides for owner in owners)
+        mine = [p for p in result.activation.active.values() if kind in p.provides and p not in owners]
+        for plugin in mine[1:] if is_used else ():
+            because = f"a run has one {kind}, and {mine[0].name} also provides one: leave one of them out of --plugins"
+            result.problems.append(Problem(plugin.name, f"a second {kind}", because, verb="brings"))
+        for plugin in () if is_used else mine:
+            where = " and ".join(str(result.facts.lookup(k)) for k in ("engine", "trainer"))
+            result.advice.append(f"{plugin.name}: its part {kind} is not used; {where} take none")
 
 
-def _transport(checked: Checked) -> None:
-    """An engine must know the messages of a transport that sends some; tensors that are handed to it it always takes."""
-    fact = checked.facts.lookup("transport")
-    owner = provider("transport", fact.value, checked.manifests)
+def _check_transport(result: CheckResult) -> None:
+    """Check that the engine supports the transport's messages, if the transport declares any."""
+    fact = result.facts.lookup("transport")
+    owner = provider("transport", fact.value, result.manifests)
     if owner is not None and owner.capability("transport", str(fact.value)) is not None:
-        _capability(
-            checked,
+        _check_capability(
+            result,
             f"the transport {fact.value}",
             "engine",
             f"transport:{fact.value}",
-            "an engine that does not know its messages could not be given weights",
+            "an engine that does not support its messages cannot receive weights",
         )
 
 
-def _hooks(checked: Checked, plugin: Plugin) -> None:
-    """The hook classes whose condition holds; one that is unknown here is decided on each worker."""
+def _collect_hooks(result: CheckResult, plugin: Plugin) -> None:
+    """Record the hook classes whose condition holds. Workers decide conditions that are unknown on this host."""
     for condition, targets in plugin.hooks.items():
         try:
-            truth = evaluate(condition, checked.facts.lookup)
+            truth = evaluate(condition, result.facts.lookup)
         except RuleError as error:
-            checked.problems.append(
+            result.problems.append(
                 Problem(plugin.name, repr(condition), str(error), verb="has a broken hooks condition:")
             )
             continue
-        checked.consulted.update(names(parse(condition)) if condition else ())
+        result.consulted.update(names(parse(condition)) if condition else ())
         if truth in (Truth.TRUE, Truth.UNKNOWN):
             for target in (targets,) if isinstance(targets, str) else targets:
-                checked.hooks.append(HookTarget(plugin.name, target, condition, deferred=truth is Truth.UNKNOWN))
+                result.hooks.append(HookTarget(plugin.name, target, condition, deferred=truth is Truth.UNKNOWN))
 
 
-def _reviews(checked: Checked) -> None:
-    """What plugins work out by arithmetic, and whether the run fits into its GPUs. The facts at issue count as consulted."""
-    layers = checked.facts.lookup("model.layers")
+def _run_reviews(result: CheckResult) -> None:
+    """Run the plugins' ``review`` functions and check GPU memory. Facts that their problems name count as consulted."""
+    layers = result.facts.lookup("model.layers")
     if isinstance(layers.value, int) and layers.value > MOST_LAYERS:
-        because = "no model has as many, and a plan counts them one by one; put the number right in config.json"
-        checked.problems.append(Problem("this run", f"at most {MOST_LAYERS:,} layers", because, (described(layers),)))
+        because = "no model has so many layers, and planning enumerates them; correct the number in config.json"
+        result.problems.append(Problem("this run", f"at most {MOST_LAYERS:,} layers", because, (described(layers),)))
         return
-    model = model_config(checked.facts.value("model.hf_checkpoint"))
+    model = model_config(result.facts.value("model.hf_checkpoint"))
     usages: list[Usage] = []
-    for plugin in checked.activation.active.values():
+    for plugin in result.activation.active.values():
         if plugin.review:
-            found: Review = _function(plugin.review)(checked.facts, model)
-            checked.reviews += found.notes
-            checked.problems += found.problems
-            checked.consulted.update(n for p in found.problems for n in p.choices)
+            review: Review = _import_function(plugin.review)(result.facts, model)
+            result.reviews += review.notes
+            result.problems += review.problems
+            result.consulted.update(n for p in review.problems for n in p.choices)
         if plugin.memory and model is not None:
-            usages += _function(plugin.memory)(checked.facts, model)
-    notes, problems = review_memory(usages, checked.facts)
-    checked.reviews += notes
-    checked.problems += problems
+            usages += _import_function(plugin.memory)(result.facts, model)
+    notes, problems = review_memory(usages, result.facts)
+    result.reviews += notes
+    result.problems += problems
 
 
-def _function(target: str) -> Callable[..., Any]:
-    """The function that a manifest names as ``module:function``."""
+def _import_function(target: str) -> Callable[..., Any]:
+    """Import a function named as ``module:function``."""
     module, _, name = target.partition(":")
     function: Callable[..., Any] = getattr(import_module(module), name)
     return function
 
 
-def _orphans(checked: Checked, facts: Facts) -> None:
-    """An option the user gave to a plugin that is not active would do nothing; a flag may have several owners."""
-    active = checked.activation.active
-    shared = {fact.flag for fact in checked.facts.values() if fact.flag and fact.name.partition(".")[0] in active}
+def _check_inactive_options(result: CheckResult, facts: Facts) -> None:
+    """Report options set by the user for plugins that are not active, which would have no effect.
+
+    A flag shared with an active plugin is accepted.
+    """
+    active = result.activation.active
+    shared = {fact.flag for fact in result.facts.values() if fact.flag and fact.name.partition(".")[0] in active}
     for fact in facts.values():
         owner = fact.name.partition(".")[0]
-        if fact.value is None or fact.value is False:  # a switch turned off asks for nothing
+        if fact.value is None or fact.value is False:  # a switch that is off needs no plugin
             continue
-        if fact.chosen and owner in checked.manifests and owner not in active and fact.flag not in shared:
+        if fact.chosen and owner in result.manifests and owner not in active and fact.flag not in shared:
             because = f"{fact.name} belongs to {owner}, which is not active: add it with --plugins {owner}"
-            checked.problems.append(Problem(fact.origin, f"plugin.{owner}", because, (described(fact),)))
+            result.problems.append(Problem(fact.origin, f"plugin.{owner}", because, (described(fact),)))
 
 
-def _backends(checked: Checked) -> None:
-    """The engine, trainer and runtime must be somebody's."""
+def _check_backends(result: CheckResult) -> None:
+    """Check that plugins provide the selected engine, trainer and runtime."""
     for kind in BACKENDS:
-        fact = checked.facts.lookup(kind)
-        named = fact.state is State.KNOWN and fact.value  # where no backend is installed nothing is named
-        if named and provider(kind, fact.value, checked.manifests) is None:
-            known = {n for m in [*checked.manifests.values(), CORE] for n in m.provides.get(kind, {})}
+        fact = result.facts.lookup(kind)
+        named = fact.state is State.KNOWN and fact.value  # empty if no backend is installed
+        if named and provider(kind, fact.value, result.manifests) is None:
+            known = {n for m in [*result.manifests.values(), CORE] for n in m.provides.get(kind, {})}
             hint = did_you_mean(str(fact.value), known) or COMES_WITH
             because = f"installed plugins provide {', '.join(sorted(known))}; {hint}"
-            checked.problems.append(
+            result.problems.append(
                 Problem("this run", f"a {kind} {fact.value!r}", because, (described(fact),), choices=(kind,))
             )

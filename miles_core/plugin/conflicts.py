@@ -1,5 +1,4 @@
-"""What active plugins must not do to each other: unsupported precision cells, shared claims, colliding names, cyclic
-order."""
+"""Find conflicts between active plugins: unsupported precision pairs, shared claims, name collisions and cyclic order."""
 
 from __future__ import annotations
 
@@ -20,12 +19,10 @@ BASE = "bf16"  # the format every model has
 def precision(
     active: Mapping[str, Plugin], manifests: Mapping[str, Plugin], facts: Facts, who: str
 ) -> tuple[Pair | None, list[Problem], list[str]]:
-    """The cell of rollout x training precision one policy uses.
-
-    The table is positive: what no active plugin offers is unsupported.
+    """Find the precision pair (rollout x training) of one policy. Pairs that no active plugin declares are unsupported.
 
     Returns:
-        the cell when somebody supports it, the problems, the notes.
+        the pair (None if unsupported or unknown), the problems, and the notes.
     """
     sides = [facts.lookup(side) for side in SIDES]
     if any(side.state is not State.KNOWN for side in sides):
@@ -62,10 +59,10 @@ def precision(
         )
     pair, owner = cells[rollout, train]
     advice = [f"{rollout} rollout x {train} train{who} is experimental ({owner})"] if pair.experimental else []
-    return pair, [], [*advice, *_unselected(active, rollout, train, who)]
+    return pair, [], [*advice, *_note_unselected(active, rollout, train, who)]
 
 
-def _unselected(active: Mapping[str, Plugin], rollout: str, train: str, who: str) -> Iterator[str]:
+def _note_unselected(active: Mapping[str, Plugin], rollout: str, train: str, who: str) -> Iterator[str]:
     for plugin in active.values():
         if plugin.formats and not {rollout, train} & plugin.formats.keys():
             name = next(iter(plugin.formats))
@@ -76,7 +73,10 @@ def _unselected(active: Mapping[str, Plugin], rollout: str, train: str, who: str
 
 
 def claims(active: Mapping[str, Plugin], facts: Facts, who: str) -> Iterator[Problem]:
-    """Exclusive slots of one policy. With several policies a number format counts where it is selected."""
+    """Yield a problem for each exclusive slot that two plugins claim for one policy.
+
+    With several policies, the claims of a number format count only for policies that select it.
+    """
     several = len(facts.policies) > 1
     used = {facts.value(side) for side in SIDES}
     slots: dict[str, list[Plugin]] = {}
@@ -91,7 +91,7 @@ def claims(active: Mapping[str, Plugin], facts: Facts, who: str) -> Iterator[Pro
 
 
 def collisions(active: Mapping[str, Plugin]) -> Iterator[Problem]:
-    """One name, two meanings: fields declared differently, parts and formats provided twice."""
+    """Yield a problem for each field declared differently and each part or format provided twice."""
     fields: dict[str, tuple[str, object]] = {}
     parts: dict[tuple[str, str], str] = {}
     for plugin in active.values():
@@ -99,7 +99,7 @@ def collisions(active: Mapping[str, Plugin]) -> Iterator[Problem]:
             owner, first = fields.setdefault(declared.name, (plugin.name, declared))
             if first != declared:
                 values = ((owner, str(first), "its manifest"), (plugin.name, str(declared), "its manifest"))
-                because = "samples carry one column of a name"
+                because = "a sample has one column per name"
                 yield Problem(
                     f"{owner} and {plugin.name}", f"field {declared.name!r} differently", because, values, "declare"
                 )
@@ -107,12 +107,12 @@ def collisions(active: Mapping[str, Plugin]) -> Iterator[Problem]:
         for kind, name in [*provided, *(("format", name) for name in plugin.formats)]:
             owner = parts.setdefault((kind, name), plugin.name)
             if owner != plugin.name:
-                because = f"{name!r} would mean two things; drop one of the two or rename the part"
+                because = f"{name!r} would be ambiguous; drop one of the two or rename the part"
                 yield Problem(f"{owner} and {plugin.name}", f"the {kind} {name!r}", because, verb="both provide")
 
 
 def order(active: Mapping[str, Plugin]) -> tuple[tuple[str, ...], list[Problem]]:
-    """Plugins in plan order: ``before`` and ``after`` first, then order of activation. Core is left out."""
+    """Return the plugins in plan order, without core, and the problems: ``before`` and ``after``, then order of activation."""
     rank = {name: i for i, name in enumerate(n for n in active if n != "core")}
     sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
     for name in rank:
@@ -126,7 +126,7 @@ def order(active: Mapping[str, Plugin]) -> tuple[tuple[str, ...], list[Problem]]
     except graphlib.CycleError as error:
         path = " -> ".join(error.args[1])
         because = "their manifests' before and after contradict each other"
-        return tuple(rank), [Problem("these plugins", path, because, verb="each want to go first:")]
+        return tuple(rank), [Problem("these plugins", path, because, verb="form a cycle:")]
     placed: list[str] = []
     ready = [(rank[name], name) for name in sorter.get_ready()]
     heapq.heapify(ready)

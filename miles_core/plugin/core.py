@@ -1,7 +1,7 @@
-"""What core declares about itself, in the form every plugin uses.
+"""The manifest of core, in the same form as a plugin's manifest.
 
-The schedules and the in-process transport are parts like any other; ``core`` is always active, comes last in every
-chain and cannot be named after ``--plugins``.
+It provides the synchronous schedule and the in-process transport as parts. ``core`` is always active, is the innermost
+function of every chain, and cannot be named in ``--plugins``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from miles_core.version import __version__
 
 @dataclass(frozen=True)
 class Need:
-    """What an option of core takes from a backend, as ``Plugin.uses`` says it of a plugin.
+    """A backend capability that an option of core needs, like an entry of ``Plugin.uses``.
 
     Attributes:
-        who: the option, for messages.
-        when: it is needed where this holds.
-        kind, capability: what the selected backend must have.
+        who: name of the option in messages.
+        when: condition under which the capability is needed.
+        kind: kind of backend, e.g. ``engine``.
+        capability: name of the capability.
         because: the reason.
     """
 
@@ -36,7 +37,11 @@ _SUPPORT = "log-probs over the tokens that --rollout-top-p or --rollout-top-k ke
 
 NEEDS = (
     Need(
-        "a truncated sampler", _TRUNCATED, "engine", "sampling_support", f"it says which tokens it kept, for {_SUPPORT}"
+        "a truncated sampler",
+        _TRUNCATED,
+        "engine",
+        "sampling_support",
+        f"it records the tokens it kept, for {_SUPPORT}",
     ),
     Need("a truncated sampler", _TRUNCATED, "trainer", "sampling_support", f"it takes {_SUPPORT}"),
     Need(
@@ -44,7 +49,7 @@ NEEDS = (
         "train.optimizer not in {adamw, adam}",
         "trainer",
         "optimizers",
-        "it is made by a plugin, and this trainer steps with an optimizer of its own",
+        "a plugin provides it, and this trainer uses its own optimizer",
     ),
     Need("--entropy-coef", "algorithm.entropy_coef > 0", "trainer", "entropy", "the loss has the entropy in it"),
     Need(
@@ -67,11 +72,7 @@ CORE = Plugin(
     core=f"=={__version__}",
     fields=CORE_FIELDS,
     provides={
-        "schedule": {
-            "sync": "miles_core.schedule.sync:make_schedule",
-            "ahead": "miles_core.schedule.ahead:make_schedule",
-            "async": "miles_core.schedule.continuous:make_schedule",
-        },
+        "schedule": {"sync": "miles_core.schedule.sync:make_schedule"},
         "generate": {"turn": "miles_core.rollout.function:make_turn"},
         "optimizer": dict.fromkeys(("adamw", "adam"), "miles_core.train.adamw:make_optimizer"),
         "transport": {"copy": "miles_core.sync.copy:make_transport"},

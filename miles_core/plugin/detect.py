@@ -1,7 +1,7 @@
-"""What this host and this checkpoint are, as facts.
+"""Detect facts of this host and of a checkpoint.
 
-GPUs are read through NVML, never through ``torch.cuda``: the driver of a run must not initialise CUDA in a process
-that later forks or places workers. A model is read from its ``config.json``, without importing Transformers.
+GPUs are queried through NVML, not through ``torch.cuda``, because the driver process must not initialise CUDA before it forks or
+places workers. Models are described from their ``config.json``, without importing Transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.model_config import EXPERTS, EXPERTS_PER_TOKEN, model_config
 from miles_core.plugin.rule import literal
 
-#: GPU -> (compute capability x 10, memory in GB); for ``--fact gpu=NAME``. AMD GPUs have no compute capability: 0.
+#: GPU -> (compute capability x 10, memory in GB), for ``--fact gpu=NAME``. AMD GPUs have no compute capability (0).
 KNOWN_GPUS: dict[str, tuple[int, int]] = {
     "V100": (70, 32),
     "T4": (75, 16),
@@ -46,18 +46,18 @@ KNOWN_GPUS: dict[str, tuple[int, int]] = {
     "MI350X": (0, 288),
     "MI355X": (0, 288),
 }
-#: GPUs of a machine where only the number of all GPUs of several machines is given.
+#: Assumed GPUs per machine if only the total number of GPUs is given.
 GPUS_PER_MACHINE = 8
 #: ``[[MACHINESx]GPUSx]TYPE``.
 _HARDWARE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?(.+)", re.IGNORECASE)
-#: Name of a fact for planning that stands for ``gpu`` and is ``--hardware``.
+#: Alias of the fact ``gpu`` for planning, set by ``--hardware``.
 HARDWARE = "hardware"
 _MEANINGS = {
-    "gpu": "the GPU's name, none without one",
+    "gpu": "name of the GPU, none without one",
     "gpu.sm": "compute capability x 10, 0 without an NVIDIA GPU",
-    "gpu.count": "GPUs this process may use",
-    "gpu.memory_gb": "memory of the smallest one",
-    "gpu.machines": "machines with such GPUs, known where a plan names them",
+    "gpu.count": "number of GPUs visible to this process",
+    "gpu.memory_gb": "memory of the smallest GPU",
+    "gpu.machines": "number of machines with such GPUs; known only if given for planning",
 }
 _MODEL_NAMES = (
     "type",
@@ -72,7 +72,7 @@ _MODEL_NAMES = (
     "mtp_layers",
     "quantized",
 )
-#: fact -> the keys of config.json that mean it, by model family.
+#: fact -> the keys of config.json that hold it in different model families.
 _KEYS: dict[str, tuple[str, ...]] = {
     "type": ("model_type",),
     "num_experts": EXPERTS,
@@ -85,9 +85,9 @@ _KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
-#: Facts of which less than one makes no model.
+#: Facts that must be at least 1.
 _COUNTS = ("layers", "vocab_size", "hidden_size", "context")
-#: The least that a fact of host or model can be, where it is a whole number.
+#: Minimum values of integer facts of host and model.
 _LEAST = {
     **dict.fromkeys(("gpu.sm", "gpu.count", "gpu.memory_gb"), 0),
     "gpu.machines": 1,
@@ -97,10 +97,10 @@ _LEAST = {
 
 
 def gpu_facts() -> list[Fact]:
-    """``gpu``, ``gpu.sm``, ``gpu.count``, ``gpu.memory_gb`` of this host.
+    """Return the facts ``gpu``, ``gpu.sm``, ``gpu.count`` and ``gpu.memory_gb`` of this host.
 
-    Without an NVIDIA driver or GPU they are known to be none and 0, so a rule about tensor cores fails here with its
-    hint; an NVIDIA driver that does not answer makes them unknown.
+    Without an NVIDIA driver or GPU, they are none and 0, so that rules about tensor cores fail on this host with their hint. If
+    NVML fails, they are unknown.
     """
     import pynvml
 
@@ -109,16 +109,16 @@ def gpu_facts() -> list[Fact]:
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return _amd() if Path("/dev/kfd").exists() else _no_gpu("detected: no NVIDIA driver")
     except pynvml.NVMLError as error:
-        return _unknown(f"NVML does not answer: {error}")
+        return _unknown_gpu(f"NVML does not answer: {error}")
     try:
-        handles = _visible(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        handles = _visible_handles(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
         if not handles:
             return _no_gpu("detected: no GPU is visible")
         names = [_text(pynvml.nvmlDeviceGetName(h)) for h in handles]
         sms = [major * 10 + minor for major, minor in map(pynvml.nvmlDeviceGetCudaComputeCapability, handles)]
         memory = min(pynvml.nvmlDeviceGetMemoryInfo(h).total for h in handles)
     except pynvml.NVMLError as error:
-        return _unknown(f"NVML does not answer: {error}")
+        return _unknown_gpu(f"NVML does not answer: {error}")
     finally:
         pynvml.nvmlShutdown()
     weakest = names[sms.index(min(sms))]
@@ -128,7 +128,7 @@ def gpu_facts() -> list[Fact]:
 
 
 def short_name(name: str) -> str:
-    """``NVIDIA H200`` and ``NVIDIA A100-SXM4-80GB`` as ``H200`` and ``A100``; unknown ones with dashes for spaces."""
+    """Shorten a GPU name: ``NVIDIA A100-SXM4-80GB`` -> ``A100``. In unknown names, dashes replace spaces."""
     plain = re.sub(r"[\s_]+", "-", re.sub(r"^(NVIDIA|GeForce|Tesla)\s+", "", name.removeprefix("NVIDIA ")).strip())
     parts = plain.upper().split("-")
     for known in sorted(KNOWN_GPUS, key=len, reverse=True):
@@ -138,8 +138,8 @@ def short_name(name: str) -> str:
     return plain
 
 
-def _visible(pynvml: Any, setting: str | None) -> list[Any]:
-    """Handles of the GPUs ``CUDA_VISIBLE_DEVICES`` leaves; like CUDA, it stops at the first entry that is none."""
+def _visible_handles(pynvml: Any, setting: str | None) -> list[Any]:
+    """Return handles of the GPUs in ``CUDA_VISIBLE_DEVICES``. Like CUDA, stops at the first invalid entry."""
     everything = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
     if setting is None:
         return everything
@@ -165,7 +165,7 @@ def _gpus(name: str, sm: int, count: int, memory: int, origin: str) -> list[Fact
 
 
 def _machines(origin: str) -> Fact:
-    """How many machines there are is never detected: a cluster is known once a run has joined it."""
+    """Return ``gpu.machines`` as unknown, because it is known only after a run has joined the cluster."""
     return Fact("gpu.machines", None, origin, State.UNKNOWN)
 
 
@@ -173,7 +173,7 @@ def _no_gpu(origin: str) -> list[Fact]:
     return _gpus("none", 0, 0, 0, origin)
 
 
-def _unknown(origin: str) -> list[Fact]:
+def _unknown_gpu(origin: str) -> list[Fact]:
     return [Fact(name, None, origin, State.UNKNOWN) for name in _MEANINGS]
 
 
@@ -185,13 +185,13 @@ def _amd() -> list[Fact]:
 
 
 def model_facts(checkpoint: str | None) -> list[Fact]:
-    """Facts of a model from the ``config.json`` of its checkpoint.
+    """Return the facts of a model from the ``config.json`` of its checkpoint.
 
     Args:
-        checkpoint: a directory, or a hub name that is in the local cache; otherwise the facts are unknown here.
+        checkpoint: a directory, or a hub name. The facts are unknown if the name is not in the local cache.
 
     Raises:
-        CheckpointError: a directory without a readable ``config.json``, or a path that does not exist.
+        CheckpointError: the path does not exist, or the directory has no readable ``config.json``.
     """
     if not checkpoint:
         return _unknown_model("no --hf-checkpoint was given")
@@ -209,39 +209,41 @@ def _unknown_model(why: str) -> list[Fact]:
 
 
 def config_facts(config: Mapping[str, Any]) -> list[Fact]:
-    """``model.*`` of a parsed ``config.json``, or of a Transformers configuration as a dictionary.
+    """Return the facts ``model.*`` of a parsed ``config.json`` or of a Transformers configuration as a dictionary.
 
-    With a ``text_config`` the numbers are those of the language model, and the type that of the whole checkpoint: it names the class
-    that loads it.
+    With a ``text_config``, the numbers describe the language model. ``model.type`` is the type of the whole checkpoint, because it
+    selects the class that loads it.
     """
     inner = language_model(config)
-    found: dict[str, tuple[Any, str]] = {}
+    entries: dict[str, tuple[Any, str]] = {}
     for name, keys in _KEYS.items():
         key = next((k for k in keys if inner.get(k) is not None), None)
         if key and name in _COUNTS and (type(inner[key]) is not int or inner[key] < 1):
-            raise ValueError(f"{key} is {inner[key]!r}, and must be a whole number from 1 on")
-        found[name] = (inner[key], f"config.json: {key}={inner[key]}") if key else (None, f"config.json: no {keys[0]}")
-    experts, origin = found["num_experts"]
+            raise ValueError(f"{key} is {inner[key]!r}, and must be a whole number of at least 1")
+        entries[name] = (
+            (inner[key], f"config.json: {key}={inner[key]}") if key else (None, f"config.json: no {keys[0]}")
+        )
+    experts, origin = entries["num_experts"]
     experts = int(experts or 0)
     moe = experts > 1
-    found["num_experts"] = (experts, origin)
-    found["moe"] = (moe, origin)
-    found["moe_layers"] = (len(moe_layers(inner)), origin) if moe else (0, origin)
-    found["mtp_layers"] = (int(found["mtp_layers"][0] or 0), found["mtp_layers"][1])
-    found["context"] = _context(inner, *found["context"])
+    entries["num_experts"] = (experts, origin)
+    entries["moe"] = (moe, origin)
+    entries["moe_layers"] = (len(moe_layers(inner)), origin) if moe else (0, origin)
+    entries["mtp_layers"] = (int(entries["mtp_layers"][0] or 0), entries["mtp_layers"][1])
+    entries["context"] = _context(inner, *entries["context"])
     quantisation = config.get("quantization_config") or inner.get("quantization_config") or {}
     method = quantisation.get("quant_method", "yes") if quantisation else "none"
-    found["quantized"] = (method, f"config.json: {'' if quantisation else 'no '}quantization_config")
+    entries["quantized"] = (method, f"config.json: {'' if quantisation else 'no '}quantization_config")
     facts = []
     for name in _MODEL_NAMES:
-        value, origin = found[name]
+        value, origin = entries[name]
         state = State.KNOWN if value is not None else State.NOT_APPLICABLE if name == "top_k" else State.UNKNOWN
         facts.append(Fact(f"model.{name}", value, origin, state))
     return facts
 
 
 def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a ``config.json`` with those of its ``text_config`` over them, and ``model_type`` of the whole."""
+    """Merge ``text_config`` into the entries of a ``config.json``, but keep the top-level ``model_type``."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         return dict(config)
@@ -249,14 +251,16 @@ def language_model(config: Mapping[str, Any]) -> dict[str, Any]:
     return inner | ({"model_type": config["model_type"]} if config.get("model_type") else {})
 
 
-#: Rotary embeddings whose frequencies depend on how long a sequence has become.
+#: Types of rotary embeddings whose frequencies depend on the sequence length.
 _GROWING = ("dynamic", "longrope", "su")
 
 
 def _context(config: Mapping[str, Any], longest: Any, origin: str) -> tuple[Any, str]:
-    """The longest sequence whose tokens all have one set of rotary frequencies: behind the original limit of ``longrope`` and
-    ``dynamic`` they change with the length, and engines and trainers differ in how. A longer ``--rollout-max-context-len`` goes
-    beyond it."""
+    """Return the maximum length at which all tokens of a sequence have the same rotary frequencies, and its origin.
+
+    Beyond the original limit of ``longrope`` and ``dynamic``, the frequencies change with the sequence length, and engines and trainers
+    implement that differently. ``--rollout-max-context-len`` may allow longer sequences.
+    """
     given = [config.get("rope_parameters"), config.get("rope_scaling")]
     for rope in [
         item for one in given if isinstance(one, dict) for item in (one, *one.values()) if isinstance(item, dict)
@@ -269,8 +273,10 @@ def _context(config: Mapping[str, Any], longest: Any, origin: str) -> tuple[Any,
 
 
 def moe_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Numbers of the decoder layers that have experts, in the ways the families write it; from the keys of the language model
-    in a ``config.json``, none where there is no expert."""
+    """Return the indices of the decoder layers with experts, from the language model's entries of a ``config.json``.
+
+    Supports the keys of different model families. Empty for a model without experts.
+    """
     if not any(config.get(key) for key in _KEYS["num_experts"]):
         return ()
     for key, sparse in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
@@ -288,16 +294,16 @@ def moe_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def override(facts: Facts, given: Sequence[str]) -> Facts:
-    """Facts for planning with other hardware or another model.
+    """Replace facts to plan for other hardware or another model.
 
     Args:
-        facts: everything detected and configured.
-        given: ``NAME=VALUE`` each. ``gpu=B200`` brings compute capability and memory along, ``gpu=8xB200`` the number of GPUs of a
-            machine and ``gpu=4x8xB200`` the number of machines too; ``hardware`` stands for ``gpu``. ``gpu=none`` is no GPU, and the
-            value ``unknown`` declares a fact unknown on this host.
+        facts: all detected and configured facts.
+        given: items ``NAME=VALUE``. ``gpu=B200`` also sets compute capability and memory, ``gpu=8xB200`` the number of GPUs per
+            machine, and ``gpu=4x8xB200`` the number of machines. ``hardware`` is an alias of ``gpu``. ``gpu=none`` means no GPU, and
+            the value ``unknown`` makes a fact unknown.
 
     Raises:
-        ConfigError: no such fact, one that an option sets, or not of the form NAME=VALUE.
+        ConfigError: the fact does not exist or is set by an option, or the item is not NAME=VALUE.
     """
     replaced: list[Fact] = []
     for item in given:
@@ -315,7 +321,7 @@ def override(facts: Facts, given: Sequence[str]) -> Facts:
         if known.flag:
             raise ConfigError(f"{origin}: {name} is an option, give {known.flag} {word}")
         if name == "gpu":
-            replaced += _named_gpu(word, origin)
+            replaced += _parse_gpu(word, origin)
         elif word == "unknown":
             replaced.append(Fact(name, None, origin, State.UNKNOWN, chosen=True))
         else:
@@ -324,33 +330,33 @@ def override(facts: Facts, given: Sequence[str]) -> Facts:
 
 
 def _value(name: str, word: str, origin: str) -> Any:
-    """What a word says as the value of a fact; ConfigError where it cannot be one of host or model. A plugin's own facts take any."""
+    """Parse the value of a fact. Raises ConfigError for an invalid value of a host or model fact; facts of plugins accept any value."""
     value = literal(word)
     least = _LEAST.get(name)
     if least is not None and (type(value) is not int or value < least):
-        raise ConfigError(f"{origin}: {name} is a whole number from {least} on, or unknown")
+        raise ConfigError(f"{origin}: {name} is a whole number of at least {least}, or unknown")
     if name == "model.moe" and not isinstance(value, bool):
         raise ConfigError(f"{origin}: {name} is true, false or unknown")
     return value
 
 
-def _named_gpu(word: str, origin: str) -> list[Fact]:
-    """The facts of ``[[MACHINESx]GPUSx]TYPE``."""
+def _parse_gpu(word: str, origin: str) -> list[Fact]:
+    """Return the GPU facts of ``[[MACHINESx]GPUSx]TYPE``."""
     if word == "unknown":
         return [Fact(name, None, origin, State.UNKNOWN, chosen=True) for name in _MEANINGS]
     if word == "none":
         return [Fact(f.name, f.value, origin, f.state, chosen=True) for f in _no_gpu(origin)]
-    found = _HARDWARE.fullmatch(word)
-    assert found is not None  # the word is not empty
-    machines, count = (int(number) if number else None for number in (found[1], found[2]))
-    typed = found[3]
+    match = _HARDWARE.fullmatch(word)
+    assert match is not None  # the word is not empty
+    machines, count = (int(number) if number else None for number in (match[1], match[2]))
+    typed = match[3]
     name = next((known for known in KNOWN_GPUS if known.lower() == typed.lower()), None)
     if name is None:
         hint = did_you_mean(typed.upper(), KNOWN_GPUS) or f"known ones are {', '.join(KNOWN_GPUS)}"
         raise ConfigError(f"{origin}: no GPU of that name is known; {hint} (any other: --fact gpu.sm=N)")
     if machines == 0 or count == 0:
         raise ConfigError(
-            f"{origin}: write TYPE, GPUSxTYPE or MACHINESxGPUSxTYPE with numbers from 1 on, for example 8x{name}"
+            f"{origin}: write TYPE, GPUSxTYPE or MACHINESxGPUSxTYPE with numbers of at least 1, for example 8x{name}"
         )
     sm, memory = KNOWN_GPUS[name]
     about = f"{origin}: an AMD GPU has no CUDA compute capability" if not sm else origin
@@ -360,13 +366,13 @@ def _named_gpu(word: str, origin: str) -> list[Fact]:
 
 
 def _counts(machines: int | None, count: int | None, origin: str) -> list[Fact]:
-    """``gpu.count`` and ``gpu.machines``. More GPUs than a machine usually has are assumed to be in machines of eight."""
+    """Return ``gpu.count`` and ``gpu.machines``. Without a number of machines, assumes at most ``GPUS_PER_MACHINE`` GPUs per machine."""
     if count is None:
         return [Fact("gpu.count", None, origin, State.UNKNOWN), _machines(origin)]
     if machines is None and count > GPUS_PER_MACHINE:
         if count % GPUS_PER_MACHINE:
             raise ConfigError(
-                f"{origin}: {count} GPUs are no whole machines of {GPUS_PER_MACHINE}: write MACHINESxGPUSxTYPE, "
+                f"{origin}: {count} GPUs do not fill whole machines of {GPUS_PER_MACHINE}: write MACHINESxGPUSxTYPE, "
                 f"for example 2x{GPUS_PER_MACHINE}xH200"
             )
         assumed = f"{origin}, assumed to be machines of {GPUS_PER_MACHINE}"

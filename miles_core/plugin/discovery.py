@@ -1,8 +1,8 @@
-"""Which plugins are installed, and their manifests.
+"""Find installed plugins and load their manifests.
 
-A distribution registers ``[project.entry-points."miles.plugins"] mine = "miles_mine:plugin"``; a first experiment
-is a single file, ``--plugins ./my.py``. Scanning reads metadata only. A manifest is imported when somebody asks for
-it; that is cheap because manifests import no torch. Being installed never makes a plugin active.
+A distribution registers ``[project.entry-points."miles.plugins"] mine = "miles_mine:plugin"``. A plugin may also be a single
+file, ``--plugins ./my.py``. Scanning reads only metadata; a manifest is imported on first access, which is fast because
+manifests do not import torch. An installed plugin is not automatically active.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.declared import mistakes
+from miles_core.plugin.declared import find_mistakes
 from miles_core.plugin.failure import import_failure
 from miles_core.plugin.guard import MARK
 from miles_core.plugin.manifest import Plugin
@@ -31,15 +31,15 @@ _FILE_MODULE = "miles_plugin_file_"
 
 
 class Catalogue(Mapping[str, Plugin]):
-    """Every plugin that may take part, by name.
+    """The available plugins, by name.
 
-    Reading one by name imports its manifest and raises ``PluginError`` when that fails. Iterating imports all and
-    leaves out those that fail; ``broken`` says why, for ``miles plugins`` and for the notes of a run.
+    Access by name imports the plugin's manifest and raises PluginError if that fails. Iteration imports all manifests and skips
+    those that fail; ``broken`` holds the reasons, for ``miles plugins`` and the notes of a run.
 
     Attributes:
         sources: plugin -> ``miles-plugin-mine 0.1.0`` or ``file:PATH sha256:...``; filled by scanning.
         broken: plugin -> why its manifest cannot be used.
-        heavy: plugins whose manifest imports torch, which makes every command slow.
+        heavy: plugins whose manifest imports torch, which slows down every command.
     """
 
     def __init__(self, points: Iterable[EntryPoint] = ()) -> None:
@@ -50,8 +50,8 @@ class Catalogue(Mapping[str, Plugin]):
         self.heavy: list[str] = []
         for point in points:
             self._points.setdefault(point.name, {})[_source(point)] = point
-        for name, found in self._points.items():
-            self.sources[name] = next(iter(found))
+        for name, points_by_source in self._points.items():
+            self.sources[name] = next(iter(points_by_source))
 
     def __getitem__(self, name: str) -> Plugin:
         if name not in self._loaded:
@@ -78,15 +78,15 @@ class Catalogue(Mapping[str, Plugin]):
 
     @property
     def names(self) -> list[str]:
-        """Every name, without importing anything; files first."""
+        """All plugin names, single files first. Imports nothing."""
         return sorted({*self._points, *self._loaded}, key=lambda n: (n in self._points, n))
 
-    def set_aside(self, name: str, why: str) -> None:
-        """Leave an installed plugin out, as one that cannot be imported is left out: ``broken`` says why."""
+    def exclude(self, name: str, why: str) -> None:
+        """Exclude an installed plugin and record the reason in ``broken``."""
         self.broken[name] = f"{name} ({self.sources[name]}): {why}"
 
     def request(self, wanted: str) -> str:
-        """Make sure a plugin asked for on the command line can be used.
+        """Load the manifest of a plugin named on the command line.
 
         Args:
             wanted: a name, or the path of a single-file plugin (ends in ``.py`` or holds a path separator).
@@ -95,24 +95,24 @@ class Catalogue(Mapping[str, Plugin]):
             the plugin's name.
 
         Raises:
-            PluginError: not installed (with the nearest name), installed twice, or its
-                manifest cannot be imported (with the traceback).
+            PluginError: the plugin is not installed (names similar ones), is installed twice, or its manifest cannot be
+                imported (includes the traceback).
         """
         if wanted.endswith(".py") or "/" in wanted or "\\" in wanted:
             return self.add_file(Path(wanted))
         if wanted not in self:
-            hint = did_you_mean(wanted, self.names) or "install the package that brings it"
+            hint = did_you_mean(wanted, self.names) or "install the package that provides it"
             raise PluginError(f"no plugin {wanted!r} is installed; {hint}")
         return self[wanted].name
 
     def add_file(self, path: Path) -> str:
-        """Take a single-file plugin in.
+        """Add a single-file plugin and return its name.
 
-        The file may hold a manifest ``plugin``, whose hooks and parts then name classes of the same file, or only
-        functions and classes marked with ``hookimpl``, which become a plugin named like the file.
+        The file may define a manifest ``plugin``, whose hooks and parts name classes of the file. Otherwise its functions and
+        classes marked with ``hookimpl`` become a plugin named like the file.
 
         Raises:
-            PluginError: no such file, it cannot be imported, holds neither, or its name is taken.
+            PluginError: the file does not exist, cannot be imported, or defines neither; or its name is in use.
         """
         path = path.expanduser().resolve()
         if not path.is_file():
@@ -124,7 +124,9 @@ class Catalogue(Mapping[str, Plugin]):
         stem = re.sub(r"\W", "_", path.stem)
         module = _import_file(path, f"{_FILE_MODULE}{stem}_{source[-12:]}")
         declared = getattr(module, "plugin", None)
-        plugin = _localised(declared, module, path) if declared is not None else _synthesised(stem, module, path)
+        plugin = (
+            _qualify_targets(declared, module, path) if declared is not None else _make_manifest(stem, module, path)
+        )
         if plugin.name in self:
             raise PluginError(
                 f"two plugins are called {plugin.name!r}: {self.sources[plugin.name]} and {path}; "
@@ -135,13 +137,13 @@ class Catalogue(Mapping[str, Plugin]):
         return plugin.name
 
     def _load(self, name: str) -> Plugin:
-        found = self._points[name]
-        if len(found) > 1:
+        points_by_source = self._points[name]
+        if len(points_by_source) > 1:
             raise PluginError(
-                f"two distributions provide a plugin called {name!r}: {' and '.join(sorted(found))}; "
+                f"two distributions provide a plugin called {name!r}: {' and '.join(sorted(points_by_source))}; "
                 "uninstall one of them"
             )
-        source, point = next(iter(found.items()))
+        source, point = next(iter(points_by_source.items()))
         light = "torch" not in sys.modules
         try:
             plugin = point.load()
@@ -152,9 +154,9 @@ class Catalogue(Mapping[str, Plugin]):
             raise PluginError(f"plugin {name!r} ({source}) cannot be imported from {point.value}:\n{text}") from error
         if not isinstance(plugin, Plugin):
             raise PluginError(
-                f"plugin {name!r} ({source}): {point.value} is {type(plugin).__name__}, not a miles_core.Plugin"
+                f"plugin {name!r} ({source}): {point.value} is {type(plugin).__name__}, not a miles_core.plugin.Plugin"
             )
-        if wrong := list(mistakes(plugin)):
+        if wrong := list(find_mistakes(plugin)):
             raise PluginError(f"plugin {name!r} ({source}): {'; '.join(wrong)}")
         if plugin.name != name:
             raise PluginError(
@@ -165,12 +167,12 @@ class Catalogue(Mapping[str, Plugin]):
 
 
 def discover() -> Catalogue:
-    """What is installed in this environment (reads metadata, imports nothing)."""
+    """Return the catalogue of plugins installed in this environment. Reads metadata and imports nothing."""
     return Catalogue(entry_points(group=GROUP))
 
 
 def manifests(files: Iterable[str | Path] = ()) -> list[Plugin]:
-    """The manifests of all installed plugins that can be imported, those of single files first.
+    """Return the manifests of all single files in ``files`` and of all installed plugins that can be imported.
 
     Raises:
         PluginError: a file cannot be used.
@@ -182,7 +184,7 @@ def manifests(files: Iterable[str | Path] = ()) -> list[Plugin]:
 
 
 def name_of_file(path: str | Path) -> str:
-    """The plugin a single file defines.
+    """Return the name of the plugin that a single file defines.
 
     Raises:
         PluginError: the file cannot be used.
@@ -211,11 +213,11 @@ def _import_file(path: Path, name: str) -> ModuleType:
     return module
 
 
-def _localised(plugin: Any, module: ModuleType, path: Path) -> Plugin:
-    """A file's manifest with ``"Class"`` written out as ``"module:Class"``."""
+def _qualify_targets(plugin: Any, module: ModuleType, path: Path) -> Plugin:
+    """Replace targets ``"Class"`` in a file's manifest by ``"module:Class"``."""
     if not isinstance(plugin, Plugin):
-        raise PluginError(f"--plugins {path}: its 'plugin' is {type(plugin).__name__}, not a miles_core.Plugin")
-    if wrong := list(mistakes(plugin)):
+        raise PluginError(f"--plugins {path}: its 'plugin' is {type(plugin).__name__}, not a miles_core.plugin.Plugin")
+    if wrong := list(find_mistakes(plugin)):
         raise PluginError(f"--plugins {path}: {'; '.join(wrong)}")
 
     def full(target: str) -> str:
@@ -229,15 +231,15 @@ def _localised(plugin: Any, module: ModuleType, path: Path) -> Plugin:
     )
 
 
-def _synthesised(stem: str, module: ModuleType, path: Path) -> Plugin:
-    """A manifest for a file that only has marked functions or classes with marked methods."""
+def _make_manifest(stem: str, module: ModuleType, path: Path) -> Plugin:
+    """Create a manifest for a file that defines only marked functions or classes with marked methods."""
     own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
     targets = [n for n, v in own.items() if isinstance(v, type) and any(hasattr(f, MARK) for f in vars(v).values())]
     if any(hasattr(v, MARK) for v in own.values() if not isinstance(v, type)):
         targets.append("")  # the module itself holds hooks
     if not targets:
         raise PluginError(
-            f"--plugins {path}: the file has no manifest called 'plugin' and nothing marked with miles_core.hookimpl"
+            f"--plugins {path}: the file has no manifest called 'plugin' and nothing marked with miles_core.plugin.hookimpl"
         )
     hooks = {"": tuple(f"{module.__name__}:{name}" for name in targets)}
     summary = (module.__doc__ or f"hooks of {path.name}").strip().splitlines()[0]

@@ -1,8 +1,8 @@
-"""Facts: the named values every rule is about, each with the place it came from.
+"""Facts: the named values that rules read, with their origins.
 
-``gpu.sm = 90 (detected: NVIDIA H200)``, ``model.moe = true (config.json: num_experts=128)``,
-``rollout.precision = bf16 (default)``. A fact is in one of four states; a name that no part of the program defines
-is the fourth and always an error with the nearest spelling.
+Examples: ``gpu.sm = 90 (detected: NVIDIA H200)``, ``model.moe = true (config.json: num_experts=128)``,
+``rollout.precision = bf16 (default)``. A fact is in one of four states (``State``). Undefined names have their own state and are
+always an error, which suggests similar names.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
 
 
-#: What helps where a name is unknown. No command is made of what was typed: nobody knows who owns a package of that name.
-COMES_WITH = "others come with plugins; install the package that brings it"
+#: Hint for an unknown name. It suggests no install command, because a package with the typed name may belong to anyone.
+COMES_WITH = "others come with plugins; install the package that provides it"
 
 
-#: First part of the names of facts about installed software.
+#: Prefix of the names of facts about installed packages.
 PACKAGE = "package"
 
 
 class State(Enum):
-    """What is known of a fact on this host."""
+    """The state of a fact on this host."""
 
     KNOWN = "known"
-    UNKNOWN = "unknown on this host"  # the rule is deferred: every worker checks it before it builds anything
-    NOT_APPLICABLE = "not applicable"  # the rule is vacuous
-    NO_SUCH_NAME = "no such fact"  # an error with the nearest names
+    UNKNOWN = "unknown on this host"  # rules are deferred: every worker checks them before it builds anything
+    NOT_APPLICABLE = "not applicable"  # rules are vacuous
+    NO_SUCH_NAME = "no such fact"  # rules fail with an error that suggests similar names
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Fact:
 
     Attributes:
         name: dotted name, e.g. ``rollout.precision``.
-        value: bool, int, float, str or None; meaningful when ``state`` is KNOWN.
-        origin: where the value came from, as shown to the user.
+        value: bool, int, float, str or None; valid only if ``state`` is KNOWN.
+        origin: origin of the value, as shown to the user.
         state: see ``State``.
-        flag: the flag that sets it, when a user can.
-        choices: the other values it may take, for suggested fixes.
-        chosen: a user chose this value (a plugin may not silently change it).
-        fixed: a run that is continued must have the same value.
+        flag: the flag that sets the fact; empty if there is none.
+        choices: the allowed values, for suggested fixes.
+        chosen: whether the user set the value; a plugin may not silently change it.
+        fixed: whether a resumed run must have the same value.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Fact:
 
 
 def show(value: Any) -> str:
-    """A value as users write it: ``true``, ``none``, ``1.5``, ``word``."""
+    """Format a value as users write it: ``true``, ``none``, ``1.5``, ``word``."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -76,11 +76,11 @@ def show(value: Any) -> str:
 
 
 class Facts(Mapping[str, Fact]):
-    """All facts of one run, by name; immutable.
+    """All facts of one run, by name. Immutable.
 
     Args:
-        facts: later ones replace earlier ones of the same name.
-        inactive: plugins that are installed and not active: whatever they define is not applicable.
+        facts: the facts; later ones replace earlier ones with the same name.
+        inactive: installed plugins that are not active; the facts that they define are not applicable.
     """
 
     def __init__(self, facts: Iterable[Fact] = (), inactive: Iterable[str] = ()) -> None:
@@ -97,7 +97,7 @@ class Facts(Mapping[str, Fact]):
         return len(self._facts)
 
     def lookup(self, name: str) -> Fact:
-        """The fact of that name in whatever state it is; never raises."""
+        """Return the fact ``name`` in any state; never raises."""
         head, _, rest = name.partition(".")
         if rest and head in self._inactive:
             return Fact(name, None, f"{head} is not active", State.NOT_APPLICABLE)
@@ -108,42 +108,41 @@ class Facts(Mapping[str, Fact]):
         return Fact(name, None, did_you_mean(name, self._facts), State.NO_SUCH_NAME)
 
     def value(self, name: str, default: Any = None) -> Any:
-        """The value of a known fact, else ``default``."""
+        """Return the value of a known fact, else ``default``."""
         fact = self.lookup(name)
         return fact.value if fact.state is State.KNOWN else default
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the plan is for other machines than this one: facts of hosts were given (``--hardware``, ``--fact``)."""
+        """Whether the plan is for other machines: the user set facts of hosts (``--hardware``, ``--fact``)."""
         hosts = (f for f in self._facts.values() if f.chosen and not f.flag)
         return any(fact.name.partition(".")[0] not in ("env", "model", PACKAGE) for fact in hosts)
 
     def having(self, facts: Iterable[Fact], inactive: Iterable[str] | None = None) -> Facts:
-        """These facts with others added or replaced."""
+        """Return a copy with facts added or replaced."""
         return Facts([*self._facts.values(), *facts], self._inactive if inactive is None else inactive)
 
     def scope(self, policy: str) -> Facts:
-        """The facts as one policy sees them: ``policies.NAME.x`` stands for ``x``."""
+        """Return the facts of one policy, in which ``policies.NAME.x`` replaces ``x``."""
         prefix = f"policies.{policy}."
         own = [f for f in self._facts.values() if f.name.startswith(prefix)]
         return self.having(dataclasses.replace(f, name=f.name.removeprefix(prefix)) for f in own) if own else self
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Names of the run's policies; one called ``policy`` unless facts ``policies.NAME.*`` say otherwise."""
-        found = dict.fromkeys(n.split(".")[1] for n in self._facts if n.startswith("policies.") and n.count(".") > 1)
-        return tuple(found) or ("policy",)
+        """Names of the run's policies, from the facts ``policies.NAME.*``; without such facts, one named ``policy``."""
+        names = dict.fromkeys(n.split(".")[1] for n in self._facts if n.startswith("policies.") and n.count(".") > 1)
+        return tuple(names) or ("policy",)
 
 
 def defined_facts(plugin: Plugin) -> Iterator[Fact]:
-    """The facts that a manifest defines beside its options; nothing here knows them until something says so."""
+    """Yield the facts that a manifest defines in addition to its options, as unknown."""
     for name, meaning in plugin.facts.items():
         yield Fact(name, None, f"defined by {plugin.name}: {meaning}", State.UNKNOWN)
 
 
 def default_facts(plugin: Plugin) -> Iterator[Fact]:
-    """One fact for every option of a plugin's ``config``, at its default, and one for each fact its manifest
-    defines."""
+    """Yield a fact for each option of a plugin, with its default, and for each fact that its manifest defines."""
     yield from defined_facts(plugin)
     if plugin.config is None:
         return

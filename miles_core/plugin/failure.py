@@ -1,4 +1,4 @@
-"""The traceback of a plugin that cannot be imported, without the frames of Python's and our own import machinery."""
+"""Format the traceback of a plugin that cannot be imported, without frames of the import machinery."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _MACHINERY = ("importlib", "<frozen importlib", str(Path(__file__).parent))
 
 
 def import_failure(error: BaseException) -> str:
-    """What went wrong inside the plugin, as Python prints it."""
-    told = traceback.TracebackException.from_exception(error)
-    own = [f for f in told.stack if not any(part in f.filename for part in _MACHINERY)]
-    told.stack = traceback.StackSummary.from_list(own)
-    return "".join(told.format()).rstrip()
+    """Return the traceback of ``error``, without frames of Python's and core's import machinery."""
+    formatted = traceback.TracebackException.from_exception(error)
+    own = [f for f in formatted.stack if not any(part in f.filename for part in _MACHINERY)]
+    formatted.stack = traceback.StackSummary.from_list(own)
+    return "".join(formatted.format()).rstrip()

@@ -1,11 +1,12 @@
-"""What an implementation of a hook must look like, and where its results are checked.
+"""Validate hook implementations, and define how their results are checked.
 
-Implementations are checked before they are registered. pluggy accepts each of these silently or reports it without the plugin's name:
-a misspelt hook, a method whose mark was forgotten, an argument with a default (never passed by some pluggy versions), ``tryfirst`` and
-``trylast`` (they beat the plan's order), wrappers (they cannot be compiled), ``async`` methods (hooks are called, not awaited).
+Implementations are validated before registration, because pluggy accepts the following mistakes silently or reports them without the
+plugin's name: a misspelt hook, a method without the ``hookimpl`` decorator, an argument with a default (which some pluggy versions never
+pass), ``tryfirst`` and ``trylast`` (which override the plan's order), wrappers (which cannot be compiled), and ``async`` methods (hooks
+are not awaited).
 
-Results are checked when they cross from a plugin into core, by the ``Boundary`` of the hook; ``miles_core.contracts.returned`` holds the
-table. A check compares types and shapes, and reads values only where a hook runs once per step.
+The ``Boundary`` of a hook checks the results that a plugin returns to core; ``miles_core.contracts.returned`` lists them. Checks compare
+types and shapes, and read values only for hooks that run once per step.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 
 _FORBIDDEN = ("tryfirst", "trylast", "wrapper", "hookwrapper", "optionalhook")
-MARK = "miles_impl"  # what hookimpl leaves on a function
+MARK = "miles_impl"  # the attribute that hookimpl sets on a function
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What is checked when a hook's results cross from a plugin into core. Each check returns what is wrong, or "".
+    """The checks of a hook's results. Each check returns an error message, or "" for a valid result.
 
     Attributes:
-        part: of ``make_*``: checks the part that was built.
-        call: of ``wrap_*`` and of functions that ``make_*`` built: checks (result, arguments) of every call.
-        kind: how that function is called: ``sync``, ``async``, or ``stream`` (``call`` then checks each item).
-        shapes: of a ``stream``: what an item must keep, name -> value. An item may leave out, add or rename entries of the inner stream,
-            but not change the value of a name.
-        before: of ``on_*``: computes a state from the hook's arguments before an implementation is called.
-        after: of ``on_*``: checks (state, arguments) after each implementation.
+        part: for ``make_*``, checks the part.
+        call: for ``wrap_*`` and functions built by ``make_*``, checks (result, arguments) of every call.
+        kind: kind of that function: ``sync``, ``async``, or ``stream`` (``call`` then checks each item).
+        shapes: for ``stream``, returns name -> shape of an item. A plugin may drop, add or rename entries of the inner stream, but
+            must not change the shape of a name.
+        before: for ``on_*``, computes a state from the hook's arguments before each implementation is called.
+        after: for ``on_*``, checks (state, arguments) after each implementation.
     """
 
     part: Callable[[Any], str] | None = None
@@ -48,12 +49,12 @@ UNCHECKED = Boundary()
 
 
 def refuse(plugin: str, hook: str, wrong: str) -> PluginError:
-    """The error for a result that is wrong."""
+    """Return the error for an invalid result."""
     return PluginError(f"plugin {plugin}, hook {hook}: {wrong}")
 
 
 def describe(value: Any) -> str:
-    """A value's type, and its shape or beginning, in a few words."""
+    """Describe a value by its type and its shape, length or beginning."""
     if value is None:
         return "None"
     if inspect.iscoroutine(value):
@@ -70,25 +71,25 @@ def describe(value: Any) -> str:
     return f"a {kind}, {value!r:.60}"
 
 
-def specified(specs: type) -> dict[str, tuple[str, ...]]:
-    """hook -> its arguments, from a class of specifications."""
-    found = {}
+def read_specs(specs: type) -> dict[str, tuple[str, ...]]:
+    """Return hook -> its arguments from a class of specifications."""
+    arguments = {}
     for name, function in vars(specs).items():
         if hasattr(function, "miles_spec"):
-            found[name] = tuple(p for p in inspect.signature(function).parameters if p != "self")
-    return found
+            arguments[name] = tuple(p for p in inspect.signature(function).parameters if p != "self")
+    return arguments
 
 
 def check_implementation(plugin: str, holder: Any, specs: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Refuse what would be misunderstood; return the names of the hooks ``holder`` implements.
+    """Validate the hook implementations of ``holder`` and return the names of its hooks.
 
     Args:
-        plugin: for the message.
+        plugin: the plugin's name, for messages.
         holder: an instance of a hooks class, or the module of a single-file plugin.
         specs: hook -> arguments.
 
     Raises:
-        PluginError: one sentence naming plugin, class and hook.
+        PluginError: an implementation is invalid; names plugin, class and hook.
     """
     owner = getattr(holder, "__name__", None) or type(holder).__name__
     implemented = []

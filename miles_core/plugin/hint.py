@@ -1,7 +1,7 @@
-"""Hints: from what a metric does to what usually helps. Plain data, so that a manifest can carry the ones about its plugin.
+"""Hints: advice triggered by the behaviour of a metric. Hints are plain data, so that a manifest can contain them.
 
-A hint looks at one metric's values so far; a metric that a run does not have never triggers one. The log and the report of
-a run follow core's hints and those of every installed plugin (``miles_core.observe.hints``).
+A hint examines the values of one metric so far; it is never triggered by a metric that the run does not record. The log and the
+report of a run show core's hints and those of every installed plugin (``miles_core.observe.hints``).
 """
 
 from __future__ import annotations
@@ -14,37 +14,40 @@ from statistics import fmean, median
 
 Behaviour = Callable[[Sequence[float]], bool]
 
-#: What core warns of and plugins may help against: engine and trainer disagree; training is unstable.
+#: Problems that core warns about and plugins may offer remedies for: engine and trainer disagree; training is unstable.
 TROUBLES = ("mismatch", "instability")
 
 
 def not_finite() -> Behaviour:
-    """The last value is NaN or infinite."""
+    """Behaviour: the last value is NaN or infinite."""
     return lambda values: not math.isfinite(values[-1])
 
 
 def above(limit: float, steps: int = 3) -> Behaviour:
-    """The mean of the last ``steps`` values is over ``limit``; false before there are so many."""
+    """Behaviour: the mean of the last ``steps`` values is above ``limit``. False with fewer values."""
     return lambda values: len(values) >= steps and fmean(values[-steps:]) > limit
 
 
 def below(limit: float, steps: int = 3) -> Behaviour:
-    """The mean of the last ``steps`` values is under ``limit``; false before there are so many."""
+    """Behaviour: the mean of the last ``steps`` values is below ``limit``. False with fewer values."""
     return lambda values: len(values) >= steps and fmean(values[-steps:]) < limit
 
 
 def jumped(factor: float, steps: int = 20, least: float = 0.0) -> Behaviour:
-    """The last value is over ``factor`` times the median of the ``steps`` before it, and over ``least``: what is smaller does no harm."""
+    """Behaviour: the last value is above ``least`` and above ``factor`` times the median of the ``steps`` values before it.
+
+    ``least`` excludes values that are too small to matter.
+    """
     return lambda values: len(values) > steps and values[-1] > max(factor * abs(median(values[-steps - 1 : -1])), least)
 
 
 def fell(fraction: float, steps: int = 5) -> Behaviour:
-    """The mean of the last ``steps`` values is under ``fraction`` of the mean of the first ``steps``."""
+    """Behaviour: the mean of the last ``steps`` values is below ``fraction`` times the mean of the first ``steps``."""
     return lambda values: len(values) >= 2 * steps and fmean(values[-steps:]) < fraction * fmean(values[:steps])
 
 
 def oscillates(swing: float, steps: int = 12) -> Behaviour:
-    """Over the last ``steps`` changes the value turned around three times out of four, by ``swing`` on average."""
+    """Behaviour: at least three quarters of the last ``steps`` changes reverse direction, and their mean size exceeds ``swing``."""
 
     def check(values: Sequence[float]) -> bool:
         if len(values) <= steps:
@@ -58,18 +61,19 @@ def oscillates(swing: float, steps: int = 12) -> Behaviour:
 
 @dataclass(frozen=True)
 class Hint:
-    """When a metric behaves so, this helps.
+    """Advice for a behaviour of a metric.
 
     Attributes:
-        name: identifies the hint; it speaks once a run and metric.
-        metric: a metric's name or a glob of names.
-        behaviour: what the metric's values so far do (NaN where one was not finite): ``above(2e-3)``, ``jumped(10)``, ...
-        seen: what happened, with ``{metric}``, ``{value}`` (the last one), ``{percent}`` (the same of a fraction) and ``{step}``.
+        name: identifies the hint; it is shown once per run and metric.
+        metric: a metric name, or a glob that matches several.
+        behaviour: condition on the metric's values so far (NaN for values that were not finite): ``above(2e-3)``, ``jumped(10)``.
+        seen: description of the observation, with ``{metric}``, ``{value}`` (the last value), ``{percent}`` (the last value as a
+            percentage) and ``{step}``.
         advice: what usually helps, most likely first.
-        unless: pairs (metric, behaviour), each of which silences the hint, e.g. a task that is solved.
-        when: a condition on the facts of the run (``miles_core.plugin.rule``), e.g. ``"model.moe"``; the hint is silent
-            where it is not known to hold.
-        trouble: one of ``TROUBLES``, whose remedies are shown after the advice; empty when the advice is complete.
+        unless: pairs (metric, behaviour), each of which suppresses the hint, e.g. for a solved task.
+        when: a condition on the facts of the run (``miles_core.plugin.rule``), e.g. ``"model.moe"``; the hint is shown only if
+            the condition is known to hold.
+        trouble: one of ``TROUBLES``, whose remedies are shown after the advice; empty if the advice is complete.
     """
 
     name: str
@@ -84,12 +88,12 @@ class Hint:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What a plugin does against a trouble that core warns of; shown when the plugin is installed, active or not.
+    """A plugin's remedy for a problem that core warns about. Shown if the plugin is installed, whether or not it is active.
 
     Attributes:
         trouble: one of ``TROUBLES``.
         advice: what to do, with the flag: ``"weigh tokens by importance (--plugins NAME)"``.
-        when: as for ``Hint``; ``"not plugin.NAME"`` where being active is the remedy.
+        when: as for ``Hint``; ``"not plugin.NAME"`` if the remedy is to activate the plugin.
     """
 
     trouble: str
@@ -98,4 +102,4 @@ class Remedy:
 
     def __post_init__(self) -> None:
         if self.trouble not in TROUBLES:
-            raise ValueError(f"there is no trouble {self.trouble!r} to help against; there are {', '.join(TROUBLES)}")
+            raise ValueError(f"there is no trouble {self.trouble!r}; a trouble is one of {', '.join(TROUBLES)}")

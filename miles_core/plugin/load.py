@@ -1,7 +1,7 @@
-"""Bringing an accepted plan to life in one process: import its hook classes, register them, call them.
+"""Import, register and call the hook classes of an accepted plan in one process.
 
-pluggy validates implementations against the specifications and keeps their order; the calls are made here, so that an
-exception names the plugin and the hook it came from. Nothing of a plugin but its manifest is imported before this.
+pluggy validates implementations against the specifications and keeps their order. This module makes the calls itself, so that
+exceptions name plugin and hook. Before this step only the manifests of plugins are imported.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import pluggy
 
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.chain import Wrapper, checked, compose, guarded, note
+from miles_core.plugin.chain import Wrapper, add_checks, add_error_notes, compose, note
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.failure import import_failure
-from miles_core.plugin.guard import UNCHECKED, Boundary, check_implementation, refuse, specified
+from miles_core.plugin.guard import UNCHECKED, Boundary, check_implementation, read_specs, refuse
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.marker import PROJECT
 from miles_core.plugin.plan import Plan
@@ -45,21 +45,21 @@ class Hooks:
         specs: type,
         boundaries: Mapping[str, Boundary],
     ) -> None:
-        self._specs = specified(specs)
+        self._specs = read_specs(specs)
         self._boundaries = boundaries
         standard = [plugin for plugin in manifests.values() if plugin.standard]
         self._active = [*(manifests[name] for name in plan.order), *standard, CORE]
         self._calls: dict[str, list[Implementation]] = {}
         for hook in self._specs:
-            # pluggy calls the last registered first
+            # pluggy lists the implementations in order of registration, and the plan is registered in reverse
             implementations = reversed(getattr(manager.hook, hook).get_hookimpls())
             self._calls[hook] = [(_owner(i.plugin_name), i.function, tuple(i.argnames)) for i in implementations]
         self.implemented = {hook: tuple(c[0] for c in calls) for hook, calls in self._calls.items()}
 
     def on(self, name: str, /, **arguments: Any) -> None:
-        """Call every implementation of an ``on_*`` hook, in plan order, and check what each left behind."""
+        """Call every implementation of an ``on_*`` hook in plan order, and check the arguments after each call."""
         boundary = self._boundaries.get(name, UNCHECKED)
-        for plugin, function, taken in self._chosen(name, arguments):
+        for plugin, function, taken in self._implementations(name, arguments):
             state = boundary.before(arguments) if boundary.before is not None else None
             try:
                 function(*[arguments[a] for a in taken])
@@ -70,10 +70,12 @@ class Hooks:
                 raise refuse(plugin, name, wrong)
 
     def chain(self, name: str, /, **arguments: Any) -> list[Wrapper]:
-        """Ask every implementation of a ``wrap_*`` hook once; compose what comes back with ``compose`` (the first is
-        the outermost). A plugin that returns None stays out."""
-        found = []
-        for plugin, function, taken in self._chosen(name, arguments):
+        """Call every implementation of a ``wrap_*`` hook once and return their wrappers for ``compose``, the outermost first.
+
+        A plugin that returns None adds no wrapper.
+        """
+        wrappers = []
+        for plugin, function, taken in self._implementations(name, arguments):
             try:
                 wrap = function(*[arguments[a] for a in taken])
             except Exception as error:
@@ -83,73 +85,73 @@ class Hooks:
                 continue
             if not callable(wrap):
                 raise PluginError(f"plugin {plugin}: {name} returned {wrap!r}, not a function to wrap with (or None)")
-            found.append(Wrapper(plugin, name, wrap, self._boundaries.get(name, UNCHECKED)))
-        return found
+            wrappers.append(Wrapper(plugin, name, wrap, self._boundaries.get(name, UNCHECKED)))
+        return wrappers
 
     def make(self, kind: str, name: str, **arguments: Any) -> Any:
-        """Build the part ``name`` of a kind; its callable gets those of ``arguments`` it takes.
+        """Build the part ``name`` of a kind. Its callable receives those of ``arguments`` that it accepts.
 
         Raises:
-            PluginError: no active plugin provides it, or it cannot be imported.
+            PluginError: no active plugin provides the part, it cannot be imported, or its result is invalid.
         """
         plugin, build = self.builder(kind, name)
         hook, boundary = f"make_{kind} ({name})", self._boundaries.get(f"make_{kind}", UNCHECKED)
         try:
-            made = build(**accepted(build, arguments))
+            made = build(**select_arguments(build, arguments))
         except Exception as error:
             note(error, "" if plugin is CORE or plugin.standard else plugin.name, hook)
             raise
         if boundary.part is not None and (wrong := boundary.part(made)):
             raise refuse(plugin.name, hook, wrong)
         if boundary.call is not None:
-            return checked(made, plugin.name, hook, boundary)
-        # errors inside a function are noted too; objects are used in too many ways
-        return guarded(made, plugin.name, hook) if inspect.isfunction(made) else made
+            return add_checks(made, plugin.name, hook, boundary)
+        # only functions are wrapped; objects have too many entry points
+        return add_error_notes(made, plugin.name, hook) if inspect.isfunction(made) else made
 
     def builder(self, kind: str, name: str) -> tuple[Plugin, Callable[..., Any]]:
-        """Who provides the part ``name`` of a kind, and the callable that builds it.
+        """Return the plugin that provides the part ``name`` of a kind, and the callable that builds it.
 
         Raises:
-            PluginError: no active plugin provides it, or it cannot be imported.
+            PluginError: no active plugin provides the part, or it cannot be imported.
         """
         for plugin in self._active:
             if name in plugin.provides.get(kind, {}):
                 return plugin, import_target(plugin.name, plugin.provides[kind][name])
-        raise PluginError(f"no active plugin provides the {kind} {name!r}; {_known(self.provided(kind), name)}")
+        raise PluginError(f"no active plugin provides the {kind} {name!r}; {_suggest_name(self.provided(kind), name)}")
 
     def provider(self, kind: str, name: str) -> str:
-        """The plugin that ``make`` takes the part ``name`` of a kind from; "" where none has it."""
+        """Return the plugin from which ``make`` builds the part ``name`` of a kind; "" if there is none."""
         return next((p.name for p in self._active if name in p.provides.get(kind, {})), "")
 
     def takes(self, kind: str, name: str, argument: str) -> bool:
-        """Whether the callable that makes the part ``name`` of a kind has an argument of that name.
+        """Whether the callable that builds the part ``name`` of a kind accepts ``argument``.
 
         Raises:
-            PluginError: it cannot be imported.
+            PluginError: the callable cannot be imported.
         """
         for plugin in self._active:
             if target := plugin.provides.get(kind, {}).get(name):
-                return bool(accepted(import_target(plugin.name, target), {argument: None}))
+                return bool(select_arguments(import_target(plugin.name, target), {argument: None}))
         return False
 
     def provided(self, kind: str) -> tuple[str, ...]:
-        """Names of the parts of a kind (``format`` for number formats) that active plugins provide; core's come
-        last."""
+        """Return the names of the parts of a kind (``format`` for number formats) that active plugins provide, core's last."""
         parts = (p.formats if kind == "format" else p.provides.get(kind, {}) for p in self._active)
         return tuple(dict.fromkeys(name for names in parts for name in names))
 
     def format(self, name: str) -> Any:
-        """The class of a number format.
+        """Return the class of a number format.
 
         Raises:
-            PluginError: no active plugin has it, or it cannot be imported.
+            PluginError: no active plugin provides the format, or it cannot be imported.
         """
         for plugin in self._active:
             if name in plugin.formats:
                 return import_target(plugin.name, plugin.formats[name])
-        raise PluginError(f"no active plugin has the number format {name!r}; {_known(self.provided('format'), name)}")
+        hint = _suggest_name(self.provided("format"), name)
+        raise PluginError(f"no active plugin has the number format {name!r}; {hint}")
 
-    def _chosen(self, name: str, arguments: Mapping[str, Any]) -> list[Implementation]:
+    def _implementations(self, name: str, arguments: Mapping[str, Any]) -> list[Implementation]:
         if name not in self._calls:
             raise TypeError(f"there is no hook {name!r}; {did_you_mean(name, self._specs)}")
         if arguments.keys() != set(self._specs[name]):
@@ -170,20 +172,20 @@ def register(
 
     Args:
         plan: the accepted plan.
-        manifests: the catalogue it was resolved from, or an equal one on a worker.
+        manifests: the manifests from which the plan was resolved.
         specs: the class of specifications.
-        options: a plugin's options, for hooks classes that take one argument.
-        facts: this worker's facts, to decide hooks whose condition the driver could not.
-        boundaries: hook -> how its results are checked; a hook without an entry is not.
+        options: returns a plugin's options, for hook classes whose constructor takes one argument.
+        facts: this worker's facts, which decide hook conditions that the driver could not decide.
+        boundaries: hook -> checks of its results; hooks without an entry are not checked.
 
     Raises:
-        PluginError: a class cannot be imported or made, or implements a hook wrongly; names plugin, class and hook.
+        PluginError: a class cannot be imported or instantiated, or implements a hook incorrectly; names plugin, class and hook.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(specs)
-    known = specified(specs)
+    known = read_specs(specs)
     for index, wanted in reversed(list(enumerate(plan.hooks))):
-        if wanted.deferred and not _decided(wanted.condition, wanted.plugin, facts):
+        if wanted.deferred and not _decide_condition(wanted.condition, wanted.plugin, facts):
             continue
         target = import_target(wanted.plugin, wanted.target)
         holder = _instantiate(wanted.plugin, target, options(manifests[wanted.plugin]))
@@ -194,14 +196,14 @@ def register(
 
 
 def import_target(plugin: str, target: str) -> Any:
-    """The object ``module:name`` (``module:`` is the module itself).
+    """Import the object ``module:name`` (``module:`` is the module itself).
 
     Raises:
-        PluginError: with the traceback of the import, or the nearest name in the module.
+        PluginError: the module cannot be imported (includes the traceback), or has no such name (suggests similar names).
     """
     module_name, _, name = target.partition(":")
     if not module_name or ":" not in target:
-        raise PluginError(f"plugin {plugin}: {target!r} does not say where it is; write 'module:name'")
+        raise PluginError(f"plugin {plugin}: {target!r} names no module; write 'module:name'")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
@@ -217,7 +219,10 @@ def import_target(plugin: str, target: str) -> Any:
 
 
 def _instantiate(plugin: str, target: Any, options: Any) -> Any:
-    """The registered object: a module as it is, a class made with its plugin's options where it takes an argument."""
+    """Return the object to register: a module itself, or an instance of a class.
+
+    A class whose constructor takes an argument receives its plugin's options.
+    """
     if inspect.ismodule(target):
         return target
     if not inspect.isclass(target):
@@ -236,21 +241,22 @@ def _instantiate(plugin: str, target: Any, options: Any) -> Any:
         raise
 
 
-def _decided(condition: str, plugin: str, facts: Facts | None) -> bool:
+def _decide_condition(condition: str, plugin: str, facts: Facts | None) -> bool:
     truth = evaluate(condition, facts.lookup) if facts is not None else Truth.UNKNOWN
     if truth is Truth.UNKNOWN:
         raise PluginError(f"plugin {plugin}: its hooks depend on {condition!r}, which is not known on this worker")
     return truth is Truth.TRUE
 
 
-def accepted(build: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def select_arguments(build: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``arguments`` that the function ``build`` accepts."""
     parameters = inspect.signature(build).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _known(names: Sequence[str], wanted: str) -> str:
+def _suggest_name(names: Sequence[str], wanted: str) -> str:
     return did_you_mean(wanted, names) or f"there are: {', '.join(names) or 'none'}"
 
 

@@ -1,4 +1,4 @@
-"""The marks of hooks: ``hookimpl`` above a plugin's implementation, ``hookspec`` above core's specification."""
+"""The hook decorators: ``hookimpl`` for a plugin's implementation, ``hookspec`` for core's specification."""
 
 from __future__ import annotations
 

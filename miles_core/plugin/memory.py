@@ -1,9 +1,9 @@
-"""Whether a run fits into the memory of its GPUs.
+"""Check whether a run fits into the memory of its GPUs.
 
-Backends compute what one GPU holds of each of their processes (``Plugin.memory``). Here these are put on the GPUs where they run, shown
-as one table and compared with the GPU. In one process (``--runtime inline``) engine and trainer hold their memory together. With
-``--colocate`` they take turns: one works while the other sleeps, and during a weight sync both hold their weights. Otherwise each has
-GPUs of its own.
+Backends compute the memory of each of their processes on one GPU (``Plugin.memory``). This module assigns the processes to GPUs, formats
+a table, and compares the totals with the GPU's memory. In one process (``--runtime inline``), the memory of engine and trainer adds up.
+With ``--colocate`` they take turns: one works while the other sleeps, and during a weight sync both hold their weights. Otherwise
+engine and trainer use separate GPUs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from miles_core.plugin.facts import Facts
 from miles_core.plugin.problem import Problem, described
 
 GB = 1e9
-#: Share of a GPU that PyTorch's allocator can fill; the rest is lost between its blocks.
+#: Fraction of a GPU's memory that PyTorch's allocator can use; fragmentation makes the rest unusable.
 USABLE = 0.95
-#: Changes of options that a refusal tries for each process.
+#: Maximum number of option changes to try for each process of a rejected plan.
 _TRIED = 6
 
 Changes = Iterable[Mapping[str, Any]]
@@ -30,10 +30,11 @@ class Parts:
     """Device memory of one process on one GPU, in bytes.
 
     Attributes:
-        weights: of the model.
-        draft: of a model that drafts.
-        gradients, optimizer: of a trainer; the optimizer's state includes FP32 master weights.
-        activations: at their peak.
+        weights: the model's weights.
+        draft: the weights of a draft model.
+        gradients: the trainer's gradients.
+        optimizer: the trainer's optimiser state, including FP32 master weights.
+        activations: peak activations.
         cache: keys and values.
         other: libraries, communication buffers and workspaces.
     """
@@ -48,24 +49,24 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """All of them together."""
+        """The sum of all parts."""
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one GPU holds of a backend's process.
+    """Memory of one process of a backend on one GPU.
 
     Attributes:
         kind: ``engine`` or ``trainer``.
-        label: which process, e.g. ``"rank of stage 0"``.
-        parts: while it works.
+        label: name of the process, e.g. ``"rank of stage 0"``.
+        parts: memory while the process works.
         asleep: bytes that it keeps while it sleeps.
-        usable: share of the GPU that it can fill.
-        note: where the numbers come from, one line.
-        processes: that work together, one on each GPU; several are never in the driver's process.
-        fitting: bytes that it may take next to what else is on the GPU, bytes that it may take alone -> changes of facts with which it
-            takes no more, the smallest first. They may name other hardware too (``gpu.count``, ``gpu.machines``).
+        usable: fraction of the GPU's memory that it can use.
+        note: how the numbers were computed, one line.
+        processes: number of processes that work together, one per GPU; several processes never run in the driver's process.
+        fitting: (bytes available next to other processes, bytes available alone) -> changes of facts under which the process fits,
+            smallest first. They may include other hardware (``gpu.count``, ``gpu.machines``).
     """
 
     kind: str
@@ -77,34 +78,34 @@ class Usage:
     processes: int = 1
     fitting: Callable[[float, float], Changes] = lambda budget, alone: ()
 
-    def synchronized(self) -> Usage:
-        """During a weight sync: weights, and what sleeps least."""
+    def during_sync(self) -> Usage:
+        """Return the memory during a weight sync: the weights, and the bytes that remain while asleep."""
         return replace(self, parts=Parts(weights=self.parts.weights, draft=self.parts.draft, other=self.asleep))
 
 
 @dataclass(frozen=True)
 class _Peak:
-    """What one GPU holds at its fullest moment: one process that works, and bytes beside it."""
+    """Peak memory of one GPU: a working process, and the bytes (``extra``) of another process on the same GPU, named by ``why``."""
 
     usage: Usage
-    beside: float
+    extra: float
     why: str
 
     @property
     def total(self) -> float:
-        return self.usage.parts.total + self.beside
+        return self.usage.parts.total + self.extra
 
     def room(self, gpu: float) -> float:
-        """Bytes left for the process that works."""
-        return self.usage.usable * gpu - self.beside
+        """Bytes available to the working process."""
+        return self.usage.usable * gpu - self.extra
 
 
 def review_memory(usages: Sequence[Usage], facts: Facts) -> tuple[list[str], list[Problem]]:
-    """The table that the plan shows, and why the run does not fit.
+    """Return the memory table of the plan, and a problem for each process that does not fit.
 
     Args:
-        usages: of all processes of one policy.
-        facts: of the plan; nothing is compared where ``gpu.memory_gb`` is unknown or 0.
+        usages: usages of all processes of one policy.
+        facts: facts of the plan. Without a known ``gpu.memory_gb``, nothing is compared.
     """
     if not usages:
         return [], []
@@ -118,7 +119,7 @@ def review_memory(usages: Sequence[Usage], facts: Facts) -> tuple[list[str], lis
         end = f"  a GPU has {gpu / GB:.0f} GB ({memory.origin})"
     where = "they take turns on the same GPUs"
     if not colocated:
-        where = "they share one GPU" if inline else "each on GPUs of its own"
+        where = "they share one GPU" if inline else "on separate GPUs"
     kinds = {usage.kind for usage in usages}
     notes = [
         _table(usages),
@@ -139,8 +140,8 @@ def _peaks(usages: Sequence[Usage], colocated: bool, inline: bool) -> Iterable[_
             yield _Peak(usage, max(o.asleep for o in others), f"the sleeping {others[0].kind}")
             if usage.kind != "trainer":
                 continue  # one row for both sides
-            pushed = max((o.synchronized() for o in others), key=lambda o: o.parts.total)
-            yield _Peak(usage.synchronized(), pushed.parts.total, f"the {pushed.kind} during a weight sync")
+            pushed = max((o.during_sync() for o in others), key=lambda o: o.parts.total)
+            yield _Peak(usage.during_sync(), pushed.parts.total, f"the {pushed.kind} during a weight sync")
         elif inline and others:
             yield _Peak(usage, max(o.parts.total for o in others), f"the {others[0].kind}")
         else:
@@ -149,19 +150,21 @@ def _peaks(usages: Sequence[Usage], colocated: bool, inline: bool) -> Iterable[_
 
 def _problem(peak: _Peak, usages: Sequence[Usage], gpu: float, facts: Facts) -> Problem:
     usage = peak.usage
-    beside = f", and {peak.beside / GB:.1f} for {peak.why}" if peak.beside else ""
+    extra = f", and {peak.extra / GB:.1f} for {peak.why}" if peak.extra else ""
     values = [
         described(facts.lookup("gpu.memory_gb")),
-        (f"{usage.kind}, {usage.label}", f"{usage.parts.total / GB:.1f} GB", _listed(usage.parts) + beside),
+        (f"{usage.kind}, {usage.label}", f"{usage.parts.total / GB:.1f} GB", _format_parts(usage.parts) + extra),
     ]
-    others = {other.kind: other for other in usages if other.kind != usage.kind and peak.beside}
-    values += [(f"{o.kind}, {o.label}", f"{o.parts.total / GB:.1f} GB", _listed(o.parts)) for o in others.values()]
+    others = {other.kind: other for other in usages if other.kind != usage.kind and peak.extra}
+    values += [
+        (f"{o.kind}, {o.label}", f"{o.parts.total / GB:.1f} GB", _format_parts(o.parts)) for o in others.values()
+    ]
     because = f"{usage.usable:.0%} of a GPU can be filled" if usage.usable < 1 else "a GPU holds no more"
 
     def tries() -> Iterator[Mapping[str, Any]]:
         for one in (usage, *others.values()):
-            beside = peak.beside if one is usage else usage.parts.total
-            yield from islice(one.fitting(max(one.usable * gpu - beside, 0.0), one.usable * gpu), _TRIED)
+            other = peak.extra if one is usage else usage.parts.total
+            yield from islice(one.fitting(max(one.usable * gpu - other, 0.0), one.usable * gpu), _TRIED)
 
     who = " and ".join(f"the {one.kind} {facts.value(one.kind)}" for one in (usage, *others.values()))
     verb = "need" if others else "needs"
@@ -170,13 +173,13 @@ def _problem(peak: _Peak, usages: Sequence[Usage], gpu: float, facts: Facts) -> 
     )
 
 
-def _listed(parts: Parts) -> str:
+def _format_parts(parts: Parts) -> str:
     held = [(getattr(parts, field.name) / GB, field.name) for field in fields(Parts)]
     return " + ".join(f"{size:.1f} {name}" for size, name in held if size >= 0.05)
 
 
 def _table(usages: Sequence[Usage]) -> str:
-    """One row per kind of process; columns that are empty everywhere are left out."""
+    """Format one row per process; omits columns without values."""
     shown = [field.name for field in fields(Parts) if any(getattr(u.parts, field.name) for u in usages)]
     rows = [["process", *shown, "in all", "asleep"]]
     for usage in usages:

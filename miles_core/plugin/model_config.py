@@ -1,7 +1,7 @@
 """The ``config.json`` of a checkpoint: read without importing Transformers, and checked for values that no model has.
 
-Python's JSON reader accepts NaN, and of two entries with one name it keeps the last one. A model built from such a file would train, or
-keep the plan busy for minutes, so these values are refused here, before anything is derived from them.
+Python's JSON reader accepts NaN, and for duplicate entries it keeps the last one. A model built from such a file would train with
+wrong values, or planning would take minutes, so such values are rejected before anything is derived from them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from miles_core.data.strict_json import load_strict_json
 from miles_core.errors import CheckpointError
 
-#: The most layers and experts that a configuration may ask for; larger ones are typing errors that would keep the plan busy.
+#: Maximum numbers of layers and experts of a configuration; larger numbers are typing errors and would slow down planning.
 MOST_LAYERS, MOST_EXPERTS = 2_000, 20_000
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers",
            "num_mtp_modules", "mtp_num_layers", "depth", "encoder_layers", "decoder_layers")  # fmt: skip
@@ -48,7 +48,7 @@ def model_config(checkpoint: str | None) -> dict[str, Any] | None:
     if not directory.is_dir():
         if checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
             raise CheckpointError(f"--hf-checkpoint {checkpoint}: no such directory")
-        cached = _cached(checkpoint)
+        cached = _find_cached(checkpoint)
         if cached is None:
             return None
         directory = cached
@@ -71,10 +71,10 @@ def model_config(checkpoint: str | None) -> dict[str, Any] | None:
 
 
 def find_problem(config: Mapping[str, Any]) -> str:
-    """Return what no model has, as a clause that names the entry and its value; empty when there is nothing.
+    """Return a description of the first impossible value, with its entry; empty if there is none.
 
-    Covers NaN anywhere, entries of ``_POSITIVE``, the numbers of layers and experts, and more experts per token than there are. Parts
-    (``text_config``, ``vision_config``) are checked like the whole.
+    Checks for NaN, entries of ``_POSITIVE``, the numbers of layers and experts, and more experts per token than experts. Also checks
+    nested configurations (``text_config``, ``vision_config``).
     """
     for path, key, value in _entries(config):
         if isinstance(value, float) and math.isnan(value):
@@ -89,7 +89,7 @@ def find_problem(config: Mapping[str, Any]) -> str:
 
 
 def _find_excess_choice(config: Mapping[str, Any]) -> str:
-    """The same for experts per token. A configuration without experts may name how many a token would have."""
+    """Check the number of experts per token. A configuration without experts may still have this entry."""
     key = next((k for k in EXPERTS_PER_TOKEN if config.get(k) is not None), "")
     of = next((k for k in EXPERTS if config.get(k) is not None), "")
     chosen, count = config.get(key), config.get(of)
@@ -103,7 +103,7 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _entries(value: Any, path: str = "", key: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Path, key and value of every entry that is neither an object nor a list."""
+    """Yield path, key and value of every entry that is neither an object nor a list."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _entries(inner, f"{path}.{name}" if path else str(name), str(name))
@@ -114,8 +114,8 @@ def _entries(value: Any, path: str = "", key: str = "") -> Iterator[tuple[str, s
         yield path, key, value
 
 
-def _cached(name: str) -> Path | None:
-    """The snapshot of a hub name that ``main`` points to in the local cache."""
+def _find_cached(name: str) -> Path | None:
+    """Return the local cache's snapshot of the hub repository ``name`` at ``main``; None if there is none."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     repository = cache / f"models--{name.replace('/', '--')}"

@@ -1,4 +1,4 @@
-"""The manifest of a number format: what all of them say alike, written once."""
+"""Create the manifest of a number format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from miles_core.plugin.manifest import Pair, Plugin, Rule, Set
 
-#: The exclusive slot of number formats, and why it is one.
+#: The exclusive slot of number formats, and the reason for it.
 CLAIM = {"precision": "a run has one low-precision format"}
 
 
@@ -26,22 +26,22 @@ def format_plugin(
     both_because: str = "",
     **more: Any,
 ) -> Plugin:
-    """The manifest of a plugin that is one number format for weights.
+    """Create the manifest of a plugin that provides one number format for weights.
 
-    It claims the slot ``precision``, supports the format on both sides (and in the engine alone), and has the flags
-    ``--rollout-NAME`` and ``--train-NAME``.
+    The plugin claims the slot ``precision``, supports the format on both sides (and, with ``rollout_alone``, in the engine alone),
+    and has the flags ``--rollout-NAME`` and ``--train-NAME``.
 
     Args:
-        name: of the plugin and of the format, as in ``--rollout-precision``.
+        name: name of the plugin and of the format, as in ``--rollout-precision``.
         summary, version, core: as in ``Plugin``.
         format: ``"module:Class"``, a ``miles_core.format.Format``.
-        hardware: what the format's tensor cores need, e.g. ``Rule("gpu.sm >= 90", "its products need ...")``;
-            ``--emulate-precision`` waives it. None where it computes on any device.
-        rollout_alone, rollout_alone_recommends: the engine may use it while the trainer computes in BF16; advice on that.
-        experimental: say so when both sides use it.
-        both_when, both_because: a condition under which both sides use the format (an option of the plugin that says so),
-            and what is shown when a user's own choice contradicts it.
-        more: further entries of ``Plugin``, added to those above; TypeError for one that it does not have.
+        hardware: requirement of the format's tensor cores, e.g. ``Rule("gpu.sm >= 90", "its products need ...")``;
+            ``--emulate-precision`` waives it. None if the format works on any device.
+        rollout_alone: whether the engine may use the format while the trainer computes in BF16.
+        rollout_alone_recommends: recommendations for that case.
+        experimental: whether plans mark the format as experimental when both sides use it.
+        both_when, both_because: condition under which the plugin sets the format on both sides, and the reason shown otherwise.
+        more: further fields of ``Plugin``, merged with those above. Unknown fields raise TypeError.
     """
     rules = () if hardware is None else (replace(hardware, hardware=True),)
     alone = (Pair(name, "bf16", rules=rules, recommends=rollout_alone_recommends),) if rollout_alone else ()

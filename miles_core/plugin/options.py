@@ -1,7 +1,7 @@
-"""One option: a dataclass field that becomes a flag, a configuration-file key and a fact.
+"""Options: dataclass fields that define flags, configuration keys and facts.
 
-Core's groups and every plugin's config are plain dataclasses whose fields are made with ``option(...)``. From that one
-declaration follow the flag, its help, its YAML/TOML key, its validation, the fact ``<group>.<field>`` and its origin.
+Core's groups and every plugin's config are dataclasses whose fields are declared with ``option(...)``. Each declaration defines
+the flag, its help, its YAML/TOML key, its validation and the fact ``<group>.<field>``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ METADATA_KEY = "miles"
 
 @dataclass(frozen=True)
 class OptionInfo:
-    """What ``option`` adds to a dataclass field; the attributes are its arguments."""
+    """The metadata that ``option`` adds to a dataclass field; the attributes are the arguments of ``option``."""
 
     help: str
     flag: str = ""
@@ -32,7 +32,7 @@ class OptionInfo:
     fixed: bool = False
 
     def bounds(self) -> str:
-        """The allowed range as shown to users, e.g. ``"> 0, <= 1"``; empty when there is none."""
+        """Return the allowed range as shown to users, e.g. ``"> 0, <= 1"``; empty if there are no bounds."""
         limits = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
         return ", ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
 
@@ -58,18 +58,19 @@ def option(
     """Declare one option of a configuration dataclass.
 
     Args:
-        default: its value when nobody sets it.
+        default: the default value.
         help: one line for ``--help``.
-        flag: the flag's spelling; by default ``--`` and the field's name with dashes.
-        choices: the values allowed; ``"*"`` as last entry allows names that plugins add.
-        aliases: further spellings of the flag.
-        enables: giving this flag enables the plugin that owns it (``--use-mine``).
-        metavar: what ``--help`` shows for the value.
-        part: which names ``"*"`` stands for: a kind of ``Plugin.provides`` (``"engine"``) or ``"format"`` for
+        flag: the flag; by default ``--`` and the field's name with dashes.
+        choices: the allowed values; ``"*"`` as last entry allows names that plugins add.
+        aliases: alternative flags.
+        enables: whether setting this option enables the plugin that owns it (``--use-mine``).
+        metavar: placeholder of the value in ``--help``.
+        part: the names that ``"*"`` allows: a kind of ``Plugin.provides`` (``"engine"``), or ``"format"`` for
             ``Plugin.formats``. A name that exactly one installed plugin provides enables that plugin.
-        fact: the name in rules, where it is not ``<group>.<field>``.
+        fact: the name in rules, if it is not ``<group>.<field>``.
         gt, ge, le, lt: bounds of a number (or of every number of a list).
-        fixed: a run that is continued must have the same value: saved weights or states mean nothing under another.
+        fixed: whether a resumed run must have the same value, because saved weights or states are invalid for another value.
+        default_factory: returns the default value, for mutable defaults.
     """
     info = OptionInfo(help, flag, tuple(choices), tuple(aliases), enables, metavar, part, fact, gt, ge, le, lt, fixed)
     kwargs: dict[str, Any] = {"metadata": {METADATA_KEY: info}}

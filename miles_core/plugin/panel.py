@@ -1,4 +1,4 @@
-"""A plot of the report, as data."""
+"""Declaration of a plot in the report."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class Panel:
 
     Attributes:
         name: file name without suffix.
-        title: above the plot.
-        lines: metric -> label in the legend. In a plugin's panel a metric may be a pattern with one ``*``, whose place in the label
-            takes what it stands for; without the first line's metrics there is no such panel.
+        title: title above the plot.
+        lines: metric -> label in the legend. In a plugin's panel, a metric may be a pattern with one ``*``; a ``*`` in the label is
+            replaced by the matching text. The panel is omitted if no metric matches the first line.
         unit: y-axis label.
-        section: heading it stands under; empty is the main section.
-        kind: ``line``, or ``stack`` for parts that add up.
-        log: logarithmic y axis where all values are positive and span more than a factor of 20.
-        percent: values are fractions, shown as percentages.
-        band: metric that is drawn as a band around the first line (a standard deviation).
-        marked: metrics measured only now and then, drawn with markers.
+        section: heading of the plot; empty is the main section.
+        kind: ``line``, or ``stack`` for values that add up.
+        log: use a logarithmic y axis if all values are positive and span more than a factor of 20.
+        percent: show the values, which are fractions, as percentages.
+        band: metric drawn as a band around the first line (a standard deviation).
+        marked: metrics that are not measured at every step, drawn with markers.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""The plan: what a run consists of, decided once in the driver before anything is built.
+"""The plan: the resolved composition of a run.
 
-It names the plugins in order with their versions, the values they set, the facts and where those came from, the hook
-classes to import and the rules left for the workers. It is printed in the run's header with its digest, saved with
-every checkpoint, sent to every worker and compared there. It is data: no class and no function of a plugin is in it.
+The driver resolves the plan once, before anything is built. The plan lists the plugins in order with their versions, the values
+they set, the facts with their origins, the hook classes to import, and the rules deferred to workers. Its digest is printed in
+the run's header; the plan is saved with every checkpoint and sent to every worker for comparison. It contains only data.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Active:
     """One plugin of a plan.
 
     Attributes:
-        name, version: from its manifest.
-        source: the distribution, or ``file:PATH sha256:...`` of a single-file plugin.
-        because: why it is active: a flag, or who required it.
+        name, version: name and version in the manifest.
+        source: the distribution, or ``file:PATH sha256:...`` for a single-file plugin.
+        because: why the plugin is active: a flag, or the plugin that requires it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Active:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value one plugin gives to another part's option."""
+    """A value that a plugin sets for an option."""
 
     path: str
     value: Any
@@ -53,8 +53,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class HookTarget:
-    """A hooks class to import, ``module:Class``. ``deferred``: ``condition`` is unknown here and decided on each
-    worker."""
+    """A hook class to import, ``module:Class``. ``deferred``: the driver could not decide ``condition``; each worker decides it."""
 
     plugin: str
     target: str
@@ -64,8 +63,11 @@ class HookTarget:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A rule each worker checks on its own hardware before it builds anything. ``holds_here``: it is met on the
-    driver's host and checked again because it speaks of the GPU; otherwise it could not be decided there."""
+    """A rule that each worker checks on its own hardware before it builds anything.
+
+    ``holds_here``: the rule holds on the driver's host and is checked again because it is about the GPU; if False, the driver could
+    not decide it.
+    """
 
     who: str
     needs: str
@@ -76,19 +78,19 @@ class Deferred:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was resolved: plugins in order, facts, values to set, hook classes, rules for the workers.
+    """The resolved composition of a run.
 
     Attributes:
         core: version of miles-core.
-        plugins: in order; the first one is the outermost of every wrap chain.
-        facts: every fact, values set by plugins included.
-        consulted: names of the facts some rule asked for.
+        plugins: plugins in order; the first is the outermost in every chain of wrappers.
+        facts: all facts, including values set by plugins.
+        consulted: names of the facts that rules read.
         sets: values to apply before anything is built.
-        hooks: classes to import, in plan order.
-        deferred: rules for the workers.
+        hooks: hook classes to import, in plan order.
+        deferred: rules for the workers to check.
         advice: notes for the user, in order.
-        waived: hardware rules not met here, whose numerics are emulated.
-        reviews: what plugins worked out about this run, blocks of text.
+        waived: hardware rules that this host does not meet, because the format is emulated.
+        reviews: blocks of text from the plugins' reviews.
     """
 
     core: str
@@ -108,12 +110,14 @@ class Plan:
         return tuple(p.name for p in self.plugins)
 
     def fact(self, name: str, default: Any = None) -> Any:
-        """The value of a known fact, else ``default``."""
+        """Return the value of a known fact, else ``default``."""
         return self._facts.value(name, default)
 
     def holds(self, condition: str) -> bool:
-        """Whether a condition of ``miles_core.plugin.rule`` is known to hold in this run; an empty one does, and one about
-        something that is not installed does not."""
+        """Whether a condition (``miles_core.plugin.rule``) is known to hold in this run.
+
+        An empty condition holds; a condition about something that is not installed does not.
+        """
         try:
             return evaluate(condition, self._facts.lookup) is Truth.TRUE
         except UnknownFact:
@@ -121,8 +125,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Eight hexadecimal digits over what can change the numbers: versions, order, consulted facts, sets and
-        hooks."""
+        """Eight hexadecimal digits of a hash over everything that can change results: versions, order, consulted facts, sets, hooks."""
         content = {
             "core": self.core,
             "plugins": [(p.name, p.version) for p in self.plugins],
@@ -134,18 +137,18 @@ class Plan:
 
     @property
     def header(self) -> str:
-        """The line a run prints first."""
+        """The first line of a run's output."""
         listed = ", ".join(f"{p.name} {p.version}" for p in self.plugins) or "none"
         return f"miles-core {self.core}, plugins: {listed} (plan {self.digest})"
 
     def to_json(self) -> str:
-        """The plan as one JSON object, its digest included."""
+        """Return the plan as one JSON object, including its digest."""
         return self._text
 
     def record(self) -> dict[str, Any]:
-        """The plan as a run keeps it and compares it with later ones: without credentials."""
-        found: dict[str, Any] = json.loads(self._redacted)
-        return found
+        """Return the plan as JSON data without credentials, as a run saves it and compares it with later plans."""
+        data: dict[str, Any] = json.loads(self._redacted)
+        return data
 
     @cached_property
     def _redacted(self) -> str:
@@ -153,28 +156,29 @@ class Plan:
 
     @cached_property
     def _text(self) -> str:
-        # made once: a run writes it into every checkpoint
+        # cached, because a run writes it to every checkpoint
         content = {
             "digest": self.digest,
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
         }
         content["facts"] = [{**vars(fact), "state": fact.state.name} for fact in self.facts]
-        return "{\n" + ",\n".join(f" {json.dumps(name)}: {_lined(value)}" for name, value in content.items()) + "\n}\n"
+        entries = (f" {json.dumps(name)}: {_format_json(value)}" for name, value in content.items())
+        return "{\n" + ",\n".join(entries) + "\n}\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan ``to_json`` wrote.
+        """Parse a plan written by ``to_json``.
 
         Raises:
-            CheckpointError: the text is not a plan, or its digest is not that of its content.
+            CheckpointError: the text is not a plan, or its digest does not match its content.
         """
         try:
             content = json.loads(text)
             digest = content.pop("digest")
-            facts = [Fact(**{**_frozen(f), "state": State[f["state"]]}) for f in content.pop("facts")]
+            facts = [Fact(**{**_freeze(f), "state": State[f["state"]]}) for f in content.pop("facts")]
             parts = {"plugins": Active, "sets": Setting, "hooks": HookTarget, "deferred": Deferred}
             for name, kind in parts.items():
-                content[name] = tuple(kind(**_frozen(item)) for item in content[name])
+                content[name] = tuple(kind(**_freeze(item)) for item in content[name])
             plan = cls(**{**content, **{k: tuple(content[k]) for k in _NAMES}, "facts": tuple(facts)})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"this is not a plan that miles wrote ({error!r})") from error
@@ -183,7 +187,7 @@ class Plan:
         return plan
 
     def compare(self, other: Plan) -> tuple[str, ...]:
-        """What differs in ``other``, one sentence each; empty when the digests agree."""
+        """Return one line for each difference from ``other``; empty if the digests are equal."""
         if self.digest == other.digest:
             return ()
         lines = _differences("miles-core", {"version": self.core}, {"version": other.core})
@@ -193,19 +197,19 @@ class Plan:
         if set(self.order) == set(other.order) and self.order != other.order:
             lines.append(f"order: {', '.join(self.order)} here, {', '.join(other.order)} there")
         shared = {*self.consulted, *other.consulted}
-        lines += _differences("fact", _known(self.facts, shared), _known(other.facts, shared))
+        lines += _differences("fact", _fact_values(self.facts, shared), _fact_values(other.facts, shared))
         lines += _differences("set", {s.path: s.value for s in self.sets}, {s.path: s.value for s in other.sets})
         lines += _differences("hooks", {h.target: "used" for h in self.hooks}, {h.target: "used" for h in other.hooks})
         return tuple(lines)
 
     def check_deferred(self, facts: Iterable[Fact]) -> None:
-        """Check on a worker what the driver could not.
+        """Check the deferred rules on a worker.
 
         Args:
-            facts: what was detected on this worker; they replace the plan's own.
+            facts: facts detected on this worker; they replace the plan's facts.
 
         Raises:
-            PlanError: one problem for every rule that does not hold here, or that cannot be decided here either.
+            PlanError: holds one problem for each rule that does not hold, or that the worker cannot decide either.
         """
         here = self._facts.having(facts)
         problems = []
@@ -219,22 +223,22 @@ class Plan:
             raise PlanError(refusal(problems, None, "this worker cannot start"), tuple(problems))
 
     def check_installed(self, manifests: Mapping[str, Plugin]) -> None:
-        """Check on a worker, or at resume, that the plugins installed here are those of the plan.
+        """Check on a worker, or when resuming, that the installed plugins match the plan.
 
         Raises:
-            PlanError: names every plugin that is missing or has another version.
+            PlanError: plugins are missing or have other versions; names all of them.
         """
         wrong = []
         for plugin in self.plugins:
-            found = manifests[plugin.name].version if plugin.name in manifests else "not installed"
-            if found != plugin.version:
-                wrong.append(f"{plugin.name}: {plugin.version} in the plan, {found} here")
+            installed = manifests[plugin.name].version if plugin.name in manifests else "not installed"
+            if installed != plugin.version:
+                wrong.append(f"{plugin.name}: {plugin.version} in the plan, {installed} here")
         if wrong:
-            raise PlanError(f"plan {self.digest} does not fit what is installed here: {'; '.join(wrong)}")
+            raise PlanError(f"plan {self.digest} does not match the installed plugins: {'; '.join(wrong)}")
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Single-file plugins of this plan, for a worker's catalogue."""
+        """Paths of the plan's single-file plugins, for a worker's catalogue."""
         marked = [p.source for p in self.plugins if p.source.startswith("file:")]
         return tuple(Path(s.removeprefix("file:").rpartition(" ")[0]) for s in marked)
 
@@ -245,8 +249,8 @@ class Plan:
         return Facts(self.facts, hidden)
 
 
-def _lined(value: Any) -> str:
-    """A list with one item a line, dataclasses as objects; anything else on one line."""
+def _format_json(value: Any) -> str:
+    """Format a list with one item per line and dataclasses as objects, and any other value on one line."""
     if not isinstance(value, list | tuple) or not value:
         return json.dumps(value)
     return "[\n  " + ",\n  ".join(json.dumps(item, default=dataclasses.asdict) for item in value) + "\n ]"
@@ -256,7 +260,7 @@ _NAMES = ("consulted", "advice", "waived", "reviews")
 
 
 def plain(value: Any) -> Any:
-    """A value as it is stored: JSON scalars, tuples for sequences, text for everything else."""
+    """Convert a value to JSON scalars and tuples; other types become text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
@@ -264,11 +268,11 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def _frozen(item: dict[str, Any]) -> dict[str, Any]:
+def _freeze(item: dict[str, Any]) -> dict[str, Any]:
     return {key: plain(value) for key, value in item.items()}
 
 
-def _known(facts: Iterable[Fact], wanted: set[str]) -> dict[str, Any]:
+def _fact_values(facts: Iterable[Fact], wanted: set[str]) -> dict[str, Any]:
     return {f.name: described(f)[1] for f in facts if f.name in wanted}
 
 

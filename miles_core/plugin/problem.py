@@ -1,4 +1,4 @@
-"""A reason why a run cannot start, and how all of them read on the terminal."""
+"""Problems that prevent a run from starting, and their formatting."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from miles_core.plugin.facts import Fact, State, show
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason why a run cannot start, read as ``who verb needs``.
+    """One reason why a run cannot start, displayed as ``who verb needs``.
 
     Attributes:
-        who: who demands it, e.g. ``mine`` or ``mine rollout x bf16 train``.
-        needs: what is demanded.
-        because: the reason, word for word from the manifest.
-        values: the facts at issue, each (name, value, origin).
-        verb: what joins ``who`` and ``needs``.
-        choices: names of facts a fix may change.
-        tries: returns changes of facts that may solve it, fact -> value each; those that the checker accepts are shown. Called once,
-            for a run that is refused.
+        who: the component with the requirement, e.g. ``mine`` or ``mine rollout x bf16 train``.
+        needs: the requirement.
+        because: the reason, verbatim from the manifest.
+        values: the facts involved, as (name, value, origin).
+        verb: the verb between ``who`` and ``needs``.
+        choices: names of the facts that a fix may change.
+        tries: returns changes of facts (fact -> value) that may solve the problem; those that the checker accepts are shown. Called
+            once for a rejected run.
     """
 
     who: str
@@ -34,17 +34,17 @@ class Problem:
 
     @property
     def headline(self) -> str:
-        """The first line: what is wrong."""
+        """The first line of the problem."""
         return " ".join(part for part in (self.who, self.verb, self.needs) if part)
 
 
 @dataclass(frozen=True)
 class Review:
-    """What a plugin worked out about a run before it starts (``Plugin.review``).
+    """The result of a plugin's ``review`` of a run (``Plugin.review``).
 
     Attributes:
-        notes: blocks of text that the plan shows, the first line a heading.
-        problems: why the run cannot start.
+        notes: blocks of text that the plan shows; the first line of each is a heading.
+        problems: reasons why the run cannot start.
     """
 
     notes: tuple[str, ...] = ()
@@ -52,15 +52,15 @@ class Review:
 
 
 def described(fact: Fact) -> tuple[str, str, str]:
-    """A fact as a problem shows it: name, value, origin."""
+    """Return (name, value, origin) of a fact, as used in ``Problem.values``."""
     value = show(fact.value) if fact.state is State.KNOWN else fact.state.value
     return fact.name, value, fact.origin
 
 
 def refusal(problems: Sequence[Problem], fixes: Sequence[str] | None, title: str = "this run cannot start") -> str:
-    """Every problem with its values and reason, then the fixes that were tried and hold.
+    """Format problems with their values and reasons, followed by the accepted fixes.
 
-    ``fixes`` is None where none were looked for. The caller prints ``error: `` before it.
+    ``fixes`` is None if none were searched for. The caller prints ``error: `` before the text.
     """
     count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
     blocks = [f"{title} ({count})"]

@@ -1,4 +1,4 @@
-"""How a plan reads on the terminal."""
+"""Format a plan for the terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from miles_core.plugin.plan import Plan
 
 
 def chains(implemented: Mapping[str, Sequence[str]]) -> list[str]:
-    """Every wrap chain inside out, e.g. ``wrap_forward: core <- second <- first (outermost)``.
+    """Format the chain of every ``wrap_*`` hook from the inside out: ``wrap_forward: core <- second <- first (outermost)``.
 
     Args:
         implemented: hook -> plugins that implement it, in plan order (outermost first).
@@ -22,7 +22,7 @@ def chains(implemented: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def describe(plan: Plan, implemented: Mapping[str, Sequence[str]]) -> str:
-    """A plan as ``miles plan`` prints it."""
+    """Format a plan as ``miles plan`` prints it."""
     blocks = [plan.header]
     if plan.plugins:
         wide = max(len(p.name) for p in plan.plugins)
@@ -35,8 +35,8 @@ def describe(plan: Plan, implemented: Mapping[str, Sequence[str]]) -> str:
         blocks.append("facts\n" + "\n".join(f"  {f}" for f in shown))
     if plan.sets:
         blocks.append("set by plugins\n" + "\n".join(f"  {s.path} = {show(s.value)} ({s.plugin})" for s in plan.sets))
-    told = [f"{h}: {', '.join(p)}" for h, p in implemented.items() if p and not h.startswith("wrap_")]
-    hooks = chains(implemented) + told
+    events = [f"{h}: {', '.join(p)}" for h, p in implemented.items() if p and not h.startswith("wrap_")]
+    hooks = chains(implemented) + events
     if hooks:
         blocks.append("hooks\n" + "\n".join(f"  {line}" for line in hooks))
     blocks += plan.reviews
@@ -47,7 +47,7 @@ def describe(plan: Plan, implemented: Mapping[str, Sequence[str]]) -> str:
 
 
 def notices(plan: Plan) -> list[str]:
-    """What a run tells the user once it is accepted: advice, emulation and rules left for the workers."""
+    """Return the notes of an accepted plan: advice, emulation, and rules deferred to workers."""
     later = [d for d in plan.deferred if not d.holds_here]
     return [
         *(f"note: {line}" for line in plan.advice),

@@ -1,4 +1,4 @@
-"""From the plugins a user asked for to an accepted plan, or to a refusal with the fixes that hold."""
+"""Resolve the requested plugins to a plan, or reject the run and suggest fixes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from miles_core.errors import PlanError
 from miles_core.plugin.check import check
 from miles_core.plugin.facts import Facts
-from miles_core.plugin.fixes import Startable, fixes
+from miles_core.plugin.fixes import Startable, find_fixes
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
 from miles_core.plugin.problem import refusal
@@ -19,19 +19,19 @@ def resolve(
     facts: Facts,
     startable: Startable = lambda facts: (),
 ) -> Plan:
-    """The accepted plan.
+    """Check a run and return its plan.
 
     Args:
-        requested: plugins in command-line order; as a mapping, name -> the flag that asked for it.
-        manifests: every plugin that may take part, by name; core's own is added.
+        requested: plugins in command-line order, or plugin -> flag that requested it.
+        manifests: the available plugins by name, without core.
         facts: options (name = option path), host and model facts.
-        startable: what else is wrong with a run of these facts, one sentence each; a fix must pass it too.
+        startable: returns error messages for further problems of a run with these facts; suggested fixes have none.
 
     Raises:
-        PlanError: the run cannot start; ``problems`` holds every violation, the message also the fixes that hold.
+        PlanError: the run cannot start; ``problems`` holds every violation, and the message also lists accepted fixes.
     """
-    checked = check(requested, manifests, facts)
-    if checked.problems:
-        found = [fix.text for fix in fixes(requested, manifests, facts, checked, startable=startable)]
-        raise PlanError(refusal(checked.problems, found), tuple(checked.problems))
-    return checked.plan()
+    result = check(requested, manifests, facts)
+    if result.problems:
+        suggestions = [fix.text for fix in find_fixes(requested, manifests, facts, result, startable=startable)]
+        raise PlanError(refusal(result.problems, suggestions), tuple(result.problems))
+    return result.plan()

@@ -1,18 +1,17 @@
-"""The one-line language of conditions.
+"""The language of conditions.
 
-A condition is data: it can be printed, stored with a checkpoint, checked again on another machine and explained. It
-names facts on the left and values on the right::
+A condition is a line of text that can be printed, stored with a checkpoint, and evaluated again on another machine. It compares
+facts on the left with values on the right::
 
     gpu.sm >= 100
     train.precision == bf16 and model.moe
     engine.attention in {fa3, triton} or not plugin.mine
 
 Operators are ``== != >= <= > <``, ``in {a, b}``, ``not in {a, b}``, ``not``, ``and``, ``or`` and parentheses; a bare
-name asks whether the value is anything but false, 0, none or empty. Values are words, numbers, ``true``, ``false``
-and ``none``; versions such as ``0.5.10`` compare as versions. Evaluation is lazy from left to right and has four
-outcomes (``Truth``), because a fact may be unknown on this host or not applicable to this run. Both behave as
-Kleene's third value; where they meet, unknown wins, so that a rule is never dropped here which a worker would find
-broken.
+name holds unless the value is false, 0, none or empty. Values are words, numbers, ``true``, ``false`` and ``none``;
+versions such as ``0.5.10`` compare as versions. Evaluation is lazy from left to right and has four outcomes (``Truth``),
+because a fact may be unknown on this host or not applicable to this run. Both behave like the third value of Kleene's
+logic. If both occur, the result is unknown, so that a rule that a worker would find violated is not dropped here.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _COMPARISONS = ("==", "!=", ">=", "<=", ">", "<")
 
 
 class RuleError(PluginError):
-    """A condition that cannot be read or compares things that do not compare."""
+    """A condition that cannot be parsed, or that orders values without an order."""
 
 
 class UnknownFact(RuleError):
@@ -52,7 +51,7 @@ class UnknownFact(RuleError):
 
 
 class Truth(Enum):
-    """What a condition comes to on this host."""
+    """The result of evaluating a condition on this host."""
 
     TRUE = "true"
     FALSE = "false"
@@ -86,7 +85,7 @@ class Not:
     part: Condition
 
     def __str__(self) -> str:
-        return f"not {_inside(self.part)}"
+        return f"not {_parenthesize(self.part)}"
 
 
 @dataclass(frozen=True)
@@ -97,28 +96,28 @@ class Join:
     parts: tuple[Condition, ...]
 
     def __str__(self) -> str:
-        return f" {self.op} ".join(map(_inside, self.parts))
+        return f" {self.op} ".join(map(_parenthesize, self.parts))
 
 
 Condition = Compare | Not | Join
 
 
-def _inside(part: Condition) -> str:
+def _parenthesize(part: Condition) -> str:
     return f"({part})" if isinstance(part, Join) else str(part)
 
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Condition:
-    """Read a condition.
+    """Parse a condition.
 
     Raises:
-        RuleError: says where reading stopped and what was expected there.
+        RuleError: the text is malformed; names the position and what was expected there.
     """
     return _Reader(text).read()
 
 
 def literal(word: str) -> Any:
-    """The value a word of the language stands for: ``true``, ``false``, ``none``, a number, or the word itself."""
+    """Convert a word of the language to its value: ``true``, ``false``, ``none``, a number, or the word itself."""
     if word in _WORDS:
         return _WORDS[word]
     if _NUMBER.match(word):
@@ -127,7 +126,7 @@ def literal(word: str) -> Any:
 
 
 class _Reader:
-    """Recursive descent over the tokens of one condition."""
+    """Recursive-descent parser of one condition."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -142,52 +141,52 @@ class _Reader:
         self.at = 0
 
     def read(self) -> Condition:
-        result = self.joined("or")
+        result = self.read_join("or")
         if self.at < len(self.tokens):
-            raise self.expected("'and', 'or' or the end")
+            raise self.make_error("'and', 'or' or the end")
         return result
 
-    def joined(self, op: str) -> Condition:
+    def read_join(self, op: str) -> Condition:
         parts: list[Condition] = []
         while not parts or self.take(op):
-            parts.append(self.joined("and") if op == "or" else self.negated())
+            parts.append(self.read_join("and") if op == "or" else self.read_negation())
         return parts[0] if len(parts) == 1 else Join(op, tuple(parts))
 
-    def negated(self) -> Condition:
+    def read_negation(self) -> Condition:
         if self.take("not"):
-            return Not(self.negated())
+            return Not(self.read_negation())
         if self.take("("):
-            inner = self.joined("or")
+            inner = self.read_join("or")
             self.need(")")
             return inner
-        return self.test()
+        return self.read_test()
 
-    def test(self) -> Condition:
+    def read_test(self) -> Condition:
         name = self.peek()
         if not _NAME.match(name) or name in _KEYWORDS:
-            raise self.expected("the name of a fact")
+            raise self.make_error("the name of a fact")
         self.at += 1
         for op in _COMPARISONS:
             if self.take(op):
-                return Compare(name, op, (self.value(),))
+                return Compare(name, op, (self.read_value(),))
         op = "not in" if self.peek() == "not" else "in"
         if op == "not in":
             self.at += 1
             if self.peek() != "in":
-                raise self.expected("'in'")
+                raise self.make_error("'in'")
         if not self.take("in"):
             return Compare(name)
         self.need("{")
-        values = [self.value()]
+        values = [self.read_value()]
         while self.take(","):
-            values.append(self.value())
+            values.append(self.read_value())
         self.need("}")
         return Compare(name, op, tuple(values))
 
-    def value(self) -> Any:
+    def read_value(self) -> Any:
         word = self.peek()
         if not word or word in "(){}," or word in _COMPARISONS or word in _KEYWORDS - _WORDS.keys():
-            raise self.expected("a value")
+            raise self.make_error("a value")
         self.at += 1
         return literal(word)
 
@@ -195,21 +194,21 @@ class _Reader:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def take(self, token: str) -> bool:
-        found = self.peek() == token
-        self.at += found
-        return found
+        matches = self.peek() == token
+        self.at += matches
+        return matches
 
     def need(self, token: str) -> None:
         if not self.take(token):
-            raise self.expected(repr(token))
+            raise self.make_error(repr(token))
 
-    def expected(self, what: str) -> RuleError:
-        found = repr(self.peek()) if self.peek() else "the end"
-        return RuleError(f"condition {self.text!r}: expected {what}, found {found}")
+    def make_error(self, what: str) -> RuleError:
+        actual = repr(self.peek()) if self.peek() else "the end"
+        return RuleError(f"condition {self.text!r}: expected {what}, found {actual}")
 
 
 def names(condition: Condition) -> Iterator[str]:
-    """Every fact a condition mentions, from left to right."""
+    """Yield the names of the facts in a condition, from left to right."""
     if isinstance(condition, Compare):
         yield condition.name
     else:
@@ -218,7 +217,7 @@ def names(condition: Condition) -> Iterator[str]:
 
 
 def conjuncts(condition: Condition) -> tuple[Condition, ...]:
-    """The parts that must all hold: those of a top-level ``and``, else the condition itself."""
+    """Return the operands of a top-level ``and``, or else the condition itself."""
     return condition.parts if isinstance(condition, Join) and condition.op == "and" else (condition,)
 
 
@@ -226,12 +225,12 @@ def evaluate(condition: Condition | str, lookup: Lookup) -> Truth:
     """Whether a condition holds.
 
     Args:
-        condition: parsed or as text; empty text holds.
-        lookup: gives the fact of a name, in whatever state it is.
+        condition: a parsed condition or text; empty text holds.
+        lookup: returns the fact with a given name, in any state.
 
     Raises:
-        UnknownFact: a name that evaluation reached is not defined.
-        RuleError: the text cannot be read, or an order comparison of values that have none.
+        UnknownFact: evaluation reached an undefined name.
+        RuleError: the text cannot be parsed, or values without an order are ordered.
     """
     if isinstance(condition, str):
         if not condition.strip():
@@ -277,12 +276,12 @@ def _holds(test: Compare, value: Any) -> bool:
         return not any(same(value, v) for v in test.values)
     if value is None:
         return False
-    left, right = _ordered(test, value, test.values[0])
+    left, right = _make_comparable(test, value, test.values[0])
     return bool({">=": left >= right, "<=": left <= right, ">": left > right, "<": left < right}[test.op])
 
 
 def same(value: Any, other: Any) -> bool:
-    """Equality as the language means it: 1 is not true, a word equals the number spelt like it, none is ``none``."""
+    """Equality in the language of conditions: 1 is not true, a word equals the number spelt like it, None equals ``none``."""
     if isinstance(value, bool) or isinstance(other, bool):
         return value is other
     if isinstance(value, str) or isinstance(other, str):
@@ -290,7 +289,7 @@ def same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _ordered(test: Compare, value: Any, bound: Any) -> tuple[Any, Any]:
+def _make_comparable(test: Compare, value: Any, bound: Any) -> tuple[Any, Any]:
     if _is_number(value) and _is_number(bound):
         return value, bound
     if _VERSION.match(str(value)) and (_is_number(bound) or _VERSION.match(str(bound))):

@@ -1,8 +1,7 @@
-"""What a process does with a plan it was sent, and the driver with the answers.
+"""Check a plan on workers, and compare the workers' digests on the driver.
 
-A runtime that adds processes sends each of them the plan as JSON. Before it builds anything, a worker calls ``accept``
-and returns the digest; the driver hands all digests to ``same_plan``. A worker's own ``Plan.from_json`` has already
-refused a text whose content and digest disagree.
+A runtime with several processes sends the plan to each worker as JSON. ``Plan.from_json`` rejects text whose digest does not match its
+content. Before a worker builds anything, it calls ``accept`` and returns the digest; the driver passes all digests to ``same_plan``.
 """
 
 from __future__ import annotations
@@ -22,20 +21,21 @@ def accept(plan: Plan, core: str, manifests: Mapping[str, Plugin], facts: Iterab
     """Check a received plan against this worker.
 
     Args:
-        plan: what the driver resolved.
-        core: the version of miles-core here.
-        manifests: the plugins installed here, by name.
-        facts: what was detected here.
+        plan: the plan that the driver resolved.
+        core: the worker's version of miles-core.
+        manifests: the plugins installed on the worker, by name.
+        facts: the facts detected on the worker.
 
     Returns:
-        The digest to send back.
+        the digest to return to the driver.
 
     Raises:
-        PlanError: miles-core or a plugin is missing or has another version here, or a rule left for the workers fails
-            on this hardware.
+        PlanError: miles-core or a plugin is missing or has another version, or a deferred rule does not hold on this hardware.
     """
     if plan.core != core:
-        raise PlanError(f"plan {plan.digest} was made by miles-core {plan.core}, here is {core}: install {plan.core}")
+        raise PlanError(
+            f"plan {plan.digest} was made by miles-core {plan.core}, but {core} is installed here: install {plan.core}"
+        )
     plan.check_installed(manifests)
     plan.check_deferred(facts)
     return plan.digest
@@ -45,9 +45,9 @@ def same_plan(digest: str, workers: Mapping[str, str]) -> None:
     """Compare the driver's digest with those of ``workers`` (name -> digest).
 
     Raises:
-        PlanError: names every worker that runs another plan.
+        PlanError: workers have other plans; names all of them.
     """
-    others = "; ".join(f"{name} has {found}" for name, found in workers.items() if found != digest)
+    others = "; ".join(f"{name} has {other}" for name, other in workers.items() if other != digest)
     if others:
         raise PlanError(
             f"the driver runs plan {digest} but {others}: install the same miles-core and plugins on every machine"

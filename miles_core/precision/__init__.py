@@ -1,7 +1,7 @@
-"""Number formats: the contract, and what follows.
+"""Number formats: their contract, and the components built on it.
 
-``format`` is the contract; the arithmetic of a format is in its plugin. From the contract come the codec that trainer, weight sync,
-engine and converter share (``codec``), which weights it applies to (``selector``), how experts that share a tensor are taken
-apart (``fused_experts``), which matrix product multiplies its codes (``product``), and from when on it is used
-(``schedule``). Knows no engine, no trainer and no run.
+``format`` is the contract; each format's arithmetic is in its plugin. The other modules use only the contract: the codec shared by
+trainer, weight sync, engine and converter (``codec``), the selection of weights (``selector``), the split of joined experts
+(``fused_experts``), matrix products of codes (``product``), and the warm-up (``schedule``). This package does not depend on engines,
+trainers or runs.
 """

@@ -1,7 +1,7 @@
 """A copy of the weights as they were sent at one sync, kept in host memory.
 
-An engine in another process cannot be asked for the weights it holds. With the ones of the sync before at hand the trainer can
-tell how the engine would score if it still served them (``observe.budget``, cause staleness).
+The trainer cannot read the weights of an engine in another process. With the weights of the previous sync, it can compute the
+scores of an engine that still serves them (``mismatch.budget``, cause staleness).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from miles_core.precision.codec import Codec
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One version, encoded by the codec that is needed to read it."""
+    """The encoded weights of one version, with the codec that decodes them."""
 
     version: int
     units: tuple[Encoded, ...]
@@ -23,7 +23,7 @@ class Snapshot:
 
 
 def snapshot(units: Iterable[Unit], codec: Codec, version: int) -> Snapshot:
-    """Copy an export stream as ``codec`` sends it."""
+    """Encode an export stream with ``codec`` and copy the result to host memory."""
     copies = (
         Encoded(e.name, {n: t.detach().to("cpu", copy=True) for n, t in e.parts.items()}, e.format)
         for e in codec.encode(units)

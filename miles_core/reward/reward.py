@@ -30,9 +30,9 @@ def group_reward(function: F) -> F:
 
 
 def compares_label(build: F) -> F:
-    """Declare that the reward that ``build`` makes compares a response with a label: a run without labels is refused before it starts.
+    """Declare that the reward created by ``build`` compares a response with a label: a run without labels is rejected before it starts.
 
-    ``build`` is what a manifest names under the kind ``reward``.
+    ``build`` is the provider that a manifest names under the kind ``reward``.
     """
     build.compares_label = True  # type: ignore[attr-defined]
     return build

@@ -99,7 +99,7 @@ class PromptQueue:
         if not isinstance(rows, list) or len(rows) != count or not all(isinstance(row, Row) for row in rows):
             raise DataError(
                 f"the prompt source {type(self.source).__name__} was asked for {count} rows and returned {rows!r:.80}; next(n) must "
-                "return a list of n miles_core.Row"
+                "return a list of n miles_core.data.Row"
             )
         made = []
         for row in rows:

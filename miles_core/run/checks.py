@@ -10,14 +10,14 @@ from pathlib import Path
 
 from miles_core.checkpoint.directory import locate_checkpoint, run_of
 from miles_core.checkpoint.hf_files import CheckpointFiles
-from miles_core.checkpoint.placed import gathering, taken
+from miles_core.checkpoint.placed import is_occupied, staging_path
 from miles_core.config.config import Config
 from miles_core.contracts.run import Run
 from miles_core.errors import CheckpointError, ConfigError, PlanError
 from miles_core.observe.sinks import check_wandb_login
 from miles_core.plugin.activate import provider
 from miles_core.plugin.discovery import Catalogue
-from miles_core.plugin.load import accepted, import_target
+from miles_core.plugin.load import import_target, select_arguments
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
 from miles_core.run.directory import refuse_to_overwrite, refuse_unwritable, run_directory
@@ -152,7 +152,7 @@ def check_model(config: Config, plan: Plan, manifests: Mapping[str, Plugin], wei
     for plugin in [*_builders(plan, manifests), *standard]:
         if plugin.examine:
             examine = import_target(plugin.name, plugin.examine)
-            examine(**accepted(examine, {"config": config, "weights": weights, "manifests": manifests}))
+            examine(**select_arguments(examine, {"config": config, "weights": weights, "manifests": manifests}))
 
 
 def _builders(plan: Plan, manifests: Mapping[str, Plugin]) -> list[Plugin]:
@@ -187,7 +187,7 @@ def _check_export(config: Config) -> None:
         return
     given, target = config.run.export_hf, Path(os.path.realpath(config.run.export_hf))
     refuse_unwritable(f"--export-hf {given}", Path(given))
-    if taken(target, gathering(target, "exporting")):
+    if is_occupied(target, staging_path(target, "exporting")):
         raise ConfigError(f"--export-hf {given}: it already exists and is not empty; choose another directory")
     if config.model.hf_checkpoint and target.is_relative_to(Path(config.model.hf_checkpoint).resolve()):
         raise ConfigError(f"--export-hf {given}: it is inside --hf-checkpoint; choose another directory")

@@ -249,7 +249,9 @@ def _reward(run: Run, name: str, policy: Policy) -> RewardFunction:
 def _source(run: Run, name: str, data: str, purpose: str) -> PromptSource:
     made = run.hooks.make("prompts", name, run=run, data=data, purpose=purpose)
     if not isinstance(made, PromptSource):
-        raise PluginError(f"--prompts {name}: its provider returned {made!r:.80}; return a miles_core.PromptSource")
+        raise PluginError(
+            f"--prompts {name}: its provider returned {made!r:.80}; return a miles_core.data.PromptSource"
+        )
     return made
 
 

@@ -90,7 +90,7 @@ def sinks(config: Config, directory: Path) -> list[Sink]:
 
 
 def packages(plan: Plan, manifests: Mapping[str, Plugin]) -> set[str]:
-    """The import packages that take part in a run: those of its plugins' hooks and parts, and of standard parts."""
+    """Return the import packages that take part in a run: those of its plugins' hooks and parts, and of standard parts."""
     taking_part = [plugin for name, plugin in manifests.items() if plugin.standard or name in plan.order]
     targets = [target for plugin in taking_part for parts in plugin.provides.values() for target in parts.values()]
     return {target.partition(":")[0].partition(".")[0] for target in (*targets, *(hook.target for hook in plan.hooks))}

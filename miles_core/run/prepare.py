@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from miles_core.config import value
 from miles_core.config.policies import CHECKPOINT, PREFIX
-from miles_core.config.rules import broken
+from miles_core.config.rules import find_rule_violations
 from miles_core.data import hub
 from miles_core.errors import ConfigError
 from miles_core.plugin import worker
@@ -149,7 +149,7 @@ def find_violations(config: Config, facts: Facts) -> list[str]:
                 value.check(option, fact.value, f"{fact.name} {fact.origin}")
             except ConfigError as error:
                 problems.append(str(error))
-    return problems or list(broken(f for f in facts.values() if config.schema.find(f.name) is not None))
+    return problems or list(find_rule_violations(f for f in facts.values() if config.schema.find(f.name) is not None))
 
 
 def apply_plan(config: Config, plan: Plan) -> Config:

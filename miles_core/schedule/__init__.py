@@ -1,1 +1,1 @@
-"""Core's schedules: when samples are generated, seen from the training of the steps before them."""
+"""The synchronous schedule and the base of all schedules, which determine when samples are generated relative to training steps."""

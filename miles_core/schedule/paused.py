@@ -1,4 +1,4 @@
-"""An engine that is paused while its weights change."""
+"""Pauses an engine while its weights change."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from miles_core.contracts.runtime import PolicyParts
 
 @asynccontextmanager
 async def paused(run: Run, parts: PolicyParts) -> AsyncIterator[None]:
-    """Paused as ``--pause-generation-mode`` says; resumed when the body succeeds, because after a failed push the engine has no
-    complete weights."""
+    """Pause the engine with ``--pause-generation-mode`` during the body. It is resumed only if the body succeeds, because after a failed
+    push the engine's weights are incomplete."""
     await parts.serving.pause(run.config.rollout.pause_generation_mode)
     yield
     await parts.serving.resume()

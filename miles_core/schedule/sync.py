@@ -1,7 +1,7 @@
-"""``--schedule sync``: rollout and training take turns, and every step trains on samples of the newest weights.
+"""``--schedule sync``: rollout and training alternate, and every step trains on samples of the newest weights.
 
-With ``--partial-rollout`` what a collection leaves unfinished stays in flight: its engines are paused while the trainer
-learns, and go on with it under the new weights.
+With ``--partial-rollout``, unfinished requests of a collection stay in flight: the engines are paused during training and continue them
+under the new weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from miles_core.schedule.wrapped import wrapped
 
 
 class SyncSchedule(Schedule):
-    """Generates a step's groups when they are asked for."""
+    """Generates the groups of a step when the step requests them."""
 
     def __init__(self, run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> None:
         self.run, self.collector, self.parts = run, collector, parts

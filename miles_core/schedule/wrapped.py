@@ -1,4 +1,4 @@
-"""The collection of a step's groups, as plugins shaped it."""
+"""Applies the plugins' ``wrap_rollout`` hooks to the collection of groups."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from miles_core.rollout.collect import Rollout
 
 
 def wrapped(run: Run, collect: Rollout) -> Rollout:
-    """``collect(step)`` with the plugins' ``wrap_rollout`` around it."""
+    """Return ``collect(step)`` wrapped with the plugins' ``wrap_rollout`` hooks."""
     return compose(collect, run.hooks.chain("wrap_rollout", run=run))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CopyTransport(Transport):
-    """Hands the stream to an engine in this process, which copies it into its own weights."""
+    """Passes the stream to an engine in this process, which copies it to its own weights."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -34,5 +34,5 @@ class CopyTransport(Transport):
 
 
 def make_transport(engine: Engine) -> CopyTransport:
-    """The transport named ``copy``."""
+    """Create the transport named ``copy``."""
     return CopyTransport(engine)

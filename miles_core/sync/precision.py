@@ -1,4 +1,4 @@
-"""Which number format a policy's weights travel in, and changing it while a run goes on."""
+"""Creates the codec of a policy's weight sync, and switches precision during a run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 
 def make_codec(run: Run, policy: Policy | None = None, precision: str | None = None) -> Codec:
-    """The codec of the rollout: what a weight sync sends and the engine decodes.
+    """Create the codec with which a weight sync encodes and the engine decodes.
 
     Args:
-        run: with the options.
-        policy: whose model it is; the run's only one by default.
-        precision: a format's name or ``bf16``; by default what the rollout starts with.
+        run: provides the options.
+        policy: the policy of the model; the run's only policy by default.
+        precision: a format's name or ``bf16``; the rollout's initial precision by default.
     """
     config = run.config if policy is None else run.config_of(policy)
     precision = precision or precisions(config, 0).rollout
@@ -31,12 +31,12 @@ def make_codec(run: Run, policy: Policy | None = None, precision: str | None = N
 
 
 def switch_is_due(run: Run, parts: PolicyParts) -> bool:
-    """Whether the next sync brings another precision."""
+    """Return whether the precision changes at the next sync."""
     return precisions(run.config_of(parts.policy), parts.policy.trained) != parts.precisions
 
 
 async def switch_when_due(run: Run, parts: PolicyParts) -> None:
-    """Bring both sides of a policy to the precision that is due; the engine then waits for its weights."""
+    """Rebuild both sides of a policy for the new precision, if it changes; the engine then waits for its weights."""
     now, due = parts.precisions, precisions(run.config_of(parts.policy), parts.policy.trained)
     if due == now:
         return

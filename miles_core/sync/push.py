@@ -1,4 +1,4 @@
-"""Pushing a version, and what happens when it does not arrive."""
+"""Pushes a weight version to the engine, and retries a failed push."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 
 async def stage(parts: PolicyParts, version: int) -> None:
-    """Bring ``version`` to the engine before it is paused, where the transport can; ``push`` then puts it in force. What does
-    not arrive now is sent by ``push``."""
+    """Send ``version`` to the engine before it is paused, if the transport supports this; ``push`` then activates it. If staging fails,
+    ``push`` sends the weights."""
     try:
         await parts.learner.stage(version)
     except SyncError as error:
@@ -22,8 +22,8 @@ async def stage(parts: PolicyParts, version: int) -> None:
 
 
 async def push(parts: PolicyParts, version: int) -> SyncReport:
-    """The engine serves ``version`` when this returns: a push that fails is made once again, and then by the plain copy, which
-    every engine takes, for the rest of the run.
+    """Push ``version``; the engine serves it when this returns. A failed push is retried once, and then replaced by the plain copy, which
+    every engine supports, for the rest of the run.
 
     Raises:
         SyncError: the plain copy failed too.

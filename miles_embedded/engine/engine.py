@@ -144,11 +144,11 @@ class EmbeddedEngine(Engine):
         if "cache" in parts:
             self._clear()  # allocated again on the next request
         if "weights" in parts:
-            self._weights.sleep()
+            self._weights.release()
 
     async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         if "weights" in parts:
-            self._weights.wake()
+            self._weights.restore()
 
     async def rebuild(self, precision: str) -> None:
         self._require_idle("rebuild")

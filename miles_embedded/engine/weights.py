@@ -69,13 +69,13 @@ class Weights:
             )
 
     def tensors(self) -> Iterator[Tensor]:
-        """What the model's products read, codes of native ones included."""
+        """Yield the tensors that the model's products read, including the codes of native products."""
         yield from self.model.parameters()
         yield from self.model.buffers()
         for layer in self.inputs.layers.values():
             yield from (layer.codes or {}).values()
 
-    def sleep(self) -> None:
+    def release(self) -> None:
         """Free the memory of the parameters, except those shared with the trainer; an update must follow before they are read."""
         self.complete = False
         self.packs.clear()
@@ -83,7 +83,7 @@ class Weights:
         self.inputs.drop(list(self.inputs.layers))
         self._released.release(p for name, p in self.model.named_parameters() if name not in self._shared)
 
-    def wake(self) -> None:
+    def restore(self) -> None:
         """Allocate the memory of the parameters again."""
         self._released.restore()
 

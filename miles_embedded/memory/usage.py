@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miles_core import MICRO_BATCH_TOKENS, Facts, Parts, Usage
+from miles_core.plugin import Facts, Parts, Usage
+from miles_core.trainer import MICRO_BATCH_TOKENS
 from miles_embedded.memory.model_size import ModelSize, model_size
 
 #: Logits in memory at once, in elements (``model.logprobs``), and bytes per logit including copies and gradient.
@@ -51,7 +52,7 @@ class Training:
 
 
 def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
-    """See ``miles_core.Plugin.memory``."""
+    """See ``miles_core.plugin.Plugin.memory``."""
     size = size_of(facts, model)
     if size is None or facts.value("model.device") == "cpu":
         return

@@ -38,7 +38,7 @@ class Header:
 
 
 def examine(config: Any, weights: bool) -> None:
-    """See ``miles_core.Plugin.examine``: raise the errors that loading the run's model would raise."""
+    """See ``miles_core.plugin.Plugin.examine``: raise the errors that loading the run's model would raise."""
     options = config.model
     flag, path = ("--ref-load", options.ref_load) if options.ref_load else (FLAG, options.hf_checkpoint)
     if path is not None and Path(path).is_dir():

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from miles_core.checkpoint.directory import is_io
-from miles_core.checkpoint.placed import gathering, locked, place, taken
+from miles_core.checkpoint.placed import is_occupied, lock_directory, move_into_place, staging_path
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError
 from miles_embedded.model.configuration import configuration
@@ -46,16 +46,16 @@ def export_checkpoint(
         CheckpointError: the target is not empty, is in use by another export, or cannot be written.
     """
     directory = Path(os.path.realpath(directory))
-    work = gathering(directory, "exporting")
-    if taken(directory, work):
+    work = staging_path(directory, "exporting")
+    if is_occupied(directory, work):
         raise CheckpointError(f"{directory} already exists and is not empty; choose another directory for the export")
     lock = -1
     try:
-        lock = locked(work)
+        lock = lock_directory(work)
         for left in work.iterdir():  # left by a process that died
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         _write(model, tokenizer, work, shard_bytes, units or export(model))
-        place(work, directory)
+        move_into_place(work, directory)
     except BlockingIOError as error:
         raise CheckpointError(f"another process is exporting to {directory}; choose another directory") from error
     except Exception as error:

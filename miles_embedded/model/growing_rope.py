@@ -60,23 +60,23 @@ def _forward(rotary: Any, x: Tensor, position_ids: Tensor, layer_type: str | Non
     if call is None:
         return plain(position_ids)
     if kind == "dynamic":
-        return _of_positions(rotary, x, position_ids, named)
+        return _rotate_by_position(rotary, x, position_ids, named)
     if kind == "longrope":
         rope = rotary.config.rope_parameters
         limit = (rope if layer_type is None else rope[layer_type])["original_max_position_embeddings"]
-        return _of_spans(plain, position_ids, call.spans > limit, limit)
+        return _rotate_by_span(plain, position_ids, call.spans > limit, limit)
     return plain(position_ids)
 
 
 @torch.no_grad()
-def _of_positions(rotary: Any, x: Tensor, position_ids: Tensor, named: dict[str, str]) -> Rotation:
+def _rotate_by_position(rotary: Any, x: Tensor, position_ids: Tensor, named: dict[str, str]) -> Rotation:
     """Run the family's rotation with frequencies per row: those of the sequence length that ends at the row's position."""
     name, original = ("_".join([*named.values(), kind]) for kind in ("inv_freq", "original_inv_freq"))
     kept, lengths = getattr(rotary, name), position_ids[0, :, None] + 1
     grown, _ = ROPE_INIT_FUNCTIONS["dynamic"](rotary.config, x.device, seq_len=lengths, **named)
     frequencies = torch.where(lengths > rotary.original_max_seq_len, grown, getattr(rotary, original).to(x.device))
 
-    def rotated(given: Tensor, positions: Tensor) -> Rotation:
+    def rotate(given: Tensor, positions: Tensor) -> Rotation:
         setattr(rotary, name, given)
         try:
             return inspect.unwrap(type(rotary).forward)(rotary, x, positions, **named)
@@ -84,25 +84,29 @@ def _of_positions(rotary: Any, x: Tensor, position_ids: Tensor, named: dict[str,
             setattr(rotary, name, kept)
 
     try:
-        return rotated(frequencies, position_ids)
+        return rotate(frequencies, position_ids)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # before Transformers 5.20 families accept one set of frequencies per call
-        return _set_by_set(rotated, frequencies, position_ids)
+        return _rotate_per_set(rotate, frequencies, position_ids)
 
 
-def _set_by_set(rotated: Callable[[Tensor, Tensor], Rotation], frequencies: Tensor, position_ids: Tensor) -> Rotation:
+def _rotate_per_set(
+    rotate: Callable[[Tensor, Tensor], Rotation], frequencies: Tensor, position_ids: Tensor
+) -> Rotation:
     """Rotate with each distinct set of frequencies, and select each row from its own set."""
     sets, own = frequencies.unique(dim=0, return_inverse=True)
     rows = [(own == number).nonzero()[:, 0] for number in range(len(sets))]
     back = torch.cat(rows).argsort()
-    parts = [rotated(one, position_ids[:, where]) for one, where in zip(sets, rows, strict=True)]
+    parts = [rotate(one, position_ids[:, where]) for one, where in zip(sets, rows, strict=True)]
     if isinstance(parts[0], Tensor):
         return torch.cat(parts, 1)[:, back]
     return tuple(torch.cat(part, 1)[:, back] for part in zip(*parts, strict=True))
 
 
-def _of_spans(plain: Callable[[Tensor], Rotation], position_ids: Tensor, grown: np.ndarray, limit: int) -> Rotation:
+def _rotate_by_span(
+    plain: Callable[[Tensor], Rotation], position_ids: Tensor, grown: np.ndarray, limit: int
+) -> Rotation:
     """Rotate with the long set where ``grown`` [rows] is True, else with the short one.
 
     The largest position of a call selects the set: append a position above the limit for the long set, or clamp all positions for the
@@ -114,9 +118,9 @@ def _of_spans(plain: Callable[[Tensor], Rotation], position_ids: Tensor, grown: 
     long = plain(torch.cat([position_ids, position_ids.new_full((1, 1), limit)], 1))
     where = torch.from_numpy(grown).to(position_ids.device)[None, :, None]
 
-    def merged(a: Tensor, b: Tensor | None) -> Tensor:
+    def merge(a: Tensor, b: Tensor | None) -> Tensor:
         return a[:, :-1] if b is None else torch.where(where, a[:, :-1], b)
 
     if isinstance(long, Tensor):
-        return merged(long, short)
-    return tuple(merged(a, b) for a, b in zip(long, short or (None,) * len(long), strict=True))
+        return merge(long, short)
+    return tuple(merge(a, b) for a, b in zip(long, short or (None,) * len(long), strict=True))

@@ -1,7 +1,7 @@
 """Sparse attention of DeepSeek-V3.2: an indexer scores all keys for each query and keeps the best ones for attention.
 
 Transformers' indexer modules are used unchanged. They expect separate sequences and a cache. A hook therefore runs the indexer's
-forward in that form for each layout of ours (buckets, cached rows), and lets the module process only a single row, whose result is
+forward in that form for each layout of a ``Call`` (buckets, cached rows), and lets the module process only a single row, whose result is
 discarded. Attention receives as ``indices`` the ``ChosenKeys`` that its call made. Scores are computed for every query and key,
 which costs memory and time that a kernel for sparse attention would save.
 

@@ -14,7 +14,7 @@ KV_DTYPES = {"bfloat16": None, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 def check_kv_dtype(dtype: str) -> str:
-    """Return ``dtype``; ConfigError if it is no supported cache dtype. "" is the model's own dtype."""
+    """Return ``dtype``; ConfigError if it is not a supported cache dtype. "" is the model's own dtype."""
     if dtype and dtype not in KV_DTYPES:
         raise ConfigError(f"key/value cache dtype {dtype!r} must be one of {', '.join(KV_DTYPES)}")
     return dtype

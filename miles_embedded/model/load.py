@@ -58,7 +58,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def checkpoint_config(path: str | Path, trust_remote_code: bool = False, flag: str = FLAG) -> Any:
-    """Read the model's configuration; CheckpointError if ``path`` is no checkpoint directory."""
+    """Read the model's configuration; CheckpointError if ``path`` is not a checkpoint directory."""
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{flag} {path}: no such directory; give a local Hugging Face checkpoint")

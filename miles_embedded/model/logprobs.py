@@ -180,27 +180,27 @@ def _sampled(
 ) -> tuple[Tensor, Tensor | None]:
     operation = operations_of(model).log_probs
     if support is None:
-        return _full(logits, tokens, entropy, operation)
+        return _compute_full(logits, tokens, entropy, operation)
     sampled = support.offsets.diff() > 0
     if bool(sampled.all()):
-        return _supported(logits, tokens, support, entropy)
-    log_probs, entropies = _full(logits, tokens, entropy, operation)
+        return _compute_supported(logits, tokens, support, entropy)
+    log_probs, entropies = _compute_full(logits, tokens, entropy, operation)
     where = sampled.nonzero().flatten()
-    narrow, narrow_entropies = _supported(logits[where], tokens[where], support.select(where), entropy)
+    narrow, narrow_entropies = _compute_supported(logits[where], tokens[where], support.select(where), entropy)
     log_probs = log_probs.index_copy(0, where, narrow)
     if entropies is not None and narrow_entropies is not None:
         entropies = entropies.index_copy(0, where, narrow_entropies)
     return log_probs, entropies
 
 
-def _full(logits: Tensor, tokens: Tensor, entropy: bool, operation: LogProbs) -> tuple[Tensor, Tensor | None]:
+def _compute_full(logits: Tensor, tokens: Tensor, entropy: bool, operation: LogProbs) -> tuple[Tensor, Tensor | None]:
     if not entropy:
         return operation(logits, tokens), None
     every = logits.log_softmax(-1)
     return every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(every.exp() * every).sum(-1)
 
 
-def _supported(logits: Tensor, tokens: Tensor, support: Ragged, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def _compute_supported(logits: Tensor, tokens: Tensor, support: Ragged, entropy: bool) -> tuple[Tensor, Tensor | None]:
     counts = support.offsets.diff()
     owner = torch.repeat_interleave(torch.arange(len(tokens), device=tokens.device), counts)
     values = logits[owner, support.values.long()]

@@ -26,24 +26,24 @@ class NonFiniteWatch:
 
     def __enter__(self) -> NonFiniteWatch:
         for name, module in self.model.named_modules():
-            self._handles.append(module.register_forward_hook(self._look(name or type(module).__name__)))
+            self._handles.append(module.register_forward_hook(self._watch_output(name or type(module).__name__)))
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _look(self, name: str) -> Any:
+    def _watch_output(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             for tensor in _tensors(output):
                 if not self.first and not is_finite(tensor):
-                    self.first = f"the output of {name} {_describe(tensor)}{_because(name, module, args)}"
+                    self.first = f"the output of {name} {_describe(tensor)}{_find_cause(name, module, args)}"
                 if tensor.requires_grad:
-                    self._handles.append(tensor.register_hook(self._look_back(name)))
+                    self._handles.append(tensor.register_hook(self._watch_gradient(name)))
 
         return hook
 
-    def _look_back(self, name: str) -> Any:
+    def _watch_gradient(self, name: str) -> Any:
         def hook(gradient: Tensor) -> None:
             if not self.first and not is_finite(gradient):
                 self.first = f"the gradient of the output of {name} {_describe(gradient)}"
@@ -82,7 +82,7 @@ def _describe(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} holds {int(bad.sum())} values that are not finite, the first ({value}) at {first},"
 
 
-def _because(name: str, module: nn.Module, args: Any) -> str:
+def _find_cause(name: str, module: nn.Module, args: Any) -> str:
     """Describe a cause inside the module itself."""
     for own, parameter in module.named_parameters(recurse=False):
         if not is_finite(parameter):

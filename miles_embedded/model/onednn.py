@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core.observe.environment import cpu_info
 from miles_embedded.model.own_forward import put_forward
+from miles_tools.environment import cpu_info
 
 #: Smallest number of rows for oneDNN.
 _ROWS = 32
@@ -152,7 +152,7 @@ def _linear(module: nn.Linear, input: Tensor) -> Tensor:
         packed = packs.get(module) if input.dtype == torch.float32 and not torch.is_grad_enabled() else None
         if packed is not None:
             return _multiply_onednn(input, packed, module.bias)
-    if 0 < rows < _ROWS and module.weight.numel() >= _LARGE and _decodes(input):
+    if 0 < rows < _ROWS and module.weight.numel() >= _LARGE and _is_decoding(input):
         return _few_rows(module, input, rows)
     if not use_onednn(input, rows):
         return nn.Linear.forward(module, input)
@@ -160,7 +160,7 @@ def _linear(module: nn.Linear, input: Tensor) -> Tensor:
     return out
 
 
-def _decodes(x: Tensor) -> bool:
+def _is_decoding(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled() and mkl_is_slow()
 
 

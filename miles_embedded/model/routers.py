@@ -64,14 +64,14 @@ def find_routed(block: nn.Module) -> Routed | None:
     if not isinstance(experts, nn.Module) or not isinstance(count, int):
         return None
     for child in block.children():
-        scores = None if child is experts else next(_scoring(child, count), None)
+        scores = None if child is experts else next(_find_scores(child, count), None)
         if scores is not None:
             weighs = type(experts).__name__ == "Llama4TextExperts"
             return Routed(block, child, scores, experts, count, int(child.top_k) if weighs else 0)  # type: ignore[arg-type]
     return None
 
 
-def _scoring(router: nn.Module, count: int) -> Iterator[nn.Module]:
+def _find_scores(router: nn.Module, count: int) -> Iterator[nn.Module]:
     """Yield the modules with one row per expert, if the router has no matrix with another number of rows. This excludes attention and
     dense MLPs next to experts."""
     found = [(m, w) for m in router.modules() if isinstance(w := getattr(m, "weight", None), Tensor) and w.dim() == 2]

@@ -28,7 +28,7 @@ class SharingLoader(Loader):
         self.copied = 0
 
     def share(self, name: str, tensor: Tensor) -> None:
-        """Load a tensor like ``put``, without copying if possible: ``reference_shared`` references it, or copies it if it has to."""
+        """Load a tensor like ``put``, deferred to ``reference_shared``, which references it if possible and copies it otherwise."""
         view = self._find_view(name, tensor)
         if not _same(self._part_of_model(view), tensor):
             self._lasting.setdefault(view.source, []).append((view, tensor))

@@ -61,7 +61,7 @@ class RoundedInputs:
             return
         self.format = codec.format
         self._round = codec.format.fake_quantize_activation
-        for source, members in _by_source(model, codec).items():
+        for source, members in _group_by_source(model, codec).items():
             chosen = [codec.quantises(view.name, view.size) for view in members]
             if any(chosen):
                 self._attach(model, source, members, chosen)
@@ -179,7 +179,7 @@ def encoded_views(model: nn.Module, codec: Codec) -> list[View]:
     return matrices(model, codec.experts)
 
 
-def _by_source(model: nn.Module, codec: Codec) -> dict[str, list[View]]:
+def _group_by_source(model: nn.Module, codec: Codec) -> dict[str, list[View]]:
     found: dict[str, list[View]] = {}
     for view in encoded_views(model, codec):
         found.setdefault(view.source, []).append(view)

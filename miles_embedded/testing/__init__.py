@@ -7,7 +7,7 @@ family. Importing this package does not import torch.
 
 from typing import TYPE_CHECKING
 
-from miles_core.lookup import looked_up
+from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
     from miles_embedded.testing.families import lacking
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FormatInModelContract", "ProcessEngine", "StagedTrainer", "lacking"]
 
-__getattr__, __dir__ = looked_up(
+__getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_embedded.testing.families": "lacking",

@@ -47,7 +47,7 @@ class FormatInModelContract(FormatContract):
     def test_the_gradient_is_the_weights_own(self) -> None:
         format, trainer = self.make(), tiny_model()
         quantizer = install(trainer, Codec(format))
-        source, module = a_linear(trainer, quantizer)
+        source, module = find_linear(trainer, quantizer)
         hidden = normal(4, module.in_features).requires_grad_()
         module(hidden).square().sum().backward()
         copy = quantizer.value(source).clone().requires_grad_()
@@ -72,7 +72,7 @@ def original(model: nn.Module, name: str) -> Tensor:
     return view.of(dict(model.state_dict(keep_vars=True))[view.source].detach())
 
 
-def a_linear(model: nn.Module, quantizer: FakeQuantizer) -> tuple[str, nn.Linear]:
+def find_linear(model: nn.Module, quantizer: FakeQuantizer) -> tuple[str, nn.Linear]:
     """Return the name and module of a quantised linear layer; skips the test if the format quantises only experts."""
     for source in quantizer.sources:
         module = model.get_submodule(source.rpartition(".")[0])

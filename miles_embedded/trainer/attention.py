@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from miles_core.contracts.trainer import Context
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded
 from miles_embedded.model.indexer import Indexed, choose_in_parts
-from miles_embedded.trainer.flash import FlashPlan, flash, takes
+from miles_embedded.trainer.flash import FlashPlan, flash, flash_supports
 from miles_embedded.trainer.packing import Ints, Packing, Segments
 
 #: The shortest segment of a bucket has at least this fraction of its longest (or differs by at most _SLACK rows).
@@ -74,7 +74,7 @@ class Buckets:
         self.inverse = torch.from_numpy(inverse).to(device)
         self.pads = torch.from_numpy(pads.nonzero()[0]).to(device)
         for bucket in self.branches:
-            bucket.mask = _mask(self, packing, bucket)
+            bucket.mask = _make_mask(self, packing, bucket)
 
     def masks(self, options: AttentionOptions) -> list[Tensor]:
         """Return masks like ``Bucket.mask``, restricted by ``options``: of every trunk bucket, then of every branch bucket."""
@@ -82,7 +82,7 @@ class Buckets:
             return options.choice.masks
         if options.hides not in self._narrow:
             every = [*self.trunks, *self.branches]
-            self._narrow[options.hides] = [_mask(self, self._packing, b, options) for b in every]
+            self._narrow[options.hides] = [_make_mask(self, self._packing, b, options) for b in every]
         masks = self._narrow[options.hides]
         return masks if options.choice is None else [a & b for a, b in zip(masks, options.choice.masks, strict=True)]
 
@@ -132,11 +132,13 @@ class PackedCall:
     ) -> Tensor:
         """See ``Call.attend``."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        if options is None and takes(query):
+        if options is None and flash_supports(query):
             return flash(q, k, v, self._flash, scaling).unsqueeze(0)
-        return self._in_buckets(q, k, v, scaling, options).unsqueeze(0)
+        return self._attend_buckets(q, k, v, scaling, options).unsqueeze(0)
 
-    def _in_buckets(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: AttentionOptions | None) -> Tensor:
+    def _attend_buckets(
+        self, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: AttentionOptions | None
+    ) -> Tensor:
         """Attend q [rows, heads, dim] to k and v [rows, kv heads, dim], bucket by bucket; returns [rows, heads, value dim]."""
         heads, width, gqa, buckets = q.shape[1], v.shape[2], q.shape[1] != k.shape[1], self.buckets
         index = (buckets.slots, buckets.inverse, buckets.pads)
@@ -167,7 +169,7 @@ class PackedCall:
         masks = []
         for bucket in [*buckets.trunks, *buckets.branches]:
             before = None if bucket.trunk is None else keys[bucket.trunk_bucket].index_select(0, bucket.trunk)
-            seen = _mask(self.buckets, self.packing, bucket) if bucket.mask is None else bucket.mask
+            seen = _make_mask(self.buckets, self.packing, bucket) if bucket.mask is None else bucket.mask
             mask, own = choose_in_parts(flat.map(_segments, bucket), before, seen[:, 0])
             keys.append(own)
             masks.append(mask.unsqueeze(1))
@@ -235,7 +237,7 @@ def _buckets(packing: Packing) -> tuple[list[Bucket], list[Bucket], Ints, np.nda
         size += len(chosen) * bucket.length
         return bucket
 
-    trunks = [make(packing.trunks, chosen) for chosen in _similar(packing.trunks.length)]
+    trunks = [make(packing.trunks, chosen) for chosen in _group_similar(packing.trunks.length)]
     where = np.zeros(len(packing.trunks), np.int64)
     within = np.zeros(len(packing.trunks), np.int64)
     for i, bucket in enumerate(trunks):
@@ -245,7 +247,7 @@ def _buckets(packing: Packing) -> tuple[list[Bucket], list[Bucket], Ints, np.nda
     home = where[packing.branches.trunk]
     for i in np.unique(home):
         members = (home == i).nonzero()[0]
-        for similar in _similar(packing.branches.length[members]):
+        for similar in _group_similar(packing.branches.length[members]):
             bucket = make(packing.branches, members[similar])
             bucket.trunk_bucket = int(i)
             bucket.trunk = torch.from_numpy(within[packing.branches.trunk[bucket.segments]]).to(packing.rows.device)
@@ -253,7 +255,7 @@ def _buckets(packing: Packing) -> tuple[list[Bucket], list[Bucket], Ints, np.nda
     return trunks, branches, np.concatenate(slots), np.concatenate(pads)
 
 
-def _similar(lengths: Ints) -> list[Ints]:
+def _group_similar(lengths: Ints) -> list[Ints]:
     """Group indices by similar length, longest first; indices stay ascending within a group."""
     order = np.argsort(-lengths, kind="stable")
     found: list[Ints] = []
@@ -265,7 +267,7 @@ def _similar(lengths: Ints) -> list[Ints]:
     return found
 
 
-def _mask(buckets: Buckets, packing: Packing, bucket: Bucket, options: AttentionOptions | None = None) -> Tensor:
+def _make_mask(buckets: Buckets, packing: Packing, bucket: Bucket, options: AttentionOptions | None = None) -> Tensor:
     """Compute ``Bucket.mask``, restricted by ``AttentionOptions.sees``."""
     options = options or AttentionOptions()
     row = torch.arange(bucket.length, device=packing.rows.device)

@@ -62,13 +62,13 @@ class Balance:
             if self._sigmoid[layer]:
                 scores = scores / scores.sum(-1, keepdim=True)
             times = torch.zeros_like(scores).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=scores.dtype))
-            mean_score = _by_sample(scores, rows, owner, sizes)
-            frequency = _by_sample(times, rows, owner, sizes) * (count / chosen.shape[1])
+            mean_score = _average_by_sample(scores, rows, owner, sizes)
+            frequency = _average_by_sample(times, rows, owner, sizes) * (count / chosen.shape[1])
             total = total + (trained * (frequency * mean_score).sum(1)).sum()
         return {"load_balance": (self.coefficient * total, trained.sum())}
 
 
-def _by_sample(values: Tensor, rows: Tensor, owner: Tensor, sizes: Tensor) -> Tensor:
+def _average_by_sample(values: Tensor, rows: Tensor, owner: Tensor, sizes: Tensor) -> Tensor:
     """Return the mean over each sample's rows; a shared row counts for every sample that contains it."""
     out = values.new_zeros(len(sizes), values.shape[1]).index_add(0, owner, values.index_select(0, rows))
     return out / sizes.unsqueeze(1)

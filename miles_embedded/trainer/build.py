@@ -11,10 +11,10 @@ from miles_core.train.micro_batches import micro_batch_limits
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import build_model
 from miles_embedded.quantized.trained import TrainedPrecision
-from miles_embedded.trainer.data_parallel import Alone, Replicated, world_here
+from miles_embedded.trainer.data_parallel import Alone, Replicated, current_world
 from miles_embedded.trainer.fully_shard import FullyShard
 from miles_embedded.trainer.self_check import self_check
-from miles_embedded.trainer.threads import tell_if_crowded
+from miles_embedded.trainer.threads import warn_if_crowded
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 
@@ -38,7 +38,7 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
         self_check(model)
     device = next(model.parameters()).device
     if device.type == "cpu":
-        tell_if_crowded()
+        warn_if_crowded()
     parallel = data_parallel(config.embedded.sharding_strategy, device)
     settings = trainer_config(config, device, trains=policy.learns)
     return EmbeddedTrainer(model, settings, lambda: build("ref"), precision, parallel, optimizer)
@@ -51,7 +51,7 @@ def data_parallel(strategy: str, device: torch.device) -> Alone:
         strategy: ``full_shard`` or ``no_shard``, as ``--sharding-strategy``.
         device: device of the model.
     """
-    world = world_here()
+    world = current_world()
     if world.size == 1:
         return Alone()
     return FullyShard(world, device) if strategy == "full_shard" else Replicated(world, device)

@@ -52,17 +52,17 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) 
 
 def load(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) -> None:
     """Load the files that ``save`` wrote, on any number of ranks. CheckpointError if files are missing, damaged or of another model."""
-    noted = _noted(directory)
+    noted = _read_step(directory)
     try:
         with ExitStack() as stack:
-            weights = _Whole(directory, WEIGHTS, noted["files"], stack)
-            moments = _Whole(directory, MOMENTS, noted["files"], stack)
+            weights = _ShardedFiles(directory, WEIGHTS, noted["files"], stack)
+            moments = _ShardedFiles(directory, MOMENTS, noted["files"], stack)
             if len(moments) != noted["tensors"]:
                 raise CheckpointError(
                     f"{directory}: {MOMENTS} has {len(moments)} tensors where {noted['tensors']} were saved"
                 )
             _load_weights(model, weights)
-            optimizer.restore({n: moments.rows(n, optimizer.holds(n)) for n in moments.names}, noted["step"])
+            optimizer.restore({n: moments.rows(n, optimizer.shard_of(n)) for n in moments.names}, noted["step"])
     except SafetensorError as error:
         raise CheckpointError(f"{directory}: a file is damaged or truncated ({error})") from error
     except KeyError as error:
@@ -73,7 +73,7 @@ def load(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) 
         log.warning("%s has no random-number state of rank %d, which continues with its own", directory, world.rank)
 
 
-def _noted(directory: Path) -> dict[str, int]:
+def _read_step(directory: Path) -> dict[str, int]:
     file = directory / STEP
     if not file.is_file():
         raise CheckpointError(f"{directory}: it has no {STEP}; is this a trainer checkpoint of the embedded backend?")
@@ -85,7 +85,7 @@ def _noted(directory: Path) -> dict[str, int]:
 
 
 @torch.no_grad()
-def _load_weights(model: nn.Module, weights: _Whole) -> None:
+def _load_weights(model: nn.Module, weights: _ShardedFiles) -> None:
     own = {name: local_shard(tensor) for name, tensor in sources(model).items()}
     missing, foreign = [n for n in own if n not in weights.names], [n for n in weights.names if n not in own]
     if missing or foreign:
@@ -95,7 +95,7 @@ def _load_weights(model: nn.Module, weights: _Whole) -> None:
         mine.tensor.copy_(weights.rows(name, mine))
 
 
-class _Whole:
+class _ShardedFiles:
     """Tensors whose rows may be spread over several files, in file order."""
 
     def __init__(self, directory: Path, kind: str, count: int, stack: ExitStack) -> None:

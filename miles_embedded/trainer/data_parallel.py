@@ -42,11 +42,11 @@ class Alone:
         """Sum over processes; returns the result on the device of ``value``."""
         return value
 
-    def most(self, count: int) -> int:
+    def max_count(self, count: int) -> int:
         """Return the maximum of all processes' counts."""
         return count
 
-    def first(self, text: str) -> str:
+    def first_text(self, text: str) -> str:
         """Return the first non-empty text in rank order; "" if all are empty."""
         return text
 
@@ -76,14 +76,14 @@ class Replicated(Alone):
         dist.all_reduce(total)
         return total.to(value.device)
 
-    def most(self, count: int) -> int:
-        """See ``Alone.most``."""
+    def max_count(self, count: int) -> int:
+        """See ``Alone.max_count``."""
         largest = torch.tensor(count, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
-    def first(self, text: str) -> str:
-        """See ``Alone.first``."""
+    def first_text(self, text: str) -> str:
+        """See ``Alone.first_text``."""
         texts: list[Any] = [None] * self.world.size
         dist.all_gather_object(texts, text)
         return next((f"{found} on rank {rank}" for rank, found in enumerate(texts) if found), "")
@@ -115,7 +115,7 @@ def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def world_here() -> World:
+def current_world() -> World:
     """Return rank and size in torch.distributed's default group; a single process if there is none."""
     if not dist.is_available() or not dist.is_initialized():
         return ALONE

@@ -64,7 +64,7 @@ class FlashPlan:
             )
 
 
-def takes(query: Tensor) -> bool:
+def flash_supports(query: Tensor) -> bool:
     """Whether the kernel supports this query: half precision, on a GPU that can run it."""
     return (
         query.is_cuda

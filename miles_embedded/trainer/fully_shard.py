@@ -52,9 +52,9 @@ class FullyShard(Replicated):
         root = self._roots[model] = _Root(model)
         # Reduce in float32; gradients keep the dtype of their parameters, inputs are not cast.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        self._agree(model)
+        self._synchronise(model)
         for whole in [*decoder_layers(model), root]:
-            for module in [*of_other_dtype(whole), whole]:
+            for module in [*find_other_dtypes(whole), whole]:
                 # By default a root keeps its parameters gathered after a forward, and would miss later writes to the shards.
                 sharded: FSDPModule = fully_shard(module, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
                 sharded.set_gradient_divide_factor(1.0)
@@ -63,7 +63,7 @@ class FullyShard(Replicated):
             vars(parameter).update(marks[name])  # attributes that others set on parameters, e.g. the optimizer group
 
     @torch.no_grad()
-    def _agree(self, model: nn.Module) -> None:
+    def _synchronise(self, model: nn.Module) -> None:
         """Broadcast parameters whose values differ between ranks from rank 0, e.g. a plugin's randomly initialised module. Shards of
         different tensors would not form one tensor."""
         parameters = dict(model.named_parameters())
@@ -116,7 +116,7 @@ class _Root(nn.Module):
         return output, vars(output), (ctx.attached, ctx.extras, ctx.metrics)
 
 
-def of_other_dtype(whole: nn.Module) -> list[nn.Module]:
+def find_other_dtypes(whole: nn.Module) -> list[nn.Module]:
     """Return the modules inside ``whole`` to shard separately, innermost first. FSDP2 requires one dtype per group, but plugins add
     modules of other dtypes (adapters and heads in float32).
 
@@ -125,7 +125,7 @@ def of_other_dtype(whole: nn.Module) -> list[nn.Module]:
     """
     owned: dict[nn.Module, set[torch.dtype]] = {}
     elements: Counter[torch.dtype] = Counter()
-    for module in _outside_of_groups(whole):
+    for module in _find_unsharded(whole):
         for parameter in module.parameters(recurse=False):
             owned.setdefault(module, set()).add(parameter.dtype)
             elements[parameter.dtype] += parameter.numel()
@@ -146,9 +146,9 @@ def of_other_dtype(whole: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-def _outside_of_groups(whole: nn.Module) -> Iterator[nn.Module]:
+def _find_unsharded(whole: nn.Module) -> Iterator[nn.Module]:
     """Yield ``whole`` and the modules inside it, without modules that are already sharded."""
     yield whole
     for child in whole.children():
         if not isinstance(child, FSDPModule):
-            yield from _outside_of_groups(child)
+            yield from _find_unsharded(child)

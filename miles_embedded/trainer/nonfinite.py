@@ -38,7 +38,7 @@ def first_nonfinite_in_step(trainer: EmbeddedTrainer, batch: Batch, loss: LossFu
         if found and not first:
             who = ", ".join(map(str, micro_batch.index.tolist()[:8])) + (", ..." if len(micro_batch) > 8 else "")
             first = f"{found} in micro-batch {number} of {len(trainer.split(batch))} (samples {who})"
-    first = trainer.parallel.first(first)  # collective: every rank must complete the loop before one raises
+    first = trainer.parallel.first_text(first)  # collective: every rank must complete the loop before one raises
     return first or "each micro-batch is finite, so their sum overflows"
 
 

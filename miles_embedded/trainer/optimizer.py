@@ -101,7 +101,7 @@ class Optimizer:
         norms = {group: self._norm(each) for group, each in grads.items()}
         for norm in norms.values():
             if not math.isfinite(norm):
-                raise NonFiniteError(self._blame(norm))
+                raise NonFiniteError(self._describe_nonfinite(norm))
         for group, norm in norms.items():
             bound = self.config.clip_grad if group is None else group.clip_grad
             if 0 < bound < norm:
@@ -139,10 +139,10 @@ class Optimizer:
         if apart:
             torch._foreach_copy_([c for c, _ in apart], [m for _, m in apart])
 
-    def _blame(self, norm: float) -> str:
+    def _describe_nonfinite(self, norm: float) -> str:
         bad = [n for n, m in self.masters.items() if m.grad is not None and not bool(m.grad.isfinite().all())]
         found = f"first in {bad[0]} ({len(bad)} of {len(self.masters)} parameters)" if bad else ""
-        where = self._parallel.first(found) or "only in their sum"
+        where = self._parallel.first_text(found) or "only in their sum"
         return (
             f"the gradient norm of optimiser step {self.step_number + 1} is {norm}, {where}; nothing was changed by "
             "this step: try a lower --lr, or look at this step's rewards and log-probs"
@@ -180,7 +180,7 @@ class Optimizer:
                 out[f"{key}.{name}"] = tensor
         return out
 
-    def holds(self, name: str) -> LocalShard | None:
+    def shard_of(self, name: str) -> LocalShard | None:
         """Return the local shard that corresponds to this name in ``tensors``; None for state without rows, such as the step count.
 
         Raises:
@@ -201,11 +201,11 @@ class Optimizer:
         for name, master in self.masters.items():
             if name in self.apart:
                 master.copy_(tensors[f"master.{name}"])
-            kept = {key: t for key, t in _of(tensors, name).items() if key != "master"}
+            kept = {key: t for key, t in _select_state(tensors, name).items() if key != "master"}
             if kept:
-                self._state[master] = {key: self._placed(value, master) for key, value in kept.items()}
+                self._state[master] = {key: self._place_state(value, master) for key, value in kept.items()}
 
-    def _placed(self, value: Tensor, master: Tensor) -> Tensor:
+    def _place_state(self, value: Tensor, master: Tensor) -> Tensor:
         """Copy a loaded state tensor to the device that the optimizer expects: step counts on the CPU unless it is fused."""
         if value.dim():
             return value.to(master.device, master.dtype if value.is_floating_point() else value.dtype, copy=True)
@@ -213,7 +213,7 @@ class Optimizer:
         return value.to(master.device if fused else "cpu", copy=True)
 
 
-def _of(tensors: dict[str, Tensor], parameter: str) -> dict[str, Tensor]:
+def _select_state(tensors: dict[str, Tensor], parameter: str) -> dict[str, Tensor]:
     """Return key -> tensor of one parameter from the result of ``Optimizer.tensors``."""
     end = f".{parameter}"
     return {name[: -len(end)]: t for name, t in tensors.items() if name.endswith(end) and "." not in name[: -len(end)]}

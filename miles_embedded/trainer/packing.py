@@ -66,7 +66,7 @@ def pack(batch: Batch, share: bool = True) -> Packing:
     starts = batch.starts.cpu().numpy()
     targets = target_positions(batch)
     needed = needed_rows(batch, targets)
-    trunk_of, shared, order = _tree(batch, needed, share)
+    trunk_of, shared, order = _build_tree(batch, needed, share)
     own = needed[order] - shared  # rows of each branch, or of a trunk without branches
     if not len(order):  # nothing is trained, but a model needs at least one row
         trunk_of, shared, order, own = (np.array([n], np.int64) for n in (0, 1, 0, 0))
@@ -130,7 +130,7 @@ def needed_rows(batch: Batch, targets: Ints | None = None) -> Ints:
 def row_counts(batch: Batch, share: bool = True) -> list[tuple[list[int], int, list[int]]]:
     """Return the cost of each group: (samples, rows of the trunk, additional rows per sample), without samples that train nothing."""
     needed = needed_rows(batch)
-    trunk_of, shared, order = _tree(batch, needed, share)
+    trunk_of, shared, order = _build_tree(batch, needed, share)
     found: dict[int, tuple[list[int], int, list[int]]] = {}
     for t, s, i in zip(trunk_of.tolist(), shared.tolist(), order.tolist(), strict=True):
         members, _, own = found.setdefault(t, ([], s, []))
@@ -139,7 +139,7 @@ def row_counts(batch: Batch, share: bool = True) -> list[tuple[list[int], int, l
     return list(found.values())
 
 
-def _tree(batch: Batch, needed: Ints, share: bool) -> tuple[Ints, Ints, Ints]:
+def _build_tree(batch: Batch, needed: Ints, share: bool) -> tuple[Ints, Ints, Ints]:
     """Return (trunk index, shared rows, sample) of every sample with rows to compute, siblings adjacent, in trunk order."""
     used = needed.nonzero()[0]
     if not share:
@@ -157,13 +157,13 @@ def _tree(batch: Batch, needed: Ints, share: bool) -> tuple[Ints, Ints, Ints]:
     shortest = np.minimum.reduceat(batch.prompt_lengths.cpu().numpy()[order], heads)
     limit = np.minimum(shortest, np.maximum.reduceat(needed[order], heads))
     limit[np.bincount(number) == 1] = 0
-    shared = _agreeing(batch, order, heads, number, limit)[number]
+    shared = _find_agreement(batch, order, heads, number, limit)[number]
     # Each sample of a group without shared rows is a separate trunk.
     number = (leader | (shared == 0)).cumsum() - 1
     return number, shared, order
 
 
-def _agreeing(batch: Batch, order: Ints, heads: Ints, number: Ints, limit: Ints) -> Ints:
+def _find_agreement(batch: Batch, order: Ints, heads: Ints, number: Ints, limit: Ints) -> Ints:
     """Return [groups] length, up to ``limit``, over which tokens and input columns are equal for all members."""
     starts = batch.starts.cpu().numpy()
     others = np.setdiff1d(np.arange(len(order)), heads)

@@ -10,7 +10,7 @@ import torch
 log = logging.getLogger(__name__)
 
 
-def tell_if_crowded() -> None:
+def warn_if_crowded() -> None:
     """Log a hint if other processes compete for the cores of torch's threads. All threads of an operation spin while one of them is
     descheduled, so a step takes several times as long as with a single thread."""
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1

@@ -271,7 +271,7 @@ class EmbeddedTrainer(Trainer):
             entropy: whether the pass needs the entropy.
         """
         splits = self.split(batch)
-        idle = self.parallel.most(len(splits)) - len(splits) if self.parallel.in_step else 0
+        idle = self.parallel.max_count(len(splits)) - len(splits) if self.parallel.in_step else 0
         for samples in splits:
             yield samples, *self.prepare(batch, samples, kind, entropy)
         for _ in range(idle):

@@ -23,7 +23,7 @@ def pack_grown(batch: Batch, share: bool, switch: int) -> Packing:
         return pack(batch, share)
     tokens, device = len(batch.tokens), batch.tokens.device
     twice = batch.select([*range(len(batch)), *grown.tolist()])
-    origin = torch.cat([torch.arange(tokens, device=device), _places(batch, grown)])
+    origin = torch.cat([torch.arange(tokens, device=device), _find_tokens(batch, grown)])
     second = torch.arange(len(twice.tokens), device=device) >= tokens
     within = torch.arange(len(twice.tokens), device=device) - twice.starts[twice.owner]
     beginning = torch.zeros(len(twice), dtype=torch.bool, device=device)
@@ -49,7 +49,7 @@ def pack_grown(batch: Batch, share: bool, switch: int) -> Packing:
     )
 
 
-def _places(batch: Batch, samples: np.ndarray) -> Tensor:
+def _find_tokens(batch: Batch, samples: np.ndarray) -> Tensor:
     """Return the flat indices of these samples' tokens."""
     return torch.cat(
         [

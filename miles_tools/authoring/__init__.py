@@ -1,1 +1,1 @@
-"""What plugin authors use: a generator of plugin skeletons, and explanations and checks of manifests."""
+"""Tools for plugin authors: a generator of plugin skeletons, and explanations and checks of manifests."""

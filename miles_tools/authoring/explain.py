@@ -1,7 +1,7 @@
-"""What a plugin demands and whether it holds here: ``miles plugins explain NAME``, and the checks of its author.
+"""Explains a plugin's requirements and whether they hold here (``miles plugins explain NAME``), and lints manifests.
 
-Explaining reads the same manifest and facts as the checker; linting finds what the checker would only meet in some run:
-names that nobody defines, conditions that cannot be read, hooks that are not there.
+``explain`` uses the same manifest and facts as the plan. ``lint`` finds errors that the plan would report only in some runs: undefined
+names, conditions that cannot be parsed, missing hooks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import BACKENDS, backends_of, can, provider
-from miles_core.plugin.check import Checked
+from miles_core.plugin.check import CheckResult
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, default_facts, show
 from miles_core.plugin.manifest import Plugin, Rule, Set
 from miles_core.plugin.rule import RuleError, Truth, evaluate, names, parse
-from miles_tools.authoring.scan import hooks_of, misspelt
+from miles_tools.authoring.scan import find_misspelt, hooks_of
 
 _WORDS = {
     Truth.TRUE: "holds",
@@ -26,13 +26,13 @@ _WORDS = {
 }
 
 
-def explain(plugin: Plugin, checked: Checked, source: str) -> str:
-    """Every constraint of a plugin with its reason and what it comes to.
+def explain(plugin: Plugin, checked: CheckResult, source: str) -> str:
+    """Describe every constraint of a plugin with its reason and its result here.
 
     Args:
         plugin: the manifest.
-        checked: a check in which it is active.
-        source: its distribution.
+        checked: result of a check in which the plugin is active.
+        source: name of its distribution.
     """
     facts, manifests = checked.facts, checked.manifests
     lines = [f"{plugin.name} {plugin.version} ({source or 'no distribution'}): {plugin.summary}"]
@@ -85,19 +85,19 @@ def _rule(verb: str, rule: Rule, facts: Facts) -> list[str]:
 
 
 def emulated_here(plugin: Plugin, facts: Facts) -> bool:
-    """Whether some of its formats needs tensor cores that are not here, so that it runs with ``--emulate-precision``."""
+    """Whether one of the plugin's formats needs tensor cores that this machine lacks, so that it needs ``--emulate-precision``."""
     rules = [rule for pair in plugin.pairs for rule in pair.rules if rule.hardware]
     return any(evaluate(rule.needs, facts.lookup) is Truth.FALSE for rule in rules)
 
 
 def lint(plugin: Plugin, manifests: Mapping[str, Plugin], facts: Facts, hooks: Iterable[str] = ()) -> list[str]:
-    """What is wrong with a manifest whatever the run, one sentence each.
+    """Return a message for each error of a manifest that does not depend on the run.
 
     Args:
         plugin: the manifest.
         manifests: every installed plugin; names that belong to one that is not installed cannot be checked.
         facts: options, host and model facts.
-        hooks: names of all hooks; without them none is held against them.
+        hooks: names of all hooks; empty to skip this check.
     """
     everything = [f for m in [*manifests.values(), plugin] for f in default_facts(m)]
     known = Facts([*facts.values(), *everything])
@@ -124,7 +124,7 @@ def lint(plugin: Plugin, manifests: Mapping[str, Plugin], facts: Facts, hooks: I
             if name not in manifests and (hint := did_you_mean(name, manifests))
         ]
     try:
-        found += misspelt(dict.fromkeys(hooks_of(plugin), (plugin.name,)), hooks)
+        found += find_misspelt(dict.fromkeys(hooks_of(plugin), (plugin.name,)), hooks)
     except (PluginError, SyntaxError) as error:
         found.append(str(error).splitlines()[0])
     return found
@@ -146,7 +146,7 @@ def _conditions(plugin: Plugin) -> Iterator[str]:
 
 
 def _is_missing(name: str, known: Facts, derived: set[str]) -> bool:
-    """A name of core's, or of an installed plugin's, that does not exist; others belong to plugins not installed."""
+    """Whether core or an installed plugin should define a name but does not. Other names belong to plugins that are not installed."""
     head = name.partition(".")[0]
     if name in derived or name in known or head == "plugin" or ".uses." in name:
         return False

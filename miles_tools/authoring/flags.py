@@ -1,6 +1,6 @@
-"""The reference page of flags, written from the schema: ``python -m miles_tools.authoring.flags > docs/flags.md``.
+"""Generate the reference page of flags: ``python -m miles_tools.authoring.flags > docs/flags.md``.
 
-Core's flags by default; with names of installed plugins as arguments, theirs instead.
+The page lists core's flags or, with names of installed plugins as arguments, the flags of these plugins.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from miles_core.plugin.manifest import Plugin
 
 INTRODUCTION = """# Flags
 
-Written by `python -m miles_tools.authoring.flags`; do not edit. The flags of a plugin are in its own documentation,
-and with the plugin installed in `miles train --help`.
+Written by `python -m miles_tools.authoring.flags`; do not edit. The flags of a plugin are in the plugin's documentation
+and, once it is installed, in `miles train --help`.
 
 Every flag is also a key of a configuration file (`--config run.yaml`, YAML or TOML), as a table's key
-(`rollout: {batch_size: 32}`) or as the flag without its dashes (`rollout-batch-size: 32`). Flags win over files, later
-files over earlier ones, files over environment variables. Switches have a `--no-` form; lists take commas or repeated
-flags; `none` clears an optional value. The name in the first column is the one that rules, `miles plan` and error
-messages use."""
+(`rollout: {batch_size: 32}`) or as the flag without its dashes (`rollout-batch-size: 32`). Flags override files, later
+files override earlier ones, and files override environment variables. Switches have a `--no-` form; lists take commas or
+repeated flags; `none` clears an optional value. Rules, `miles plan` and error messages use the name in the first column."""
 
 
 def page(manifests: Iterable[Plugin], owners: Iterable[str] = (CORE,)) -> str:
-    """The Markdown page with the options of these owners; choices that installed plugins provide are those of ``manifests``."""
+    """Return the Markdown page with the options of ``owners``. Choices include those that the plugins in ``manifests`` provide."""
     schema = collect(manifests)
     wanted = set(owners)
     parts = [INTRODUCTION]

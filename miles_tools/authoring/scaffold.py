@@ -1,7 +1,7 @@
-"""``miles plugins new NAME``: a third-party plugin that works as generated.
+"""``miles plugins new NAME``: generates a working third-party plugin.
 
-What it writes is the smallest complete distribution: a manifest that imports no torch, one hook that does something
-visible (or, with ``--format``, a number format), a test of each, and the metadata that makes ``pip install -e`` enough.
+The result is a minimal complete distribution: a manifest that imports no torch, one hook with a visible effect (or, with ``--format``, a
+number format), tests, and the metadata for ``pip install -e``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MANIFEST = '''\
 
 from dataclasses import dataclass
 
-from miles_core import Plugin, option
+from miles_core.plugin import Plugin, option
 
 __version__ = "0.1.0"
 
@@ -68,7 +68,7 @@ _HOOKS = '''\
 
 import time
 
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 from $package import $classname
 
@@ -142,7 +142,7 @@ def test_a_run_logs_it():
 _FORMAT_MANIFEST = '''\
 """$title weights for miles-core."""
 
-from miles_core import format_plugin
+from miles_core.plugin import format_plugin
 
 __version__ = "0.1.0"
 
@@ -258,15 +258,15 @@ def write_plugin(name: str, directory: Path | None = None, format: bool = False)
     """Write a plugin distribution.
 
     Args:
-        name: what users type after ``--plugins``: lower-case letters, digits and ``_``.
+        name: plugin name for ``--plugins``: lower-case letters, digits and ``_``.
         directory: where to write, by default ``./miles-plugin-NAME``; it must be empty or absent.
-        format: a number format instead of a hook.
+        format: generate a number format instead of a hook.
 
     Returns:
         the files written, in reading order.
 
     Raises:
-        PluginError: the name cannot be a package's, or the directory holds something.
+        PluginError: the name is no valid package name, or the directory is not empty.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name == "core":
         raise PluginError(f"{name!r} cannot name a plugin: use lower-case letters, digits and _, e.g. my_format")

@@ -1,7 +1,7 @@
-"""Which hooks a plan's classes implement, read from their source without importing them.
+"""Find the hooks that a plan's classes implement by parsing their source, without importing them.
 
-``miles plan`` and ``miles plugins`` print this; importing a hooks class would import torch, and on a head node perhaps
-software that is not there. A class that inherits from another module is imported after all.
+``miles plan`` and ``miles plugins`` print these hooks. Importing a hook class would import torch and possibly packages that a
+head node does not have. Only a class with a base class in another module is imported.
 """
 
 from __future__ import annotations
@@ -23,69 +23,69 @@ from miles_core.plugin.plan import HookTarget, Plan
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def implemented(plan: Plan, hooks: Iterable[str] = ()) -> dict[str, tuple[str, ...]]:
-    """hook -> plugins that implement it, in plan order (outermost first); in the order of ``hooks``, others after them.
+def scan_hooks(plan: Plan, hooks: Iterable[str] = ()) -> dict[str, tuple[str, ...]]:
+    """Return hook -> plugins that implement it, in plan order (outermost first). Hooks are in the order of ``hooks``.
 
     Raises:
-        PluginError: a hooks class cannot be found, or marks what is no hook (of ``hooks``).
+        PluginError: a hook class cannot be found, or a name marked with ``hookimpl`` is not one of ``hooks``.
     """
-    found = _by_hook(plan.hooks, hooks)
-    if wrong := misspelt(found, hooks):
+    plugins_of = _group_by_hook(plan.hooks, hooks)
+    if wrong := find_misspelt(plugins_of, hooks):
         raise PluginError(wrong[0])
-    return found
+    return plugins_of
 
 
-def misspelt(found: Mapping[str, Sequence[str]], hooks: Iterable[str]) -> list[str]:
-    """A sentence for each marked name that is no hook; none where ``hooks`` names none."""
+def find_misspelt(plugins_of: Mapping[str, Sequence[str]], hooks: Iterable[str]) -> list[str]:
+    """Return an error message for each name in ``plugins_of`` that is not in ``hooks``; none if ``hooks`` is empty."""
     known = tuple(hooks)
     return [
         f"plugin {', '.join(plugins)}: there is no hook {name!r}; {did_you_mean(name, known)}".rstrip("; ")
-        for name, plugins in found.items()
+        for name, plugins in plugins_of.items()
         if known and name not in known
     ]
 
 
 def hooks_of(plugin: Plugin) -> tuple[str, ...]:
-    """Every hook a plugin implements under some condition."""
+    """Return all hooks that a plugin implements under any condition."""
     targets = []
     for condition, given in plugin.hooks.items():
         targets += [HookTarget(plugin.name, t, condition) for t in ((given,) if isinstance(given, str) else given)]
-    return tuple(_by_hook(targets, ()))
+    return tuple(_group_by_hook(targets, ()))
 
 
-def _by_hook(targets: Iterable[HookTarget], order: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {hook: [] for hook in order}
+def _group_by_hook(targets: Iterable[HookTarget], order: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    plugins_of: dict[str, list[str]] = {hook: [] for hook in order}
     for target in targets:
-        for hook in marked(target.plugin, target.target):
-            if target.plugin not in found.setdefault(hook, []):
-                found[hook].append(target.plugin)
-    return {hook: tuple(plugins) for hook, plugins in found.items() if plugins}
+        for hook in find_marked(target.plugin, target.target):
+            if target.plugin not in plugins_of.setdefault(hook, []):
+                plugins_of[hook].append(target.plugin)
+    return {hook: tuple(plugins) for hook, plugins in plugins_of.items() if plugins}
 
 
 @lru_cache(maxsize=256)
-def marked(plugin: str, target: str) -> tuple[str, ...]:
-    """Names marked with ``hookimpl`` in ``module:Class`` (``module:`` is the module itself).
+def find_marked(plugin: str, target: str) -> tuple[str, ...]:
+    """Return the names marked with ``hookimpl`` in ``module:Class`` (``module:`` is the module itself).
 
     Raises:
-        PluginError: no such module or class.
+        PluginError: the module or class does not exist.
     """
     module, _, name = target.partition(":")
     tree = ast.parse(_source(plugin, module))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if not name:
-        return tuple(_marked(tree.body))
+        return tuple(_marked_functions(tree.body))
     if name not in classes:
-        return _imported(plugin, target)
-    found: list[str] = []
+        return _import_and_find_marked(plugin, target)
+    names: list[str] = []
     waiting = [classes[name]]
     while waiting:
         node = waiting.pop()
-        found += _marked(node.body)
+        names += _marked_functions(node.body)
         for base in node.bases:
             if not isinstance(base, ast.Name) or base.id not in classes:
-                return _imported(plugin, target)
+                return _import_and_find_marked(plugin, target)
             waiting.append(classes[base.id])
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(names))
 
 
 def _source(plugin: str, module: str) -> str:
@@ -98,7 +98,7 @@ def _source(plugin: str, module: str) -> str:
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
-def _marked(body: Iterable[ast.stmt]) -> Iterator[str]:
+def _marked_functions(body: Iterable[ast.stmt]) -> Iterator[str]:
     for node in body:
         if isinstance(node, _Function):
             for decorator in node.decorator_list:
@@ -114,7 +114,7 @@ def _specname(decorator: ast.expr) -> str:
     return ""
 
 
-def _imported(plugin: str, target: str) -> tuple[str, ...]:
+def _import_and_find_marked(plugin: str, target: str) -> tuple[str, ...]:
     holder = import_target(plugin, target)
     marks: Mapping[str, object] = {n: getattr(getattr(holder, n, None), MARK, None) for n in dir(holder)}
     return tuple(name for name, mark in marks.items() if mark is not None)

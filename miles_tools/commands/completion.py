@@ -1,6 +1,6 @@
 """``miles completion SHELL``: a script that completes commands, flags and their values in bash, zsh or fish.
 
-It holds what is installed when it is written, so it belongs into the file that a shell reads when it starts:
+The script contains the flags of the plugins installed now, so generate it in the shell's startup file:
 ``source <(miles completion bash)``, ``source <(miles completion zsh)``, ``miles completion fish | source``.
 """
 
@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from miles_core.cli.commands import Commands
 
-#: What a command's help says where it takes the flags of a training too.
+#: Text in the help of commands that also accept the flags of ``miles train``.
 _ANY = "miles train"
 
 
 @dataclass(frozen=True)
 class Words:
-    """What can be typed.
+    """Words to complete.
 
     Attributes:
-        commands: command -> what it does.
+        commands: command -> description.
         flags: command -> its flags.
-        values: flag -> the values it takes, where they are few.
+        values: flag -> its choices.
     """
 
     commands: Mapping[str, str]
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def words() -> Words:
-    """What can be typed here: flags as the commands' own help shows them, values as the options declare them."""
+    """Collect the words: flags from the commands' help texts, values from the options' declarations."""
     from miles_core.cli.commands import Commands
     from miles_core.config.load import schema_for
     from miles_core.plugin.discovery import discover

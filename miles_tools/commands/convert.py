@@ -1,4 +1,4 @@
-"""``miles convert``: a checkpoint to any installed number format, or back to BF16, file by file."""
+"""``miles convert``: converts a checkpoint to any installed number format, or back to BF16, file by file."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from miles_core.config.config import Config
     from miles_core.plugin.manifest import Plugin
     from miles_tools.convert.conversion import Conversion, Outcome
+    from miles_tools.convert.shaped import Shape, Units
 
 USAGE = "miles convert --to FORMAT --model-dir DIR --save-dir DIR [--dry-run] [options of the format]"
 PLAIN = "bf16"
-#: Core's options that decide, like a format's own, which weights are left alone.
+#: Core's options that, in addition to a format's own, exclude weights from quantisation.
 SHARED = re.compile(r"--(plugins|config|num-layers-at-(start|end)-in-bf16|extra-high-precision-layers-hf)")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def run(argv: Sequence[str]) -> int:
-    """Convert as ``argv`` says; every mistake is a ``MilesError``."""
+    """Run the command. Raises MilesError for invalid arguments or checkpoints."""
     words = list(argv)
     if "-h" in words or "--help" in words:
         print(_help(words))
@@ -60,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _change(rest: Sequence[str]) -> tuple[Plugin, str] | None:
-    """The plugin that changes checkpoints where one of these flags is given, and that flag."""
+    """Return the plugin whose checkpoint-changing flag is given, and that flag; None without such a flag."""
     from miles_core.config.load import schema_for
 
     given = {word.partition("=")[0] for word in rest}
@@ -72,7 +73,7 @@ def _change(rest: Sequence[str]) -> tuple[Plugin, str] | None:
 
 
 def _changed(plugin: Plugin, flag: str, options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Let ``plugin`` write the checkpoint, and print what it says."""
+    """Let ``plugin`` write the checkpoint, and print its message."""
     missing = [
         word for word, value in (("--model-dir", options.model_dir), ("--save-dir", options.save_dir)) if not value
     ]
@@ -100,11 +101,17 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--to", metavar="FORMAT", help="an installed number format, or bf16 to dequantise")
     made.add_argument("--model-dir", metavar="DIR", type=_path, help="the Hugging Face checkpoint to read")
     made.add_argument("--save-dir", metavar="DIR", type=_path, help="where to write; must not exist, or be empty")
-    made.add_argument("--dry-run", action="store_true", help="list what would be done, from headers alone, and stop")
-    made.add_argument("--verbose", action="store_true", help="with --dry-run: every tensor, not groups of them")
-    made.add_argument("--workers", type=_count, default=2, metavar="N", help="weights converted at a time (default: 2)")
+    made.add_argument("--dry-run", action="store_true", help="list the planned changes, from headers alone, and stop")
+    made.add_argument("--verbose", action="store_true", help="with --dry-run: list every tensor, not groups")
     made.add_argument(
-        "--shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="of a weight file, e.g. 2GB (default: 5GB)"
+        "--workers", type=_count, default=2, metavar="N", help="number of weights converted in parallel (default: 2)"
+    )
+    made.add_argument(
+        "--shard-size",
+        type=_size,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="maximum size of a weight file, e.g. 2GB (default: 5GB)",
     )
     made.add_argument("--json", action="store_true", help="print JSON")
     made.add_argument("--help", "-h", action="store_true", help="show this help")
@@ -142,13 +149,42 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
     if options.to not in known:
         raise ConfigError(unknown(options.to, known))
     config = load(["--rollout-precision", options.to, *rest])
-    _refuse_foreign(config, known[options.to])
+    named = [manifests[name] for name in config.plugins if name in manifests] if config.chosen("plugins") else []
+    changing = [plugin for plugin in named if options.to not in plugin.formats]
+    _refuse_foreign(config, known[options.to], *changing)
     from miles_core.checkpoint.hf_files import CheckpointFiles
     from miles_core.precision.options import codec_for
     from miles_tools.convert.encode import to_format
 
     codec = codec_for(format_class(options.to, manifests), config, str(options.model_dir))
-    return to_format(CheckpointFiles(options.model_dir), codec)
+    shape, changed_by = _shape(config, options) if changing else (None, "")
+    conversion = to_format(CheckpointFiles(options.model_dir), codec, shape)
+    conversion.changed_by = changed_by
+    return conversion
+
+
+def _shape(config: Config, options: argparse.Namespace) -> tuple[Shape | None, str]:
+    """What the plugins named after ``--plugins`` put around the checkpoint's weights, and what decides it: plugins and their options.
+    None where none of them changes weights."""
+    from miles_core.plugin.chain import compose
+    from miles_core.run.make import make_run
+    from miles_core.run.prepare import apply_plan, prepare
+
+    given = {"model.hf_checkpoint": str(options.model_dir), "train.emulate_precision": True}
+    config = config.replace(given, origin="of the conversion")
+    plan, catalogue = prepare(config)
+    config = apply_plan(config, plan)
+    run = make_run(config, plan, catalogue, Path(options.save_dir or "."))
+    if not run.hooks.implemented["wrap_weights"]:
+        return None, ""
+
+    def shape(units: Units) -> Units:
+        chain = run.hooks.chain("wrap_weights", run=run, policy=run.policy, purpose="convert")
+        shaped: Units = compose(units, chain)
+        return shaped
+
+    active = [(p, config.plugin(p.name) if catalogue[p.name].config else None) for p in plan.plugins]
+    return shape, "; ".join(f"{p.name} {p.version} {p.source} {own!r}" for p, own in active)
 
 
 def _plan_plain(directory: Path) -> Conversion:
@@ -159,29 +195,31 @@ def _plan_plain(directory: Path) -> Conversion:
     if source is None:
         raise CheckpointError(
             f"--model-dir {directory} is not quantised (its config.json has no quantization_config), so there is "
-            "nothing to dequantise; name a number format after --to"
+            "nothing to dequantise; give a number format with --to"
         )
     return to_bf16(source)
 
 
-def _refuse_foreign(config: Config, plugin: Plugin) -> None:
-    """Only options that change what is written may be given."""
+def _refuse_foreign(config: Config, *plugins: Plugin) -> None:
+    """Raise ConfigError for options that do not affect the conversion."""
     for path, option in config.schema.options.items():
         allowed = SHARED.fullmatch(option.flag) or option.flag == "--rollout-precision"
         owners = config.schema.flag_of(path).owners
-        if config.chosen(path) and not allowed and plugin.name not in owners:
+        if config.chosen(path) and not allowed and not {*owners} & {plugin.name for plugin in plugins}:
             raise ConfigError(f"{config.origin(path)}: it has no effect on a checkpoint's conversion; leave it out")
 
 
 def _help(words: Sequence[str]) -> str:
-    """Own options and, for every installed format, those of its plugin."""
+    """Return the help text: the command's options and, for every installed format, the options of its plugin."""
     from miles_core.config.flags import describe, metavar
     from miles_core.config.load import schema_for
     from miles_tools.convert.installed import providers
 
     made = _parser()
     schema = schema_for([w for w in words if w not in ("-h", "--help")])
-    shared = made.add_argument_group("any format", "weights left alone beside those a format never quantises")
+    shared = made.add_argument_group(
+        "any format", "weights to leave unquantised, in addition to those that a format never quantises"
+    )
     for flag in schema.distinct_flags():
         if SHARED.fullmatch(flag.spelling) and flag.spelling not in ("--plugins", "--config"):
             shared.add_argument(flag.spelling, help=describe(flag).replace("%", "%%"), metavar=metavar(flag.option))
@@ -205,7 +243,7 @@ def _help(words: Sequence[str]) -> str:
 
 
 def _listing(conversion: Conversion, verbose: bool) -> str:
-    """Tensors with the same name but for numbers, and the same fate, in one line."""
+    """List the planned changes; tensors whose names differ only in numbers and that change equally share a line."""
     groups: dict[tuple[str, tuple[int, ...], str], list[Any]] = {}
     for item in conversion.items:
         name = item.name if verbose else re.sub(r"\.\d+(?=\.)", ".*", item.name)
@@ -274,7 +312,7 @@ def _as_json(conversion: Conversion) -> str:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Bar with rate and remaining time on a terminal; elsewhere a line every ten seconds. Both on standard error."""
+    """Show progress on standard error: a bar with rate and remaining time on a terminal, else a line every ten seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -289,7 +327,7 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 class _Lines:
-    """A line of progress every ``every`` seconds."""
+    """Prints a line of progress every ``every`` seconds."""
 
     def __init__(self, total: int, every: float = 10.0) -> None:
         self.total, self.every, self.done = total, every, 0
@@ -311,6 +349,6 @@ class _Lines:
 
 
 def _bytes(count: float) -> str:
-    from miles_core.observe.environment import bytes_text
+    from miles_tools.environment import bytes_text
 
     return bytes_text(int(count))

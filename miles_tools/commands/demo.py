@@ -1,4 +1,4 @@
-"""``miles demo``: make a small mixture-of-experts model and a task, train like anyone would, and write the report."""
+"""``miles demo``: creates a small mixture-of-experts model and a task, trains it with ``miles train``, and writes the report."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from miles_core.errors import ConfigError
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command; 130 when the user stopped the training."""
+    """Run the command; returns 130 if the user stopped the training."""
     chosen, extra = _parser().parse_known_args(argv)
     if chosen.dir == "":
-        raise ConfigError("--dir '': it names no directory; leave it out for runs/demo-<time>")
+        raise ConfigError("--dir '': the path is empty; leave it out for runs/demo-<time>")
     directory = Path(chosen.dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     from miles_core.config.load import load
     from miles_core.plugin.discovery import discover
@@ -24,18 +24,18 @@ def run(argv: Sequence[str]) -> int:
 
     plugins = plugins_shown(discover())
     arguments = train_arguments(directory, chosen.seed, plugins, [f"--device={chosen.device}", *extra])
-    config = load(arguments)  # what is wrong with them is said before anything is made
+    config = load(arguments)  # report invalid arguments before creating anything
     prepare(config.replace({"model.hf_checkpoint": None}, origin="made by the demo"))
     _say("two-digit addition: a supervised warm start from a careless teacher, then GRPO on right answers")
     if not plugins:
-        _say("no installed plugin takes part; the demo runs without")
+        _say("no installed plugin supports the demo; running without plugins")
     parameters = make_inputs(directory, chosen.seed)
     _say(f"made a Qwen3-MoE of {parameters:,} parameters and its data in {directory}; now running")
     _say(f"  miles train {' '.join(arguments)}")
     from miles_core.cli import train
 
     code = train.run(arguments)
-    if code:  # what it said last is how to go on
+    if code:  # the run's last lines describe how to continue
         return code
     from miles_tools.demo.outcome import outcome
     from miles_tools.report.report import report
@@ -50,12 +50,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="miles demo",
         allow_abbrev=False,
         description="Train a small Qwen3-MoE to add two-digit numbers, on this machine, in minutes: a supervised warm "
-        "start, then GRPO with the installed plugins that show themselves here. It makes model and data, calls the "
-        "ordinary miles train, and writes a report. Any flag of miles train may follow and wins over the demo's choice, "
-        "e.g. --num-rollout 50 or --plugins NAME.",
+        "start, then GRPO with the installed plugins that support the demo. It creates model and data, runs miles train, and "
+        "writes a report. Flags of miles train override the demo's values, e.g. --num-rollout 50 or --plugins NAME.",
     )
     parser.add_argument("--dir", "--save", help="run directory (default: runs/demo-<time>)")
-    parser.add_argument("--seed", type=int, default=0, help="of model, data and training (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of model, data and training (default: 0)")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
     )

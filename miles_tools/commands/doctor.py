@@ -1,4 +1,4 @@
-"""``miles doctor``: is everything here that a run needs, what can each plugin do here, what is this checkpoint."""
+"""``miles doctor``: checks the requirements of a run, shows what each plugin can do here, and describes a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.observe.environment import Environment, bytes_text, environment, installed
+from miles_tools.environment import Environment, bytes_text, environment, installed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Requirement:
-    """One distribution that miles-core needs: the version here (empty: none), and the versions that will do."""
+    """A distribution that miles-core needs: the installed version (empty if none), and the supported versions."""
 
     name: str
     version: str
@@ -30,13 +30,13 @@ class Requirement:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command: 0 when a run can start here, 2 when a requirement is not met."""
+    """Run the command; returns 0 if a run can start here, 2 if a requirement is not met."""
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
     if rest and not options.precision:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.precision and options.model is None:
-        parser.error("--precision says what a model takes in that format: give --model DIR")
+        parser.error("--precision shows a model's memory in that format: give --model DIR")
     found = environment()
     needs = requirements()
     model = None
@@ -86,14 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="also measure what installed plugins ask for, such as the speed of memory",
+        help="also run the measurements of installed plugins, such as the speed of memory",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def memory_in(model: str, precision: str, options: Sequence[str]) -> list[Row]:
-    """The memory table of a checkpoint in an installed number format.
+    """Compute the memory table of a checkpoint in an installed number format.
 
     Raises:
         ConfigError: no installed plugin has the format, or a weight cannot be stored in it.
@@ -112,7 +112,7 @@ def memory_in(model: str, precision: str, options: Sequence[str]) -> list[Row]:
 
 
 def requirements() -> list[Requirement]:
-    """What miles-core's own metadata demands, with what is installed."""
+    """Return the requirements in miles-core's metadata with the installed versions."""
     import platform
     from importlib.metadata import metadata, requires
 
@@ -131,7 +131,7 @@ def requirements() -> list[Requirement]:
 
 
 def problems_of(needs: Sequence[Requirement], found: Environment) -> list[str]:
-    """One sentence each: what is wrong and the command that helps."""
+    """Return a message for each problem, with the command that fixes it."""
     lines = []
     for need in needs:
         if not need.ok:
@@ -140,14 +140,14 @@ def problems_of(needs: Sequence[Requirement], found: Environment) -> list[str]:
             lines.append(f"{need.name} {need.wanted} is needed and {have}: {fix}")
     if found.gpus and "+cpu" in found.packages.get("torch", ""):
         lines.append(
-            f"{len(found.gpus)} GPU(s) are here, but torch {found.packages['torch']} is a build for the CPU: "
+            f"this machine has {len(found.gpus)} GPU(s), but torch {found.packages['torch']} is a CPU build: "
             "install a CUDA build, see https://pytorch.org/get-started/locally"
         )
     return lines
 
 
 def plugin_states(model: str | None) -> list[dict[str, str]]:
-    """Every installed plugin and what it alone comes to on this host (and with this model): usable, or why not."""
+    """Return for every installed plugin whether it is usable on this host (and with this model) by itself, or why not."""
     from miles_core.config.load import load
     from miles_core.errors import PluginError
     from miles_core.plugin.check import check
@@ -174,7 +174,7 @@ def plugin_states(model: str | None) -> list[dict[str, str]]:
 
 
 def measurements() -> dict[str, dict[str, str]]:
-    """What plugins measure of this host, by plugin."""
+    """Run the plugins' measurements of this host; returns the results by plugin."""
     from miles_core.plugin.discovery import discover
     from miles_core.plugin.load import import_target
 
@@ -183,7 +183,7 @@ def measurements() -> dict[str, dict[str, str]]:
 
 
 def show_measured(measured: Mapping[str, Mapping[str, str]]) -> None:
-    """Print what plugins measured."""
+    """Print the plugins' measurements."""
     from rich.console import Console
 
     rows = [(name, label, text) for name, texts in measured.items() for label, text in texts.items()]
@@ -268,7 +268,7 @@ def _model_rows(model: ModelInfo, found: Environment) -> list[tuple[str, ...]]:
 
 
 def _fits(needed: int, found: Environment) -> str:
-    """Where so many bytes find room."""
+    """Describe whether ``needed`` bytes fit into one GPU and into host memory."""
     places = []
     if found.gpus:
         size = min(g.memory for g in found.gpus)

@@ -1,4 +1,4 @@
-"""``miles plugins``: what is installed; ``check``, ``explain NAME``, ``new NAME``."""
+"""``miles plugins``: lists installed plugins; ``check``, ``explain NAME``, ``new NAME``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import PluginError
-from miles_tools.commands.plan import given, parser
+from miles_tools.commands.plan import collect_facts, make_parser
 
 if TYPE_CHECKING:
     from miles_core.plugin.discovery import Catalogue
@@ -22,7 +22,7 @@ USAGE = """miles plugins [--json] [options of miles train]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Dispatch to the list or one of the three commands."""
+    """Run the list or one of the three subcommands."""
     words = list(argv)
     if words[:1] == ["new"]:
         return _new(words[1:])
@@ -38,12 +38,12 @@ def _situation(rest: Sequence[str], options: argparse.Namespace) -> tuple[Any, C
     from miles_core.run.prepare import catalogue_for, facts_for
 
     config = load(rest)
-    return config, catalogue_for(config), facts_for(config, given(options))
+    return config, catalogue_for(config), facts_for(config, collect_facts(options))
 
 
 def _list(argv: Sequence[str]) -> int:
-    """A table of everything installed; ``state`` is what the plugin alone comes to on this host."""
-    options, rest = parser(USAGE, "List the installed plugins.").parse_known_args(list(argv))
+    """Print a table of the installed plugins; ``state`` is whether the plugin by itself is usable on this host."""
+    options, rest = make_parser(USAGE, "List the installed plugins.").parse_known_args(list(argv))
     config, catalogue, facts = _situation(rest, options)
     rows = [_row(name, catalogue, facts, config.plugins) for name in catalogue.names]
     if options.json:
@@ -99,8 +99,10 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def _check(argv: Sequence[str]) -> int:
-    """Resolve the given options, and look for mistakes in every installed manifest."""
-    options, rest = parser(USAGE, "Resolve without running; find mistakes in manifests.").parse_known_args(list(argv))
+    """Resolve the given options, and lint every installed manifest."""
+    options, rest = make_parser(USAGE, "Resolve without running; find mistakes in manifests.").parse_known_args(
+        list(argv)
+    )
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import notices
     from miles_core.plugin.resolve import resolve
@@ -110,7 +112,8 @@ def _check(argv: Sequence[str]) -> int:
     config, catalogue, facts = _situation(rest, options)
     found = [f"{name}: {line}" for name, m in catalogue.items() for line in lint(m, catalogue, facts, HOOKS)]
     found += [
-        f"{name}: importing its manifest imports torch; name what needs it by 'module:name'" for name in catalogue.heavy
+        f"{name}: importing its manifest imports torch; refer to code that needs torch as 'module:name'"
+        for name in catalogue.heavy
     ]
     found += [f"{name}: {why}" for name, why in catalogue.broken.items()]
     plan = resolve(requested_plugins(config, facts, catalogue), catalogue, facts)
@@ -122,8 +125,8 @@ def _check(argv: Sequence[str]) -> int:
 
 
 def _explain(argv: Sequence[str]) -> int:
-    """Why each constraint of one plugin is there, and what it comes to here."""
-    made = parser(USAGE, "Explain a plugin's constraints.")
+    """Print each constraint of a plugin with its reason and its result here."""
+    made = make_parser(USAGE, "Explain a plugin's constraints.")
     made.add_argument("name", help="an installed plugin, or the path of a single-file one")
     options, rest = made.parse_known_args(list(argv))
     from miles_core.plugin.check import check
@@ -138,7 +141,7 @@ def _explain(argv: Sequence[str]) -> int:
 
 
 def _new(argv: Sequence[str]) -> int:
-    """Write a third-party plugin that works as generated."""
+    """Generate a working third-party plugin."""
     made = argparse.ArgumentParser(prog="miles plugins new", description=_new.__doc__, allow_abbrev=False)
     made.add_argument("name", help="lower-case letters, digits and _")
     made.add_argument("--dir", type=Path, metavar="DIR", help="where to write (default: ./miles-plugin-NAME)")

@@ -1,4 +1,4 @@
-"""``miles report RUN``: write a run's report and print where it is."""
+"""``miles report RUN``: writes a run's report and prints its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``miles verify``: do engine and trainer agree about the same tokens, and if not, why."""
+"""``miles verify``: checks whether engine and trainer compute the same log-probs for the same tokens, and finds the causes of a gap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_tools.commands.plan import given, parser
+from miles_tools.commands.plan import collect_facts, make_parser
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
@@ -24,15 +24,15 @@ DESCRIPTION = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command; 0 within the tolerance, 1 beyond it."""
-    made = parser(USAGE, DESCRIPTION)
+    """Run the command; returns 0 if the gap is within the tolerance, else 1."""
+    made = make_parser(USAGE, DESCRIPTION)
     made.add_argument("--budget", action="store_true", help="divide the gap among its causes")
     options, rest = made.parse_known_args(list(argv))
     from miles_core.config.load import load
     from miles_core.run.prepare import apply_plan, localise, prepare
 
     config = localise(load(rest))
-    plan, catalogue = prepare(config, given(options))
+    plan, catalogue = prepare(config, collect_facts(options))
     config = apply_plan(config, plan)
     import asyncio
 

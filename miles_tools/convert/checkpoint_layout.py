@@ -1,6 +1,6 @@
-"""A checkpoint without its weights: what an engine is started from that gets them from a trainer.
+"""A checkpoint without its weights, for starting an engine that receives the weights from a trainer.
 
-The same plan as a conversion's, so that the engine reads the configuration which ``miles convert`` would write.
+It uses the plan of a conversion, so the engine reads the same configuration as ``miles convert`` would write.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from miles_tools.convert.json_files import other_files, plain_files, quantizatio
 
 @dataclass(frozen=True)
 class Layout:
-    """What is in a checkpoint directory beside weights.
+    """The contents of a checkpoint directory without its weights.
 
     Attributes:
-        names: the tensors of the model, before a number format stores them (``Encoded.name``).
-        texts: JSON files, name -> text; copies: name -> file that goes along unchanged.
-        stored: the weights of the checkpoint it was made of are in this layout already.
+        names: tensor names before quantisation (``Encoded.name``).
+        texts: JSON files, name -> text.
+        copies: unchanged files, name -> source path.
+        stored: the source checkpoint already has this layout.
     """
 
     names: frozenset[str]
@@ -30,7 +31,7 @@ class Layout:
     stored: bool = False
 
     def write(self, directory: Path) -> None:
-        """Make ``directory`` with these files; the unchanged ones are links."""
+        """Create ``directory`` with these files; unchanged files are links."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, file in self.copies.items():
             target = directory / name
@@ -42,14 +43,15 @@ class Layout:
 
 
 def layout(checkpoint: str | Path, codec: Codec) -> Layout:
-    """The layout of a checkpoint's model in the codec's format, read from its headers.
+    """Return the layout of a checkpoint in the codec's format, from its headers.
 
     Args:
-        checkpoint: a directory; one that is quantised already gives no names, because its tensors are another format's parts.
+        checkpoint: a directory; for a quantised checkpoint ``names`` is empty, because its tensors are parts of encoded weights.
+        codec: codec of the target format.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or quantised and wanted in another format.
-        ConfigError: a weight that the format cannot store.
+        CheckpointError: the checkpoint is damaged, or quantised in another format.
+        ConfigError: the format cannot store a weight.
     """
     files = CheckpointFiles(checkpoint, "--hf-checkpoint")
     block = quantization_block(files.directory, files.config)

@@ -1,9 +1,8 @@
-"""Converting a checkpoint to a number format, or back to BF16, without ever holding the model.
+"""Converts a checkpoint to a number format, or back to BF16, without holding the whole model in memory.
 
-A conversion is planned from headers alone: which tensors are read together, what they become, which file that goes to.
-So ``--dry-run`` shows exactly what would be done, and everything that would fail for its shape or name fails before a
-weight is read. Then its jobs run, a few at a time, each reading its tensors, passing them through the same ``Codec``
-that a weight sync uses, and writing the result to its place.
+The conversion is planned from headers alone: which tensors are read together, what they become, and the target file. ``--dry-run`` therefore
+shows exactly what would happen, and errors in shapes or names are found before any weight is read. Then the jobs run, a few in parallel; each
+reads its tensors, encodes them with the ``Codec`` of a weight sync, and writes the result to its final offset.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from miles_tools.convert.writer import (
     WorkDirectory,
     Write,
     plan_shards,
-    told,
+    report_disk_errors,
 )
 
-#: Bytes of an unchanged tensor that are copied at a time.
+#: Bytes per copy step of an unchanged tensor.
 CHUNK = 64 << 20
 
-#: One piece of work: reads, computes, and returns what is to be written.
+#: A unit of work: reads and computes, and returns the data to write.
 Piece = Callable[[], list[Write]]
-#: Told how many source bytes are done.
+#: Called with the number of source bytes that were processed.
 Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Tensors that are made together and lie in one file; ``pieces`` may run in any order."""
+    """Tensors that are converted together and stored in one file; ``pieces`` may run in any order."""
 
     targets: list[Target]
     pieces: list[Piece]
@@ -54,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Item:
-    """What happens to one tensor, for ``--dry-run``: ``reason`` says why it stays as it is, empty when it does not."""
+    """The planned change of one tensor, for ``--dry-run``. ``reason``: why it stays unchanged; empty if it changes."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,8 +71,11 @@ class Conversion:
         files: the checkpoint it reads.
         jobs: the work, in the order of the output.
         items: every tensor of the output before it is stored.
-        texts: JSON files to write, config.json last; copies: name -> file that goes along unchanged.
-        notes: sentences a user should see.
+        texts: JSON files to write, config.json last.
+        copies: unchanged files, name -> source path.
+        notes: messages for the user.
+        begin: called with the number of the first job of each file that is written, in order.
+        changed_by: the plugins that change weights, with versions and options; an attempt is continued with the same ones only.
     """
 
     to: str
@@ -83,26 +85,28 @@ class Conversion:
     texts: dict[str, str]
     copies: dict[str, Path]
     notes: list[str] = field(default_factory=list)
+    begin: Callable[[int], None] = lambda number: None
+    changed_by: str = ""
 
     @property
     def before(self) -> int:
-        """Bytes of the weights as they are."""
+        """Bytes of the source weights."""
         return sum(job.before for job in self.jobs)
 
     @property
     def after(self) -> int:
-        """Bytes of the weights as they will be."""
+        """Bytes of the converted weights."""
         return sum(t.nbytes for job in self.jobs for t in job.targets)
 
     @property
     def changed(self) -> list[Item]:
-        """What is quantised, or dequantised."""
+        """The tensors that are quantised or dequantised."""
         return [item for item in self.items if not item.reason]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ``run`` did. ``resumed``: bytes of source weights in files that an earlier attempt had finished."""
+    """Result of ``run``. ``resumed``: bytes of source weights in files that an earlier attempt had finished."""
 
     directory: Path
     shards: int
@@ -125,20 +129,20 @@ def run(
     Args:
         conversion: planned by ``encode.to_format`` or ``decode.to_bf16``.
         save_dir: must not exist, or be empty; appears complete or not at all.
-        workers: jobs at a time; each holds its tensors in memory several times over.
-        shard_bytes: a weight file is closed before it grows beyond this.
-        advance: called from this thread.
+        workers: number of parallel jobs; each needs several times the memory of its tensors.
+        shard_bytes: maximum bytes of a weight file.
+        advance: progress callback, called from this thread.
 
     Raises:
-        CheckpointError: the disk is full or cannot be written, ``save_dir`` holds something, another conversion is
-            writing it, or the source changed or ended while it was read; see also ``check_places``.
-        MilesError: a weight holds NaN or Inf; names it.
+        CheckpointError: the disk is full or not writable, ``save_dir`` is not empty, another conversion writes to it, or the source
+            changed or was truncated while it was read; see also ``check_places``.
+        MilesError: a weight contains NaN or Inf.
     """
     start = time.monotonic()
     final = check_places(conversion, save_dir)
     shards = plan_shards([job.targets for job in conversion.jobs], shard_bytes)
     resumed = 0
-    with WorkDirectory(final, _fingerprint(conversion, shards)) as work, told(work):
+    with WorkDirectory(final, _fingerprint(conversion, shards)) as work, report_disk_errors(work):
         notes = [work.restarted] if work.restarted else []
         _refuse_small_disk(work, [shard for shard, _ in shards])
         with _pool(workers) as pool:
@@ -149,6 +153,7 @@ def run(
                     resumed += done
                     advance(done)
                 else:
+                    conversion.begin(positions[0])
                     with work.open(shard) as descriptor:
                         _write(pool, shard, descriptor, jobs, advance)
         work.finish([shard for shard, _ in shards], conversion.texts, conversion.copies)
@@ -157,10 +162,10 @@ def run(
 
 
 def check_places(conversion: Conversion, save_dir: Path | str) -> Path:
-    """Where a conversion to ``save_dir`` writes, links followed.
+    """Return the directory that a conversion to ``save_dir`` writes, with links resolved.
 
     Raises:
-        CheckpointError: that is inside of the checkpoint that it reads, or a file that would be copied is a link out of it.
+        CheckpointError: the directory is inside the source checkpoint, or a file to copy is a link to a file outside of it.
     """
     source, final = conversion.files.directory.resolve(), Path(os.path.realpath(save_dir))
     if final.is_relative_to(source):
@@ -180,7 +185,7 @@ def check_places(conversion: Conversion, save_dir: Path | str) -> Path:
 
 
 def copy_pieces(files: CheckpointFiles, name: str) -> list[Piece]:
-    """Steps that copy a tensor as it is, a part at a time."""
+    """Return the pieces of work that copy a tensor unchanged, a part at a time."""
     entry = files.entries[name]
 
     def piece(start: int) -> list[Write]:
@@ -193,7 +198,7 @@ def copy_pieces(files: CheckpointFiles, name: str) -> list[Piece]:
 
 
 def check_finite(name: str, values: Tensor) -> None:
-    """Refuse NaN and Inf; integers pass."""
+    """Raise MilesError if ``values`` contain NaN or Inf."""
     if not values.is_floating_point() or not values.numel():
         return
     if values.dtype.itemsize == 1:
@@ -254,6 +259,7 @@ def _fingerprint(conversion: Conversion, shards: list[tuple[Shard, list[int]]]) 
 
     def lines() -> Iterator[str]:
         yield conversion.to
+        yield conversion.changed_by
         yield json.dumps(conversion.texts, sort_keys=True)
         for file in conversion.files.files:
             about = file.stat()

@@ -1,8 +1,7 @@
-"""Reading a quantised checkpoint: as BF16 files, or tensor by tensor for a model in memory.
+"""Reads a quantised checkpoint: converts it to BF16 files, or loads it tensor by tensor into a model.
 
-The checkpoint's own ``quantization_config`` decides which installed format reads it. A weight is quantised where all
-tensors that the format stores are there; the others are as they are. Where the family's own checkpoints join experts in
-one tensor, they are joined again.
+The checkpoint's ``quantization_config`` determines the installed format that reads it. A weight is quantised if all tensors that the format
+stores are present; other tensors are unchanged. If the family's BF16 checkpoints store experts in one tensor, the experts are joined again.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from miles_tools.convert.writer import Target, Write
 
 
 class QuantizedFiles:
-    """A quantised checkpoint under plain names.
+    """A quantised checkpoint with the tensor names of the unquantised model ("plain names").
 
     Attributes:
-        format: how it is stored.
-        shapes: plain name -> shape, in the order of the files.
-        encoded: plain name -> suffix -> stored tensor, of the quantised weights.
-        joined: tensors to be put together from several of these.
+        format: the number format.
+        shapes: plain name -> shape, in file order.
+        encoded: plain name -> suffix -> stored tensor, for quantised weights.
+        joined: tensors of the BF16 checkpoint that consist of several of these.
 
     Raises:
-        CheckpointError: no installed format recognises it, a part of a weight is missing, or parts do not fit.
+        CheckpointError: no installed format recognises it, a part of a weight is missing, or the shapes of parts do not fit.
     """
 
     def __init__(self, files: CheckpointFiles, format: Format) -> None:
@@ -74,7 +73,7 @@ class QuantizedFiles:
         self.shapes[f"{stem}.weight"] = shape
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its plain name: what the codes mean, FP32, or the tensor itself where it is not quantised."""
+        """Return a tensor by its plain name: dequantised to FP32, or unchanged if it is not quantised."""
         if name not in self.encoded:
             return self.files.read(name)
         value = self.format.dequantize({s: self.files.read(e.name) for s, e in self.encoded[name].items()})
@@ -82,12 +81,12 @@ class QuantizedFiles:
         return value
 
     def nbytes(self, name: str) -> int:
-        """Stored bytes of a plain name."""
+        """Return the stored bytes of a tensor."""
         parts = self.encoded.get(name)
         return sum(e.nbytes for e in parts.values()) if parts else self.files.entries[name].nbytes
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the plain checkpoint; floating ones in ``dtype``, joined experts put together."""
+        """Yield every tensor of the unquantised checkpoint, floating-point tensors in ``dtype``, with joined experts."""
         inside = {m for joined in self.joined for group in joined.members for m in group}
         for name in self.shapes:
             if name not in inside:
@@ -97,19 +96,19 @@ class QuantizedFiles:
             yield joined.name, torch.stack([self.slab(joined, e, dtype) for e in range(len(joined.members))])
 
     def slab(self, joined: Joined, expert: int, dtype: torch.dtype) -> Tensor:
-        """One expert of a joined tensor."""
+        """Return one expert of a joined tensor."""
         return joined.slab([self.read(m).to(dtype) for m in joined.members[expert]])
 
 
 def open_quantized(directory: Path | str, flag: str = "--model-dir") -> QuantizedFiles | None:
-    """The checkpoint in ``directory``; None when it is not quantised."""
+    """Open the quantised checkpoint in ``directory``; None if it is not quantised."""
     files = CheckpointFiles(directory, flag)
     block = quantization_block(files.directory, files.config)
     return None if block is None else QuantizedFiles(files, recognise(block, f"{flag} {directory}"))
 
 
 def to_bf16(source: QuantizedFiles) -> Conversion:
-    """What is to be done to store the checkpoint in BF16; tensors that are not quantised keep their dtype."""
+    """Plan the conversion of a quantised checkpoint to BF16; unquantised tensors keep their dtype."""
     files = source.files
     jobs, items = [], []
     joined = {m: j for j in source.joined for group in j.members for m in group}

@@ -1,8 +1,8 @@
-"""Planning the conversion of a BF16 checkpoint to a number format.
+"""Plans the conversion of a BF16 checkpoint to a number format.
 
-The tensors are those of the checkpoint, except that experts which it joins in one tensor are taken apart when any of
-them is quantised. What the format encodes together is read together, whichever files it is in. The codec rounds a weight
-stored in FP32 or FP16 to BF16 before it quantises it; everything else keeps its bytes.
+The output has the tensors of the checkpoint, except that experts stored in one tensor are split if any of them is quantised. Weights that
+the format encodes together are read together, even from different files. The codec rounds FP32 and FP16 weights to BF16 before quantising
+them; all other tensors keep their bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from miles_tools.convert.json_files import (
     quantized_files,
     unquantized_modules,
 )
+from miles_tools.convert.shaped import Shape, ShapedFiles
 from miles_tools.convert.writer import Target, Write
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -34,7 +35,7 @@ _WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class _Weight:
-    """One matrix (or whatever else) as it will be named in the output; ``expert`` when it is a part of ``entry``."""
+    """A tensor of the output. ``expert``: its index if it is a slice of ``entry``."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,25 +52,29 @@ class _Weight:
         return (self.entry.name, -1 if self.expert is None else self.expert.index)
 
 
-def to_format(files: CheckpointFiles, codec: Codec) -> Conversion:
-    """What is to be done to store the checkpoint in the codec's format.
+def to_format(files: CheckpointFiles, codec: Codec, shape: Shape | None = None) -> Conversion:
+    """Plan the conversion of a checkpoint to the codec's format; ``shape`` describes the weights after plugins changed them.
 
     Raises:
-        CheckpointError: already quantised, experts joined in an unknown way, or half of a couple is missing.
-        ConfigError: a weight the format cannot store, or a selector that matches nothing.
+        CheckpointError: the checkpoint is already quantised, joins experts in an unknown layout, or lacks a weight of a coupled pair.
+        ConfigError: the format cannot store a weight, or a selector matches nothing.
     """
     format = codec.format
     if format is None:
         raise ValueError("a number format is needed")
     _refuse_quantised(files)
-    weights = {w.name: w for w in _weights(files, codec)}
+    source = files if shape is None else ShapedFiles(files, codec, shape)
+    weights = {w.name: w for w in _weights(source, codec)}
     shapes = {w.name: w.shape for w in weights.values()}
     notes = codec.check(shapes)
     reasons = {name: codec.reason(name, shape) for name, shape in shapes.items()}
     chosen = [name for name, reason in reasons.items() if reason is None]
     _refuse_unstorable(codec, chosen, shapes)
     wanted = set(chosen)
-    jobs = [_job(files, codec, unit, wanted) for unit in _units(codec, weights, wanted)]
+    if isinstance(source, ShapedFiles):
+        jobs = _shaped_jobs(source, codec, weights, wanted)
+    else:
+        jobs = [_job(files, codec, unit, wanted) for unit in _units(codec, weights, wanted)]
     items = [Item(n, w.shape, reasons[n] or "", w.nbytes, _after(codec, w, reasons[n])) for n, w in weights.items()]
     rounded = sum(weights[name].entry.dtype != COPY for name in chosen)
     if rounded:
@@ -80,7 +85,10 @@ def to_format(files: CheckpointFiles, codec: Codec) -> Conversion:
         notes.append(codec.family.joining.caution)
     modules = unquantized_modules(shapes, chosen)
     texts = quantized_files(files.config, format, modules)
-    return Conversion(format.name, files, jobs, items, texts, other_files(files.directory, texts), notes)
+    made = Conversion(format.name, files, jobs, items, texts, other_files(files.directory, texts), notes)
+    if isinstance(source, ShapedFiles):
+        made.begin = source.begin
+    return made
 
 
 def _refuse_quantised(files: CheckpointFiles) -> None:
@@ -105,7 +113,7 @@ def _way_back(block: dict[str, Any] | None) -> str:
     return "convert it with --to bf16 first, or start from"
 
 
-def _weights(files: CheckpointFiles, codec: Codec) -> list[_Weight]:
+def _weights(files: CheckpointFiles | ShapedFiles, codec: Codec) -> list[_Weight]:
     codec.settle({e.name: e.shape for e in files.entries.values()}, Family.of(files.config))
     found = []
     for entry in files.entries.values():
@@ -124,7 +132,7 @@ def _refuse_unstorable(codec: Codec, chosen: list[str], shapes: dict[str, tuple[
 
 
 def _cautions(format: Format, chosen: list[str], shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """The first weight of which the format has something to say, and how many there are."""
+    """Return the format's caution for the first weight that has one, with the number of such weights."""
     found = [(name, why) for name in chosen if (why := format.caution((shapes[name][0], shapes[name][1]))) is not None]
     if not found:
         return []
@@ -134,7 +142,7 @@ def _cautions(format: Format, chosen: list[str], shapes: dict[str, tuple[int, ..
 
 
 def _divided(shapes: dict[str, tuple[int, ...]], chosen: set[str]) -> list[str]:
-    """A note when projections that engines compute as one matrix do not share their fate."""
+    """Return notes on fused projections (one matrix in engines) that are only partly quantised."""
     for name in shapes:
         if not name.endswith((".q_proj.weight", ".gate_proj.weight")):
             continue
@@ -151,7 +159,7 @@ def _divided(shapes: dict[str, tuple[int, ...]], chosen: set[str]) -> list[str]:
 
 
 def _units(codec: Codec, weights: dict[str, _Weight], wanted: set[str]) -> list[list[_Weight]]:
-    """Weights that are read and encoded together, in the order of the checkpoint."""
+    """Group weights that are read and encoded together, in the order of the checkpoint."""
     assert codec.format is not None
     units: dict[str, list[_Weight]] = {}
     by_slab: dict[tuple[str, int], list[_Weight]] = {}
@@ -181,6 +189,28 @@ def _job(files: CheckpointFiles, codec: Codec, unit: list[_Weight], chosen: set[
         return Job([Target(entry.name, entry.dtype, entry.shape)], copy_pieces(files, entry.name), before)
     targets = [t for w in unit for t in _targets(codec, w, w.name in chosen)]
     return Job(targets, [_encode(files, codec, unit)], before)
+
+
+def _shaped_jobs(source: ShapedFiles, codec: Codec, weights: dict[str, _Weight], chosen: set[str]) -> list[Job]:
+    """One job for each unit of the plugins' stream."""
+    assert codec.format is not None
+
+    def piece() -> list[Write]:
+        return [Write(name, tensor) for e in codec.encode_unit(source.take()) for name, tensor in e.parts.items()]
+
+    jobs = []
+    for unit in source.units:
+        members = [w for w in weights.values() if w.entry.name in unit]
+        names = {w.name for w in members}
+        for name in names & chosen:
+            if absent := next((m for m in coupled(codec.format, name) if m not in names & chosen), None):
+                raise CheckpointError(
+                    f"{name}: {codec.format.name} encodes it together with {absent}, which is left alone or not in the same unit of the "
+                    "plugins' wrap_weights; keep both in one Unit"
+                )
+        targets = [t for w in members for t in _targets(codec, w, w.name in chosen)]
+        jobs.append(Job(targets, [piece], sum(w.nbytes for w in members)))
+    return jobs
 
 
 def _encode(files: CheckpointFiles, codec: Codec, unit: list[_Weight]) -> Piece:

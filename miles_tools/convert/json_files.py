@@ -1,4 +1,4 @@
-"""The JSON and other files around a checkpoint's weights: what says that they are quantised, and what is copied."""
+"""The JSON and other files of a checkpoint besides its weights: quantisation configurations, and files that are copied."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from miles_core.precision.selector import tower
 
 #: Keys of config.json, at its top or in a part such as ``text_config``, that describe quantised weights.
 _KEYS = ("quantization_config", "compression_config")
-#: The file that NVIDIA's ModelOpt writes beside config.json.
+#: The file that NVIDIA's ModelOpt writes next to config.json.
 _SIDE_FILE = "hf_quant_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt", ".part")
 
 
 def quantization_block(directory: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a checkpoint says about how its weights are quantised; None when it says nothing."""
+    """Return the quantisation configuration of a checkpoint; None if it has none."""
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     block = next((part[key] for part in parts for key in _KEYS if isinstance(part.get(key), Mapping)), None)
     if block is not None:
@@ -43,7 +43,7 @@ def plain_files(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` without any word about quantised weights, in BF16."""
+    """Return ``config`` without quantisation entries, with dtype BF16."""
 
     def clean(part: Any) -> Any:
         if not isinstance(part, Mapping):
@@ -90,5 +90,5 @@ def unquantized_modules(shapes: Mapping[str, tuple[int, ...]], quantized: Iterab
 
 
 def dump(content: Mapping[str, Any]) -> str:
-    """As Transformers writes its JSON files."""
+    """Format JSON as Transformers does."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

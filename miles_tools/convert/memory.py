@@ -1,6 +1,6 @@
-"""How many bytes a model's weights take in BF16 and in a number format, by what they are.
+"""Computes the bytes of a model's weights in BF16 and in a number format, by class of weight.
 
-Computed from a planned conversion (``encode_files.plan``), so from headers alone and with the same selectors as a run.
+It uses a planned conversion (``encode.to_format``), that is, headers only and the same selectors as a run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from miles_tools.convert.conversion import Item
 
-#: What a tensor is, by the first pattern found in its name.
+#: Class of a tensor -> pattern; the first pattern found in the name decides.
 CLASSES: tuple[tuple[str, str], ...] = (
     ("routers", r"\.(gate|router)\.(weight|e_score_correction_bias|bias|classifier)"),
     ("norms", r"norm"),
@@ -29,7 +29,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Row:
-    """Tensors of one class: how many, of them quantised, bytes in BF16 and in the format."""
+    """Tensors of one class: their number, the number of quantised ones, and bytes in BF16 and in the format."""
 
     name: str
     tensors: int
@@ -39,7 +39,7 @@ class Row:
 
 
 def memory_table(items: Iterable[Item]) -> list[Row]:
-    """A row a class in the order of ``CLASSES``, then ``other``, then ``total``; empty classes are left out."""
+    """Return one row per class in the order of ``CLASSES``, then ``other`` and ``total``; empty classes are left out."""
     rows: dict[str, Row] = {name: Row(name, 0, 0, 0, 0) for name, _ in CLASSES} | {"other": Row("other", 0, 0, 0, 0)}
     for item in items:
         kind = next((name for name, pattern in CLASSES if re.search(pattern, item.name)), "other")

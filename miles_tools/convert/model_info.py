@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds, read from its JSON files and safetensors headers without loading a weight."""
+"""Describe a checkpoint directory from its JSON files and safetensors headers, without loading weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from miles_core.checkpoint.hf_files import CODES, CheckpointFiles, read_json
 
-#: Bytes a parameter costs a trainer that shards nothing: model copy, gradient, FP32 master of a copy in BF16, AdamW's moments.
+#: Bytes per parameter in an unsharded trainer: model copy, gradient, FP32 master copy (BF16 only), and both AdamW moments.
 TRAINING_BYTES = {"float32": 4 + 4 + 8, "bfloat16": 2 + 4 + 4 + 8}
 _ROUTER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:gate|router)\.(?:(?:classifier|layer|proj|wg)\.)?weight$")
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\.experts\.")
@@ -19,20 +19,20 @@ _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\..*\.experts\.")
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One checkpoint.
+    """A summary of one checkpoint.
 
     Attributes:
-        directory: where it is.
-        config: its ``config.json``.
-        parameters: stored elements of all weights.
-        active: those used for one token, when experts are chosen per token; else ``parameters``.
-        dtypes: safetensors dtype -> elements.
-        nbytes: size of the weights.
-        routers: decoder layers with a router, found by the weight's name.
-        expert_layers: decoder layers with expert weights.
-        context: longest sequence the configuration allows; 0 when it does not say.
-        tokenizer: the tokenizer's file, empty without one.
-        chat_template: whether prompts can be rendered from chat messages.
+        directory: the checkpoint directory.
+        config: the contents of ``config.json``.
+        parameters: total number of weight elements.
+        active: number of weight elements used per token; less than ``parameters`` only for mixture-of-experts models.
+        dtypes: safetensors dtype -> number of elements.
+        nbytes: total size of the weight files, in bytes.
+        routers: number of decoder layers with a router, recognised by weight name.
+        expert_layers: number of decoder layers with expert weights.
+        context: maximum sequence length in tokens; 0 if the configuration does not state it.
+        tokenizer: name of the tokenizer file; empty if there is none.
+        chat_template: whether the checkpoint has a chat template.
     """
 
     directory: str
@@ -49,18 +49,18 @@ class ModelInfo:
 
     @property
     def training_bytes(self) -> dict[str, int]:
-        """dtype of the model copy -> bytes of weights, gradients and optimiser; activations, KV cache not included."""
-        return {dtype: self.parameters * each for dtype, each in TRAINING_BYTES.items()}
+        """Bytes of weights, gradients and optimiser state by dtype of the model copy, without activations and KV cache."""
+        return {dtype: self.parameters * size for dtype, size in TRAINING_BYTES.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, without the configuration."""
+        """Return the attributes and ``training_bytes`` as JSON data, without ``config``."""
         content = {**asdict(self), "training_bytes": self.training_bytes}
         del content["config"]
         return content
 
 
 def inspect_model(directory: Path | str) -> ModelInfo:
-    """Look at a Hugging Face checkpoint directory.
+    """Summarise a Hugging Face checkpoint directory.
 
     Raises:
         CheckpointError: see ``CheckpointFiles``.

@@ -1,4 +1,4 @@
-"""Can the number formats of a run store the weights of its checkpoint? Asked before anything is built."""
+"""Checks before a run starts that its number formats can store the weights of its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from miles_tools.convert.json_files import quantization_block
 def examine(config: Config, manifests: Mapping[str, Plugin]) -> None:
     """Plan the conversion of ``--hf-checkpoint`` into each number format of the run, from headers alone.
 
-    A checkpoint that is quantised already is left to the backend that reads it.
+    Skips quantised checkpoints, which the backend checks when it reads them.
 
     Raises:
         CheckpointError, ConfigError: a weight cannot be stored in a format; names both.

@@ -1,9 +1,9 @@
-"""Writing a checkpoint's weight files piece by piece, so that it exists complete or not at all and can be continued.
+"""Writes a checkpoint's weight files piece by piece, atomically and resumably.
 
-What every file will hold is known before any weight is read (``plan_shards``), so a header is written first and each
-tensor goes to its place when it is made; memory is what is being made, not a file. Files are written into a hidden
-directory beside the final one. A journal there names the finished files with their digests and the fingerprint of the
-whole conversion: the same command later keeps files that still have their digest and goes on. The rename comes last.
+The contents of every file are planned before any weight is read (``plan_shards``). The header is written first, and each tensor is written to
+its offset when it is ready, so memory holds only tensors in progress. Files are written to a hidden directory next to the final one, which is
+renamed at the end. A journal in it records the finished files with their digests and the fingerprint of the conversion; the same command
+later keeps the files with matching digests and continues.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from miles_core.checkpoint.hf_files import CODES, INDEX
-from miles_core.checkpoint.placed import gathering, locked, place, taken
+from miles_core.checkpoint.placed import is_occupied, lock_directory, move_into_place, staging_path
 from miles_core.errors import CheckpointError
 
-#: Bytes of one weight file.
+#: Default maximum bytes of one weight file.
 SHARD_BYTES = 5 * 10**9
 JOURNAL = "conversion.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -34,7 +34,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor to be written."""
+    """A tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Write:
-    """Data of a target: ``tensor`` goes to its byte ``start``."""
+    """Data of a target: ``tensor`` is written at byte ``start`` of the target."""
 
     name: str
     tensor: Tensor
@@ -56,7 +56,7 @@ class Write:
 
 
 class Shard:
-    """One weight file: where each of its targets lies."""
+    """One weight file with the offsets of its targets."""
 
     def __init__(self, file: str, targets: Iterable[Target]) -> None:
         self.file = file
@@ -80,7 +80,7 @@ class Shard:
             data, at = data[count:], at + count
 
     def _order(self) -> list[Target]:
-        # Wide elements first: then each tensor starts at a multiple of its element size, as readers need.
+        # wide elements first, so that each tensor starts at a multiple of its element size, as readers require
         return sorted(self.targets.values(), key=lambda t: -t.dtype.itemsize)
 
     def _header(self) -> bytes:
@@ -96,8 +96,9 @@ class Shard:
 
 
 def plan_shards(groups: Iterable[list[Target]], limit: int = SHARD_BYTES) -> list[tuple[Shard, list[int]]]:
-    """Distribute groups of targets over files: a group is never divided, a file is closed before it grows beyond
-    ``limit``. Returns each file with the positions of its groups."""
+    """Distribute groups of targets over files of at most ``limit`` bytes; a group is never split and may exceed the limit alone.
+
+    Returns each file with the indices of its groups."""
     groups = list(groups)
     parts: list[list[int]] = [[]]
     used = 0
@@ -115,31 +116,31 @@ def plan_shards(groups: Iterable[list[Target]], limit: int = SHARD_BYTES) -> lis
 
 
 class WorkDirectory:
-    """The hidden directory that a conversion fills; its files get their place when all of them are in it.
+    """The hidden directory of a conversion; it is renamed to the final directory when it is complete.
 
     Args:
-        final: where that is; must not exist, or be empty.
-        fingerprint: of the conversion: the same one continues, another starts anew.
+        final: the final directory; must not exist, or be empty.
+        fingerprint: fingerprint of the conversion; an unfinished conversion with the same fingerprint is resumed, another is discarded.
 
     Attributes:
-        restarted: why an unfinished conversion found there was thrown away; empty when none was.
+        restarted: why an unfinished conversion was discarded; empty if none was.
     """
 
     def __init__(self, final: Path, fingerprint: str) -> None:
         self.final = final
-        self.path = gathering(final, "converting")
+        self.path = staging_path(final, "converting")
         self.fingerprint = fingerprint
         self.restarted = ""
         self._done: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> WorkDirectory:
-        if taken(self.final, self.path, self._journal().get("placing", ())):
+        if is_occupied(self.final, self.path, self._journal().get("placing", ())):
             raise CheckpointError(
                 f"--save-dir {self.final} already exists and is not empty; choose another directory, or delete it"
             )
-        with told(self):
+        with report_disk_errors(self):
             try:
-                self._lock = locked(self.path)
+                self._lock = lock_directory(self.path)
             except BlockingIOError as error:
                 raise CheckpointError(f"another conversion is writing {self.final} (in {self.path})") from error
             try:
@@ -153,7 +154,7 @@ class WorkDirectory:
         os.close(self._lock)
 
     def finished(self, shard: Shard) -> bool:
-        """Whether this file was written before and is as it was then."""
+        """Whether an earlier attempt finished this file and it is unchanged."""
         known = self._done.get(shard.file)
         path = self.path / shard.file
         if known is None or not path.is_file() or path.stat().st_size != shard.nbytes:
@@ -161,12 +162,12 @@ class WorkDirectory:
         return bool(known["sha256"] == _digest(path))
 
     def needed(self, shards: Iterable[Shard]) -> int:
-        """Bytes still to be written."""
+        """Return the number of bytes still to write."""
         return sum(s.nbytes for s in shards if s.file not in self._done)
 
     @contextmanager
     def open(self, shard: Shard) -> Iterator[int]:
-        """A descriptor to write the file through; leaving the block without an error finishes it."""
+        """Yield a file descriptor to write the file; at exit without an error, the file is marked as finished."""
         partial = self.path / f"{shard.file}.part"
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
@@ -200,11 +201,11 @@ class WorkDirectory:
             if entry.is_file():
                 _flush(entry)
         self._write_journal(placing=[entry.name for entry in self.path.iterdir()])
-        place(self.path, self.final, without=JOURNAL)
+        move_into_place(self.path, self.final, without=JOURNAL)
         _flush(self.final.parent)
 
     def _journal(self) -> dict[str, Any]:
-        """What an earlier attempt noted; empty without one."""
+        """Return the journal of an earlier attempt; empty without one."""
         with suppress(OSError, ValueError, TypeError):
             return dict(json.loads((self.path / JOURNAL).read_text()))
         return {}
@@ -225,7 +226,7 @@ class WorkDirectory:
         self._write_journal()
 
     def _write_journal(self, placing: Iterable[str] = ()) -> None:
-        """``placing``: names that go to their place now; an attempt that is continued may replace them there."""
+        """Write the journal. placing: files that are being moved to the final directory; a resumed attempt may overwrite them there."""
         temporary = self.path / f"{JOURNAL}.part"
         content = {"fingerprint": self.fingerprint, "done": self._done, "placing": list(placing)}
         temporary.write_text(json.dumps(content, indent=1))
@@ -233,15 +234,15 @@ class WorkDirectory:
         temporary.replace(self.path / JOURNAL)
 
     def left(self) -> str:
-        """What an interrupted conversion leaves, for messages."""
+        """Describe what an interrupted conversion leaves behind, for messages."""
         if not self._done:
             return "nothing was finished"
         return f"{len(self._done)} finished weight files are kept in {self.path}, the same command continues from them"
 
 
 @contextmanager
-def told(work: WorkDirectory) -> Iterator[None]:
-    """Turns a disk's refusal into a CheckpointError that says what is left."""
+def report_disk_errors(work: WorkDirectory) -> Iterator[None]:
+    """Convert OSError to a CheckpointError with advice and a description of what remains."""
     try:
         yield
     except OSError as error:

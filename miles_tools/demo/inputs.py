@@ -1,4 +1,4 @@
-"""What the demonstration trains on, and the command line that trains on it."""
+"""Creates the demo's model and data, and its command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = Path(__file__).with_name("demo.yaml")
 def make_inputs(directory: Path, seed: int) -> int:
     """Write ``model/`` and ``data/`` into ``directory``; returns the number of parameters.
 
-    Raises ConfigError when the directory already holds a run or cannot be written.
+    Raises ConfigError if the directory already contains a run or is not writable.
     """
     from miles_tools.demo.model import make_checkpoint
 
@@ -32,7 +32,7 @@ def make_inputs(directory: Path, seed: int) -> int:
 
 
 def train_arguments(directory: Path, seed: int, plugins: Sequence[str], extra: Sequence[str] = ()) -> list[str]:
-    """The flags of ``miles train`` for the demonstration with these plugins; ``extra`` flags come last."""
+    """Return the flags of ``miles train`` for the demo with these plugins; ``extra`` flags come last."""
     data = directory / "data"
     arguments = ["--config", str(CONFIG), "--hf-checkpoint", str(directory / "model"), "--save", str(directory)]
     arguments += ["--sft-data", str(data / "demonstrations.jsonl"), "--prompt-data", str(data / "train.jsonl")]
@@ -43,5 +43,5 @@ def train_arguments(directory: Path, seed: int, plugins: Sequence[str], extra: S
 
 
 def plugins_shown(installed: Mapping[str, Plugin]) -> list[str]:
-    """The installed plugins that the demonstration trains with: those whose manifests say so (``Plugin.demo``)."""
+    """Return the installed plugins that the demo uses: those with ``Plugin.demo`` in their manifest."""
     return [name for name, manifest in installed.items() if manifest.demo]

@@ -1,4 +1,4 @@
-"""Make a small Qwen3-MoE checkpoint with a byte-level tokenizer, from a seed.
+"""Creates a small Qwen3-MoE checkpoint with a byte-level tokenizer from a seed.
 
 The tokenizer's vocabulary is the 256 bytes and three special tokens, so any text can be encoded and one ASCII character
 is one token. The weights are random; ``miles_tools.demo`` trains them, tests and benchmarks use them as they are.
@@ -69,10 +69,10 @@ def make_checkpoint(directory: str | Path, seed: int = 0, size: Size | None = No
     """Write config, random safetensors weights and tokenizer into ``directory`` (made if absent).
 
     Args:
-        directory: where the checkpoint goes; files of the same names are overwritten.
-        seed: of the weights; the caller's random state is left alone.
+        directory: target directory; existing files of the same names are overwritten.
+        seed: seed of the weights; the caller's random state is unchanged.
         size: shape of the model.
-        dtype: ``float32`` or ``bfloat16``, what is stored.
+        dtype: stored dtype, ``float32`` or ``bfloat16``.
 
     Returns:
         The number of parameters.

@@ -1,4 +1,4 @@
-"""What a demonstration achieved, read from its run directory."""
+"""The result of a demo, read from its run directory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from miles_core.observe.metrics import read, series
 
 @dataclass(frozen=True)
 class Outcome:
-    """The line ``miles demo --json`` ends with.
+    """The last output line of ``miles demo --json``.
 
     Attributes:
-        accuracy_before: fraction of held-out prompts answered right (one sample each, temperature 1) after the warm start.
+        accuracy_before: fraction of held-out prompts answered correctly (one sample each, temperature 1) after the warm start.
         accuracy_after: the same after the last reinforcement-learning step.
         seconds_warm_start: wall time of the supervised steps.
-        seconds_rl: wall time of the reinforcement-learning steps, evaluations between them included.
+        seconds_rl: wall time of the reinforcement-learning steps, including evaluations between them.
         run_dir: the run directory.
         report: its HTML report.
     """
@@ -45,9 +45,9 @@ class Outcome:
 
 
 def outcome(directory: Path, report: Path) -> Outcome:
-    """Read the metrics of a finished demonstration.
+    """Read the metrics of a finished demo.
 
-    Raises MilesError when the run has no evaluation before and after its steps.
+    Raises MilesError if the run has fewer than two evaluations.
     """
     records = read(directory / "metrics.jsonl")
     steps, accuracies = series(records, "eval/accuracy")

@@ -30,7 +30,7 @@ class TaskFiles:
 
 
 def careless_sum(a: int, b: int, forgets: float, rng: random.Random) -> str:
-    """``a + b`` by someone who forgets each of the two carries with probability ``forgets``."""
+    """Return ``a + b``, omitting each of the two carries with probability ``forgets``."""
     units = a % 10 + b % 10
     tens = a // 10 + b // 10 + (units >= 10 and rng.random() >= forgets)
     hundreds = int(tens >= 10 and rng.random() >= forgets)
@@ -38,7 +38,7 @@ def careless_sum(a: int, b: int, forgets: float, rng: random.Random) -> str:
 
 
 def split_pairs(held_out: int, rng: random.Random) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(training pairs, ``held_out`` held-out pairs), both orders of a pair on the same side, each list shuffled."""
+    """Return (training pairs, ``held_out`` held-out pairs), shuffled; both orders of a pair are in the same list."""
     unordered = [(a, b) for a in range(LOW, HIGH) for b in range(a, HIGH)]
     if not 0 < held_out < len(unordered):
         raise ValueError(f"held_out must be between 1 and {len(unordered) - 1}, got {held_out}")
@@ -56,7 +56,7 @@ def write_task(
     """Write ``train.jsonl``, ``held_out.jsonl`` and ``demonstrations.jsonl`` into ``directory``.
 
     Args:
-        directory: made if absent.
+        directory: target directory, created if absent.
         seed: the same seed gives the same bytes.
         held_out: number of held-out prompts.
         demonstrations: number of demonstrations, drawn from the training pairs with replacement.

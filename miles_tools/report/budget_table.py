@@ -1,4 +1,4 @@
-"""The mismatch budget as a table: for the terminal, for the page of ``miles verify`` and for a run's report."""
+"""The mismatch budget as a table, for the terminal, the page of ``miles verify`` and a run's report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BUDGET_COLUMNS = ("cause", "mean |Δ log p|", "KL", "share", "")
 
 
 def budget_rows(budget: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """``Budget.to_dict()`` as rows: causes by size, what was not measured, the whole, and what training sees."""
+    """Convert ``Budget.to_dict()`` to rows: causes by size, the unmeasured remainder, the total, and the gap that affects training."""
     measured = sorted((c for c in budget["causes"] if not c["why"]), key=lambda c: -abs(c["share"]))
     rows: list[tuple[str, ...]] = [
         (

@@ -1,4 +1,4 @@
-"""Two plots of the gap between engine and trainer: token by token, and by cause."""
+"""Two plots of the gap between engine and trainer: by token, and by cause."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Differences of less are FP32 rounding and share one bin.
+#: Smaller differences are FP32 rounding and share one bin.
 _FLOOR = 1e-7
 
 
 def draw_gap(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray], tolerance: float) -> bytes:
-    """PNG: how many tokens have which \\|delta\\|, with mean and tolerance. Arguments as for ``gap.measure``."""
+    """Draw a histogram of \\|delta\\| over tokens with mean and tolerance, as PNG. Arguments as for ``gap.measure``."""
     delta = np.concatenate([np.zeros(0), *(np.asarray(t) - e for e, t in zip(engine, trainer, strict=True))])
     exact = np.abs(np.nan_to_num(delta, nan=20.0, posinf=20.0, neginf=20.0))
-    size = exact.clip(_FLOOR, 20.0)  # for the bins only: the mean is that of the table
+    size = exact.clip(_FLOOR, 20.0)  # clipped for the bins only; the mean uses the exact values
     figure, axes = _axes("Tokens by |Δ log p| between engine and trainer")
     edges = np.logspace(np.log10(_FLOOR), np.log10(20.0), 42)
     axes.hist(size, bins=list(edges), color=PALETTE[0])
@@ -38,7 +38,7 @@ def draw_gap(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray], tolera
 
 
 def draw_budget(budget: Mapping[str, Any]) -> bytes:
-    """PNG: each cause's share of the gap. ``budget``: ``Budget.to_dict()``."""
+    """Draw each cause's share of the gap, as PNG. ``budget``: ``Budget.to_dict()``."""
     rows = sorted((c for c in budget["causes"] if not c["why"]), key=lambda c: abs(c["share"]))
     figure, axes = _axes("What the mismatch consists of", height=1.5 + 0.36 * len(rows))
     shares = [c["share"] for c in rows]

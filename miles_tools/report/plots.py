@@ -1,7 +1,7 @@
-"""The report's plots: which panels a set of metrics calls for, and how one is drawn.
+"""The report's plots: selects panels for a set of metrics, and draws them.
 
-``panels`` is data (what to show), ``draw`` is looks. matplotlib is imported only to draw, with the Agg backend and
-without pyplot, so that no display and no global state is involved.
+``panels`` decides what to show, ``draw`` how it looks. matplotlib is imported only for drawing, with the Agg backend and without pyplot, so
+that it needs no display and no global state.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 Records = Sequence[Mapping[str, Any]]
 
-#: Okabe and Ito's colours, distinguishable with any colour vision; the first is for what matters most in a panel.
+#: Okabe and Ito's colours, distinguishable with any colour vision; the first is for the most important line of a panel.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#6A51A3")
 INK = "#1f2933"
 FAINT = "#d9dee4"
 TITLE: dict[str, Any] = {"fontsize": 11.5, "color": INK, "fontweight": "bold"}
-#: From this many points on a line is drawn faintly with its moving average over it.
+#: Lines with at least this many points are drawn faintly, with their moving average on top.
 SMOOTH_FROM = 60
-#: Values that are closer together than this part of them differ by rounding alone, and make a flat line.
+#: Values whose relative spread is below this differ only by rounding, and are drawn as a flat line.
 ROUNDING = 1e-6
-#: A line whose values differ by less than this part of the largest, or that stays below what FP32 rounds near 1, does not move.
+#: A line is constant if its values differ by less than STILL relative to the largest, or stay below FLOOR (FP32 rounding near 1).
 STILL, FLOOR = 1e-3, 1e-7
-#: Panels that are shown whether they move or not.
+#: Panels that are always shown.
 ALWAYS = ("reward", "time")
-#: Namespaces of core's own metrics; every other prefix is a plugin's.
+#: Prefixes of core's metrics; all other prefixes belong to plugins.
 CORE = ("reward", "eval", "rollout", "train", "mismatch", "sync", "time", "sft")
 PHASES = ("rollout", "prepare", "train", "sync", "evaluation", "save")
 
@@ -82,7 +82,7 @@ MAIN = (
     Panel("warm_start", "Supervised warm start", {"sft/loss": "negative log-likelihood"}, "nats per token"),
 )
 
-#: A line for each worker in a process of its own, from metrics NAME/WORKER.
+#: Panels with one line per worker process, from metrics NAME/WORKER.
 WORKERS = (
     Panel("busy", "Time with work, by worker", {}, "seconds a step"),
     Panel("idle", "Time without work, by worker", {}, percent=True),
@@ -90,8 +90,8 @@ WORKERS = (
 
 
 def panels(records: Records, declared: Iterable[Panel] = ()) -> list[Panel]:
-    """The panels these records call for: the main ones whose metrics exist, time by phase, those ``declared`` by plugins, then
-    core's remaining metrics and each plugin's, one panel a metric, under a heading of their own."""
+    """Return the panels for these records: the main panels with existing metrics, time by phase, panels ``declared`` by plugins, then the
+    remaining metrics of core and of each plugin, with one panel per metric under a separate heading."""
     present = names(records)
     flat = _flat(records, present)
     chosen = []
@@ -136,7 +136,7 @@ def moves(panel: Panel, records: Records) -> bool:
 
 
 def _distinct(chosen: list[Panel]) -> list[Panel]:
-    """The panels with names that differ, and that a file may have."""
+    """Return the panels with unique names that are valid file names."""
     used: set[str] = set()
     found = []
     for panel in chosen:
@@ -148,17 +148,17 @@ def _distinct(chosen: list[Panel]) -> list[Panel]:
 
 
 def draw(panel: Panel, records: Records) -> bytes:
-    """The panel as a PNG image."""
+    """Draw a panel as a PNG image."""
     from matplotlib import rc_context
 
     buffer = io.BytesIO()
-    with rc_context({"text.parse_math": False}):  # a name with dollar signs is a name
-        drawn(panel, records).savefig(buffer, format="png", metadata={"Software": None})
+    with rc_context({"text.parse_math": False}):  # names may contain dollar signs
+        make_figure(panel, records).savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
-def drawn(panel: Panel, records: Records) -> Figure:
-    """The panel as a figure."""
+def make_figure(panel: Panel, records: Records) -> Figure:
+    """Draw a panel as a figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -192,12 +192,12 @@ def _lines(axes: Axes, panel: Panel, records: Records) -> None:
 
 
 def _drawable(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-    """Values beyond what axes can be computed for count as not finite."""
+    """Treat values that are too large for matplotlib's axes as not finite."""
     return steps, [v if abs(v) < 1e100 else math.nan for v in values]
 
 
 def _band(axes: Axes, records: Records, metric: str, spread: str, color: str) -> None:
-    """± one ``spread`` around ``metric``, within the lowest and highest reward seen."""
+    """Draw a band of ± one ``spread`` around ``metric``, limited to the observed range of rewards."""
     at = dict(zip(*series(records, spread), strict=True))
     rows = [(s, v, at[s]) for s, v in zip(*series(records, metric), strict=True) if s in at]
     if len(rows) < 2:
@@ -212,7 +212,7 @@ def _band(axes: Axes, records: Records, metric: str, spread: str, color: str) ->
 
 
 def _stack(axes: Axes, panel: Panel, records: Records) -> None:
-    # What precedes step 1 (a warm start, a first evaluation) is no step and would dwarf them.
+    # omit what precedes step 1 (warm start, first evaluation), which would dwarf the steps
     steps = [r["step"] for r in records if any(m in r for m in panel.lines) and (r["step"] or len(records) == 1)]
     table = {label: dict(zip(*series(records, m), strict=True)) for m, label in panel.lines.items()}
     parts = {label: [_number(at.get(s)) for s in steps] for label, at in table.items() if at.keys() & set(steps)}
@@ -245,13 +245,13 @@ def _style(axes: Axes, panel: Panel) -> None:
 def _finish(axes: Axes, panel: Panel) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-    drawn = [
+    plotted = [
         v
         for line in axes.lines
         for v in cast("Iterable[Any]", line.get_ydata())
         if isinstance(v, float) and math.isfinite(v)
     ]
-    logarithmic = panel.log and drawn and min(drawn) > 0 and max(drawn) / min(drawn) > 20
+    logarithmic = panel.log and plotted and min(plotted) > 0 and max(plotted) / min(plotted) > 20
     if logarithmic:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(
@@ -259,16 +259,16 @@ def _finish(axes: Axes, panel: Panel) -> None:
         )  # matplotlib's own is mathematics, which is off here
     elif panel.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-        axes.set_ylim(bottom=0, top=max(1.1 * max(drawn, default=0), 0.02))
-    elif drawn and max(map(abs, drawn)) >= 10_000:
+        axes.set_ylim(bottom=0, top=max(1.1 * max(plotted, default=0), 0.02))
+    elif plotted and max(map(abs, plotted)) >= 10_000:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    elif drawn and max(map(abs, drawn)) == 0:
+    elif plotted and max(map(abs, plotted)) == 0:
         axes.set_ylim(-0.04, 1)
-    elif drawn and max(map(abs, drawn)) < 1e-3:
+    elif plotted and max(map(abs, plotted)) < 1e-3:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
         axes.yaxis.get_offset_text().set_fontsize(9)
-    elif drawn and max(drawn) - min(drawn) < ROUNDING * max(map(abs, drawn)):
-        middle = (max(drawn) + min(drawn)) / 2
+    elif plotted and max(plotted) - min(plotted) < ROUNDING * max(map(abs, plotted)):
+        middle = (max(plotted) + min(plotted)) / 2
         axes.set_ylim(middle - abs(middle) / 20, middle + abs(middle) / 20)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
     count = len(axes.get_legend_handles_labels()[1])
@@ -299,7 +299,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def _noisy(values: Sequence[float]) -> bool:
-    """True when the line goes up and down much more than it gets anywhere."""
+    """Whether the line oscillates much more than it changes overall."""
     finite = [v for v in values if not math.isnan(v)]
     way = sum(abs(b - a) for a, b in pairwise(finite))
     return bool(finite) and way > 3 * (max(finite) - min(finite)) > 0
@@ -314,7 +314,7 @@ def _number(value: float | None) -> float:
 
 
 def _flat(records: Records, present: Sequence[str]) -> set[str]:
-    """Core's metrics a plot would say no more of than the summary table: always 0, or one value in a longer run."""
+    """Return core's metrics for which a plot adds nothing to the summary table: always 0, or one value in a longer run."""
     found = set()
     for metric in present:
         steps, values = series(records, metric)
@@ -334,8 +334,9 @@ def _single(metric: str, section: str) -> Panel:
 
 
 def _matching(lines: Mapping[str, str], present: Sequence[str]) -> dict[str, str]:
-    """The metrics that there are of these names and patterns; none where the first line has none. A ``*`` in a label is what the
-    pattern's ``*`` stands for."""
+    """Return metric -> label for the existing metrics that match these names and patterns; empty if the first line has no match.
+
+    A ``*`` in a label is replaced by the text that the pattern's ``*`` matched."""
     found: dict[str, str] = {}
     for number, (pattern, label) in enumerate(lines.items()):
         front, _, back = pattern.partition("*")

@@ -1,7 +1,7 @@
-"""The report of a run: one HTML file that needs nothing else, and its plots as PNG files.
+"""Writes the report of a run: one self-contained HTML file, and its plots as PNG files.
 
-It reads what a run directory holds (``metrics.jsonl``, ``plan.json``, ``config.yaml``, ``environment.json``,
-``rollouts/``) and copes with any of them missing, with a run of one step, of none, and with one still running.
+It reads the files of a run directory (``metrics.jsonl``, ``plan.json``, ``config.yaml``, ``environment.json``, ``rollouts/``). Any of them may
+be missing, and the run may have no or few steps, or still be running.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.errors import CheckpointError, MilesError
-from miles_core.observe import environment as env
 from miles_core.observe.hints import hints_of, review
 from miles_core.observe.metrics import names, read, series
 from miles_core.observe.progress import graded
@@ -30,6 +29,7 @@ from miles_core.redact import redact
 from miles_core.run.ending import ENDING
 from miles_core.version import __version__
 from miles_mismatch.budget import BUDGET_FILE
+from miles_tools import environment as env
 from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
 from miles_tools.report.mismatch_plots import draw_budget
 from miles_tools.report.plots import draw, moves, panels
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 HTML = "report.html"
 IMAGES = "report"
-#: Metrics that have a better direction; the others show their range only.
+#: Metrics with a preferred direction; for others the table shows the range only.
 UPWARD = ("reward/mean", "eval/accuracy", "eval/reward", "rollout/tokens_per_second")
 #: Plots above the samples.
 OVERVIEW = 3
@@ -48,7 +48,7 @@ DOWNWARD = ("mismatch/abs_log_prob", "mismatch/kl_k3", "sft/loss")
 
 @dataclass(frozen=True)
 class Row:
-    """One metric of the summary table; empty text where there is nothing to say."""
+    """One metric of the summary table; texts are empty if not applicable."""
 
     name: str
     first: str
@@ -146,7 +146,7 @@ def _sections(
 
 
 def _budget(run_dir: Path) -> dict[str, Any]:
-    """What the mismatch between engine and trainer consisted of at the first sync, with ``--verify-logprobs``."""
+    """Return the causes of the mismatch between engine and trainer at the first sync, measured with ``--verify-logprobs``."""
     found = _json(run_dir / BUDGET_FILE)
     if not found:
         return {}
@@ -157,7 +157,7 @@ def _budget(run_dir: Path) -> dict[str, Any]:
 
 
 def _status(run_dir: Path, records: Sequence[Mapping[str, Any]], total: int | None) -> str:
-    """One sentence about how far the run is."""
+    """Describe the progress of the run in one sentence."""
     if not records:
         return "This run has not completed a step yet, so there is nothing to plot." + _ended(run_dir, 0.0)
     last = records[-1]["step"]
@@ -173,7 +173,7 @@ def _status(run_dir: Path, records: Sequence[Mapping[str, Any]], total: int | No
 
 
 def _time(record: Mapping[str, Any]) -> float:
-    """Seconds since the epoch; 0 where there is none."""
+    """Return the record's time in seconds since the epoch; 0 if it has none."""
     try:
         return float(record.get("time") or 0)
     except (TypeError, ValueError, OverflowError):
@@ -181,13 +181,13 @@ def _time(record: Mapping[str, Any]) -> float:
 
 
 def _ended(run_dir: Path, since: float) -> str:
-    """How the run ended, where that was after ``since``: a run that was continued ends again."""
+    """Describe how the run ended, if it ended after ``since`` (a resumed run ends again)."""
     found = _json(run_dir / ENDING)
     return f" It {found['why']}." if found.get("why") and _time(found) >= since else ""
 
 
 def _cards(records: Sequence[Mapping[str, Any]], total: int | None) -> list[dict[str, str]]:
-    """The numbers that stand at the top."""
+    """Return the numbers at the top of the report."""
     if not records:
         return []
     done = records[-1]["step"]
@@ -227,7 +227,7 @@ def _row(name: str, records: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def _changed(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Options whose values somebody chose (the effective configuration keeps the others under ``defaults``)."""
+    """Return the options that the user set (the effective configuration lists others under ``defaults``)."""
     rows = []
     for table, values in config.items():
         if table != "defaults" and isinstance(values, Mapping):
@@ -240,7 +240,7 @@ def _option(value: Any) -> str:
 
 
 def _holds(file: Path) -> Callable[[str], bool]:
-    """Whether a condition held in the run whose plan this is; where no plan can be read, only the empty one does."""
+    """Return a function that evaluates a condition for the run of this plan; without a readable plan, only the empty condition holds."""
     try:
         return Plan.from_json(file.read_text(encoding="utf-8")).holds
     except (OSError, CheckpointError):  # of a run by another version, or none
@@ -283,7 +283,7 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def _lookup(config: Mapping[str, Any], table: str, key: str) -> Any:
-    """An option's value, chosen or default."""
+    """Return an option's value, set or default."""
     for part in (config, config.get("defaults") or {}):
         values = part.get(table) if isinstance(part, Mapping) else None
         if isinstance(values, Mapping) and key in values:

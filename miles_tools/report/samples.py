@@ -1,7 +1,7 @@
-"""The sample browser of the report: which samples the page holds, and what it is told about each.
+"""The sample browser of the report: selects samples, and prepares their data.
 
-The page must stay small enough to be sent to somebody, so it holds some of the samples on disk: steps spread over the run, and of each
-step those with the highest and lowest reward and the largest gap first.
+The page must stay small enough to share, so it contains only some of the samples on disk: steps spread over the run and, for each step, first
+the samples with the highest and lowest reward and the largest gap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from miles_core.observe.rollouts import KINDS, read_file, rollout_files
 
 log = logging.getLogger(__name__)
 
-#: Characters of all samples together, steps of a kind, and tokens and characters of one sample.
+#: Limits: characters of all samples together, steps of each kind, and tokens and characters of one sample.
 BUDGET, STEPS, TOKENS, CHARACTERS = 3_000_000, 12, 1_000, 6_000
 
 
@@ -26,8 +26,8 @@ def browser(run_dir: Path, reward_key: str | None) -> dict[str, Any]:
     empty for a run without samples on disk.
 
     Args:
-        run_dir: the run's.
-        reward_key: which entry of rewards that are dicts was trained on.
+        run_dir: the run directory.
+        reward_key: the trained entry of rewards that are dicts.
     """
     chosen = [(kind, path) for kind in KINDS for path in _spread(list(rollout_files(run_dir, kind).values()), STEPS)]
     texts: list[str] = []
@@ -52,7 +52,7 @@ def _spread(items: Sequence[Path], count: int) -> Sequence[Path]:
 
 
 def _within(entries: list[dict[str, Any]], budget: int) -> list[str]:
-    """The most telling entries that fit, at least one, as JSON in their own order."""
+    """Return the highest-priority entries that fit into ``budget``, at least one, as JSON in their original order."""
     order = list(range(len(entries)))
     rewards = [e["reward"] if e["reward"] is not None else math.nan for e in entries]
     finite = [i for i in order if not math.isnan(rewards[i])]

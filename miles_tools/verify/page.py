@@ -1,4 +1,4 @@
-"""What ``miles verify`` shows: tables on the terminal, and a page of its own with the same numbers and two plots."""
+"""The output of ``miles verify``: tables on the terminal, and an HTML page with the same numbers and two plots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WORDS = {"", "cause", "text", "before", "after", "side", "format", "tensors", "
 
 
 def gap_rows(found: Verification) -> list[tuple[str, ...]]:
-    """The numbers of the gap, and of the engine against itself where it was measured."""
+    """Return the rows of the gap between engine and trainer, and between decoding and scoring of the engine if measured."""
     columns = [("engine - trainer", found.gap)]
     if found.decoding is not None:
         columns.append(("engine, decoding - scoring", found.decoding))
@@ -44,7 +44,7 @@ def _numbers(gap: Gap) -> tuple[str, ...]:
 
 
 def parity_rows(found: Verification) -> list[tuple[str, ...]]:
-    """What each side declares about its quantiser and its products, and what the probes say."""
+    """Return the declared parity of each side's quantiser and products, and the results of the probes."""
     products: list[tuple[str, ...]] = [
         (side.backend, side.format, "products", str(side.products[0]), str(side.products[1]), "", "")
         for side in found.parity
@@ -62,7 +62,7 @@ def parity_rows(found: Verification) -> list[tuple[str, ...]]:
 
 
 def worst_rows(gap: Gap) -> list[tuple[str, ...]]:
-    """The worst tokens with their context."""
+    """Return the tokens with the largest differences, with their context."""
     return [
         (
             *(str(t.sample), str(t.position), repr(t.text)),
@@ -74,7 +74,7 @@ def worst_rows(gap: Gap) -> list[tuple[str, ...]]:
 
 
 def sections(found: Verification) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """(title, columns, rows) of every table."""
+    """Yield (title, columns, rows) of every table."""
     yield "Log-probs of the same tokens on both sides, nats", GAP_COLUMNS, gap_rows(found)
     if found.parity:
         probes = dict.fromkeys(name for side in found.parity for name in side.probes)
@@ -94,8 +94,7 @@ def verdict(found: Verification) -> str:
 
 
 def tables(found: Verification, console: Console) -> Iterator[RenderableType]:
-    """The sections as tables for the terminal; a table that is wider than it is a list, because columns of broken words
-    cannot be read."""
+    """Yield the sections as terminal tables; a table wider than the terminal becomes a list, to avoid broken words."""
     from rich import box
     from rich.console import Group
     from rich.padding import Padding

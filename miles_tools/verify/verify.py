@@ -1,4 +1,4 @@
-"""What ``miles verify`` does: build engine and trainer as a run would, and hold one against the other."""
+"""Implements ``miles verify``: builds engine and trainer as a run would, and compares their log-probs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Verification:
     """One policy's result.
 
     Attributes:
-        gap: engine (as it sampled) against trainer (as it trains).
-        decoding: the engine's log-probs while decoding against its own scores of the whole sequence; None where it
-            cannot score or the sampler is truncated.
-        budget: when asked for.
-        parity: how each side with a number format quantises, against what it declares.
-        engine, trainer: the log-probabilities themselves, one array a sample, for plots.
+        gap: difference between the engine's log-probs during sampling and the trainer's during training.
+        decoding: difference between the engine's log-probs during decoding and its scores of the whole sequence; None if it cannot
+            score or the sampler is truncated.
+        budget: causes of the gap, if requested.
+        parity: probe results of each side with a number format, compared with its declared parity.
+        engine, trainer: the log-probabilities, one array per sample, for plots.
     """
 
     policy: str
@@ -50,7 +50,7 @@ class Verification:
         return self.gap.mean_abs <= self.tolerance
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, without the samples."""
+        """Return JSON-compatible data without the samples."""
         return {
             "policy": self.policy,
             "ok": self.ok,
@@ -68,19 +68,19 @@ async def verify(
     """Verify every policy of a run whose parts were just built.
 
     Args:
-        run, parts: what ``run.parts.built`` gave.
-        resume_from: a checkpoint to read first.
-        with_budget: divide the gap among its causes.
+        run, parts: result of ``run.parts.built``.
+        resume_from: checkpoint to load first.
+        with_budget: attribute the gap to its causes.
     """
     prompts = probe_prompts(run)
     found = []
     for each in parts:
         policy = each.policy
-        if each.engine is None:  # nothing to hold the trainer against
+        if each.engine is None:  # no engine to compare the trainer with
             continue
         if resume_from is not None:
             if with_budget and not in_this_process(each.serving):
-                await each.learner.take_snapshot(-1)  # what the engine was started with
+                await each.learner.take_snapshot(-1)  # the weights that the engine started with
             await each.learner.load(resume_from / policy.name)
         policy.version = (await each.learner.push(run.step)).version
         run.hooks.on("on_weights_synced", run=run, policy=policy, version=policy.version)
@@ -91,7 +91,7 @@ async def verify(
 async def verify_policy(
     run: Run, parts: PolicyParts, prompts: Sequence[Sequence[int]], with_budget: bool = False
 ) -> Verification:
-    """Hold the engine of a policy against its trainer; both are built and synced."""
+    """Compare the engine of a policy with its trainer; both must be built and synced."""
     policy = parts.policy
     check_version(parts)
     samples = await probe(run, parts, prompts)

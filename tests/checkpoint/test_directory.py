@@ -171,7 +171,7 @@ def test_missing_manifest_other_format_missing_step(tmp_path):
     with pytest.raises(CheckpointError, match="it has none"):
         checkpoints.load()
     save(checkpoints, 3)
-    with pytest.raises(CheckpointError, match=r"step 4 was asked for .* it has steps 3"):
+    with pytest.raises(CheckpointError, match=r"step 4 was requested .* it has steps 3"):
         checkpoints.load(4)
     file = checkpoints.path(3) / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))

@@ -40,7 +40,7 @@ def test_an_absent_part_names_the_plugin_that_is_called_like_it(manifests):
     schema = collect(manifests)
     message = elsewhere.explain_value(schema.find("engine"), "vllm", schema)
     assert message == (
-        "engine cannot be 'vllm'; it is one of embedded or server; others come with plugins; install the package that brings it"
+        "engine cannot be 'vllm'; it is one of embedded or server; others come with plugins; install the package that provides it"
     )
     assert "nothing provides one" in elsewhere.explain_value(collect([]).find("engine"), "vllm", collect([]))
     assert elsewhere.explain_value(schema.find("engine"), "servr", schema) is None  # the check says: did you mean
@@ -68,7 +68,7 @@ def test_every_flag_that_a_sentence_recommends_exists():
     table = tomllib.loads(Path(elsewhere.__file__).with_suffix(".toml").read_text())
     known = {*collect([]).spellings(), *table["flags"]}
     sentences = [*table["flags"].values(), *(text for values in table["values"].values() for text in values.values())]
-    sentences += [here for names in elsewhere.others().values() for here in names.values()]
+    sentences += [here for names in elsewhere.foreign_options().values() for here in names.values()]
     for sentence in sentences:
         assert sentence.strip() and not sentence.endswith(".")
         for flag in re.findall(r"--[a-z0-9-]+", sentence):
@@ -91,7 +91,7 @@ def test_an_option_of_another_program_is_translated():
 def test_an_option_that_has_another_meaning_here_is_told_apart():
     """Nobody is told of it on the command line, where core's option is taken."""
     core = set(collect([]).spellings())
-    for names in elsewhere.others().values():
+    for names in elsewhere.foreign_options().values():
         for theirs, here in names.items():
             flag = "--" + theirs.lstrip("-").replace("_", "-")
             assert flag not in core or flag in here, theirs

@@ -74,7 +74,7 @@ def test_rules_name_options_only():
         (["--min-lr", "1"], "--lr is 1e-06 (default)"),
         (
             ["--rollout-max-context-len", "2000", "--rollout-max-prompt-len", "2000"],
-            "a response must fit behind the prompt",
+            "a response must fit after the prompt",
         ),
     ],
 )
@@ -92,9 +92,15 @@ def test_relations_name_options_of_core():
     ("words", "says"),
     [
         (["--max-weight-staleness", "2"], "it needs schedule == async, and --schedule is sync"),
-        (["--fully-async", "--max-weight-staleness", "0"], "--schedule sync trains on none that is older"),
-        (["--fully-async", "--over-sampling-batch-size", "64"], "--max-weight-staleness bounds what is asked for"),
-        (["--partial-rollout"], "a collection that asks for no more prompts than it needs leaves nothing unfinished"),
+        (["--fully-async", "--max-weight-staleness", "0"], "--schedule sync never trains on older samples"),
+        (
+            ["--fully-async", "--over-sampling-batch-size", "64"],
+            "--max-weight-staleness bounds the number of requested prompts",
+        ),
+        (
+            ["--partial-rollout"],
+            "a collection that requests no more prompts than it needs leaves no response unfinished",
+        ),
         (["--pause-generation-mode", "in_place"], "it needs rollout.partial_rollout or schedule == async"),
         (["--mask-offpolicy-in-partial-rollout"], "only then is a response in flight while weights change"),
         (["--stale-samples", "train"], "it needs schedule == async"),

@@ -4,10 +4,11 @@ import shlex
 
 import pytest
 
-from miles_core import ConfigError, Plugin, option
 from miles_core.config.load import load
 from miles_core.config.schema import collect
-from miles_core.config.translate import translate, translated
+from miles_core.config.translate import translate, translate_flag
+from miles_core.plugin import ConfigError, Plugin, option
+from miles_tools import plugin as tools
 
 
 @pytest.mark.parametrize(
@@ -23,12 +24,12 @@ from miles_core.config.translate import translate, translated
     ],
 )
 def test_a_table_says_what_stands_for_a_flag(table, words, found):
-    assert translated(table, words) == found
+    assert translate_flag(table, words) == found
 
 
 def said(line, *plugins):
     with pytest.raises(ConfigError) as error:
-        load(shlex.split(line), manifests=plugins, environment={})
+        load(shlex.split(line), manifests=(tools, *plugins), environment={})
     return str(error.value)
 
 
@@ -45,7 +46,7 @@ SLIME = (
 def test_a_pasted_command_line_is_answered_with_the_one_that_works():
     text = said(SLIME)
     line = working(text)
-    config = load(line, manifests=(), environment={})
+    config = load(line, manifests=(tools,), environment={})
     assert config.get("train.seed") == 7 and config.get("evaluation.prompt_data") == ("aime=/data/aime.jsonl",)
     assert config.get("reward.rm_type") == "math" and "the command line below solves all of them" in text
 

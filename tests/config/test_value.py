@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from miles_core.config.schema import collect
-from miles_core.config.value import check, listing
+from miles_core.config.value import check, format_choices
 from miles_core.errors import ConfigError
 from miles_core.plugin.discovery import manifests
 
@@ -43,7 +43,7 @@ def test_bounds_hold_for_every_item_of_a_list():
 
 
 def test_listing():
-    assert (listing(("a",)), listing(("a", "b", "c"))) == ("a", "a, b or c")
+    assert (format_choices(("a",)), format_choices(("a", "b", "c"))) == ("a", "a, b or c")
 
 
 def test_a_path_may_begin_with_the_home_directory(monkeypatch):

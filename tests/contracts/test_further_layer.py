@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles_core import ConfigError, Plugin, hookimpl
-from miles_core.backend import FurtherLayer, further_layer
 from miles_core.contracts.hooks import load_hooks
+from miles_core.plugin import ConfigError, Plugin, hookimpl
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.resolve import resolve
+from miles_core.trainer import FurtherLayer, further_layer
 
 WISH = FurtherLayer("mtp", "draft", 0.3, lr=1e-4)
 

@@ -36,7 +36,7 @@ def test_a_chat_with_media_is_refused_with_row_and_column(tmp_path, prompt, word
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps({"messages": p}) + "\n" for p in (TEXT, prompt)))
     with pytest.raises(
-        DataError, match=rf"p.jsonl:2: the prompt 'messages' holds {words}, and a run shows a model text"
+        DataError, match=rf"p.jsonl:2: the prompt 'messages' holds {words}, but a run passes only text to a model"
     ):
         Prompts(str(path), input_key="messages")
 
@@ -67,7 +67,9 @@ def test_a_column_with_media_is_refused_unless_it_is_empty(tmp_path, kind, colum
 
     assert len(Prompts(stored("empty", [] if isinstance(value, list) else None))) == 2
     full = stored("full", value)
-    with pytest.raises(DataError, match=rf"full.*(:2|row 1): the column '{column}' is not empty, and a run shows"):
+    with pytest.raises(
+        DataError, match=rf"full.*(:2|row 1): the column '{column}' is not empty, but a run passes only text"
+    ):
         Prompts(full)
     assert len(Prompts(f"{full}@[:1]")) == 1
 

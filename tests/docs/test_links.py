@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from functools import cache
 from pathlib import Path
 
@@ -74,3 +75,49 @@ def test_the_navigation_names_pages_and_every_page_is_reached():
         (path.parent / file).resolve() for path in PAGES for file, _ in links(path.read_text(encoding="utf-8")) if file
     }
     assert [p.name for p in (ROOT / "docs").glob("**/*.md") if p.resolve() not in named | linked] == []
+
+
+def test_the_navigation_lists_every_plugin_and_the_index_links_to_it():
+    site = runpy.run_path(str(ROOT / "docs" / "site.py"))
+    config = site["on_config"](yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    plugins = {path.parent.name for path in ROOT.glob("plugins/*/README.md")}
+    assert {f"plugins/{name}.md" for name in plugins} <= set(entries(config["nav"])) and "contributing.md" in entries(
+        config["nav"]
+    )
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert [name for name in plugins if f"(../plugins/{name}/README.md)" not in index] == []
+
+
+def test_the_search_ranks_pages_for_users_first():
+    boost = runpy.run_path(str(ROOT / "docs" / "site.py"))["boost"]
+    assert (
+        boost("checkpoints.md")
+        > boost("families.md")
+        > boost("decisions/0004-checkpoint-layouts.md")
+        >= boost("api.md")
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("resume", "checkpoints"),
+        ("seed", "configuration"),
+        ("checkpoint", "checkpoints"),
+        ("reward", "rewards-and-tools"),
+        ("tools", "rewards-and-tools"),
+    ],
+)
+def test_the_page_for_a_word_wins_the_search(word, page):
+    """The site's search (lunr) counts a word in a heading 1,000 times a word in the text, times the weight of the page."""
+    boost = runpy.run_path(str(ROOT / "docs" / "site.py"))["boost"]
+    weights = {}
+    for path in (ROOT / "docs").rglob("*.md"):
+        name = path.relative_to(ROOT / "docs").as_posix()
+        if any(re.search(rf"\b{word}", heading, re.IGNORECASE) for heading in headings(path)):
+            weights[name] = boost(name)
+    assert max(weights, key=weights.__getitem__) == f"{page}.md", weights
+
+
+def headings(page):
+    return re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_core import ConfigError
 from miles_core.config.load import load
+from miles_core.plugin import ConfigError
 from miles_core.run.prepare import prepare
 
 ROOT = Path(__file__).parents[2]

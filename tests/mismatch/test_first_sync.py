@@ -123,7 +123,7 @@ def test_each_engine_behind_a_front_is_compared(toy_run, monkeypatch):
 
 def test_it_takes_less_than_two_seconds_and_changes_no_training_sample(toy_run, monkeypatch):
     seconds = []
-    compared = first_sync.FirstSync._compared
+    compared = first_sync.FirstSync._compare
 
     async def timed(self, *args):
         start = time.perf_counter()
@@ -131,7 +131,7 @@ def test_it_takes_less_than_two_seconds_and_changes_no_training_sample(toy_run, 
         seconds.append(time.perf_counter() - start)
         return found
 
-    monkeypatch.setattr(first_sync.FirstSync, "_compared", timed)
+    monkeypatch.setattr(first_sync.FirstSync, "_compare", timed)
     checked, without = toy_run(self_check=True), toy_run(self_check=False)
     assert len(seconds) == 1 and seconds[0] < 2
     losses = [[record.get("train/loss") for record in run.metrics] for run in (checked, without)]

@@ -12,8 +12,10 @@ HEAD = """
 from dataclasses import replace
 import numpy as np
 import torch
-from miles_core import *
-from miles_core.backend import *
+from miles_core.data import *
+from miles_core.engine import *
+from miles_core.plugin import *
+from miles_core.trainer import *
 """
 
 

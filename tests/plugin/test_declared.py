@@ -7,7 +7,7 @@ import pytest
 from miles_core.cli.main import main
 from miles_core.config.load import load
 from miles_core.errors import PluginError
-from miles_core.plugin.declared import mistakes
+from miles_core.plugin.declared import find_mistakes
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.manifest import Plugin, Rule
 
@@ -26,7 +26,7 @@ plugin = Plugin("{name}", "a rival", "0.1", "~=0.1", config=Options)
 
 
 def made(**changes):
-    return list(mistakes(Plugin(**{"name": "mine", "summary": "s", "version": "0", "core": ">=0", **changes})))
+    return list(find_mistakes(Plugin(**{"name": "mine", "summary": "s", "version": "0", "core": ">=0", **changes})))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def made(**changes):
             "its requires is Rule.*must be tuple of Rule; a tuple of one needs a comma",
         ),
         ({"hooks": "H"}, "its hooks is 'H', and must be mapping of str to str or tuple of str"),
-        ({"provides": {"engin": {"x": "m:f"}}}, "it provides 'engin', which nobody asks for; did you mean engine"),
+        ({"provides": {"engin": {"x": "m:f"}}}, "it provides 'engin', which core does not use; did you mean engine"),
         ({"requires": (Rule("model.moe", " "),)}, "the rule 'model.moe' has no reason"),
         ({"claims": {"precision": ""}}, "the claim 'precision' has no reason"),
         ({"name": "Bad Name"}, "its name 'Bad Name' must be letters"),

@@ -181,7 +181,7 @@ def test_a_checkpoint_without_a_readable_config_is_refused(tmp_path, content, re
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be a whole number from 1 on"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be a whole number of at least 1"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"num_experts": "many"}, "cannot be used"),
@@ -234,9 +234,9 @@ def test_facts_can_be_declared_unknown():
         ("rollout.precision=fp8", "is an option, give --rollout-precision fp8"),
         ("plugin.r3=true", "activate plugins with --plugins r3"),
         ("gpu=B20", "no GPU of that name is known; did you mean B200"),
-        ("gpu.count=x", "--fact gpu.count=x: gpu.count is a whole number from 0 on"),
+        ("gpu.count=x", "--fact gpu.count=x: gpu.count is a whole number of at least 0"),
         ("gpu.sm=9.0", "gpu.sm is a whole number"),
-        ("model.layers=0", "model.layers is a whole number from 1 on"),
+        ("model.layers=0", "model.layers is a whole number of at least 1"),
         ("model.moe=1", "model.moe is true, false or unknown"),
     ],
 )

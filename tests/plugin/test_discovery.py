@@ -75,7 +75,7 @@ def test_an_unknown_name_suggests_the_nearest_(install):
 
 def test_what_is_no_manifest_is_refused(install):
     install("odd", "plugin = 3")
-    with pytest.raises(PluginError, match=r"miles_test_odd:plugin is int, not a miles_core\.Plugin"):
+    with pytest.raises(PluginError, match=r"miles_test_odd:plugin is int, not a miles_core\.plugin\.Plugin"):
         discover().request("odd")
     install("named", MANIFEST.format(name="otherwise"))
     with pytest.raises(PluginError, match="its manifest calls itself 'otherwise'"):
@@ -147,7 +147,7 @@ def test_a_file_with_an_unmarked_hook_is_refused(tmp_path):
         loaded(
             write(
                 tmp_path,
-                "from miles_core import hookimpl\n"
+                "from miles_core.plugin import hookimpl\n"
                 "@hookimpl\ndef on_step(metrics):\n    pass\n"
                 "def on_save(store):\n    pass\n",
             )
@@ -195,9 +195,9 @@ def test_the_host_imports_neither_torch_nor_transformers(tmp_path):
         "from miles_core.config.load import load\n"
         "from miles_core.run.prepare import prepare\n"
         "from miles_core.plugin.render import describe\n"
-        "from miles_tools.authoring.scan import implemented\n"
+        "from miles_tools.authoring.scan import scan_hooks\n"
         f"plan, _ = prepare(load(['--plugins', {write(tmp_path, FILE_WITH_MANIFEST)!r}]))\n"
-        "assert 'on_step: mine' in describe(plan, implemented(plan))\n"
+        "assert 'on_step: mine' in describe(plan, scan_hooks(plan))\n"
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -8,7 +8,7 @@ from miles_core.contracts.trainer import Loss
 from miles_core.errors import PluginError
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Fact, Facts, State
-from miles_core.plugin.guard import specified
+from miles_core.plugin.guard import read_specs
 from miles_core.plugin.load import compose
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.marker import hookimpl
@@ -69,7 +69,7 @@ def test_plugins_are_called_in_plan_order(load):
 
 def test_every_hook_can_be_told_and_every_spec_is_known(load):
     hooks = load({})
-    for name, arguments in specified(HookSpecs).items():
+    for name, arguments in read_specs(HookSpecs).items():
         given = dict.fromkeys(arguments)
         if name.startswith("on_"):
             hooks.on(name, **given)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles_core import Facts
+from miles_core.plugin import Facts
 from miles_core.plugin.facts import Fact
 from miles_core.plugin.memory import GB, Parts, Usage, review_memory
 

@@ -11,6 +11,7 @@ from miles_core.plugin.load import Hooks
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.run.prepare import prepare
 from miles_embedded import plugin as embedded
+from miles_tools import plugin as tools
 from miles_tools.authoring.explain import lint
 
 PARTS = {"engine": {"x": "m:e"}, "trainer": {"y": "m:t"}}
@@ -23,7 +24,7 @@ def mine(name="mine", **parts):
 def problems(flags, **parts):
     """Headlines of a run whose backends are ``mine``'s."""
     config = load(
-        ["--engine", "x", "--trainer", "y", *flags], manifests=[embedded, mine(**{"provides": PARTS} | parts)]
+        ["--engine", "x", "--trainer", "y", *flags], manifests=[embedded, tools, mine(**{"provides": PARTS} | parts)]
     )
     found = check({"mine": "--plugins"}, config.schema.manifests, Facts(config.facts()))
     return [p.headline for p in found.problems], found.advice
@@ -48,27 +49,27 @@ def test_options_of_core_need_what_a_backend_can(flags, needed):
 
 def test_a_part_that_nothing_asks_for_is_told_and_a_second_one_refused():
     drafts = [mine(name, provides={"decoder": {name: "m:d"}}) for name in ("one", "two")]
-    config = load([], manifests=[embedded, *drafts])
+    config = load([], manifests=[embedded, tools, *drafts])
     manifests, facts = config.schema.manifests, Facts(config.facts())
     assert not check({"one": "--plugins"}, manifests, facts).problems
     (problem,) = check({"one": "--plugins", "two": "--plugins"}, manifests, facts).problems
-    assert problem.headline == "two brings a second decoder" and "one provides it too" in problem.because
+    assert problem.headline == "two brings a second decoder" and "one also provides one" in problem.because
     _, advice = problems([], provides=PARTS | {"decoder": {"d": "m:d"}})
-    assert "mine: its part decoder is left unused" not in "".join(advice)  # its own engine may ask for it
-    other = load(["--engine", "x", "--trainer", "y"], manifests=[embedded, mine(provides=PARTS), drafts[0]])
+    assert "mine: its part decoder is not used" not in "".join(advice)  # its own engine may ask for it
+    other = load(["--engine", "x", "--trainer", "y"], manifests=[embedded, tools, mine(provides=PARTS), drafts[0]])
     told = check({"mine": "--plugins", "one": ""}, other.schema.manifests, Facts(other.facts())).advice
-    assert any(line.startswith("one: its part decoder is left unused; engine = x") for line in told)
+    assert any(line.startswith("one: its part decoder is not used; engine = x") for line in told)
 
 
 def planned(flags, *manifests):
-    config = load(flags, manifests={m.name: m for m in (embedded, *manifests)})
+    config = load(flags, manifests={m.name: m for m in (embedded, tools, *manifests)})
     return prepare(config, catalogue=config.schema.manifests)
 
 
 def test_values_that_plugins_set_obey_types_bounds_and_the_rules_of_core():
     with pytest.raises(ConfigError, match=r"rollout.batch_size set by mine.* cannot be -3"):
         planned(["--plugins", "mine"], mine(sets={"rollout.batch_size": -3}))
-    with pytest.raises(ConfigError, match="a sample that is generated beside the training"):
+    with pytest.raises(ConfigError, match="a sample that is generated during the training"):
         planned(["--plugins", "mine", "--schedule", "async"], mine(sets={"rollout.max_weight_staleness": 0}))
 
 
@@ -86,10 +87,8 @@ def test_a_fix_that_cannot_start_is_not_proposed():
 def test_hooks_that_there_are_not_and_heavy_manifests_are_found_by_the_checks(install, capsys):
     from miles_tools.commands import plan, plugins
 
-    hooks = "from miles_core import hookimpl\nclass H:\n    @hookimpl\n    def on_stepp(self): ...\n"
-    text = (
-        "from miles_core import Plugin\nplugin = Plugin('slip', '', '1', '>=0', hooks={'': 'miles_test_slip.hooks:H'}, "
-    )
+    hooks = "from miles_core.plugin import hookimpl\nclass H:\n    @hookimpl\n    def on_stepp(self): ...\n"
+    text = "from miles_core.plugin import Plugin\nplugin = Plugin('slip', '', '1', '>=0', hooks={'': 'miles_test_slip.hooks:H'}, "
     install("slip", text + "before=('embeded', 'elsewhere'))", hooks)
     with pytest.raises(PluginError, match=r"plugin slip: there is no hook 'on_stepp'; did you mean on_step"):
         plan.run(["--plugins", "slip"])
@@ -106,7 +105,7 @@ def test_a_manifest_that_imports_torch_is_told(install, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     install(
         "heavy",
-        "import sys\nsys.modules['torch'] = None\nfrom miles_core import Plugin\nplugin = Plugin('heavy', '', '1', '>=0')",
+        "import sys\nsys.modules['torch'] = None\nfrom miles_core.plugin import Plugin\nplugin = Plugin('heavy', '', '1', '>=0')",
     )
     catalogue = discover()
     assert catalogue["heavy"].name == "heavy" and catalogue.heavy == ["heavy"]

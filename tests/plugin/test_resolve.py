@@ -9,7 +9,7 @@ from miles_core.data.field import Field
 from miles_core.errors import PlanError
 from miles_core.plugin.check import check
 from miles_core.plugin.facts import Fact, Facts, State
-from miles_core.plugin.fixes import fixes
+from miles_core.plugin.fixes import find_fixes
 from miles_core.plugin.manifest import Capability, Pair, Plugin, Rule, Set
 from miles_core.plugin.options import option
 from miles_core.plugin.resolve import resolve
@@ -89,7 +89,7 @@ def test_every_violation_is_reported_and_nothing_else(manifests, requested, valu
 def test_order_respects_before_and_breaks_ties_by_request(manifests, requested, values):
     checked = check(requested, manifests, switches(values))
     order = checked.order
-    if any("want to go first" in p.verb for p in checked.problems):
+    if any("form a cycle" in p.verb for p in checked.problems):
         return
     for name in order:
         for other in manifests[name].before:
@@ -104,7 +104,7 @@ def test_every_suggested_fix_is_accepted(manifests, requested, values):
     given_facts = switches(values)
     refused = check(requested, manifests, given_facts)
     if refused.problems:
-        for fix in fixes(requested, manifests, given_facts, refused):
+        for fix in find_fixes(requested, manifests, given_facts, refused):
             assert check(fix.requested, manifests, fix.facts).problems == []
 
 
@@ -115,7 +115,7 @@ def test_every_fix_for_the_published_plugins_is_accepted(requested, sm, moe, dat
     given_facts = facts(sm=sm, moe=moe, rollout=data.draw(formats), train=data.draw(formats))
     refused = check(sorted(requested), ALL, given_facts)
     if refused.problems:
-        found = fixes(sorted(requested), ALL, given_facts, refused)
+        found = find_fixes(sorted(requested), ALL, given_facts, refused)
         assert found, "going back to bf16 or dropping a plugin always helps here"
         for fix in found:
             assert check(fix.requested, ALL, fix.facts).problems == []
@@ -125,8 +125,8 @@ def test_a_cycle_is_told_with_its_path():
     manifests = {"a": plugin("a", before=("b",)), "b": plugin("b", before=("a",))}
     (headline,) = headlines(["a", "b"], manifests)
     assert headline in (
-        "these plugins each want to go first: a -> b -> a",
-        "these plugins each want to go first: b -> a -> b",
+        "these plugins form a cycle: a -> b -> a",
+        "these plugins form a cycle: b -> a -> b",
     )
 
 

@@ -26,7 +26,7 @@ def test_accept_returns_the_digest_of_the_plan_it_was_sent():
 
 
 def test_accept_refuses_another_core():
-    with pytest.raises(PlanError, match=r"made by miles-core 0\.1\.0, here is 0\.2\.0"):
+    with pytest.raises(PlanError, match=r"made by miles-core 0\.1\.0, but 0\.2\.0 is installed here"):
         accept(PLAN, "0.2.0", R3, sm(100))
 
 

@@ -54,7 +54,7 @@ def test_native_is_refused_where_it_cannot_be_had():
 def test_a_format_without_a_product_says_so():
     from miles_int4.format import Int4
 
-    with pytest.raises(NoProduct, match="int4 has no product of its own"):
+    with pytest.raises(NoProduct, match="int4 has no native product"):
         Int4().product(torch.device("cpu"), torch.float32)
 
 

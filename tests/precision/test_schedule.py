@@ -153,7 +153,7 @@ def test_an_engine_whose_layout_changed_waits_for_weights(toy_run):
     async def main():
         await engine.start()
         await engine.rebuild("bf16")
-        with pytest.raises(MilesError, match="its layout changed"):
+        with pytest.raises(MilesError, match="the layout changed"):
             await engine.generate(Request([3, 4], Sampling(2)))
 
     asyncio.run(main())

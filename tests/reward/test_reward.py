@@ -165,7 +165,7 @@ def raising(error):
         (raising(KeyboardInterrupt()), "it raised KeyboardInterrupt; raise an error"),
         (raising(GeneratorExit()), "it raised GeneratorExit; raise an error"),
         (raising(TimeoutError()), "raised TimeoutError on sample 10$"),
-        (lambda args, sample: 10**400, "a whole number of hundreds of digits"),
+        (lambda args, sample: 10**400, "an integer with hundreds of digits"),
         (lambda args, sample: 1e308, "its square is infinite"),
         (lambda args, sample: sample.tokens.append(3) or 1.0, "changed the tokens of sample 10"),
     ],
@@ -282,7 +282,7 @@ def test_an_unknown_scope_is_refused():
 def test_group_rewards_and_their_concurrency_in_a_run(toy_run, tmp_path, plain):
     """Training and evaluation call the function with whole groups, at most ``--reward-concurrency`` at once."""
     (tmp_path / "rank.py").write_text(
-        "import asyncio, time\nfrom miles_core import group_reward\n\nrunning, most, sizes = 0, 0, []\n\n"
+        "import asyncio, time\nfrom miles_core.plugin import group_reward\n\nrunning, most, sizes = 0, 0, []\n\n"
         "@group_reward\n" + ("" if plain else "async ") + "def reward(args, samples):\n    global running, most\n"
         "    running += 1\n    most = max(most, running)\n    sizes.append(len(samples))\n"
         + ("    time.sleep(0.01)\n" if plain else "    await asyncio.sleep(0.01)\n")

@@ -41,7 +41,7 @@ def test_stuck_groups_are_aborted_and_their_prompts_come_first_next_time(toy_run
 def test_groups_are_trained_in_the_order_of_their_prompts_however_they_finish(toy_run, tmp_path):
     (tmp_path / "late.py").write_text(STUCK.replace("(0, 3)", "(0,)").replace("300", "0.05"))
     (tmp_path / "watch.py").write_text(
-        "from miles_core import hookimpl\n\n@hookimpl\ndef on_batch(run, batch):\n    run.stash['index'] = batch.index\n"
+        "from miles_core.plugin import hookimpl\n\n@hookimpl\ndef on_batch(run, batch):\n    run.stash['index'] = batch.index\n"
     )
     run = toy_run([str(tmp_path / "watch.py")], steps=1, custom_generate_function_path=tmp_path / "late.py")
     assert run.run.stash["index"].tolist() == list(range(8))
@@ -49,7 +49,7 @@ def test_groups_are_trained_in_the_order_of_their_prompts_however_they_finish(to
 
 def test_a_group_whose_every_sample_failed_ends_the_run(toy_run, tmp_path):
     (tmp_path / "broken.py").write_text(
-        "from miles_core import Status\n\nasync def generate(args, sample, sampling_params):\n"
+        "from miles_core.data import Status\n\nasync def generate(args, sample, sampling_params):\n"
         "    sample.status = Status.FAILED\n    return sample\n"
     )
     with pytest.raises(DataError, match=r"every sample of group [01] failed"):

@@ -105,7 +105,7 @@ def test_parts_become_one_response_in_which_the_earliest_row_stays():
 
 
 WATCH = """
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_start(run):

@@ -9,7 +9,7 @@ import pytest
 from miles_core.errors import ConfigError, DataError, PluginError
 
 PLUGIN = """
-from miles_core import Plugin, Policy, RolloutFunction, hookimpl
+from miles_core.plugin import Plugin, Policy, RolloutFunction, hookimpl
 
 EVENTS = []
 

@@ -60,7 +60,7 @@ def test_keys_in_flight_are_distinct_whatever_samples_come_and_go(events):
 
 
 WATCH = """
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_start(run):
@@ -139,7 +139,7 @@ def test_calls_that_engines_abort_go_on_with_their_own_numbers(candidates, monke
 
 RETRY = """
 import copy
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def wrap_generate(run):

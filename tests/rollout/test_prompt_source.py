@@ -7,7 +7,8 @@ import pytest
 from miles_core.errors import ConfigError, DataError, PluginError
 
 PLUGIN = """
-from miles_core import Plugin, PromptSource, Row, hookimpl
+from miles_core.data import PromptSource, Row
+from miles_core.plugin import Plugin, hookimpl
 
 EVENTS = []
 
@@ -94,7 +95,7 @@ def test_evaluation_from_a_source_and_what_is_told_about_it(run, tmp_path):
 
 def test_sources_that_do_not_fit(run, tmp_path):
     with pytest.raises(
-        PluginError, match=r"--prompts wrong: its provider returned \[1, 2\]; return a miles_core.PromptSource"
+        PluginError, match=r"--prompts wrong: its provider returned \[1, 2\]; return a miles_core.data.PromptSource"
     ):
         run(prompts="wrong")
     held = {"eval_interval": 1, "steps": 1}

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles_core import Policy
 from miles_core.data.sample import Sample
+from miles_core.plugin import Policy
 from miles_core.rollout.versions import age, mask_older, staleness, trained_versions
 
 

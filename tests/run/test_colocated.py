@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 from miles_testing import plan, toy_run
 from miles_testing.doubles import apart
 
 #: Gives every parameter memory that can be given back, and writes down what sleeps when a sample is made and when a batch is trained.
 WATCH = r"""
 import sys
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 MODELS = sys.__dict__.setdefault("watched_models", {})  # workers of one process have a copy of this module each
 
@@ -47,7 +47,7 @@ def wrap_weights(run, policy):
 """
 #: Kills the only engine and the trainer in the second step's training.
 DEATH = """
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 from miles_testing.doubles import apart
 
 @hookimpl

@@ -11,7 +11,9 @@ from miles_testing.doubles import apart
 #: A frozen teacher that generates nothing: its log-probs of the samples' tokens and its best tokens travel with the samples.
 TEACHER = """
 import numpy as np
-from miles_core import Field, Loss, Plugin, Policy, hookimpl
+from miles_core.data import Field
+from miles_core.plugin import Plugin, Policy, hookimpl
+from miles_core.trainer import Loss
 
 plugin = Plugin(
     name="teacher", summary="distillation", version="1", core=">=0",
@@ -49,8 +51,8 @@ def wrap_loss(policy):
 """
 
 LEARN = """
-from miles_core import hookimpl
-from miles_core.backend import Learned
+from miles_core.plugin import hookimpl
+from miles_core.trainer import Learned
 
 @hookimpl
 def wrap_learn(run, policy, handles):
@@ -64,7 +66,7 @@ def wrap_learn(run, policy, handles):
 
 SGD = """
 import torch
-from miles_core import Plugin
+from miles_core.plugin import Plugin
 
 plugin = Plugin(name="sgd", summary="SGD", version="1", core=">=0", provides={"optimizer": {"sgd": "make"}})
 
@@ -122,7 +124,7 @@ def test_another_optimizer_steps_and_is_resumed(toy_run, tmp_path):
 def test_two_policies_export_and_save_into_folders_of_their_own(toy_run, tmp_path):
     (tmp_path / "two.yaml").write_text("policies: {solver: {lr: 0.01}, proposer: {lr: 0.02}, judge: {role: frozen}}")
     (tmp_path / "turns.py").write_text(
-        "from miles_core import hookimpl\n\n@hookimpl\ndef on_sample(run, sample):\n"
+        "from miles_core.plugin import hookimpl\n\n@hookimpl\ndef on_sample(run, sample):\n"
         "    sample.policy = run.policies[sample.group_index % 2].name\n"
     )
     options = {"config": tmp_path / "two.yaml", "lr": None, "export_hf": tmp_path / "hf"}

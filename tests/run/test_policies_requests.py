@@ -1,7 +1,7 @@
 """Requests and rewards know the policy that they belong to."""
 
 REWARDS = """
-from miles_core import Plugin, Policy, group_reward, hookimpl
+from miles_core.plugin import Plugin, Policy, group_reward, hookimpl
 
 plugin = Plugin(
     name="rewards", summary="a reward for each policy", version="1", core=">=0", hooks={"": ""},

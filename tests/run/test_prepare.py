@@ -8,7 +8,7 @@ from miles_core.errors import PlanError
 from miles_testing import plan, toy_run
 
 PLUGIN = """
-from miles_core import Plugin
+from miles_core.plugin import Plugin
 
 plugin = Plugin("ordered", "sets a variable", "0", "~=0.1", sets={"env.MILES_TEST_ORDER": "1"})
 """

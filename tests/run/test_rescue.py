@@ -114,7 +114,7 @@ def test_a_step_that_was_trained_in_part_is_not_taken_for_a_complete_one(toy_run
     with pytest.raises(NonFiniteError) as caught:
         toy_run(directory=tmp_path / "run", steps=3, num_steps_per_rollout=2, save_interval=1, **where)
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000001"]
-    assert "the weights are no longer those of step 1" in (tmp_path / "run/run.log").read_text()
+    assert "step 2 had changed the weights of step 1" in (tmp_path / "run/run.log").read_text()
     assert "step_00000001" in caught.value.__notes__[-1]
 
 

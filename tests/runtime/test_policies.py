@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles_core import Policy
 from miles_core.contracts.policy import check_policies
 from miles_core.contracts.run import Run
 from miles_core.data.sample import Sample
 from miles_core.errors import CheckpointError, DataError, PluginError
+from miles_core.plugin import Policy
 from miles_testing.doubles import apart
 
 #: A second policy that learns from every other group; both are asked in turn.
 TWO = """
-from miles_core import Policy, hookimpl
+from miles_core.plugin import Policy, hookimpl
 
 @hookimpl
 def on_start(run):

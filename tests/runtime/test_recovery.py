@@ -17,7 +17,7 @@ from miles_testing.doubles import apart
 FAULTS = """
 import json
 from pathlib import Path
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 from miles_testing.doubles import apart
 
 def reach(run, moment, step):

@@ -55,7 +55,7 @@ def compiler(tmp_path):
 @pytest.fixture
 def compiled(library):
     """Makes the file that stands for the library."""
-    return lambda: library.compiled(native.compiler())
+    return lambda: library.build(native.compiler())
 
 
 def compiles(tmp_path):

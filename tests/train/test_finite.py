@@ -12,7 +12,7 @@ from miles_core.train.finite import SYNC_EVERY, first_nonfinite
 #: Makes all weights NaN in the third step, after the gradient was found to be finite.
 DIVERGES = """
 import torch
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def wrap_optimizer_step(run, policy):

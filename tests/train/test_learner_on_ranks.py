@@ -86,7 +86,9 @@ def test_two_ranks_learn_what_one_process_learns(ranks, groups, strategy, tmp_pa
 
 
 COLUMN = """
-from miles_core import Field, Needs, Plugin
+from miles_core.data import Field
+from miles_core.plugin import Plugin
+from miles_core.trainer import Needs
 
 plugin = Plugin(
     name="column", summary="an advantage that is a column", version="1", core=">=0",
@@ -107,5 +109,5 @@ def test_an_advantage_finds_its_columns_on_a_rank_without_samples(tmp_path):
     rank = made(words, tmp_path)
     pairs, seen = rank.learn(Share([], [], 1, []), 0)
     assert pairs["train/grad_norm"][0] == 0 and seen == []
-    with pytest.raises(DataError, match="reads the column 'seen', which no sample carries"):
+    with pytest.raises(DataError, match="reads the column 'seen', which no sample has"):
         rank.learn(divided(rollout(1), rank.run.config.train, 1)[0], 0)

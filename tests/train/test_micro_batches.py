@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from miles_core import MICRO_BATCH_TOKENS, micro_batch_limits
 from miles_core.config.load import load
+from miles_core.trainer import MICRO_BATCH_TOKENS, micro_batch_limits
 
 TOKENS = MICRO_BATCH_TOKENS["cpu"]
 

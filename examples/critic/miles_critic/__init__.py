@@ -1,8 +1,9 @@
-"""PPO with a critic: values from a second model, advantages by GAE. A plugin against public names only."""
+"""PPO with a critic: values from a second model, advantages by GAE. The plugin uses public names only."""
 
 from dataclasses import dataclass
 
-from miles_core import Field, Plugin, option
+from miles_core.data import Field
+from miles_core.plugin import Plugin, option
 
 __version__ = "0.1.0"
 
@@ -13,7 +14,7 @@ class CriticConfig:
 
     lr: float = option(1e-5, flag="--critic-lr", help="learning rate of the critic", ge=0)
     only_steps: int = option(
-        0, flag="--num-critic-only-steps", help="rollout steps in which only the critic learns", ge=0
+        0, flag="--num-critic-only-steps", help="number of initial steps that train only the critic", ge=0
     )
 
 

@@ -1,7 +1,7 @@
-"""Where the critic takes part in a run.
+"""Hooks of the critic.
 
-The critic scores the states of each rollout before anything is trained. Its values travel with the samples, so that advantages (policy)
-and returns (critic) are made of the same numbers (PPO, arXiv 1707.06347; GAE, arXiv 1506.02438).
+The critic computes the values of each rollout before any training. The values are stored in the samples, so that advantages (policy) and
+returns (critic) use the same values (PPO, arXiv 1707.06347; GAE, arXiv 1506.02438).
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from miles_core import AdvantageInputs, Needs, Policy, Run, Sample, at_last_token, gae, hookimpl
-from miles_core.backend import Learned, LearnerHandle
+from miles_core.data import Sample
+from miles_core.plugin import Policy, Run, hookimpl
+from miles_core.trainer import AdvantageInputs, Learned, LearnerHandle, Needs, at_last_token, gae
 from miles_critic import CriticConfig
 
 
@@ -23,7 +24,7 @@ class Critic:
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """A configuration file may name a critic of its own; otherwise it starts from the policy's weights."""
+        """Add a critic that starts from the policy's weights, unless the configuration file defines one."""
         if not any(policy.role == "critic" for policy in run.policies):
             options = {"lr": self.options.lr}
             run.policies.append(Policy(run.policy.hf_checkpoint, "critic", "critic", options=options))
@@ -45,7 +46,7 @@ class Critic:
 
 
 def make_advantage() -> Callable[[AdvantageInputs], Tensor]:
-    """``--advantage-estimator ppo``: the reward stands at the last token of a response."""
+    """Provider of ``--advantage-estimator ppo``: GAE with the reward at the last token of a response."""
 
     def ppo(inputs: AdvantageInputs) -> Tensor:
         assert inputs.batch is not None

@@ -1,14 +1,16 @@
 """A critic learns next to its policy, in one process and in several."""
 
 import json
+from importlib.resources import files
 from statistics import mean
 
 import pytest
 
-from miles_core import ConfigError, DataError, PlanError
+from miles_core.plugin import ConfigError, DataError, PlanError
 from miles_testing import toy_run
-from miles_testing.doubles import apart
 
+#: A runtime with trainer and engines in separate processes, loaded by its path.
+APART = str(files("miles_testing") / "doubles" / "apart.py")
 OPTIONS = {"advantage_estimator": "ppo", "critic_lr": 1e-2, "lr": 1e-3, "normalize_advantages": True}
 
 
@@ -25,7 +27,7 @@ def test_policy_and_critic_learn_the_toy_task(tmp_path):
 
 def test_workers_in_other_processes_learn_the_same():
     here = toy_run(["critic"], steps=3, **OPTIONS)
-    there = toy_run(["critic", str(apart.__file__)], steps=3, runtime="apart", **OPTIONS)
+    there = toy_run(["critic", APART], steps=3, runtime="apart", **OPTIONS)
     for name in ("critic/train/value_loss", "train/grad_norm", "reward/mean"):
         assert [m[name] for m in here.metrics] == [m[name] for m in there.metrics]
 

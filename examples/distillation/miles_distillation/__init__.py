@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from miles_core import Field, Plugin, Rule, option
+from miles_core.data import Field
+from miles_core.plugin import Plugin, Rule, option
 
 __version__ = "0.1.0"
 

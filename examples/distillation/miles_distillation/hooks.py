@@ -11,21 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from miles_core import (
-    AdvantageInputs,
-    Batch,
-    ConfigError,
-    Context,
-    Loss,
-    MilesError,
-    Needs,
-    Output,
-    Policy,
-    Run,
-    Sample,
-    hookimpl,
-)
-from miles_core.backend import CANDIDATES, Learned, LearnerHandle
+from miles_core.data import CANDIDATES, Batch, Sample
+from miles_core.plugin import ConfigError, MilesError, Policy, Run, hookimpl
+from miles_core.trainer import AdvantageInputs, Context, Learned, LearnerHandle, Loss, Needs, Output
 from miles_distillation import DistillationConfig
 from miles_distillation.divergence import sampled_reverse_kl, top_k_reverse_kl
 

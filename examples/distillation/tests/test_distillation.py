@@ -1,14 +1,16 @@
 """A student comes closer to its teacher, in one process, in several and on two ranks."""
 
+from importlib.resources import files
 from statistics import mean
 
 import pytest
 import torch
 
-from miles_core import ConfigError, PlanError
-from miles_testing import toy_run
-from miles_testing.doubles import apart
-from miles_testing.toy import toy_files
+from miles_core.plugin import ConfigError, PlanError
+from miles_testing import toy_files, toy_run
+
+#: A runtime with trainer and engines in separate processes, loaded by its path.
+APART = str(files("miles_testing") / "doubles" / "apart.py")
 
 OPTIONS = {"advantage_estimator": "distillation", "custom_rm_path": None, "rm_type": "nothing"}
 KL, TOP = "distillation/reverse_kl", "distillation/top_k_reverse_kl"
@@ -52,7 +54,7 @@ def test_the_student_comes_closer_to_its_teacher(run, top_k):
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_workers_in_other_processes_learn_the_same(run, top_k):
     here = run(steps=2, distillation_top_k=top_k)
-    there = run([str(apart.__file__)], steps=2, runtime="apart", distillation_top_k=top_k)
+    there = run([APART], steps=2, runtime="apart", distillation_top_k=top_k)
     for name in (KL, "train/grad_norm", "train/loss", *([TOP] if top_k else [])):
         assert [m[name] for m in here.metrics] == [m[name] for m in there.metrics]
 

@@ -1,6 +1,6 @@
-"""Sums without end, answers scored by comparison with the rest of their group. A plugin against public names only."""
+"""An endless source of sums, and a reward that compares the answers of a group. The plugin uses public names only."""
 
-from miles_core import Plugin
+from miles_core.plugin import Plugin
 
 __version__ = "0.1.0"
 

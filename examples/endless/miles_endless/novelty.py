@@ -1,12 +1,13 @@
-"""A reward that looks at a whole group: an answer is worth the more, the fewer others in its group are the same."""
+"""A group reward: the fewer identical answers in its group, the higher the reward of an answer."""
 
 from collections import Counter
 
-from miles_core import Sample, group_reward
+from miles_core.data import Sample
+from miles_core.plugin import group_reward
 
 
 def make_reward():
-    """The provider of ``--rm-type novelty``."""
+    """Provider of ``--rm-type novelty``."""
 
     @group_reward
     async def reward(args, samples: list[Sample]) -> list[float]:

@@ -1,17 +1,18 @@
-"""Prompts that are made when they are needed: every number names one, so the position is a number."""
+"""Prompts that are generated on demand from a row index; the index is the source's whole state."""
 
 import random
 
-from miles_core import ConfigError, PromptSource, Row
+from miles_core.data import PromptSource, Row
+from miles_core.plugin import ConfigError
 
 
 class Sums(PromptSource):
-    """``a + b`` with numbers below ``largest``; a finite number of them for evaluation.
+    """Prompts ``a + b``, endless for training or of a finite number for evaluation.
 
     Args:
-        largest: both numbers are below it.
-        length: rows until they repeat; None for no end.
-        first: number of the first row, so that held-out rows are others than those of training.
+        largest: upper bound (exclusive) of both numbers.
+        length: number of rows; None for an endless source.
+        first: index of the first row, so that held-out rows differ from training rows.
     """
 
     def __init__(self, largest: int, length: int | None, first: int) -> None:

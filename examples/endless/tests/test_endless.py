@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 from miles_endless.sums import Sums, make_prompts
 from miles_testing import PromptSourceContract, toy_run
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from miles_core import Plugin, option
+from miles_core.plugin import Plugin, option
 
 __version__ = "0.1.0"
 

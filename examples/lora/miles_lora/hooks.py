@@ -1,4 +1,4 @@
-"""Where adapters take part in a run."""
+"""Hooks of the plugin: add adapters, and merge them into exported weights."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from miles_core import ConfigError, Policy, Run, Unit, hookimpl
+from miles_core.data import Unit
+from miles_core.plugin import ConfigError, Policy, Run, hookimpl
 from miles_lora import LoraOptions
 
 BASE, DOWN, UP = ".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 class Lora:
-    """Puts adapters into the trained model, and merges them into whatever leaves it."""
+    """Adds adapters to the trained model, and merges them into the weights that the trainer sends or exports."""
 
     def __init__(self, options: LoraOptions) -> None:
         self.options = options
 
     @hookimpl
     def on_model(self, run: Run, model: nn.Module, role: str) -> None:
-        if role not in ("train", "shared"):  # engine and reference compute with plain weights
+        if role not in ("train", "shared"):  # engine and reference model use merged or original weights
             return
         options = self.options
         config = LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=list(options.modules))
@@ -37,7 +38,7 @@ class Lora:
 
     @hookimpl
     def wrap_weights(self, policy: Policy, purpose: str) -> Callable | None:
-        if purpose == "snapshot":  # comes back into the model that has the adapters
+        if purpose == "snapshot":  # a snapshot is loaded back into the model with adapters
             return None
         scale = self.options.alpha / self.options.rank
 
@@ -55,7 +56,7 @@ class Lora:
                         parts = waiting.setdefault(layer, {})
                         parts[end] = tensor.clone()
                         if len(parts) == 3:
-                            plain[f"{layer}.weight"] = merged(waiting.pop(layer), scale)
+                            plain[f"{layer}.weight"] = merge(waiting.pop(layer), scale)
                     if plain:
                         yield Unit(plain, unit.lasting and plain.keys() == unit.tensors.keys())
 
@@ -64,7 +65,7 @@ class Lora:
         return wrap
 
 
-def merged(parts: dict[str, Tensor], scale: float) -> Tensor:
-    """W + scale B A, computed in float32: [out, in] in the dtype of W."""
+def merge(parts: dict[str, Tensor], scale: float) -> Tensor:
+    """Return W + scale B A [out, in], computed in float32, in the dtype of W."""
     base = parts[BASE]
     return (base.float() + scale * (parts[UP].float() @ parts[DOWN].float())).to(base.dtype)

@@ -8,7 +8,7 @@ pytest.importorskip("peft")
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 from miles_testing import toy_run
 
 

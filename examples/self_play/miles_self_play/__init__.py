@@ -1,6 +1,6 @@
-"""Two policies play against each other, each through its own engine. A plugin against public names only."""
+"""Two policies play against each other, each with its own engine. The plugin uses public names only."""
 
-from miles_core import Plugin
+from miles_core.plugin import Plugin
 
 __version__ = "0.1.0"
 

@@ -1,15 +1,15 @@
-"""The game: the first policy writes, the guesser continues, and each is rewarded for what the other does not want.
+"""The game: the first policy writes, the guesser continues, and they have opposite rewards.
 
-It is matching pennies: a coin is whether the token ids of an answer add up to an even number. The guesser wins where both
-coins agree, the writer where they do not. Both answers are in one transcript: each policy is trained on its own tokens and
-sees the other's as context.
+The game is matching pennies: a player's coin is the parity of the sum of the token ids in its answer. The guesser wins if both coins agree,
+otherwise the writer wins. Both answers are in one transcript; each policy is trained on its own tokens with the other's as context.
 """
 
-from miles_core import Ask, Run, Sample, group_reward
+from miles_core.data import Sample
+from miles_core.plugin import Ask, Run, group_reward
 
 
 def make_generate(run: Run):
-    """The provider of ``--generate game``."""
+    """Provider of ``--generate game``."""
     separator = run.tokenizer.encode(" | ", add_special_tokens=False)
 
     async def play(sample: Sample, ask: Ask) -> list[Sample]:
@@ -22,7 +22,7 @@ def make_generate(run: Run):
 
 
 def make_reward():
-    """The provider of ``--rm-type game``: the samples of both players are in one group."""
+    """Provider of ``--rm-type game``; a group contains the samples of both players."""
 
     @group_reward
     async def reward(args, samples: list[Sample]) -> list[float]:

@@ -1,6 +1,6 @@
-"""The second player joins the run."""
+"""Hook that adds the second policy to the run."""
 
-from miles_core import Policy, Run, hookimpl
+from miles_core.plugin import Policy, Run, hookimpl
 
 
 class SelfPlay:

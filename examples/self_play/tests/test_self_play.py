@@ -5,7 +5,7 @@ import pytest
 from miles_testing import toy_run
 
 WATCH = """
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_start(run):

@@ -1,4 +1,4 @@
-"""MXFP6: six bits a weight (sign, two exponent and three mantissa bits), and a power of two for 32 of them (OCP MX v1.0).
+"""MXFP6: six bits per weight (sign, two exponent and three mantissa bits), and a power of two per 32 weights (OCP MX v1.0).
 
 The magnitudes are 0, 1/8, ..., 15/8 in steps of 1/8, then 2 to 3.75 in steps of 1/4 and 4 to 7.5 in steps of 1/2. The scale
 is the smallest 2^e that brings a block's largest magnitude to 7.5 or below; rounding is to nearest, ties to even.

@@ -1,7 +1,7 @@
-"""Attention over few keys: a packed micro-batch of the trainer, and a decode step of the engine.
+"""Attention over few keys, for packed micro-batches of the trainer and decode steps of the engine.
 
-Over more keys matrix products win (benchmarks/cpu_kernels.py), and over what a layer has beyond plain causal attention they are all
-there is.
+With more keys, torch's matrix products are faster (benchmarks/cpu_kernels.py). Other attention than plain causal attention has no kernel
+here and also uses torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from miles_cpu_kernels import kernels
 from miles_embedded import Attention, AttentionOptions, CachedRows, Call, DecodeCall, PackedCall, Packing
 
-#: Keys of the longest row, up to which a loop over rows is faster than products: of a packed micro-batch, and of a decode step.
+#: Maximum keys of the longest row for which the kernel is faster than matrix products: packed micro-batches, and decode steps.
 PACKED_KEYS, DECODED_KEYS = 128, 64
-#: In ``Context.attached``: where the segments or the rows of a call are, for all its layers.
+#: Key in ``Context.attached`` of the segments or cache positions of a call, which all its layers share.
 _PLACES = "cpu_kernels.places"
 
 
@@ -31,27 +31,27 @@ def attention(
     scaling: float,
     options: AttentionOptions | None,
 ) -> Tensor:
-    """An ``Attention`` that leaves to ``before`` what it has no kernel for."""
+    """Compute attention with a kernel if there is one for the arguments, else with ``before``. See ``miles_embedded.Attention``."""
     if options is None and kernels.takes(query, key, value):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if isinstance(call, PackedCall) and call.longest <= PACKED_KEYS:
-            return _packed(call, q, k, v, scaling).unsqueeze(0)
+            return _attend_packed(call, q, k, v, scaling).unsqueeze(0)
         if isinstance(call, DecodeCall) and call.longest <= DECODED_KEYS and call.rows.parents is None:
-            return _decoded(call, module.layer_idx, q, k, v, scaling).unsqueeze(0)
+            return _attend_cached(call, module.layer_idx, q, k, v, scaling).unsqueeze(0)
     return before(call, module, query, key, value, scaling, options)
 
 
-def _packed(call: PackedCall, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+def _attend_packed(call: PackedCall, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
     tree = call.ctx.attached.get(_PLACES)
     if tree is None:
         tree = call.ctx.attached[_PLACES] = tree_of(call.packing)
     return kernels.tree_attention(q, k, v, tree, scaling)
 
 
-def _decoded(call: DecodeCall, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+def _attend_cached(call: DecodeCall, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
     places = call.ctx.attached.get(_PLACES)
     if places is None:
-        places = call.ctx.attached[_PLACES] = cached(call.rows)
+        places = call.ctx.attached[_PLACES] = locate_rows(call.rows)
     cache = call.rows.cache
     k, v = k.contiguous(), v.contiguous()
     prompts = cache.prefixes.slabs["k", layer], cache.prefixes.slabs["v", layer]
@@ -60,7 +60,7 @@ def _decoded(call: DecodeCall, layer: int, q: Tensor, k: Tensor, v: Tensor, scal
 
 
 def tree_of(packing: Packing) -> kernels.Tree:
-    """Trunks, each followed by its branches."""
+    """Convert a packing to a ``Tree``: the segments of each trunk, followed by its branches."""
     trunks, branches = packing.trunks, packing.branches
     far = np.stack([trunks.start, trunks.length], 1)
     alone = np.concatenate([np.zeros_like(far), far], 1)
@@ -72,8 +72,8 @@ def tree_of(packing: Packing) -> kernels.Tree:
     return kernels.Tree(torch.from_numpy(segments), torch.from_numpy(first))
 
 
-def cached(rows: CachedRows) -> kernels.Cached:
-    """Where the rows of a decode call are in the cache."""
+def locate_rows(rows: CachedRows) -> kernels.Cached:
+    """Return the cache positions of a decode call's rows."""
     offsets = np.concatenate([[0], rows.counts.cumsum()])
     arrays = (offsets, rows.cache.prefix_of[rows.slots], rows.prefix_lengths, rows.slots, rows.before)
     return kernels.Cached(*(torch.from_numpy(np.ascontiguousarray(a, np.int64)) for a in arrays))

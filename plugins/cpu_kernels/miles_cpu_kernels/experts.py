@@ -1,5 +1,6 @@
-"""The usual expert, ``down(silu(gate) * up)``, of small weights as one compiled step each way; the gradients of weights are matrix
-products."""
+"""Small experts, ``down(silu(gate) * up)``, with one kernel for the forward and one for the backward pass.
+
+Weight gradients are computed with torch's matrix products."""
 
 from __future__ import annotations
 
@@ -14,38 +15,39 @@ from torch.autograd.function import once_differentiable
 from miles_cpu_kernels import kernels
 from miles_embedded import Experts, available
 
-#: Numbers of an expert's matrices at most, all three together, so that they stay in a core's cache (a megabyte; benchmarks/cpu_kernels.py).
+#: Maximum number of elements of an expert's three matrices together: one MB, so that they fit into a core's cache
+#: (benchmarks/cpu_kernels.py).
 LARGEST = 1 << 18
 
 
 @cache
 def left_to_torch() -> str:
-    """Why this processor's experts are torch's; empty where they are compiled."""
+    """Return why experts use torch on this processor; empty if they use the kernel."""
     if platform.machine() not in ("x86_64", "AMD64"):
-        return f"libraries know the matrix units of this processor ({platform.machine()})"
-    return "oneDNN is the faster library on this processor" if available() else ""
+        return f"torch's libraries use the matrix units of this processor ({platform.machine()})"
+    return "oneDNN is faster on this processor" if available() else ""
 
 
 def small_experts(
     before: Experts, hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """An ``Experts`` that leaves to ``before`` experts of large weights, and those that are not float32 on a CPU."""
+    """Compute small float32 experts on a CPU with the kernel, others with ``before``. See ``miles_embedded.Experts``."""
     if kernels.takes(hidden, weights, gate_up, down) and fits(gate_up, down):
         return experts(hidden, index, weights, gate_up, down)
     return before(hidden, index, weights, gate_up, down)
 
 
 def fits(gate_up: Tensor, down: Tensor) -> bool:
-    """Whether experts with down [experts, dim, inner] are small enough, and their numbers in order."""
+    """Whether the kernel supports these weights: small enough, and contiguous. down: [experts, dim, inner]."""
     return 3 * down.shape[1] * down.shape[2] <= LARGEST and gate_up.is_contiguous() and down.is_contiguous()
 
 
 def experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The weighted sum of each row's experts.
+    """Compute the weighted sum of each row's experts.
 
     Args:
         hidden: [rows, dim].
-        index: [rows, k] experts.
+        index: [rows, k] expert indices.
         weights: [rows, k].
         gate_up: [experts, 2 inner, dim].
         down: [experts, dim, inner].
@@ -62,7 +64,7 @@ def experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, dow
 
 
 class _Experts(torch.autograd.Function):
-    """With h = silu(gate) * up and y = down h, the gradient of a choice's weight, grad . y, is (down^T grad) . h, so y is not kept."""
+    """With h = silu(gate) * up and y = down h, a weight's gradient grad . y equals (down^T grad) . h, so y is not saved."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -92,7 +94,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _outer(a: Tensor, b: Tensor, counts: Tensor, like: Tensor) -> Tensor:
-    """[experts, m, n]: of each expert's places the product a^T b, a [places, m] and b [places, n]."""
+    """Return [experts, m, n]: a^T b over each expert's places, with a [places, m] and b [places, n]."""
     out, sizes = torch.empty_like(like), counts.tolist()
     for total, left, right in zip(out.unbind(0), a.split(sizes), b.split(sizes), strict=True):
         torch.mm(left.t(), right, out=total)

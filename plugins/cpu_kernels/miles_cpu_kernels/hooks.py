@@ -1,4 +1,4 @@
-"""Where cpu_kernels plugs in: it compiles before anything is built, and gives every model its table of operations."""
+"""Hooks of the plugin: compile the kernels at the start of the run, and install them in every model."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import logging
 import torch
 from torch import nn
 
-from miles_core import ConfigError, hookimpl
+from miles_core.plugin import ConfigError, hookimpl
 from miles_cpu_kernels.experts import left_to_torch
 from miles_cpu_kernels.library import why_not
-from miles_cpu_kernels.table import compiled
+from miles_cpu_kernels.table import add_kernels
 from miles_embedded import is_embedded, operations_of, use_operations
 
 log = logging.getLogger(__name__)
 
 
 class CpuKernels:
-    """Compiled steps for the models of the embedded engine and trainer."""
+    """Installs the kernels in the models of the embedded engine and trainer."""
 
     @hookimpl
     def on_start(self) -> None:
         if reason := why_not():
-            raise ConfigError(f"--plugins cpu_kernels: {reason}; without the plugin, torch computes alone")
+            raise ConfigError(f"--plugins cpu_kernels: {reason}; leave the plugin out to compute with torch")
 
     @hookimpl
     def on_model(self, model: nn.Module, role: str) -> None:
@@ -31,29 +31,29 @@ class CpuKernels:
 
 
 def use_kernels(model: nn.Module, what: str = "the model") -> None:
-    """Let a model compute with the kernels from now on; what it computes with them is logged.
+    """Install the kernels in a model and log which operations use them.
 
     Args:
-        model: prepared by ``miles_embedded.model.load``.
-        what: what to call it in the log and in an error.
+        model: a model prepared by ``miles_embedded.model.load``.
+        what: name of the model in log and error messages.
 
     Raises:
         ConfigError: the model is not float32 on a CPU.
-        CannotCompileError: there are no kernels here.
+        CannotCompileError: the kernels cannot be compiled.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and (parameter.dtype, parameter.device.type) != (torch.float32, "cpu"):
             raise ConfigError(
-                f"--plugins cpu_kernels: the kernels are for a float32 model on a CPU, and {name} of {what} is "
+                f"--plugins cpu_kernels: the kernels need a float32 model on a CPU, but {name} of {what} is "
                 f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device.type}; give --device cpu --dtype float32, "
                 "or leave the plugin out"
             )
-    done = use_operations(model, compiled(operations_of(model)))
+    done = use_operations(model, add_kernels(operations_of(model)))
     reason = left_to_torch()
     log.info(
         "cpu_kernels: %s computes with compiled norms (%d), rotary embeddings (%d), log-probabilities, attention over few keys%s",
         what,
         done["norm"],
         done["rotation"],
-        f"; experts are torch's, because {reason}" if reason else " and experts of small weights",
+        f"; experts use torch, because {reason}" if reason else " and small experts",
     )

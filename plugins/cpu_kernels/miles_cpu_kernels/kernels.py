@@ -1,5 +1,4 @@
-"""The functions of the C files on tensors: float32 on a CPU, contiguous where nothing else is said, with gradients where
-training needs them.
+"""The C kernels as functions of tensors: float32 on a CPU, contiguous unless noted, with gradients where training needs them.
 
 Sources: RMSNorm, Zhang and Sennrich 2019; rotary embedding, Su et al. 2021; SwiGLU, Shazeer 2020; the gradient of attention from the
 normalisation of each row, Dao et al. 2022 (FlashAttention), algorithm 4.
@@ -17,37 +16,39 @@ from torch.autograd.function import once_differentiable
 
 from miles_cpu_kernels.library import Slab, library
 
-#: The gradient of a norm's weight is summed in at most this many pieces of the rows, of at least so many rows.
+#: The gradient of a norm's weight is summed over at most _PIECES pieces of at least _PIECE rows each.
 _PIECES, _PIECE = 64, 32
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the functions here take these: float32, on a CPU."""
+    """Whether the kernels support these tensors: float32 on a CPU."""
     return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x**2) + eps) over the last dimension of x [..., dim]; weight [dim]."""
-    return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _normed(x.contiguous(), weight, eps)[0]
+    """Return weight * x / sqrt(mean(x**2) + eps) over the last dimension of x [..., dim]; weight [dim]."""
+    return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _normalize(x.contiguous(), weight, eps)[0]
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x [1, heads, rows, dim] rotated by cosine and sine [1, rows, dim]: x * cosine + (-x2 | x1) * sine, x1 and x2 its halves."""
+    """Apply a rotary embedding: x * cosine + (-x2 | x1) * sine, with x1 and x2 the halves of x.
+
+    x: [1, heads, rows, dim]; cosine, sine: [1, rows, dim]."""
     if torch.is_grad_enabled():
         return _Rotate.apply(x, cosine, sine)
-    return _rotated(x, cosine.contiguous(), sine.contiguous(), False)
+    return _apply_rotation(x, cosine.contiguous(), sine.contiguous(), False)
 
 
 @dataclass(frozen=True)
 class SortedChoices:
-    """Choices of rows sorted by expert, in order within one.
+    """The expert choices of rows in a stable order sorted by expert.
 
     Attributes:
-        order: [rows * k] the choice at each sorted place.
-        place: [rows, k] the inverse.
-        row: [rows * k] the row of each sorted place.
-        ends: [experts] int32, where each expert's places end.
-        counts: [experts] their number.
+        order: [rows * k] index of the choice at each sorted position.
+        place: [rows, k] sorted position of each choice.
+        row: [rows * k] row of each sorted position.
+        ends: [experts] int32 end of each expert's positions.
+        counts: [experts] number of each expert's positions.
     """
 
     order: Tensor
@@ -58,22 +59,22 @@ class SortedChoices:
 
 
 def sort_choices(index: Tensor, experts: int) -> SortedChoices:
-    """Sort choices index [rows, k] int64; IndexError for a choice that is none of ``experts``."""
+    """Sort the choices in ``index`` [rows, k] int64 by expert. Raises IndexError for an index outside of ``experts``."""
     order, place, row = torch.empty(3, index.numel(), dtype=torch.int64).unbind(0)
     ends, counts = torch.empty(experts, dtype=torch.int32), torch.empty(experts, dtype=torch.int64)
     pointers = (t.data_ptr() for t in (index, order, place, row, counts, ends))
     if library().sort_choices(*pointers, *index.shape, experts):
-        raise IndexError(f"an expert's number is none of 0 to {experts - 1}")
+        raise IndexError(f"an expert index is not in the range 0 to {experts - 1}")
     return SortedChoices(order, place.view_as(index), row, ends, counts)
 
 
 def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log softmax(logits [rows, vocabulary])[tokens [rows]] -> [rows]."""
+    """Return [rows]: the log-softmax of logits [rows, vocabulary] at tokens [rows]. Raises IndexError for an invalid token id."""
     return _LogProbs.apply(logits, tokens)
 
 
 def gather_sum(x: Tensor, place: Tensor, weight: Tensor | None = None) -> Tensor:
-    """[places, dim] -> [rows, dim]: the sum of each row's places [rows, k], each times its weight [rows, k]; without a gradient."""
+    """Return [rows, dim]: the sum of x [places, dim] over each row's ``place`` [rows, k], weighted by ``weight`` [rows, k]. No gradient."""
     rows, k = place.shape
     out = x.new_empty(rows, x.shape[1])
     where = None if weight is None else weight.data_ptr()
@@ -86,18 +87,18 @@ def gather_sum(x: Tensor, place: Tensor, weight: Tensor | None = None) -> Tensor
 def experts(
     hidden: Tensor, row: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """down(silu(gate) * up) of every choice; without a gradient.
+    """Compute down(silu(gate) * up) of every choice, without a gradient.
 
     Args:
         hidden: [rows, dim].
-        row: [places] of each choice, sorted by expert.
-        ends: [experts] int32, where each expert's places end.
+        row: [places] row of each choice, sorted by expert.
+        ends: [experts] int32 end of each expert's places.
         gate_up: [experts, 2 inner, dim].
         down: [experts, dim, inner].
-        keep: also return the products gate | up.
+        keep: also return gate and up.
 
     Returns:
-        [places, dim], and [places, 2 inner] or None.
+        the outputs [places, dim], and gate and up [places, 2 inner] or None.
     """
     count, dim, inner = down.shape
     y = hidden.new_empty(len(row), dim)
@@ -118,13 +119,13 @@ def experts(
 def experts_backward(
     grad: Tensor, row: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor, product: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradient through ``experts`` and a weight a choice.
+    """Compute gradients through ``experts`` and the weighted sum of its outputs.
 
     Args:
-        grad: [rows, dim] of each row's weighted sum.
-        row, ends, gate_up, down: as there.
-        product: what it kept.
-        scale: [places] weights.
+        grad: [rows, dim] gradient of each row's weighted sum.
+        row, ends, gate_up, down: as for ``experts``.
+        product: [places, 2 inner] gate and up from ``experts``.
+        scale: [places] weight of each choice.
 
     Returns:
         h * scale [places, inner] (h is silu(gate) * up), and the gradients of product [places, 2 inner], of scale [places] and of each
@@ -144,14 +145,14 @@ def experts_backward(
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: Tree, scaling: float) -> Tensor:
-    """Rows attend to their segment's trunk and to their own segment up to themselves.
+    """Compute attention of rows to their segment's trunk, and causally to their own segment.
 
     Args:
         q: [rows, heads, dim].
         k: [rows, kv heads, dim].
         v: [rows, kv heads, value dim].
         tree: the segments.
-        scaling: of the scores; more than 0.
+        scaling: factor of the scores, positive.
 
     Returns:
         [rows, heads, value dim].
@@ -163,9 +164,9 @@ class Tree:
     """The segments of a packing.
 
     Args:
-        segments: [segments, 4] int64: first row and length of the trunk that is seen (length 0: none), then of the segment itself;
-            a trunk comes right before its branches.
-        families: [trunks + 1] int64, where each trunk's segments begin.
+        segments: [segments, 4] int64: first row and length of the visible trunk (length 0: none), then of the segment itself;
+            a trunk directly precedes its branches.
+        families: [trunks + 1] int64 index of the first segment of each trunk.
     """
 
     def __init__(self, segments: Tensor, families: Tensor) -> None:
@@ -174,14 +175,14 @@ class Tree:
 
 
 class Cached:
-    """Where the rows of a decode call are in the cache; int64, [rows] each but offsets [rows + 1] of their fed tokens.
+    """Cache positions of the rows of a decode call; int64 arrays.
 
     Args:
-        offsets: row i feeds tokens offsets[i] to offsets[i + 1].
-        prompt_of: slot of the prompt.
-        prompt_length: its tokens.
-        slot: slot of the row.
-        before: tokens in it before this call.
+        offsets: [rows + 1]: row i feeds the tokens offsets[i] to offsets[i + 1].
+        prompt_of: [rows] slot of the prompt.
+        prompt_length: [rows] number of tokens of the prompt.
+        slot: [rows] slot of the row.
+        before: [rows] number of tokens in the slot before this call.
     """
 
     def __init__(self, offsets: Tensor, prompt_of: Tensor, prompt_length: Tensor, slot: Tensor, before: Tensor) -> None:
@@ -191,7 +192,7 @@ class Cached:
 
     @property
     def pointers(self) -> list[int]:
-        """In the order of the constructor."""
+        """Data pointers of the arrays, in the order of the constructor."""
         return [t.data_ptr() for t in self._arrays]
 
 
@@ -204,16 +205,16 @@ def cached_attention(
     cached: Cached,
     scaling: float,
 ) -> Tensor:
-    """Append the fed tokens' keys and values to the cache and attend to each row's prompt and own tokens; without a gradient.
+    """Append the tokens' keys and values to the cache, and compute attention to each row's prompt and own tokens. No gradient.
 
     Args:
         q: [tokens, heads, dim].
         k: [tokens, kv heads, dim].
         v: [tokens, kv heads, value dim].
         prompts: slabs [slots, kv heads, capacity, (value) dim] of keys and of values.
-        own: likewise, with room for the fed tokens.
-        cached: see ``Cached``.
-        scaling: of the scores; more than 0.
+        own: slabs of the rows' own tokens, with room for the new tokens.
+        cached: cache positions of the rows.
+        scaling: factor of the scores, positive.
 
     Returns:
         [tokens, heads, value dim].
@@ -241,14 +242,14 @@ def cached_attention(
 
 def _check(failed: int) -> None:
     if failed:
-        raise MemoryError("no memory for a compiled step")
+        raise MemoryError("a CPU kernel could not allocate memory")
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        out, inverse = _normed(x, weight, eps)
+        out, inverse = _normalize(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
         return out
 
@@ -264,8 +265,8 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x, and the factor of each of its rows."""
+def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normalised x and the inverse root mean square of each row."""
     weight = weight.contiguous()
     dim = x.shape[-1]
     rows = x.numel() // dim
@@ -281,16 +282,16 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         cosine, sine = cosine.contiguous(), sine.contiguous()
         ctx.save_for_backward(cosine, sine)
-        return _rotated(x, cosine, sine, False)
+        return _apply_rotation(x, cosine, sine, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cosine, sine = ctx.saved_tensors
-        return _rotated(grads[0], cosine, sine, True), None, None
+        return _apply_rotation(grads[0], cosine, sine, True), None, None
 
 
-def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool) -> Tensor:
+def _apply_rotation(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool) -> Tensor:
     by_row = x[0].transpose(0, 1).contiguous()
     out = torch.empty_like(by_row)
     pointers = (t.data_ptr() for t in (by_row, cosine, sine, out))
@@ -305,7 +306,7 @@ class _LogProbs(torch.autograd.Function):
         out, norm = logits.new_empty(len(tokens)), logits.new_empty(len(tokens), 2)
         pointers = (t.data_ptr() for t in (logits, tokens, out, norm))
         if library().log_probs(*pointers, *logits.shape, torch.get_num_threads()):
-            raise IndexError(f"a token's id is none of 0 to {logits.shape[1] - 1}")
+            raise IndexError(f"a token id is not in the range 0 to {logits.shape[1] - 1}")
         ctx.save_for_backward(logits, tokens, norm)
         return out
 
@@ -360,5 +361,5 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    """heads, kv heads, dim, value dim."""
+    """Return (heads, KV heads, dim, value dim)."""
     return q.shape[1], k.shape[1], q.shape[2], v.shape[2]

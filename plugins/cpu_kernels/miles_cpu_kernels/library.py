@@ -1,4 +1,4 @@
-"""The C files of this folder, as functions."""
+"""Compiles and loads the C files of this package."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _size, _pointer, _int = c_int64, c_void_p, c_int
 
 
 class Slab(ctypes.Structure):
-    """Keys and values of one store of the cache at one layer (``attention.c``)."""
+    """Keys and values of one cache store at one layer; mirrors the struct in ``attention.c``."""
 
     _fields_ = (("k", c_void_p), ("v", c_void_p), ("k_capacity", c_int64), ("v_capacity", c_int64))
 
 
-#: In the order of the C files.
+#: C files and the argument types of their functions.
 NATIVE = Native(
     Path(__file__).parent,
     ("steps.c", "attention.c", "experts.c"),

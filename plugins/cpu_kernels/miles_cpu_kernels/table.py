@@ -1,4 +1,4 @@
-"""The kernels as a model's table of operations: which of them a processor is suited for, and what they leave to torch."""
+"""Builds a model's table of operations with the kernels that suit this processor; torch computes everything else."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from miles_cpu_kernels.library import library
 from miles_embedded import LogProbs, Operations
 
 
-def compiled(before: Operations) -> Operations:
-    """``before`` with the kernels in it; they call what was there before for what they do not compute.
+def add_kernels(before: Operations) -> Operations:
+    """Return ``before`` with the kernels; they fall back to the operations of ``before`` for unsupported arguments.
 
     Raises:
-        CannotCompileError: there are no kernels here.
+        CannotCompileError: the kernels cannot be compiled.
     """
     library()
     return replace(

@@ -8,7 +8,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from miles_cpu_kernels import experts
-from miles_cpu_kernels.table import compiled
+from miles_cpu_kernels.table import add_kernels
 from miles_embedded.model import grouped_experts as grouped
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.operations import TORCH, use_operations
@@ -97,7 +97,7 @@ def test_choices_and_rows_that_are_views(compare):
 def test_a_choice_that_is_no_expert_is_refused():
     index, (hidden, *rest) = inputs(7, 2, 24, 16)
     index[3, 1] = COUNT
-    with pytest.raises(IndexError, match="none of 0 to 5"):
+    with pytest.raises(IndexError, match="not in the range 0 to 5"):
         experts.experts(hidden, index, *rest)
 
 
@@ -167,7 +167,7 @@ def test_a_module_with_the_table_takes_them(taken, gradient):
     with torch.set_grad_enabled(gradient):
         plain = grouped_experts(layer, hidden, index, weights)
         assert not taken
-        use_operations(layer, compiled(TORCH))
+        use_operations(layer, add_kernels(TORCH))
         torch.testing.assert_close(grouped_experts(layer, hidden, index, weights), plain, rtol=1e-5, atol=1e-5)
     assert taken == [1]
 
@@ -188,7 +188,7 @@ def test_a_module_with_the_table_takes_them(taken, gradient):
 )
 def test_a_module_that_is_none_of_the_usual_does_not(taken, change):
     layer, (index, (hidden, weights, *_)) = module(), inputs(40, 2, 24, 16)
-    use_operations(layer, compiled(TORCH))
+    use_operations(layer, add_kernels(TORCH))
     change(layer)
     dtype = layer.gate_up_proj.dtype
     if layer.down_proj.dtype == dtype:
@@ -204,7 +204,7 @@ def test_weights_that_are_views_are_left_to_torch(taken, name):
     layer, (index, (hidden, weights, *_)) = module(), inputs(40, 2, 24, 16)
     with torch.no_grad():
         plain = grouped_experts(layer, hidden, index, weights)
-        use_operations(layer, compiled(TORCH))
+        use_operations(layer, add_kernels(TORCH))
         turned = getattr(layer, name).transpose(1, 2).contiguous().transpose(1, 2)
         setattr(layer, name, nn.Parameter(turned))
         torch.testing.assert_close(grouped_experts(layer, hidden, index, weights), plain, rtol=1e-5, atol=1e-5)
@@ -232,7 +232,7 @@ def test_other_processors_leave_experts_to_torch_and_say_why(monkeypatch, machin
     reason = experts.left_to_torch.__wrapped__()
     assert said in reason and bool(said) == bool(reason)
     monkeypatch.setattr("miles_cpu_kernels.table.left_to_torch", lambda: reason)
-    assert (compiled(TORCH).experts is TORCH.experts) == bool(said)
+    assert (add_kernels(TORCH).experts is TORCH.experts) == bool(said)
 
 
 def test_any_integer_names_an_expert():

@@ -1,6 +1,6 @@
 """FP8 weights in blocks of 128 x 128 (DeepSeek-V3 style) for miles-core."""
 
-from miles_core import Rule, format_plugin
+from miles_core.plugin import Rule, format_plugin
 from miles_fp8.config import Fp8Config
 
 __version__ = "0.1.0"
@@ -12,7 +12,7 @@ plugin = format_plugin(
     core="~=0.1",
     format="miles_fp8.format:Fp8",
     config=Fp8Config,
-    hardware=Rule("gpu.sm >= 90", "block-wise FP8 products need the FP8 tensor cores of Hopper or later"),
+    hardware=Rule("gpu.sm >= 90", "block-wise FP8 GEMMs need the FP8 tensor cores of Hopper or later"),
     rollout_alone_recommends=(
         Rule(
             needs="plugin.r3",
@@ -32,17 +32,17 @@ plugin = format_plugin(
         Rule(
             needs="fp8.activation_form == divide",
             when="fp8.power_of_two_scales",
-            because="dividing by a power of two is exact, so every form gives the same codes and naming one would do nothing",
+            because="with power-of-two scales all forms give the same codes, so the option would have no effect",
         ),
         Rule(
             needs="fp8.dynamic_scaling",
-            because="a scale from earlier batches (delayed scaling) would make a token's numbers depend on what was computed "
-            "before, and engine and trainer would disagree: leave --no-fp8-dynamic-scaling out",
+            because="with scales from earlier batches (delayed scaling), a token's results would depend on earlier computations, and "
+            "engine and trainer would disagree: leave --no-fp8-dynamic-scaling out",
         ),
         Rule(
             needs="trainer == megatron",
             when="fp8.transformer_impl == transformer_engine",
-            because="TransformerEngine's modules are those of the Megatron trainer; the embedded one computes in its own "
+            because="only the Megatron trainer uses TransformerEngine's modules; the embedded trainer has its own "
             "(--transformer-impl local)",
         ),
     ),

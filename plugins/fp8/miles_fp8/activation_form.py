@@ -1,17 +1,16 @@
-"""Other forms of the activation rule: those of engines that multiply where the format divides.
+"""Variants of the activation quantisation, as in engines that multiply where the format divides.
 
-    divide       scale = amax / 448                     code = E4M3(x / scale)           the format's own (``format``)
+    divide       scale = amax / 448                     code = E4M3(x / scale)           the rule of ``format``
     reciprocal   scale = amax / 448                     code = E4M3(x * (1 / scale))
     ratio        scale = amax * fp32(1 / 448)           code = E4M3(x * (448 / amax))
 
 with amax = max(largest magnitude of the block, 1e-10), each step rounded to FP32, codes clamped to +-448 and rounded to
-nearest, ties to even. A multiplication by a rounded reciprocal rounds twice, so some values beside a boundary between two codes
-fall on its other side. With power-of-two scales all three are one.
+nearest, ties to even. Multiplying by a rounded reciprocal rounds twice, so some values close to a boundary between two codes get the
+neighbouring code. With power-of-two scales all three variants are equal.
 
-Who computes so (SGLang 0.5.17): ``reciprocal`` is its Triton kernel for groups of a token, ``ratio`` its CUDA kernel
-(``per_token_group_quant``) and DeepEP's, whose floor of amax is 1e-4. Both are compiled with fast math or use Triton's
-``/``, where a quotient may be an ulp or two beside the one rounded correctly, which is taken here: how many codes that
-changes on a GPU is what the parity probe measures.
+In SGLang 0.5.17, ``reciprocal`` is the Triton kernel for per-token groups, and ``ratio`` is the CUDA kernel
+(``per_token_group_quant``) and DeepEP's kernel, whose lower bound of amax is 1e-4. These kernels use fast math or Triton's ``/``, whose
+quotients may be off by one or two ulp; this module rounds quotients correctly. The parity probe measures how many codes differ on a GPU.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Form = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def reciprocal(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale is the format's; values are multiplied by its rounded reciprocal."""
+    """Return the format's scale and its rounded reciprocal as the factor."""
     scale = torch.div(amax, torch.full_like(amax, E4M3_MAX))
     return scale, torch.div(torch.ones_like(amax), scale)
 
 
 def ratio(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Neither number comes from the other: the scale by a multiplication, the factor by a division."""
+    """Return scale amax * fp32(1 / 448) and factor 448 / amax, computed independently."""
     largest = torch.full_like(amax, E4M3_MAX)
     return amax * torch.div(torch.ones_like(amax), largest), torch.div(largest, amax)
 
@@ -43,8 +42,8 @@ FORMS: dict[str, Form] = {"reciprocal": reciprocal, "ratio": ratio}
 
 
 def fake_quantize(x: Tensor, form: str) -> Tensor:
-    """x [..., K] -> what its codes in blocks of 1 x 128 mean, in x's dtype; a block that is not finite is NaN. The last block
-    of a row may be shorter.
+    """Quantise x [..., K] in blocks of 1 x 128 and dequantise it to x's dtype. A block with a non-finite value becomes NaN. The last
+    block of a row may be shorter.
 
     Args:
         x: any shape and device.

@@ -1,10 +1,12 @@
-"""The options of fp8. Those that mxfp8 has too are declared alike in both: each is a distribution that works without the other, and
-where both are installed, declarations of one flag that differ are refused."""
+"""The options of the plugin.
+
+Options that mxfp8 has too must have identical declarations in both plugins: each plugin works without the other, and core rejects
+different declarations of one flag if both are installed."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_core import option
+from miles_core.plugin import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +27,12 @@ class Fp8Config:
     dynamic_scaling: bool = option(
         True,
         flag="--fp8-dynamic-scaling",
-        help="scales come from the numbers themselves, at every use; there is no delayed scaling",
+        help="compute scales from the current values at every use; delayed scaling is not supported",
     )
     transformer_impl: Literal["local", "transformer_engine"] | None = option(
         None,
         flag="--transformer-impl",
-        help="modules that the trainer computes with: local is what --trainer embedded has, transformer_engine needs "
-        "--trainer megatron",
+        help="the trainer's module implementation: local for --trainer embedded; transformer_engine needs --trainer megatron",
     )
     skip_layers: tuple[str, ...] = option(
         (),
@@ -42,11 +43,11 @@ class Fp8Config:
     activation_form: Literal["divide", "reciprocal", "ratio"] = option(
         "divide",
         flag="--fp8-activation-form",
-        help="how activations are divided by their scale, on both sides: divide; reciprocal (x * (1 / scale)) and ratio "
-        "(x * (448 / amax)) as stock engine kernels do",
+        help="how engine and trainer apply the scale to activations: divide (x / scale); reciprocal (x * (1 / scale)) or ratio "
+        "(x * (448 / amax)), as in stock engine kernels",
     )
     power_of_two_scales: bool = option(
         False,
         flag="--fp8-power-of-two-scales",
-        help="round block scales up to powers of two (UE8M0), as Blackwell and DeepGEMM want them",
+        help="round block scales up to powers of two (UE8M0), as Blackwell and DeepGEMM require",
     )

@@ -1,26 +1,25 @@
-"""FP8 in blocks: one byte a weight, one scale for 128 x 128 of them.
+"""Block-wise FP8: one byte per weight, one scale per 128 x 128 tile.
 
 An E4M3 number has a sign, four exponent and three mantissa bits: 448 is the largest, 2^-9 the smallest above zero,
 and over 15 octaves neighbours are 6 to 12 % apart. Three bits are enough for a weight if the range is: so a matrix
-is cut into tiles of 128 x 128, and each tile is divided by a scale of its own that maps its largest magnitude to 448.
-One outlier then costs precision in its tile only. The scales take 4 bytes for 16,384 weights, and a tile is what a
-Hopper tensor core multiplies before its partial sum is promoted to FP32, so scaling costs next to nothing there
-(DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3).
+is split into tiles of 128 x 128, and each tile has a scale that maps its largest magnitude to 448. An outlier then costs precision
+only in its tile. The scales take 4 bytes per 16,384 weights. A Hopper tensor core multiplies 128 elements before its partial sum is
+promoted to FP32, so applying the scales there is almost free (DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3).
 
     scale = max(amax, 1e-10) / 448          in FP32
     code  = E4M3(clamp(x / scale, +-448))   to nearest, ties to even
 
-Three details decide whether two implementations agree. It is a division: multiplying by 1/scale rounds twice and gives
-other codes for 0.05 % of BF16 weights. The floor 1e-10 keeps a tile of zeros at zero instead of 0/0. And a tile at the
-ragged edge of a matrix is filled up with zeros, which changes no maximum.
+Three details decide whether two implementations agree. The rule divides: multiplying by 1/scale rounds twice and changes 0.05 % of the
+codes of BF16 weights. The lower bound 1e-10 avoids 0/0 for a tile of zeros. Tiles at the edge of a matrix are padded with zeros, which does
+not change the maximum.
 
 With power-of-two scales (UE8M0: Blackwell's tensor cores and DeepGEMM store an exponent only) the scale is rounded
-up, to the smallest 2^e that is not below max(amax, 1e-10) / 448. The exponent is read from the number's bits (frexp);
-a logarithm would be wrong right above each power of two.
+up to the smallest 2^e >= max(amax, 1e-10) / 448. The exponent is read from the bits (frexp); a logarithm would be wrong just above each
+power of two.
 
-Relative RMS error on N(0, 1): 0.0265. Quantising FP32 ``dequantize(quantize(x))`` again gives the same codes and
-scales; a BF16 copy of it promises nothing, unless scales are powers of two, where it is exact. With these, BF16's largest
-magnitudes may be rounded up to 2^128, which FP32 reads as Inf.
+Relative RMS error on N(0, 1): 0.0265. Quantising FP32 ``dequantize(quantize(x))`` again gives the same codes and scales. For a BF16 copy
+of it this holds only with power-of-two scales, which make it exact. With these, BF16's largest magnitudes may be rounded up to 2^128, which
+is Inf in FP32.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ AMAX_FLOOR = 1e-10
 TILE = 128
 KERNEL_CAPABILITY = (8, 9)  # the first GPUs that convert to E4M3
 CODES, SCALES = "weight", "weight_scale_inv"
-#: Memory of weights that a launch shares begins at multiples of so many bytes.
+#: Weights that share a kernel launch must be aligned to this many bytes.
 ALIGNED = 16
 
 
@@ -67,7 +66,7 @@ class Fp8(Format):
 
     Args:
         power_of_two_scales: round scales up to powers of two.
-        skip: selectors of weights to leave alone.
+        skip: selectors of weights to leave unquantised.
         activation_form: ``divide`` (this module's rule), or one of ``activation_form.FORMS``.
     """
 
@@ -94,7 +93,9 @@ class Fp8(Format):
 
     def caution(self, shape: tuple[int, int]) -> str | None:
         if shape[0] % TILE or shape[1] % TILE:
-            return f"Transformers loads FP8 weights only where both sizes are multiples of {TILE}, and would refuse this one"
+            return (
+                f"Transformers loads FP8 weights only if both sizes are multiples of {TILE}, and would reject this one"
+            )
         return None
 
     @classmethod
@@ -131,7 +132,7 @@ class Fp8(Format):
         return store({CODES: flat(codes, weight.shape), SCALES: scale}, out)
 
     def quantize_all(self, weights: Sequence[Tensor], outs: Sequence[Parts | None]) -> list[Parts]:
-        """As the base class says: weights that are alike in one launch."""
+        """See ``Format.quantize_all``; weights of the same shape, strides and dtype share one kernel launch."""
         found: list[Parts | None] = [None] * len(weights)
         alike: dict[Any, list[int]] = {}
         for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
@@ -160,7 +161,7 @@ class Fp8(Format):
         return flat(in_tiles(codes.float()) * scale[:, None, :, None], codes.shape)
 
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
-        """As the base class says, in blocks of 1 x 128; the last block of a row may be shorter."""
+        """See ``Format.fake_quantize_activation``; blocks of 1 x 128, the last block of a row may be shorter."""
         if self.activation_form != "divide":
             from miles_fp8 import activation_form  # which imports this module
 
@@ -176,9 +177,9 @@ class Fp8(Format):
         return (blocks * scale.unsqueeze(-1)).flatten(1)[:, :columns].reshape(x.shape).to(x.dtype)
 
     def quantize_activation(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [M, K] -> codes E4M3 [M, K] and scales FP32 [M, ceil(K/128)]: what ``fake_quantize_activation`` dequantises.
+        """Quantise x [M, K] to codes E4M3 [M, K] and scales FP32 [M, ceil(K/128)], as in ``fake_quantize_activation``.
 
-        A block that is not finite has the scale NaN."""
+        A block with a non-finite value has the scale NaN."""
         rows, columns = x.shape
         if usable(x, KERNEL_CAPABILITY):
             from miles_fp8 import kernels  # needs Triton
@@ -193,7 +194,7 @@ class Fp8(Format):
         return codes.flatten(1)[:, :columns].contiguous(), scale
 
     def product(self, device: torch.device, dtype: torch.dtype) -> Fp8Product:
-        """See ``miles_fp8.product``; its kernel has the form ``divide`` only."""
+        """See ``miles_fp8.product``; supports only the activation form ``divide``."""
         if self.activation_form != "divide":
             raise NoProduct(f"its kernel divides activations, and --fp8-activation-form is {self.activation_form}")
         from miles_fp8.product import Fp8Product
@@ -201,7 +202,7 @@ class Fp8(Format):
         return Fp8Product(device, dtype, self.power_of_two_scales)
 
     def scale(self, amax: Tensor) -> Tensor:
-        """amax of each tile, FP32 -> its scale, FP32."""
+        """Return the FP32 scales for the FP32 amax of each tile."""
         # A full tensor as divisor: dividing by a Python number multiplies by its reciprocal on a GPU.
         scale = torch.div(amax.clamp(min=AMAX_FLOOR), torch.full_like(amax, E4M3_MAX))
         return round_up_to_power_of_two(scale) if self.power_of_two_scales else scale
@@ -218,7 +219,7 @@ class Fp8(Format):
 
 
 def in_tiles(matrix: Tensor) -> Tensor:
-    """[N, K] -> [N tiles, 128, K tiles, 128], zeros added at the ragged edges; a view when there are none."""
+    """Reshape [N, K] to [N tiles, 128, K tiles, 128], padded with zeros at the edges; a view if no padding is needed."""
     rows, columns = matrix.shape
     below, beside = -rows % TILE, -columns % TILE
     if below or beside:
@@ -227,13 +228,13 @@ def in_tiles(matrix: Tensor) -> Tensor:
 
 
 def flat(tiles: Tensor, shape: torch.Size) -> Tensor:
-    """Inverse of ``in_tiles``; what was added is dropped."""
+    """Inverse of ``in_tiles``; drops the padding."""
     down, height, across, width = tiles.shape
     return tiles.reshape(down * height, across * width)[: shape[0], : shape[1]].contiguous()
 
 
 def round_up_to_power_of_two(x: Tensor) -> Tensor:
-    """The smallest power of two not below x, for normal FP32 x > 0 whose result is finite."""
+    """Return the smallest power of two >= x, for normal FP32 x > 0 with a finite result."""
     mantissa, exponent = torch.frexp(x)  # x = mantissa * 2^exponent, mantissa in [0.5, 1)
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     return ((exponent + 127) << 23).view(torch.float32)

@@ -1,8 +1,8 @@
-"""The rule of ``format`` as Triton kernels: each reads its input once and writes what is asked for.
+"""The rule of ``format`` as Triton kernels; each reads its input once.
 
-They return the reference's bytes. What that takes: quotients as a true division rounds them, maxima taken over the bit patterns of
-magnitudes (integers order like the numbers, denormals and NaN included), powers of two from exponent bits, and the
-GPU's own conversion to E4M3, which rounds to nearest even. Checked by ``FormatContract`` and tests/test_kernels.py.
+Their results are bitwise equal to the reference. This needs correctly rounded quotients, maxima over the bit patterns of magnitudes (which
+order like the numbers, including denormals and NaN), powers of two from exponent bits, and the GPU's conversion to E4M3, which rounds to
+nearest even. Checked by ``FormatContract`` and tests/test_kernels.py.
 """
 
 # No postponed annotations here: Triton reads the ``constexpr`` ones.
@@ -18,14 +18,14 @@ E4M3_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-10)
 TILE = 128
 ROWS = 32  # rows of an activation one program reads
-#: What a program reads and writes 16 bytes at a time has to begin at a multiple of them.
+#: Required alignment in bytes of memory that a program accesses 16 bytes at a time.
 ALIGNED = tl.constexpr(16)
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
 def _scale(amax_bits, POWER_OF_TWO: tl.constexpr):
-    """Bits of each block's largest magnitude -> its scale, FP32."""
+    """Return the FP32 scale for the bits of each block's largest magnitude."""
     amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True), AMAX_FLOOR)
     scale = tl.div_rn(amax, tl.full(amax.shape, E4M3_MAX, tl.float32))
     if POWER_OF_TWO:
@@ -37,23 +37,23 @@ def _scale(amax_bits, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _quotient(x, scale):
-    """``x / scale`` as a true division rounds it, for scales of ``_scale`` or NaN: the GPU's own division of each number takes longer than its
-    memory does.
+    """Return ``x / scale``, correctly rounded, for scales of ``_scale`` or NaN. The GPU's division instruction would take longer than the
+    memory access.
 
-    With the reciprocal rounded to nearest, a quotient that is off by less than one unit in the last place is made right by the remainder, which
-    a fused multiply-add has exactly (P. W. Markstein, Computation of elementary functions on the IBM RISC System/6000 processor, 1990); the
-    product with the reciprocal is off by up to 1.5 units, so it takes two. Where the remainder underflows, the code is 0 either way."""
+    With a reciprocal rounded to nearest, a quotient with an error below one ulp is corrected by its remainder, which a fused multiply-add
+    computes exactly (P. W. Markstein, Computation of elementary functions on the IBM RISC System/6000 processor, 1990). The product with the
+    reciprocal has an error of up to 1.5 ulp, so two corrections are needed. If the remainder underflows, the code is 0 either way."""
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     scale, negative = tl.broadcast_to(scale, x.shape), tl.broadcast_to(-inverse, x.shape)
     found = x * tl.broadcast_to(inverse, x.shape)
-    # The remainder with its sign turned: where there is none this adds -0, which leaves -0 as it is.
+    # the negated remainder: if it is zero, this adds -0, which keeps -0 unchanged
     found = tl.fma(tl.fma(found, scale, -x), negative, found)
     return tl.fma(tl.fma(found, scale, -x), negative, found)
 
 
 @triton.jit
 def _codes(x, scale):
-    # The GPU's conversion keeps what is larger at 448, and NaN as NaN: a block that is not finite has to show.
+    # the GPU's conversion saturates at 448 and keeps NaN, so that non-finite blocks are visible
     return _quotient(x, scale).to(tl.float8e4nv)
 
 
@@ -143,7 +143,7 @@ def _activation_codes(
     amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
     scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
     codes = _codes(x, scale)
-    # Rows added to fill up a multiple of four are written as zeros: what a product makes of them must not be NaN.
+    # padding rows are written as zeros, so that GEMMs do not produce NaN for them
     tl.store(codes_ptr + row * columns + column, codes, mask=(row < padded) & (column < columns))
     tl.store(scales_ptr + tl.program_id(1).to(tl.int64) * padded + row, scale, mask=row < padded)
 
@@ -161,7 +161,7 @@ def _value(
 
 
 def quantize(weight: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) -> None:
-    """weight [N, K], any strides -> ``codes`` E4M3 [N, K] and ``scales`` FP32 [ceil(N/128), ceil(K/128)], contiguous."""
+    """Quantise weight [N, K], any strides, into contiguous ``codes`` E4M3 [N, K] and ``scales`` FP32 [ceil(N/128), ceil(K/128)]."""
     rows, columns = weight.shape
     with torch.cuda.device(weight.device):
         _weight[tuple(scales.shape)](
@@ -170,8 +170,9 @@ def quantize(weight: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) 
 
 
 def quantize_alike(weights: list[Tensor], codes: list[Tensor], scales: list[Tensor], power_of_two: bool) -> None:
-    """``quantize`` of several weights of one dtype, shape and strides, whose memory and that of their codes begins at multiples of
-    ``ALIGNED``, in one launch: of thousands of small experts each would take the host longer than the GPU."""
+    """Quantise several weights of the same dtype, shape and strides in one launch; weights and codes must be aligned to ``ALIGNED``.
+
+    For thousands of small experts, single launches would take the host longer than the GPU needs."""
     first = weights[0]
     rows, columns = first.shape
     places = tuple(t.data_ptr() for three in zip(weights, codes, scales, strict=True) for t in three)
@@ -184,15 +185,15 @@ def quantize_alike(weights: list[Tensor], codes: list[Tensor], scales: list[Tens
 
 @lru_cache(1024)
 def _table(places: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """Addresses on a GPU, for launches of a ``stream``. Weights lie where they lay at the last sync, as a rule."""
+    """Return a GPU tensor of addresses for launches on ``stream``; cached, because addresses rarely change between syncs."""
     found = torch.tensor(places, dtype=torch.int64)
     if device.type == "cuda":
-        found = found.pin_memory()  # copied from other memory it would wait for the launch before
+        found = found.pin_memory()  # a copy from pageable memory would wait for the previous launch
     return found.to(device, non_blocking=True)
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """What ``quantize`` wrote, contiguous -> [N, K] FP32."""
+    """Dequantise contiguous codes and scales of ``quantize`` to [N, K] FP32."""
     rows, columns = codes.shape
     out = torch.empty((rows, columns), dtype=torch.float32, device=codes.device)
     grid = (triton.cdiv(rows, 8), triton.cdiv(columns, 512))
@@ -202,7 +203,7 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def fake_quantize(x: Tensor, power_of_two: bool) -> Tensor:
-    """x [M, K], any strides -> what its codes in blocks of 1 x 128 mean, in x's dtype."""
+    """Quantise x [M, K], any strides, in blocks of 1 x 128 and dequantise it to x's dtype."""
     rows, columns = x.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, TILE))
@@ -212,10 +213,10 @@ def fake_quantize(x: Tensor, power_of_two: bool) -> Tensor:
 
 
 def activation_codes(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """x [M, K], any strides -> codes E4M3 [M', K] and scales FP32 [M', ceil(K/128)] of its blocks of 1 x 128.
+    """Quantise x [M, K], any strides, to codes E4M3 [M', K] and scales FP32 [M', ceil(K/128)] in blocks of 1 x 128.
 
-    M' is M rounded up to a multiple of 4, and scales of one block column lie together (strides 1, M'): cuBLAS reads 16
-    bytes of them at a time. Rows that are added hold zeros."""
+    M' is M rounded up to a multiple of 4; the added rows are zero. Scales are column-major (strides 1, M'), because cuBLAS reads 16 bytes
+    of a block column at a time."""
     rows, columns = x.shape
     padded, blocks = -(-rows // 4) * 4, triton.cdiv(columns, TILE)
     codes = torch.empty((padded, columns), dtype=torch.float8_e4m3fn, device=x.device)

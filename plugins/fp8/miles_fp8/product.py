@@ -1,15 +1,15 @@
-"""FP8 codes multiplied by Hopper's tensor cores, through ``torch.nn.functional.scaled_mm`` and cuBLAS.
+"""FP8 GEMMs on Hopper's tensor cores, through ``torch.nn.functional.scaled_mm`` and cuBLAS.
 
     y = sum over blocks b of 128 along K:  sx[m, b] * sw[n / 128, b] * (codes of x . codes of w in the block)
 
-A block's scales multiply its partial sum, so partial sums leave the tensor core's own accumulator (which keeps about 14
-bits) for FP32 every 128 elements, as the format wants. The result is rounded to BF16 once. The emulated product rounds both
-dequantised operands to BF16 as well: relative to the exact product of the codes the native one is .0017 off (root mean
-square, N(0, 1)), the emulated one .0027, and they are .0030 apart (benchmarks/quantized_product.py). In a long sum of
-positive numbers the accumulator's truncation shows as a bias, below .0015 of the result (tests/test_product.py).
+The scales multiply partial sums, so every 128 elements a partial sum moves from the tensor core's accumulator (about 14 bits) to FP32. The
+result is rounded to BF16 once. The emulated product also rounds both dequantised operands to BF16. Relative to the exact product of the
+codes, the native product has an RMS error of .0017 on N(0, 1), the emulated one .0027; their difference is .0030
+(benchmarks/quantized_product.py). In a long sum of positive numbers, the accumulator's truncation causes a bias below .0015 of the result
+(tests/test_product.py).
 
-cuBLAS has this product for sm_90 only (12.9 and later). It reads a weight's scales in K-major rows that are filled up to
-a multiple of four, an activation's scales M-major with M a multiple of four, and wants N and K to be multiples of 16.
+cuBLAS supports this GEMM only on sm_90 (12.9 and later). It needs a weight's scales in K-major rows padded to a multiple of four, an
+activation's scales M-major with M a multiple of four, and N and K multiples of 16.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ HOPPER = range(9, 10)
 
 
 class Fp8Product(Product):
-    """FP8 codes multiplied by the tensor cores of Hopper GPUs.
+    """FP8 GEMM on the tensor cores of Hopper GPUs.
 
     Raises:
-        NoProduct: another GPU than sm_90, another dtype than BF16, or libraries without the product.
+        NoProduct: the GPU is not sm_90, the dtype is not BF16, or the libraries do not support this GEMM.
     """
 
     eps = 0.01
@@ -64,5 +64,5 @@ class Fp8Product(Product):
 
 
 def scale_rows(scales: Tensor) -> Tensor:
-    """Scales [N tiles, K tiles] -> [N tiles, K tiles rounded up to a multiple of 4], zeros added, contiguous."""
+    """Pad scales [N tiles, K tiles] with zeros to a multiple of 4 K tiles; returns a contiguous tensor."""
     return torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4)).contiguous()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles_core import ConfigError, PlanError
+from miles_core.plugin import ConfigError, PlanError
 from miles_fp8.activation_form import FORMS
 from miles_fp8.format import Fp8, round_up_to_power_of_two
 

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core import MilesError, Unit
+from miles_core.data import Unit
 from miles_core.format import Codec
+from miles_core.plugin import MilesError
 from miles_fp8.format import CODES, SCALES, Fp8, round_up_to_power_of_two
 
 E4M3 = sorted(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 
 FP8 = {"rollout_fp8": True, "emulate_precision": True}
 

@@ -1,6 +1,6 @@
 """INT4 weights in groups along K, with quantisation-aware training, for miles-core."""
 
-from miles_core import Hint, Rule, above, format_plugin
+from miles_core.plugin import Hint, Rule, above, format_plugin
 from miles_int4.config import Int4Config
 
 __version__ = "0.1.0"
@@ -15,8 +15,8 @@ plugin = format_plugin(
     rollout_alone_recommends=(
         Rule(
             needs="train.precision == int4",
-            because="without quantisation-aware training an INT4 engine samples from weights that the trainer never sees, "
-            "which raises the log-prob gap: add --train-int4",
+            because="without quantisation-aware training the trainer does not compute with the INT4 weights of the engine, which "
+            "increases the log-prob gap: add --train-int4",
         ),
         Rule(
             needs="plugin.r3",
@@ -46,10 +46,10 @@ plugin = format_plugin(
             "int4-mismatch",
             "mismatch/kl_k3",
             above(2e-3),
-            "INT4 weights in the engine differ from what is trained by a KL of {value} per token",
-            "train with the same rounding (--train-precision int4), take a smaller group (--int4-group-size 32), leave "
-            "sensitive layers alone (--int4-skip-layers), start from a model that was warmed up in bfloat16, and use a "
-            "higher --lr than in bfloat16",
+            "INT4 weights in the engine differ from the trained weights by a KL of {value} per token",
+            "train with the same rounding (--train-precision int4), use a smaller group (--int4-group-size 32), leave sensitive "
+            "layers in bfloat16 (--int4-skip-layers), start from a model that was warmed up in bfloat16, and use a higher --lr than "
+            "in bfloat16",
             when="rollout.precision == int4",
         ),
     ),

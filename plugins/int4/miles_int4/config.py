@@ -1,9 +1,9 @@
-"""The options of int4."""
+"""The options of the plugin."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_core import option
+from miles_core.plugin import option
 
 
 @dataclass(frozen=True, kw_only=True)

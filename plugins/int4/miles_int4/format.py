@@ -1,25 +1,23 @@
-"""INT4: four bits a weight and one scale for a group of them, with quantisation-aware training.
+"""INT4: four bits per weight and one scale per group, with quantisation-aware training.
 
-Fifteen equidistant values, -7 to 7, stand for a group of g neighbours in a row; the group's scale maps its largest
-magnitude to 7. Symmetric, so zero stays zero and no offset is stored; -8 is left unused, so that negating a weight
-negates its code. Only weights are quantised: the product itself runs in the activations' precision, and what is gained
-is memory and, at small batches, the time to read it.
+A group of g neighbours in a row is represented by fifteen equidistant values, -7 to 7; the group's scale maps its largest magnitude to 7.
+The format is symmetric, so zero stays zero and no offset is stored; -8 is unused, so that negating a weight negates its code. Only weights
+are quantised: GEMMs run in the activations' precision. The benefit is less memory and, at small batches, less memory traffic.
 
     scale = BF16(max(amax / 7, 1e-5))
     code  = clamp(round(w / scale), -7, 7)   ties to even, w / scale in FP32
 
-The scale is rounded to BF16 before anything is divided by it, in the trainer too, because BF16 is what the checkpoint
-stores; a trainer that divides by the unrounded scale trains weights nobody serves. The floor keeps a group of zeros
-at zero. The group size is part of the format: the same weights at g = 32 and g = 128 differ by 12 %, as much as either
-differs from the original.
+The scale is rounded to BF16 before the division, in the trainer too, because the checkpoint stores BF16 scales; a trainer that divided by
+the unrounded scale would train other weights than the engine serves. The lower bound avoids a division by zero. The group size is part of
+the format: the same weights at g = 32 and g = 128 differ by 12 %, as much as either differs from the original.
 
-Four bits are coarse: rounding a trained model costs accuracy. Quantisation-aware training lets the forward pass see the
-rounded weights while the optimiser moves the full-precision ones (the gradient passes the rounding unchanged, Bengio et
-al., arXiv 1308.3432), so the model settles where rounding does little harm, and engine and trainer agree meanwhile.
+Four bits are coarse: rounding a trained model costs accuracy. In quantisation-aware training, the forward pass uses the rounded weights while
+the optimizer updates the full-precision weights with a straight-through gradient (Bengio et al., arXiv 1308.3432). The model adapts to the
+rounding, and engine and trainer agree throughout.
 
 Stored as compressed-tensors' ``pack-quantized``: code + 8 in four bits, eight of a row in one int32, the first in the
-lowest bits. Relative RMS error on N(0, 1): 0.0970 at g = 32, 0.1173 at g = 128. Bits a weight: 4 + 16 / g. Quantising
-the FP32 ``dequantize(quantize(w))`` again gives the same bytes; a BF16 copy of it promises nothing.
+lowest bits. Relative RMS error on N(0, 1): 0.0970 at g = 32, 0.1173 at g = 128. Bits per weight: 4 + 16 / g. Quantising the FP32
+``dequantize(quantize(w))`` again gives the same bytes; a BF16 copy of it may not.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ class Int4(Format):
 
     Args:
         group_size: g, weights of a row that share a scale.
-        experts_only: leave everything but routed experts alone.
-        skip: selectors of weights to leave alone.
+        experts_only: quantise routed experts only.
+        skip: selectors of weights to leave unquantised.
     """
 
     name = "int4"
@@ -133,14 +131,14 @@ class Int4(Format):
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-            # Without it Transformers takes the checkpoint for one still to be quantised, and starts from random weights.
+            # without it, Transformers treats the checkpoint as not yet quantised and starts from random weights
             "quantization_status": "compressed",
             "ignore": list(unquantized),
         }
 
 
 def _group_size(block: Mapping[str, Any]) -> int | None:
-    """The group size of a compressed-tensors block; None when it describes anything but these weights."""
+    """Return the group size of a compressed-tensors block; None if the block describes another format."""
     sizes = set()
     for group in (block.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
@@ -156,7 +154,7 @@ def _group_size(block: Mapping[str, Any]) -> int | None:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Codes -8..7 of any number dtype [N, K] -> int32 [N, K/8], the first of eight in the lowest bits."""
+    """Pack codes -8..7 [N, K] of any numeric dtype into int32 [N, K/8], the first of eight in the lowest bits."""
     nibbles = (codes + OFFSET).to(torch.uint8)
     pairs = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)  # little-endian: four bytes are one int32, lowest first
     return pairs.contiguous().view(torch.int32)
@@ -170,7 +168,7 @@ def unpack(words: Tensor) -> Tensor:
 
 
 def _sizes(columns: int) -> str:
-    """The group sizes that divide K, those people use first."""
+    """Return the group sizes that divide K as text, common sizes first."""
     divisors = [g for g in range(2, columns + 1) if columns % g == 0]
     usual = [g for g in divisors if g in (16, 32, 64, 128, 256)]
     return ", ".join(map(str, usual or divisors[-4:]))

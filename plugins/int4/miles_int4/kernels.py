@@ -1,8 +1,7 @@
-"""The rule of ``format`` as Triton kernels: they read a weight once and write packed codes and scales, or back.
+"""The rule of ``format`` as Triton kernels, which read a weight once and write packed codes and scales, or the reverse.
 
-They return the reference's bytes: true divisions (``div_rn``), maxima over the bit patterns of magnitudes, the scale
-rounded to BF16 before anything is divided by it, and ties to even. Checked by ``FormatContract`` and
-tests/test_kernels.py.
+Their results are bitwise equal to the reference: correctly rounded divisions (``div_rn``), maxima over the bit patterns of magnitudes,
+scales rounded to BF16 before the division, and ties to even. Checked by ``FormatContract`` and tests/test_kernels.py.
 """
 
 # No postponed annotations here: Triton reads the ``constexpr`` ones.
@@ -13,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 PER_WORD = 8
-ROWS, COLUMNS = 8, 512  # of one program; a larger group takes a program of its own
+ROWS, COLUMNS = 8, 512  # block of one program; a larger group has a separate program
 
 
 @triton.jit
@@ -40,7 +39,7 @@ def _quantize(
     amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(tl.float32, bitcast=True)
     scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, 7.0, tl.float32)), 1e-5).to(tl.bfloat16)
     quotient = tl.div_rn(x, tl.broadcast_to(scale.to(tl.float32)[:, :, None], x.shape))
-    # Adding 1.5 * 2^23 leaves no bits below one: the sum is rounded to an integer, ties to even, in its low bits.
+    # adding 1.5 * 2^23 rounds to an integer, ties to even, which is then in the low bits of the sum
     code = (quotient + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     nibble = tl.minimum(tl.maximum(code, -7), 7) + 8
     shift = (tl.arange(0, PER_WORD) * 4)[None, None, :]
@@ -73,12 +72,12 @@ def _value(
 
 
 def suits(group_size: int) -> bool:
-    """Whether the kernel can take this group size: it cuts rows at powers of two, and whole words."""
+    """Whether the kernel supports this group size: a power of two, and whole words."""
     return PER_WORD <= group_size <= 4096 and group_size & (group_size - 1) == 0
 
 
 def quantize(weight: Tensor, words: Tensor, scales: Tensor, group_size: int) -> None:
-    """weight [N, K], any strides -> ``words`` int32 [N, K/8] and ``scales`` BF16 [N, K/g], both contiguous."""
+    """Quantise weight [N, K], any strides, into contiguous ``words`` int32 [N, K/8] and ``scales`` BF16 [N, K/g]."""
     rows, columns = weight.shape
     wide = max(COLUMNS, group_size)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, wide))
@@ -89,7 +88,7 @@ def quantize(weight: Tensor, words: Tensor, scales: Tensor, group_size: int) -> 
 
 
 def dequantize(words: Tensor, scales: Tensor) -> Tensor:
-    """What ``quantize`` wrote, contiguous, any group size -> [N, K] FP32."""
+    """Dequantise contiguous words and scales of ``quantize``, any group size, to [N, K] FP32."""
     rows, columns = words.shape[0], words.shape[1] * PER_WORD
     out = torch.empty((rows, columns), dtype=torch.float32, device=words.device)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))

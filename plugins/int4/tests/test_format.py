@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core import ConfigError, MilesError, Unit
+from miles_core.data import Unit
 from miles_core.format import Codec
+from miles_core.plugin import ConfigError, MilesError
 from miles_int4.format import CODES, SCALES, SHAPE, Int4, pack, unpack
 
 NAME = "model.layers.3.mlp.experts.0.up_proj.weight"

@@ -1,6 +1,6 @@
 import pytest
 
-from miles_core import ConfigError, PlanError
+from miles_core.plugin import ConfigError, PlanError
 from miles_int4 import plugin
 from miles_testing import FormatPluginContract
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 
 INT4 = {"plugins": ["int4"], "rollout_precision": "int4", "int4_group_size": 16}
 

@@ -1,6 +1,6 @@
 """Megatron-Core as the trainer of miles-core: ``--trainer megatron``."""
 
-from miles_core import Package, Plugin, Rule, Set
+from miles_core.plugin import Package, Plugin, Rule, Set
 from miles_megatron.config import MegatronConfig
 from miles_megatron.elsewhere import ELSEWHERE
 

@@ -10,7 +10,7 @@ from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_core import option
+from miles_core.plugin import option
 
 #: Megatron-Core's configuration class -> what it configures, for ``--help``.
 _OWNERS = {

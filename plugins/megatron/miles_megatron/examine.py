@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from miles_core import CheckpointError
+from miles_core.plugin import CheckpointError
 from miles_megatron import families
 from miles_megatron.architecture import Architecture
 from miles_megatron.shapes import shapes
@@ -17,7 +17,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def examine(config: Any, weights: bool) -> None:
-    """Implements ``miles_core.Plugin.examine``: finds errors that would stop the run at load time or silently drop a weight."""
+    """Implements ``miles_core.plugin.Plugin.examine``: finds errors that would stop the run at load time or silently drop a weight."""
     options = config.model
     flag, path = ("--ref-load", options.ref_load) if options.ref_load else ("--hf-checkpoint", options.hf_checkpoint)
     if path is None or not Path(path).is_dir():
@@ -35,7 +35,7 @@ def examine_checkpoint(directory: Path, flag: str = "--hf-checkpoint") -> None:
         CheckpointError: the checkpoint is quantised; a tensor is missing, has another shape or is in no table; or an error of
             ``CheckpointFiles``.
     """
-    from miles_core.backend import CheckpointFiles  # imports torch
+    from miles_core.trainer import CheckpointFiles  # imports torch
 
     files = CheckpointFiles(directory, flag)
     if files.config.get("quantization_config"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_core import CheckpointError, Facts, Problem, Review, described
+from miles_core.plugin import CheckpointError, Facts, Problem, Review, described
 from miles_megatron import families
 from miles_megatron.architecture import Architecture
 from miles_megatron.recipes import RECIPES, TILES, cuts
@@ -15,7 +15,7 @@ from miles_megatron.work import FURTHER
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
-    """Implements ``miles_core.Plugin.review``; reports nothing for another trainer."""
+    """Implements ``miles_core.plugin.Plugin.review``; reports nothing for another trainer."""
     if facts.value("trainer") != "megatron" or model is None:
         return Review()
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miles_core import ConfigError, Facts
+from miles_core.plugin import ConfigError, Facts
 from miles_megatron.architecture import Architecture
 
 #: Maximum suggested tensor-parallel size: the GPUs of one machine, because tensor parallelism communicates in every layer.

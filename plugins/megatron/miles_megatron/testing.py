@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from miles_core.backend import Codec, FurtherLayer, OptimizerConfig
+from miles_core.format import Codec
+from miles_core.trainer import FurtherLayer, OptimizerConfig
 from miles_megatron import families
 from miles_megatron.sizes import Sizes
 from miles_testing import Setup

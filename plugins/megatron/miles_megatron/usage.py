@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from miles_core import CheckpointError, Facts, Parts, Usage
+from miles_core.plugin import CheckpointError, Facts, Parts, Usage
 from miles_embedded import engines_gpus
 from miles_megatron import count, families
 from miles_megatron.architecture import Architecture
@@ -25,7 +25,7 @@ _DOUBLED = 9
 
 
 def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
-    """Implements ``miles_core.Plugin.memory``: yields one row per pipeline stage.
+    """Implements ``miles_core.plugin.Plugin.memory``: yields one row per pipeline stage.
 
     Yields nothing for another trainer, or if the parallel sizes are invalid (``review`` reports them)."""
     if facts.value("trainer") != "megatron":

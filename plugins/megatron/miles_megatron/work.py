@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_core import MICRO_BATCH_TOKENS, Facts
+from miles_core.plugin import Facts
+from miles_core.trainer import MICRO_BATCH_TOKENS
 from miles_megatron.memory import Work
 from miles_megatron.recipes import RECIPES
 from miles_megatron.sizes import Sizes

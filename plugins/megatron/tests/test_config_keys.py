@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles_core import CheckpointError
+from miles_core.plugin import CheckpointError
 from miles_megatron import families
 from miles_megatron.config_keys import find_foreign, layer_windows
 from miles_megatron.families import FAMILIES

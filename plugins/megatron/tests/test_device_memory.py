@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from miles_core.backend import Callbacks, FurtherLayer
+from miles_core.trainer import Callbacks, FurtherLayer
 from miles_megatron.testing import make, may_have_children
 from miles_testing import Setup, tiny_checkpoint, toy_run
 from miles_testing.yardstick import make_batch, weighted

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from miles_core import CheckpointError
+from miles_core.plugin import CheckpointError
 from miles_megatron import count, families
 from miles_megatron.families.parts import transformer_engine_name
 from miles_megatron.layout import join, shard

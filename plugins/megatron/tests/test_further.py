@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_core import CheckpointError, PlanError
-from miles_core.backend import Callbacks, FurtherLayer, combined
+from miles_core.plugin import CheckpointError, PlanError
+from miles_core.train.share import combined
+from miles_core.trainer import Callbacks, FurtherLayer
 from miles_megatron.testing import make, may_have_children
 from miles_testing import Setup, toy_files, toy_run
 from miles_testing.toy import plan

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core import ConfigError, PlanError
+from miles_core.plugin import ConfigError, PlanError
 from miles_megatron.config import MegatronConfig, table
 from miles_megatron.regenerate import NOT_OPTIONS, rows, why_not
 from miles_testing import plan

@@ -50,20 +50,20 @@ def expected(experts):
 
 
 def test_it_is_every_expert_s_own_product(experts, expected):
-    multiply_experts_together([experts], told=False)
+    multiply_experts_together([experts], notify=False)
     for one, other in zip(gradients(experts), expected, strict=True):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_weight_gradients_are_added_where_they_are_kept(experts, expected, told):
-    multiply_experts_together([experts], told)
+@pytest.mark.parametrize("notify", [False, True])
+def test_weight_gradients_are_added_where_they_are_kept(experts, expected, notify):
+    multiply_experts_together([experts], notify)
     add_gradients_in_place([nn.Sequential(nn.Linear(2, 2), experts)])
     for weight in experts.parameters():
         weight.main_grad = torch.ones(24, 16)
     gradients(experts)
     for weight, grad in zip(experts.parameters(), expected[2:], strict=True):
-        assert weight.grad_added_to_main_grad and (weight.grad is not None) == told
+        assert weight.grad_added_to_main_grad and (weight.grad is not None) == notify
         torch.testing.assert_close(weight.main_grad, 1 + grad.float())
 
 
@@ -76,5 +76,5 @@ def test_frozen_weights_get_no_gradient(experts, expected):
 
 def test_biases_are_left_to_transformer_engine(experts):
     experts.use_bias = True
-    multiply_experts_together([experts], told=False)
+    multiply_experts_together([experts], notify=False)
     assert "forward" not in vars(experts)

@@ -8,7 +8,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from miles_core import ConfigError, PlanError
+from miles_core.plugin import ConfigError, PlanError
 from miles_megatron import families
 from miles_megatron.sizes import Sizes, candidates, misfits
 from miles_testing import plan
@@ -120,10 +120,12 @@ def test_ranks_that_are_no_number_are_a_sentence(checkpoint, monkeypatch):
             plan(trainer="megatron", hf_checkpoint=checkpoint(PUBLISHED["QWEN3_8B"]), facts=facts)
         return str(error.value)
 
-    assert said("megatron.ranks=-8").startswith("--fact megatron.ranks=-8: the ranks that train are -8, which is no")
+    assert said("megatron.ranks=-8").startswith(
+        "--fact megatron.ranks=-8: the number of training ranks is -8; it must be"
+    )
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert (
-        said() == "environment variable WORLD_SIZE: the ranks that train are many, which is no whole number from 1 on"
+        said() == "environment variable WORLD_SIZE: the number of training ranks is many; it must be a positive integer"
     )
 
 

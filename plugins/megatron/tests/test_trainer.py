@@ -10,9 +10,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from miles_core import ConfigError
-from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES, Callbacks, OptimizerConfig, combined
 from miles_core.format import Codec, Format, Stored, store
+from miles_core.plugin import ConfigError
+from miles_core.train.share import combined
+from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Callbacks, OptimizerConfig
 from miles_megatron.sizes import Sizes
 from miles_megatron.testing import make, may_have_children
 from miles_testing import RankedTrainerContract, Setup, TrainerContract

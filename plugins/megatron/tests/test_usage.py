@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core import PlanError
+from miles_core.plugin import PlanError
 from miles_testing import plan
 
 PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
@@ -78,7 +78,7 @@ def test_experts_that_do_not_divide_name_every_size_and_the_fix(checkpoint):
     text = str(error.value)
     assert "8 ranks that divide by expert x expert-tensor x pipeline = 32" in text
     assert "megatron.expert_model_parallel_size = 8" in text
-    assert re.search(r"megatron.expert_tensor_parallel_size = 4 +as tensor_model_parallel_size", text)
+    assert re.search(r"megatron.expert_tensor_parallel_size = 4 +the value of tensor_model_parallel_size", text)
     assert "--expert-tensor-parallel-size 1" in text
 
 

@@ -1,6 +1,6 @@
 """MXFP8 weights (OCP microscaling, blocks of 1 x 32) for miles-core."""
 
-from miles_core import Rule, format_plugin
+from miles_core.plugin import Rule, format_plugin
 from miles_mxfp8.config import Mxfp8Config
 
 __version__ = "0.1.0"
@@ -31,13 +31,13 @@ plugin = format_plugin(
     requires=(
         Rule(
             needs="mxfp8.dynamic_scaling",
-            because="a scale from earlier batches (delayed scaling) would make a token's numbers depend on what was computed "
-            "before, and engine and trainer would disagree: leave --no-fp8-dynamic-scaling out",
+            because="with scales from earlier batches (delayed scaling), a token's results would depend on earlier computations, and "
+            "engine and trainer would disagree: leave --no-fp8-dynamic-scaling out",
         ),
         Rule(
             needs="trainer == megatron",
             when="mxfp8.transformer_impl == transformer_engine",
-            because="TransformerEngine's modules are those of the Megatron trainer; the embedded one computes in its own "
+            because="only the Megatron trainer uses TransformerEngine's modules; the embedded trainer has its own "
             "(--transformer-impl local)",
         ),
         Rule(

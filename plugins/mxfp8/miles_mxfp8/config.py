@@ -1,10 +1,12 @@
-"""The options of mxfp8. Those that fp8 has too are declared alike in both: each is a distribution that works without the other, and
-where both are installed, declarations of one flag that differ are refused."""
+"""The options of the plugin.
+
+Options that fp8 has too must have identical declarations in both plugins: each plugin works without the other, and core rejects different
+declarations of one flag if both are installed."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_core import option
+from miles_core.plugin import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +27,12 @@ class Mxfp8Config:
     dynamic_scaling: bool = option(
         True,
         flag="--fp8-dynamic-scaling",
-        help="scales come from the numbers themselves, at every use; there is no delayed scaling",
+        help="compute scales from the current values at every use; delayed scaling is not supported",
     )
     transformer_impl: Literal["local", "transformer_engine"] | None = option(
         None,
         flag="--transformer-impl",
-        help="modules that the trainer computes with: local is what --trainer embedded has, transformer_engine needs "
-        "--trainer megatron",
+        help="the trainer's module implementation: local for --trainer embedded; transformer_engine needs --trainer megatron",
     )
     skip_layers: tuple[str, ...] = option(
         (),

@@ -1,14 +1,12 @@
-"""MXFP8: one byte a weight, and one power of two for every 32 of them.
+"""MXFP8: one byte per weight, and one power of two per 32 weights.
 
-The elements are those of block-wise FP8: E4M3, a sign, four exponent and three mantissa bits, up to 448. What differs
-is the scale. It belongs to 32 neighbours of one row instead of 128 x 128 weights, so an outlier disturbs 31 others
-instead of 16,383; and it is a bare exponent in one byte (UE8M0: 2^(byte - 127), 255 is NaN), so that applying it never
-rounds and a Blackwell tensor core can do it inside the product. This is the MX layout of the Open Compute Project
-(Microscaling Formats v1.0).
+The elements are those of block-wise FP8: E4M3, with a sign, four exponent and three mantissa bits, up to 448. The scale differs. It applies
+to 32 neighbours of one row instead of 128 x 128 weights, so an outlier affects 31 other weights instead of 16,383. It is an exponent in one
+byte (UE8M0: 2^(byte - 127), 255 is NaN), so applying it never rounds and a Blackwell tensor core can apply it inside the GEMM. This is the
+MX layout of the Open Compute Project (Microscaling Formats v1.0).
 
-The MX text takes the exponent of the largest magnitude rounded down, which puts block maxima of up to 1.14 times 448
-beyond the largest element and saturates them. Everybody who trains rounds up instead, as Transformer Engine and the
-GPU's own conversion instruction do:
+The MX specification rounds the exponent of the largest magnitude down, which saturates block maxima of up to 1.14 times 448. Training
+implementations round up instead, as Transformer Engine and the GPU's conversion instruction do:
 
     e    = the smallest integer with 2^e >= amax / 448
     byte = clamp(e + 127, 0, 254)
@@ -18,11 +16,10 @@ No division and no logarithm is needed for e: 448 is 0.875 * 2^9, so with amax =
 E - 9 where m <= 0.875 and E - 8 elsewhere, exactly, down to the smallest denormal. A block of zeros has byte 0 and
 codes 0.
 
-Relative RMS error on N(0, 1): 0.0266, at 8.25 bits a weight. What was dequantised is a fixed point in value, and exact
-in BF16. Its codes may differ: a block maximum that rounded down to 224 gets the next smaller exponent and twice the
-code. Activations are quantised by the same rule, 1 x 32 along K. The backward pass of a product would need blocks along
-the other dimension, another quantisation of the same tensor; here it stays in full precision. BF16's largest magnitudes may be
-rounded up to 2^128, which FP32 reads as Inf.
+Relative RMS error on N(0, 1): 0.0266, at 8.25 bits per weight. Quantising dequantised values again gives the same values, which are exact in
+BF16. The codes may differ: a block maximum that rounded down to 224 gets the next smaller exponent and twice the code. Activations are
+quantised by the same rule, 1 x 32 along K. The backward pass of a GEMM would need blocks along the other dimension, that is, another
+quantisation of the same tensor; here it stays in full precision. BF16's largest magnitudes may be rounded up to 2^128, which is Inf in FP32.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ class Mxfp8(Format):
     with w = code * 2^(scale - 127).
 
     Args:
-        skip: selectors of weights to leave alone.
+        skip: selectors of weights to leave unquantised.
     """
 
     name = "mxfp8"
@@ -134,12 +131,12 @@ class Mxfp8(Format):
 
 
 def in_blocks(matrix: Tensor) -> Tensor:
-    """[N, K] -> [N, K/32, 32]; K must be a multiple of 32."""
+    """Reshape [N, K] to [N, K/32, 32]; K must be a multiple of 32."""
     return matrix.reshape(matrix.shape[0], matrix.shape[1] // BLOCK, BLOCK)
 
 
 def scale_byte(amax: Tensor) -> Tensor:
-    """Largest magnitude of each block, FP32 >= 0 -> its scale, uint8; 255 (NaN) where amax is not finite."""
+    """Return the uint8 scale for each block's largest magnitude (FP32 >= 0); 255 (NaN) if amax is not finite."""
     mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1) or 0
     up = exponent - 9 + (mantissa > 0.875).to(exponent.dtype)
     byte = (up + BIAS).clamp_(0, 254)
@@ -147,7 +144,7 @@ def scale_byte(amax: Tensor) -> Tensor:
 
 
 def power(byte: Tensor) -> Tensor:
-    """A scale byte -> the power of two it means, FP32; NaN for 255."""
+    """Return the FP32 power of two of a scale byte; NaN for 255."""
     bits = byte.to(torch.int32) << 23  # the exponent field of an FP32 number
-    bits = bits.masked_fill_(byte == 0, 1 << 22)  # 2^-127 has no exponent field of its own: it is a denormal
+    bits = bits.masked_fill_(byte == 0, 1 << 22)  # 2^-127 is a denormal
     return bits.masked_fill_(byte == NOT_A_NUMBER, 0x7FC00000).view(torch.float32)

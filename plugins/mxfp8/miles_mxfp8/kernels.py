@@ -1,9 +1,8 @@
-"""The rule of ``format`` as Triton kernels: they read their input once and write codes and scales, or what they mean.
+"""The rule of ``format`` as Triton kernels, which read their input once and write codes and scales, or dequantised values.
 
-They return the reference's bytes. A block's maximum is taken over bit patterns (integers order like the magnitudes they
-stand for, denormals and NaN included); exponent and mantissa are read from them, as frexp does; dividing by a power of
-two is multiplying by its inverse, which is exact; and the GPU's conversion to E4M3 rounds to nearest even. Checked by
-``FormatContract`` and tests/test_kernels.py.
+Their results are bitwise equal to the reference. A block's maximum is taken over bit patterns (which order like magnitudes, including
+denormals and NaN); exponent and mantissa are read from the bits, as frexp does; dividing by a power of two is an exact multiplication by its
+inverse; and the GPU's conversion to E4M3 rounds to nearest even. Checked by ``FormatContract`` and tests/test_kernels.py.
 """
 
 # No postponed annotations here: Triton reads the ``constexpr`` ones.
@@ -19,7 +18,7 @@ ROWS, COLUMNS = 8, 512  # of one program
 
 @triton.jit
 def _scale_byte(amax_bits):
-    """Bits of a block's largest magnitude -> its scale byte, int32: 448 is 1.75 * 2^8, and the exponent rounds up."""
+    """Return the scale byte (int32) for the bits of a block's largest magnitude: 448 is 1.75 * 2^8, and the exponent rounds up."""
     exponent = amax_bits >> 23
     byte = exponent - 8 + tl.where((amax_bits & 0x7FFFFF) > 0x600000, 1, 0)
     return tl.where(exponent == 255, 255, tl.maximum(byte, 0))
@@ -80,12 +79,12 @@ def _value(
 
 
 def quantize(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """weight [N, K], any strides -> ``codes`` E4M3 [N, K] and ``scales`` uint8 [N, K/32], both contiguous."""
+    """Quantise weight [N, K], any strides, into contiguous ``codes`` E4M3 [N, K] and ``scales`` uint8 [N, K/32]."""
     _launch(weight, codes, scales, decode=False)
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """What ``quantize`` wrote, contiguous -> [N, K] FP32."""
+    """Dequantise contiguous codes and scales of ``quantize`` to [N, K] FP32."""
     rows, columns = codes.shape
     out = torch.empty((rows, columns), dtype=torch.float32, device=codes.device)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
@@ -95,7 +94,7 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def fake_quantize(x: Tensor) -> Tensor:
-    """x [M, K], any strides -> what its codes mean, in x's dtype."""
+    """Quantise x [M, K], any strides, and dequantise it to x's dtype."""
     out = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
     _launch(x, out, out, decode=True)
     return out

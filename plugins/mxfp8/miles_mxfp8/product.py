@@ -1,11 +1,11 @@
-"""MXFP8 codes multiplied by Blackwell's tensor cores, through ``torch.nn.functional.scaled_mm`` and cuBLAS.
+"""MXFP8 GEMMs on Blackwell's tensor cores, through ``torch.nn.functional.scaled_mm`` and cuBLAS.
 
-The tensor core applies each block's power of two while it sums in FP32, and the result is rounded to BF16 once. Codes times
-powers of two are exact in BF16, so the emulated product multiplies the same numbers and differs by the order of summation.
+The tensor core applies each block's power of two while it accumulates in FP32, and the result is rounded to BF16 once. Codes times powers of
+two are exact in BF16, so the emulated product multiplies the same numbers and differs only by the order of summation.
 
-Not run on hardware: nobody here has a GPU of sm_100. What is tested is the layout of the scales against cuBLAS'
-description of it, and that the capability decides. On such a GPU the probe at the start of every run decides: a product
-that is further off than ``eps`` stops it, and ``--quantized-product emulated`` does without.
+Not tested on hardware, because no sm_100 GPU was available. Tests cover the layout of the scales against cuBLAS's description, and the
+selection by compute capability. On such a GPU, the probe at the start of every run stops the run if the error of the product exceeds
+``eps``; ``--quantized-product emulated`` avoids the native product.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from miles_core.format import Parts, Product, need_scaled_mm, readable
 from miles_mxfp8.format import BLOCK, CODES, E4M3, SCALES
 
 BLACKWELL = range(10, 100)
-TILE = (128, 4)  # scales that lie together: of 128 rows and 4 blocks along K
+TILE = (128, 4)  # tile of scales in memory: 128 rows and 4 blocks along K
 
 
 class Mxfp8Product(Product):
-    """MXFP8 codes multiplied by the tensor cores of Blackwell GPUs.
+    """MXFP8 GEMM on the tensor cores of Blackwell GPUs.
 
     Raises:
-        NoProduct: a GPU before sm_100, another dtype than BF16, or libraries without the product.
+        NoProduct: the GPU is older than sm_100, the dtype is not BF16, or the libraries do not support this GEMM.
     """
 
     eps = 0.006
@@ -63,10 +63,10 @@ class Mxfp8Product(Product):
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """Scale bytes [rows, blocks] -> flat, in the order cuBLAS reads them.
+    """Flatten scale bytes [rows, blocks] in cuBLAS's order.
 
-    Tiles of 128 rows x 4 blocks, filled up with zeros, one after the other along K and then down. Inside of one, row r and
-    block b are at (r % 32) * 16 + (r // 32) * 4 + b (cuBLAS, "1D block scaling factors layout")."""
+    Tiles of 128 rows x 4 blocks, padded with zeros, follow each other along K and then along rows. Inside a tile, row r and block b have the
+    offset (r % 32) * 16 + (r // 32) * 4 + b (cuBLAS, "1D block scaling factors layout")."""
     rows, blocks = scales.shape
     filled = torch.nn.functional.pad(scales, (0, -blocks % TILE[1], 0, -rows % TILE[0]))
     down, across = filled.shape[0] // TILE[0], filled.shape[1] // TILE[1]

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core import ConfigError, MilesError, Unit
+from miles_core.data import Unit
 from miles_core.format import Codec
+from miles_core.plugin import ConfigError, MilesError
 from miles_mxfp8.format import CODES, SCALES, Mxfp8, power, scale_byte
 
 #: Magnitudes of E4M3 by code, written from the definition: eight denormals, then 1.m * 2^e.

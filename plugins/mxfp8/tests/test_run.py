@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 
 MXFP8 = {"plugins": ["mxfp8"], "rollout_precision": "mxfp8", "emulate_precision": True}
 SIZES = {"moe_intermediate_size": 32}  # the toy model's experts have 16 columns, less than a block

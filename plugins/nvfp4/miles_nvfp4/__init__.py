@@ -1,6 +1,6 @@
 """NVFP4 expert weights for miles-core (experimental)."""
 
-from miles_core import Rule, format_plugin
+from miles_core.plugin import Rule, format_plugin
 from miles_nvfp4.config import Nvfp4Config
 
 __version__ = "0.1.0"
@@ -12,7 +12,7 @@ plugin = format_plugin(
     core="~=0.1",
     format="miles_nvfp4.format:Nvfp4",
     config=Nvfp4Config,
-    hardware=Rule("gpu.sm >= 100", "E2M1 products exist from Blackwell on"),
+    hardware=Rule("gpu.sm >= 100", "E2M1 GEMMs need Blackwell or later"),
     rollout_alone=False,
     experimental=True,
     both_when="nvfp4.recipe == nvfp4",
@@ -21,7 +21,7 @@ plugin = format_plugin(
         Rule(
             needs="model.moe",
             when="rollout.precision == nvfp4",
-            because="NVFP4 is for the matrices of experts, and a dense model has none",
+            because="NVFP4 quantises expert matrices only, and a dense model has none",
         ),
     ),
 )

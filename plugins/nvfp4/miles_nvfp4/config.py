@@ -1,9 +1,9 @@
-"""The options of nvfp4."""
+"""The options of the plugin."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_core import option
+from miles_core.plugin import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,5 +22,5 @@ class Nvfp4Config:
     four_over_six: bool = option(
         False,
         flag="--fp4-four-over-six",
-        help="map the maximum of each block to 4 instead of 6 where that loses less (arXiv 2512.02010)",
+        help="map the maximum of a block to 4 instead of 6 if that reduces its error (arXiv 2512.02010)",
     )

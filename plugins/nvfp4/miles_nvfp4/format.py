@@ -1,9 +1,9 @@
-"""NVFP4: four bits a weight, a byte of scale for 16 of them, and one number for the whole matrix.
+"""NVFP4: four bits per weight, a one-byte scale per 16 weights, and one scale for the whole matrix.
 
-An E2M1 number has a sign, two exponent bits and one mantissa bit: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives. With so
-few values the block has to be small, 16 neighbours along K, and its scale cannot afford four bytes: it is an E4M3 number,
-whose three mantissa bits follow the block's maximum much more closely than a power of two would. E4M3 ends at 448, so a
-second scale, FP32 and one for the matrix, moves the largest block there (NVIDIA, arXiv 2509.25149).
+An E2M1 number has a sign, two exponent bits and one mantissa bit: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives. With so few values a block
+must be small, 16 neighbours along K, and a four-byte scale would be too large. The block scale is an E4M3 number, whose three mantissa bits
+represent the block's maximum much more precisely than a power of two. Since E4M3 ends at 448, a second FP32 scale for the whole matrix maps
+the largest block scale to 448 (NVIDIA, arXiv 2509.25149).
 
     S       = min(448 * 6 / amax, FP32 max)     1 for a matrix of zeros
     s_block = E4M3(amax_block * (S * (1/6)))    to nearest even
@@ -11,22 +11,21 @@ second scale, FP32 and one for the matrix, moves the largest block there (NVIDIA
               inverse = min(1 / (s_block * (1/S)), FP32 max)
     value   = (code * s_block) * (1/S)
 
-Every operation is one FP32 rounding, in this order, as in Transformer Engine's reference: amax / 2688 in place of 1/S would
-differ in a quarter of all mantissas. Ties go to the code with an even mantissa bit: .25 to 0, .75 to 1, 1.25 to 1, 1.75 to 2, 2.5 to
-2, 3.5 to 4, 5 to 4. A block so small beside the largest one that its scale rounds to 0 is zero.
+Each operation rounds once to FP32, in this order, as in Transformer Engine's reference; amax / 2688 instead of 1/S would differ in a quarter
+of all mantissas. Ties go to the code with an even mantissa bit: .25 to 0, .75 to 1, 1.25 to 1, 1.75 to 2, 2.5 to 2, 3.5 to 4, 5 to 4. A
+block becomes zero if it is so small relative to the largest block that its scale rounds to 0.
 
-The gate and up projections of one expert are one matrix to the engine's kernel, which knows one S for both: they share
-the larger amax. Activations take an S for each token, never one for the batch, where a token's result would depend
-on its neighbours. Random Hadamard transforms and stochastic rounding, which pre-training recipes use, are left out: two sides
-that round differently are what this is meant to prevent.
+The engine's kernel treats the gate and up projections of an expert as one matrix with one S, so they share the larger amax. Activations have
+one S per token, not per batch, because a token's result must not depend on its neighbours. Random Hadamard transforms and stochastic
+rounding, which pre-training recipes use, are not used, because engine and trainer must round equally.
 
-Four over six (arXiv 2512.02010): between 4 and 6 there is no E2M1 number, so a block with several values near its maximum
-loses much. Each block may instead map its maximum to 4, with a scale 1.5 times as large; S is 256 * 6 / amax to leave room
-for it. Both are tried, and 4 is kept only where the sum of squared errors is strictly smaller.
+Four over six (arXiv 2512.02010): there is no E2M1 number between 4 and 6, so a block with several values near its maximum has a large error.
+With this option a block may map its maximum to 4 instead, with a scale 1.5 times as large; S is 256 * 6 / amax to leave room for it. Both
+are tried, and 4 is used only if the sum of squared errors is strictly smaller.
 
-Relative RMS error on N(0, 1): 0.0951 (0.0870 with four over six), at 4.5 bits a weight. Quantising FP32
-``dequantize(quantize(x))`` again gives the same codes and block scales, except in blocks with s_block < 3 * 2^-9 (with four over
-six also where it is 3 * 2^-9, which may have come of either); 1/S may move by 2^-22 of itself.
+Relative RMS error on N(0, 1): 0.0951 (0.0870 with four over six), at 4.5 bits per weight. Quantising FP32 ``dequantize(quantize(x))`` again
+gives the same codes and block scales, except in blocks with s_block < 3 * 2^-9 (with four over six also s_block = 3 * 2^-9, which both
+mappings can produce); 1/S may change by a relative 2^-22.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Nvfp4(Format):
 
     Stored as ``X.weight`` uint8 [N, K/2] (two codes a byte, the even index in the low bits), ``X.weight_scale``
     float8_e4m3fn [N, K/16], ``X.weight_scale_2`` FP32 scalar, with w = (code * scale) * scale_2, and ``X.input_scale``
-    FP32 scalar, always 1: activations are scaled as they come.
+    FP32 scalar, always 1, because activations are scaled dynamically.
 
     Args:
         four_over_six: let each block choose between 4 and 6 for its maximum.
@@ -102,7 +101,7 @@ class Nvfp4(Format):
         )
 
     def stats(self, weight: Tensor) -> Tensor:
-        """The matrix's largest magnitude, FP32 scalar."""
+        """Return the matrix's largest magnitude, an FP32 scalar."""
         if usable(weight):
             from miles_nvfp4 import kernels  # needs Triton
 
@@ -130,7 +129,7 @@ class Nvfp4(Format):
         return _decode(unpack(parts[CODES]), parts[SCALES], parts[SCALE])
 
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
-        """As the base class says, in blocks of 1 x 16 with the FP32 scale of each token."""
+        """See ``Format.fake_quantize_activation``; blocks of 1 x 16 and an FP32 scale per token."""
         rows = x.reshape(-1, x.shape[-1])
         if not self.four_over_six and usable(rows, KERNEL_CAPABILITY):
             from miles_nvfp4 import kernels  # needs Triton
@@ -153,9 +152,9 @@ class Nvfp4(Format):
         return {"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": quantization}}
 
     def _encode(self, rows: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[N, K] FP32 -> codes uint8 [N, K], block scales E4M3 [N, K/16], outer scale FP32 as ``amax``.
+        """Quantise FP32 [N, K] to codes uint8 [N, K], block scales E4M3 [N, K/16], and an FP32 outer scale shaped as ``amax``.
 
-        ``amax``: what the outer scale maps to the largest one, a scalar or [N, 1]."""
+        ``amax``: the magnitude that the outer scale maps to the maximum, a scalar or [N, 1]."""
         blocks = rows.reshape(rows.shape[0], rows.shape[1] // BLOCK, BLOCK)
         largest = blocks.abs().amax(-1)
         encode = self._encode_scale(amax)
@@ -174,12 +173,12 @@ class Nvfp4(Format):
         return codes, scales, decode
 
     def _encode_scale(self, amax: Tensor) -> Tensor:
-        """S, for an FP32 amax of any shape."""
+        """Return S for an FP32 amax of any shape."""
         encode = torch.div(torch.full_like(amax, self.largest_scale * E2M1_MAX), amax).clamp_(max=FP32_MAX)
         return torch.where(amax == 0, torch.ones_like(amax), encode)
 
     def _error(self, blocks: Tensor, codes: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
-        """Sum of squared errors of each block; element by element, so that the order of the sum is fixed."""
+        """Return the sum of squared errors of each block, added element by element so that the order is fixed."""
         divisor = torch.full_like(amax, self.largest_scale * E2M1_MAX)
         total = torch.zeros_like(blocks[..., 0])
         for i in range(BLOCK):
@@ -194,7 +193,7 @@ def _e4m3(x: Tensor) -> Tensor:
 
 
 def _codes(blocks: Tensor, scales: Tensor, decode: Tensor) -> Tensor:
-    """E2M1 codes of [N, K/16, 16] under these scales; 0 where the block's scale is 0."""
+    """Return the E2M1 codes of [N, K/16, 16] for these scales; 0 if the block's scale is 0."""
     scale = scales.float()
     inverse = torch.div(torch.ones_like(scale), scale * decode).clamp_(max=FP32_MAX)
     return e2m1(blocks * inverse[..., None]).masked_fill_((scale == 0)[..., None], 0)
@@ -206,7 +205,7 @@ def _decode(codes: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
 
 
 def e2m1(x: Tensor) -> Tensor:
-    """The nearest E2M1 number, ties to even, saturating -> its code, uint8: magnitude's index, + 8 when negative."""
+    """Return the uint8 code of the nearest E2M1 number, ties to even, saturating: index of the magnitude, + 8 if negative."""
     magnitude = x.abs()
     code = (magnitude > 0.25).to(torch.uint8)
     code += magnitude >= 0.75
@@ -219,13 +218,13 @@ def e2m1(x: Tensor) -> Tensor:
 
 
 def values(codes: Tensor) -> Tensor:
-    """E2M1 codes -> the numbers they mean, FP32."""
+    """Return the FP32 values of E2M1 codes."""
     table = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], device=codes.device)
     return table[codes.int()]
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Codes uint8 [N, K] -> [N, K/2], the even index in the low bits."""
+    """Pack codes uint8 [N, K] into [N, K/2], the even index in the low bits."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 

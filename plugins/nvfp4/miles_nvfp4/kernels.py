@@ -1,9 +1,9 @@
-"""The rule of ``format`` as Triton kernels: codes and scales, or what they mean, and a matrix's largest magnitude.
+"""The rule of ``format`` as Triton kernels: quantisation, dequantisation, and a matrix's largest magnitude.
 
-They return the reference's bytes: every operation is the same single FP32 rounding in the same order (``div_rn`` is the
-true division), maxima are taken over the bit patterns of magnitudes, where NaN is the largest, and the GPU's conversion
-to E4M3 rounds to nearest even. Four over six has no kernel that quantises: it sums squared errors in element order,
-which is left to its reference. Checked by ``FormatContract`` and tests/test_kernels.py.
+Their results are bitwise equal to the reference: every operation rounds once to FP32 in the same order (``div_rn`` is the correctly rounded
+division), maxima are taken over the bit patterns of magnitudes, where NaN is the largest, and the GPU's conversion to E4M3 rounds to nearest
+even. Quantisation with four over six has no kernel, because it adds squared errors in element order; the reference computes it. Checked by
+``FormatContract`` and tests/test_kernels.py.
 """
 
 # No postponed annotations here: Triton reads the ``constexpr`` ones.
@@ -45,7 +45,7 @@ def _amax(
 
 @triton.jit
 def _outer(amax_ptr, factor_ptr, decode_ptr, count, SIZE: tl.constexpr):
-    """Each amax -> S/6, what block maxima are multiplied with, and 1/S."""
+    """Compute S/6, the factor of block maxima, and 1/S for each amax."""
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     amax = tl.load(amax_ptr + place, mask=place < count, other=0.0)
     encode = tl.div_rn(tl.full((SIZE,), 2688.0, tl.float32), amax)  # 448 * 6
@@ -57,19 +57,19 @@ def _outer(amax_ptr, factor_ptr, decode_ptr, count, SIZE: tl.constexpr):
 
 @triton.jit
 def _e2m1(x):
-    """Code of the nearest E2M1 number, ties to even, saturating, int32. NaN gives any: its block's scale says so."""
+    """Return the int32 code of the nearest E2M1 number, ties to even, saturating; arbitrary for NaN, whose block has a NaN scale."""
     magnitude = tl.minimum(tl.abs(x), 6.0)
-    # Below 1 codes are as far apart as from 1 to 2.
+    # below 1, codes have the same spacing as from 1 to 2
     octave = tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, 127)
     halves = magnitude * ((255 - octave) << 23).to(tl.float32, bitcast=True)
-    # Adding 1.5 * 2^23 leaves no bits below one: the sum is rounded to an integer, ties to even, in its low bits.
+    # adding 1.5 * 2^23 rounds to an integer, ties to even, which is then in the low bits of the sum
     index = (halves + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + 2 * (octave - 127)
     return index | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
 def _e2m1_value(code):
-    """What a code means, FP32: 0 and .5, then m * 2^(e - 1) with one mantissa bit."""
+    """Return the FP32 value of a code: 0 and .5, then m * 2^(e - 1) with one mantissa bit."""
     index = code & 7
     bits = tl.where(index == 0, 0, tl.where(index == 1, 0x3F000000, ((index >> 1) + 126 << 23) | ((index & 1) << 22)))
     return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
@@ -146,7 +146,7 @@ def _value(
 
 
 def largest(x: Tensor, per_row: bool = False) -> Tensor:
-    """The largest magnitude of x [M, K], any strides: FP32 scalar, or [M]; NaN where x has one."""
+    """Return the largest magnitude of x [M, K], any strides: an FP32 scalar, or [M] per row; NaN if x has a NaN."""
     shape = (x.shape[0],) if per_row else ()
     found = torch.zeros(shape, dtype=torch.int32, device=x.device)
     with torch.cuda.device(x.device):
@@ -155,13 +155,13 @@ def largest(x: Tensor, per_row: bool = False) -> Tensor:
 
 
 def quantize(weight: Tensor, amax: Tensor, codes: Tensor, scales: Tensor, scale: Tensor) -> None:
-    """weight [N, K], any strides, and its ``amax`` FP32 scalar -> ``codes`` uint8 [N, K/2], ``scales`` E4M3 [N, K/16]
-    and ``scale`` FP32 scalar, all contiguous."""
+    """Quantise weight [N, K], any strides, with its FP32 scalar ``amax``, into contiguous ``codes`` uint8 [N, K/2], ``scales`` E4M3
+    [N, K/16] and ``scale``, an FP32 scalar."""
     _launch(weight, amax, codes, scales, scale, decode=False)
 
 
 def fake_quantize(x: Tensor) -> Tensor:
-    """x [M, K], any strides -> what its codes under an outer scale for each row mean, in x's dtype."""
+    """Quantise x [M, K], any strides, with an outer scale per row, and dequantise it to x's dtype."""
     amax = largest(x, per_row=True)
     out = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
     _launch(x, amax, out, out, torch.empty_like(amax), decode=True)
@@ -169,7 +169,7 @@ def fake_quantize(x: Tensor) -> Tensor:
 
 
 def _launch(x: Tensor, amax: Tensor, out: Tensor, scales: Tensor, scale: Tensor, decode: bool) -> None:
-    """``amax`` a scalar or [M]; ``scale``: where 1/S goes, as ``amax``."""
+    """Launch the kernel. amax: a scalar or [M]; scale: receives 1/S, shaped as ``amax``."""
     factor, strides, count = torch.empty_like(amax), x.stride(), amax.numel()
     with torch.cuda.device(x.device):
         _outer[(triton.cdiv(count, 256),)](amax, factor, scale, count, 256, num_warps=4)
@@ -178,7 +178,7 @@ def _launch(x: Tensor, amax: Tensor, out: Tensor, scales: Tensor, scale: Tensor,
 
 
 def dequantize(codes: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
-    """What ``quantize`` wrote, contiguous -> [N, K] FP32."""
+    """Dequantise contiguous codes and scales of ``quantize`` to [N, K] FP32."""
     rows, columns = codes.shape[0], codes.shape[1] * 2
     out = torch.empty((rows, columns), dtype=torch.float32, device=codes.device)
     with torch.cuda.device(codes.device):

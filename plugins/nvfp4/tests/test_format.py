@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core import ConfigError, MilesError, Unit
+from miles_core.data import Unit
 from miles_core.format import Codec
+from miles_core.plugin import ConfigError, MilesError
 from miles_nvfp4.format import CODES, INPUT_SCALE, SCALE, SCALES, Nvfp4, e2m1, pack, unpack, values
 
 EXPERT = "model.layers.3.mlp.experts.0"

@@ -1,12 +1,13 @@
 """Rollout routing replay (R3, arXiv 2510.11370) for miles-core."""
 
-from miles_core import Field, Plugin, Remedy, Rule
+from miles_core.data import Field
+from miles_core.plugin import Plugin, Remedy, Rule
 from miles_r3.config import R3Config
 
 __version__ = "0.1.0"
 
-#: Row t of a sample: the experts used when token t was the input, [moe layers, top_k]. No model has more experts than int16 numbers, and
-#: these rows are most of what a batch holds.
+#: Row t of a sample: the experts used when token t was the input, [MoE layers, top_k]. int16 is sufficient for expert indices, and these rows
+#: are the largest part of a batch.
 ROUTES = Field("rollout_routed_experts", "int16", "token-1", pad=-1, shape=(None, None), required=True, label="routing")
 
 _REPLAY = "replay the rollout's routing (--plugins r3)"
@@ -20,15 +21,15 @@ plugin = Plugin(
     hooks={"": "miles_r3.hooks:R3"},
     fields=(ROUTES,),
     uses={
-        "engine.routed_experts": "the experts to replay are the ones the engine used",
-        "trainer.routing_replay": "the trainer's routers must take indices from outside",
+        "engine.routed_experts": "r3 replays the experts that the engine used",
+        "trainer.routing_replay": "the trainer's routers must accept expert indices",
     },
     requires=(
         Rule(needs="model.moe", because="there is no router to replay in a dense model"),
         Rule(
             needs="engine == embedded and trainer == embedded",
             when="r3.deterministic",
-            because="both sides must choose experts by the same rule, and only the embedded ones can be told to",
+            because="both sides must choose experts by the same rule, which only the embedded engine and trainer implement",
         ),
     ),
     before=("tis",),

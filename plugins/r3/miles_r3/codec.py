@@ -1,14 +1,14 @@
 """The compact form of a routing record.
 
-A record names, for every token and mixture-of-experts layer, k of E experts. As int32 that is 4 k bytes; a set of k out of E
-carries only log2 C(E, k) bits. Two codes, both exact:
+A record contains k of E expert indices for every token and MoE layer: 4 k bytes as int32, although a set of k out of E has only
+log2 C(E, k) bits of information. There are two lossless codes:
 
-- ``set``: where every row is in ascending order, the row's rank among all sets (the combinatorial number system: experts
-  c_1 < ... < c_k have rank sum_i C(c_i, i)), in ceil(log2 C(E, k)) bits.
-- ``list``: otherwise the order is kept (sums over experts are taken in it, and round accordingly): ceil(log2 E) bits an expert.
+- ``set``, if every row is in ascending order: the row's rank among all sets (combinatorial number system: experts c_1 < ... < c_k have the
+  rank sum_i C(c_i, i)), in ceil(log2 C(E, k)) bits.
+- ``list``, otherwise: the indices in their order, which determines the rounding of sums over experts, in ceil(log2 E) bits per expert.
 
-Codes of one record are stored as their low bytes, then the remaining bits packed. Rows that were not recorded are -1 throughout
-and take one bit. A BLAKE2b digest covers header and body.
+The codes of a record are stored as their whole low bytes, followed by the remaining bits, packed. Rows without a record are -1 and take one
+bit. A BLAKE2b digest covers header and body.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_core import DataError
+from miles_core.plugin import DataError
 
 Codes = NDArray[np.uint64]
 
-#: magic, code, 1 if rows are missing, experts, tokens, layers, experts a token, digest.
+#: Header: magic, code, 1 if rows are missing, experts, tokens, layers, experts per token, digest.
 _HEADER = struct.Struct("<3sBBHIHH16s")
 _MAGIC = b"MR1"
 LIST, SET = 0, 1
@@ -137,7 +137,7 @@ def _unranked(rank: Codes, experts: int, k: int) -> NDArray[np.int32]:
 
 
 def _per_word(experts: int) -> tuple[int, int]:
-    """(bits of an expert, experts in a word of 64 bits)."""
+    """Return (bits per expert, experts per 64-bit word)."""
     bits = max(experts - 1, 1).bit_length()
     return bits, 64 // bits
 
@@ -162,7 +162,7 @@ def _unlisted(words: list[Codes], experts: int, k: int) -> NDArray[np.int32]:
 
 
 def _widths(code: int, experts: int, k: int, set_width: int) -> list[int]:
-    """Bits of each word of a row."""
+    """Return the number of bits of each word of a row."""
     if code == SET:
         return [set_width]
     bits, fit = _per_word(experts)
@@ -170,7 +170,7 @@ def _widths(code: int, experts: int, k: int, set_width: int) -> list[int]:
 
 
 def _pack(word: Codes, bits: int) -> bytes:
-    """The whole low bytes of each code, then the bits above them."""
+    """Pack the whole low bytes of each code, then the bits above them."""
     whole, rest = divmod(bits, 8)
     low = word.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :whole].tobytes()
     if not rest:
@@ -181,7 +181,7 @@ def _pack(word: Codes, bits: int) -> bytes:
 
 
 def _unpack(body: bytes, at: int, count: int, bits: int) -> tuple[Codes, int]:
-    """(codes, where the next word starts)."""
+    """Return (codes, offset of the next word)."""
     whole, rest = divmod(bits, 8)
     padded = np.zeros((count, 8), np.uint8)
     padded[:, :whole] = np.frombuffer(body, np.uint8, count * whole, at).reshape(count, whole)

@@ -1,8 +1,8 @@
-"""The options of r3."""
+"""The options of the plugin."""
 
 from dataclasses import dataclass
 
-from miles_core import option
+from miles_core.plugin import option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""``--deterministic-expert-routing``: the choice of experts depends on the scores alone.
+"""``--deterministic-expert-routing``: the choice of experts depends only on the scores.
 
-Logits are computed in FP32 with rows padded to tiles of 32 (a CPU's matrix product of fewer rows may round differently),
-equal scores are decided by the lower expert index, and a row's experts come in ascending order, so that sums over experts are
-taken in one order everywhere. Engine, trainer and reference model do the same.
+Logits are computed in FP32 with rows padded to tiles of 32, because a CPU's matrix product of fewer rows may round differently. Ties go to
+the lower expert index, and a row's experts are in ascending order, so that sums over experts have the same order everywhere. Engine, trainer
+and reference model use the same rule.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def router_logits(router: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def scores_for_choice(logits: Tensor, block: nn.Module, rule: Weights) -> Tensor:
-    """[rows, experts]: what the family takes the largest of. Softmax routers choose by logit; sigmoid routers add their correction
-    bias, and leave out groups of experts where the family limits those."""
+    """Return [rows, experts]: the scores from which the family's router takes the top-k.
+
+    Softmax routers choose by logit. Sigmoid routers add their correction bias and exclude expert groups if the family limits groups."""
     if rule not in (sigmoid_scaled, sigmoid_plain):
         return logits
     scores = logits.sigmoid()
@@ -44,5 +45,5 @@ def scores_for_choice(logits: Tensor, block: nn.Module, rule: Weights) -> Tensor
 
 
 def lowest_first_top_k(scores: Tensor, k: int) -> Tensor:
-    """[..., k] int64: the indices of the k largest scores, ties to the lower index, ascending."""
+    """Return [..., k] int64: the indices of the k largest scores in ascending order; ties go to the lower index."""
     return torch.sort(scores, dim=-1, descending=True, stable=True)[1][..., :k].sort(-1)[0]

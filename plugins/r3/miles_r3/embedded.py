@@ -1,9 +1,8 @@
-"""Recording and replaying routes in Transformers modules that ``miles_embedded`` loaded, whoever runs them.
+"""Records and replays routes in Transformers modules that ``miles_embedded`` loaded.
 
-Nearly every family calls ``experts(hidden, index, weights)``; that is where routes are read (rollout) and replaced
-(training). The router's logits are taken from the router's output of the same call. Llama 4's experts get rows weighed by the
-router's scores instead, so there the scores are replaced. Nothing is kept on a module: routes travel in ``ctx.attached`` and leave
-in ``ctx.extras``, so a recomputation replays the same rows.
+Almost every family calls ``experts(hidden, index, weights)``; a hook there reads routes (rollout) or replaces them (training). The logits come
+from the router's output in the same call. Llama 4's experts instead receive rows weighted by the router's scores, so the scores are replaced.
+Modules store no state: routes arrive in ``ctx.attached`` and leave in ``ctx.extras``, so a recomputation replays the same rows.
 """
 
 from __future__ import annotations
@@ -13,25 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core import Context, PluginError
-from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES
+from miles_core.plugin import PluginError
+from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Context
 from miles_embedded import Routed, active_context, find_routed, routed_blocks
 from miles_r3 import ROUTES
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
 from miles_r3.routers import RULES, Weights, sigmoid_of_gathered, softmax_scaled
 
-#: Keys in ``Context.attached``: routes to replay, where there were any, a router's logits until its experts run, and what
-#: the trainer would have chosen.
+#: Keys in ``Context.attached``: the routes to replay, the mask of rows with a record, a router's logits until its experts run, and the
+#: trainer's own choices.
 REPLAY, RECORDED, LOGITS, OWN = GIVEN_ROUTES, "r3.recorded", "r3.logits", OWN_ROUTES
 
 
 def moe_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks with a router and experts, in layer order."""
+    """Return the MoE blocks of a model in layer order."""
     return [found.block for found in routed_blocks(model)]
 
 
 def tap(model: nn.Module, deterministic: bool = False) -> None:
-    """Hook every router of ``model``; PluginError when a router's weights cannot be recomputed exactly."""
+    """Hook every router of ``model``. Raises PluginError if a router's weights cannot be recomputed exactly."""
     blocks = routed_blocks(model)
     if not blocks:
         raise PluginError(
@@ -48,7 +47,7 @@ def tap(model: nn.Module, deterministic: bool = False) -> None:
 
 
 def matching_rule(block: nn.Module) -> Weights:
-    """The rule that reproduces this block's gate weights bit for bit on random input."""
+    """Return the rule that reproduces this block's gate weights bitwise on random input. Raises PluginError if none does."""
     found = find_routed(block)
     assert found is not None
     seen: dict[str, Any] = {}
@@ -61,22 +60,23 @@ def matching_rule(block: nn.Module) -> Weights:
             index, given = _choice(found, hidden)
     finally:
         handle.remove()
-    # Algebraically equal rules may agree on all these rows, so the likelier comes first: families that take the softmax of what
-    # they gathered have no ``gate``. A scale that is learnt may still be 1.
+    # Algebraically equal rules may agree on all these rows, so the more likely rule is tried first: families with a softmax of
+    # gathered logits have no ``gate``. A learned scale may still be 1.
     rules = RULES if getattr(block, "gate", None) is not None else RULES[::-1]
     for rule in (softmax_scaled,) if hasattr(found.router, "per_expert_scale") else rules:
         own = rule(seen["logits"], index, block)
         if own.dtype == given.dtype and torch.equal(own, given):
             return rule
     raise PluginError(
-        f"r3 cannot replay {type(block).__name__}: none of its {len(RULES)} rules gives this router's weights "
+        f"r3 cannot replay {type(block).__name__}: none of its {len(RULES)} rules reproduces this router's weights "
         "exactly; run without r3"
     )
 
 
 def _choice(found: Routed, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Index and weights [rows, k] that the block gives its experts for ``hidden`` [1, rows, dim]. A decoder layer that is the
-    block itself needs more than hidden states; its router then returns both."""
+    """Return index and weights [rows, k] that the block passes to its experts for ``hidden`` [1, rows, dim].
+
+    If the block is the decoder layer itself, which needs more inputs than hidden states, its router returns both."""
     if hasattr(found.block, "self_attn"):
         returned = found.router(hidden[0])
         (index,) = (x for x in returned if not x.is_floating_point())
@@ -104,7 +104,7 @@ def _keep_exact_logits(gate: nn.Module, args: tuple, output: Any) -> None:
 
 
 def _logits(output: Any) -> Tensor:
-    """A router's logits [rows, experts]: its output, or the first of it."""
+    """Return a router's logits [rows, experts]: its output or the first element of its output."""
     logits = output[0] if isinstance(output, tuple) else output
     return logits.reshape(-1, logits.shape[-1])
 
@@ -129,7 +129,7 @@ def _experts_hook(position: int, count: int, block: nn.Module, rule: Weights, de
 
 
 def _scores_hook(position: int, count: int, found: Routed, deterministic: bool) -> Any:
-    """Of a router that returns (scores [rows, experts], 0 where an expert was not chosen, logits)."""
+    """Return a hook for a router that returns (scores [rows, experts], 0 for experts that were not chosen, and logits)."""
 
     def hook(router: nn.Module, args: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
         ctx = active_context()
@@ -154,13 +154,13 @@ def _scores_hook(position: int, count: int, found: Routed, deterministic: bool) 
 
 
 def _replayed(ctx: Context, position: int, count: int, own: Tensor) -> Tensor:
-    """One layer's routes [rows, k]; remembers what the trainer would have chosen."""
+    """Return one layer's routes [rows, k] to replay, and store the trainer's own choices in the context."""
     routes: Tensor = ctx.attached[REPLAY]
     if routes.shape != (len(own), count, own.shape[-1]):
         raise PluginError(
-            f"r3 cannot replay routes of shape {list(routes.shape)} (rows, layers, experts a token) in a model of "
-            f"{count} mixture-of-experts layers, {own.shape[-1]} experts a token and {len(own)} rows here; engine "
-            "and trainer must run the same model"
+            f"r3 cannot replay routes of shape {list(routes.shape)} (rows, layers, experts per token) in a model with {count} "
+            f"mixture-of-experts layers and {own.shape[-1]} experts per token, for {len(own)} rows; engine and trainer must run the same "
+            "model"
         )
     ctx.attached.setdefault(OWN, {})[position] = own.detach()
     return routes[:, position]

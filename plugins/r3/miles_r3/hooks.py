@@ -1,7 +1,7 @@
-"""Where r3 plugs in: ask for routes, hand them to the forward, count disagreements, tap the modules that it can.
+"""Hooks of the plugin: request routes, pass them to the trainer's forward, count disagreements, and hook the embedded backend's modules.
 
-A trainer with modules of its own takes the routes from ``ctx.attached`` itself (``miles_core.backend.GIVEN_ROUTES``); a forward that leaves
-no choices of its own there has not replayed and stops the run.
+Other trainers read the routes from ``ctx.attached`` (``miles_core.trainer.GIVEN_ROUTES``) and must store their own choices there. A forward
+pass without own choices did not replay the routes, and stops the run.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from miles_core import Batch, Context, DataError, Output, PluginError, Sample, hookimpl
+from miles_core.data import Batch, Sample
+from miles_core.plugin import DataError, PluginError, hookimpl
+from miles_core.trainer import Context, Output
 from miles_embedded import is_embedded
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY, tap
 from miles_r3.spill import RouteBuffer
 
-#: Passes over sampled tokens by the policy. Reference, teacher and critic passes route for themselves.
+#: Kinds of passes that replay routes: passes of the policy over sampled tokens. Reference, teacher and critic models use their own routes.
 REPLAYED = ("old", "train", "verify")
 
 
@@ -46,7 +48,7 @@ class R3:
         routes = np.asarray(routes)
         if self.buffer is None:
             self.buffer = RouteBuffer(run.directory / "routes", self.options.buffer_size)
-            # asked once: this hook is called for every sample
+            # computed once, because this hook runs for every sample
             self.counts = tuple(run.plan.fact(f"model.{n}", None) for n in ("num_experts", "moe_layers", "top_k"))
         check_routes(sample.index, routes, *self.counts)
         routes = routes.astype(ROUTES.dtype, copy=False)
@@ -78,9 +80,9 @@ class R3:
                 output: Output = inner(chunk, micro_batch, ctx)
                 if replayed and OWN not in ctx.attached:
                     raise PluginError(
-                        f"r3: nothing in {type(chunk).__name__} of --trainer {run.config.run.trainer} took the routes of the rollout, so "
-                        "it would train with routes of its own; this trainer declares routing_replay and does not replay: "
-                        "run without r3, or with --trainer embedded"
+                        f"r3: {type(chunk).__name__} of --trainer {run.config.run.trainer} did not use the routes of the rollout, so it "
+                        "would train with its own routes; the trainer declares routing_replay but does not replay: run without r3, or "
+                        "with --trainer embedded"
                     )
                 if ctx.kind == "train":
                     ctx.metrics.update(disagreement(ctx))
@@ -92,61 +94,66 @@ class R3:
 
 
 def check_routes(number: int, routes: np.ndarray, experts: int | None, layers: int | None, k: int | None) -> None:
-    """DataError unless a record [tokens, layers, k] fits the trainer's model; a count that is not known is not checked."""
+    """Check that a record [tokens, layers, k] fits the trainer's model; None skips a check.
+
+    Raises:
+        DataError: the shape or an expert index does not fit."""
     if routes.ndim != 3 or (layers and routes.shape[1] != layers) or (k and routes.shape[2] != k):
         raise DataError(
-            f"sample {number}: the engine's routing record has shape {list(routes.shape)}, and the checkpoint (config.json) has "
-            f"{layers or '?'} mixture-of-experts layers with {k or '?'} experts a token; engine and trainer must run the same model"
+            f"sample {number}: the engine's routing record has shape {list(routes.shape)}, but the checkpoint (config.json) has "
+            f"{layers or '?'} mixture-of-experts layers with {k or '?'} experts per token; engine and trainer must run the same model"
         )
     if experts and routes.size and int(routes.max()) >= experts:
         raise DataError(
-            f"sample {number}: the engine used expert {int(routes.max())}, and the checkpoint (config.json) has {experts}; "
+            f"sample {number}: the engine used expert {int(routes.max())}, but the checkpoint (config.json) has {experts} experts; "
             "engine and trainer must run the same model"
         )
 
 
 def sampled(batch: Batch) -> bool:
-    """Whether an engine produced these samples: supervised pairs (a warm start) have no routes to replay.
+    """Whether an engine sampled this batch. Supervised pairs (warm start) have no routes to replay.
 
     Raises:
-        PluginError: they were sampled and no routes came with them.
+        PluginError: the tokens were sampled, but have no routes.
     """
     if ROUTES.name in batch.columns:
         return True
     if "rollout_log_probs" in batch.columns:
         raise PluginError(
-            f"r3 has no routes to replay: sampled tokens came without {ROUTES.name}; the engine must record it for "
-            "every request (a custom generate function must keep the fields of its responses)"
+            f"r3 has no routes to replay: sampled tokens have no {ROUTES.name}; the engine must record it for every request (a "
+            "custom generate function must keep the fields of its responses)"
         )
     return False
 
 
 def routes_of_rows(column: Tensor, rows: Tensor, experts: int = 0) -> tuple[Tensor, Tensor]:
-    """Routes for the rows of one call.
+    """Return the routes for the rows of one call.
 
-    Rows without a record (the last token of a sample, padding) get k distinct experts, (row + arange(k)) mod E: valid,
-    spread evenly, and without influence on any trained token.
+    Rows without a record (the last token of a sample, padding) get k distinct experts, (row + arange(k)) mod E: valid, evenly distributed,
+    and without influence on trained tokens.
 
     Args:
-        column: [tokens, layers, k], -1 where nothing was recorded.
+        column: [tokens, layers, k], -1 for tokens without a record.
         rows: [physical rows] index into the column, -1 for padding.
-        experts: E; 0 when it is not known.
+        experts: number of experts E; 0 if unknown.
 
     Returns:
-        [physical rows, layers, k] int64, and [physical rows] bool: where there was a record.
+        routes [physical rows, layers, k] int64, and a mask [physical rows] bool of rows with a record.
     """
     routes = column[rows.clamp(min=0)].long()
     k = routes.shape[-1]
     recorded = (routes[:, 0, 0] >= 0) & (rows >= 0)
-    experts = experts or max(int(column.max()) + 1, k)  # reading it waits for the device, which would then run dry
+    experts = experts or max(int(column.max()) + 1, k)  # fallback only: the maximum needs a device synchronisation
     start = torch.arange(len(rows), device=rows.device)[:, None]
     filler = (start + torch.arange(k, device=rows.device)) % experts
     return torch.where(recorded[:, None, None], routes, filler[:, None, :]), recorded
 
 
 def disagreement(ctx: Context) -> dict[str, tuple[Tensor, Tensor]]:
-    """How often the trainer's own top-k differs, as a set, from the replayed one: (number, out of how many) of tokens
-    with any difference and of token-router pairs. Empty where this chunk has no router or nothing was replayed."""
+    """Count how often the trainer's own top-k set differs from the replayed set.
+
+    Returns (count, total) pairs for tokens with any difference and for token-router pairs; empty if this chunk has no router or replayed
+    nothing."""
     own: dict[int, Tensor] = ctx.attached.pop(OWN, {})
     if not own:
         return {}
@@ -155,7 +162,7 @@ def disagreement(ctx: Context) -> dict[str, tuple[Tensor, Tensor]]:
     here = slice(layers[0], layers[-1] + 1) if layers[-1] - layers[0] < len(layers) else layers
     replayed = ctx.attached[REPLAY][:, here].unsqueeze(-2)
     mine = torch.stack([own[i] for i in layers], dim=1).unsqueeze(-1)
-    # each names k different experts, so they are the same set when all of one are in the other
+    # both have k distinct experts, so the sets are equal if each expert of one is in the other
     differs = (mine != replayed).all(-1).any(-1) & recorded[:, None]
     tokens = recorded.sum()
     return {

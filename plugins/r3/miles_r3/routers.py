@@ -1,9 +1,9 @@
 """Gate weights of replayed experts, per router family.
 
 Replay fixes the indices only. The weights are recomputed from the trainer's own router logits gathered at those
-indices, so the router keeps its gradient (arXiv 2510.11370, section 4). Selection-only terms (correction biases, group
-limits) play no part. A rule is trusted only after ``embedded.matching_rule`` has found it equal, bit for bit, to what
-the module itself computes on random input; so the same formula with another result dtype is a rule of its own.
+indices, so the router keeps its gradient (arXiv 2510.11370, section 4). Terms that only affect the selection (correction biases, group
+limits) are not used. A rule is used only after ``embedded.matching_rule`` has verified that it equals the module's own result bitwise on
+random input. The same formula with another result dtype is therefore a separate rule.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Weights = Callable[[Tensor, Tensor, nn.Module], Tensor]
 
 
 def softmax_then_gather(logits: Tensor, index: Tensor, block: nn.Module) -> Tensor:
-    """Qwen3-MoE and its relatives: softmax over all experts, gather, renormalise iff ``norm_topk_prob``."""
+    """Qwen3-MoE and similar families: softmax over all experts, gather, renormalise if ``norm_topk_prob``."""
     return softmax_in_float(logits, index, block).to(logits.dtype)
 
 
 def softmax_in_float(logits: Tensor, index: Tensor, block: nn.Module) -> Tensor:
-    """Mixtral: the same, always renormalised (it has no such setting), and the weights stay FP32."""
+    """Mixtral: softmax over all experts, gather, always renormalise; the weights stay FP32."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(-1, index)
     if setting(block, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
@@ -74,13 +74,13 @@ RULES: tuple[Weights, ...] = (
 
 
 def router_of(block: nn.Module) -> nn.Module | None:
-    """The module of a mixture-of-experts block whose output are the logits of its experts, whatever the family calls it."""
+    """Return the router module of an MoE block under any family's attribute name; None if there is none."""
     found = find_routed(block)
     return None if found is None else found.scores
 
 
 def setting(block: nn.Module, name: str, default: Any) -> Any:
-    """A router setting, wherever this version of the family keeps it: the router, the block or the configuration."""
+    """Return a router setting from the router, the block or the configuration, depending on the family's version."""
     experts = getattr(block, "experts", None)
     for owner in (router_of(block), block, getattr(block, "config", None), getattr(experts, "config", None)):
         value = getattr(owner, name, None)

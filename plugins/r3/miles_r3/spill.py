@@ -1,8 +1,7 @@
-"""Routing records beyond ``--r3-buffer-size``: compact files in the run directory.
+"""Spills routing records beyond ``--r3-buffer-size`` to compact files in the run directory.
 
-A spilled record stands in for its array: it has a length, and becomes the array where numpy asks for one (when the batch
-is made). Its file lives as long as the record. A pickled record (to another process, into a checkpoint) carries its bytes and
-depends on no file.
+A spilled record replaces its array: it has a length, and numpy converts it to the array when the batch is built. Its file exists as long as
+the record. A pickled record (sent to another process or stored in a checkpoint) contains the bytes and needs no file.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_core import DataError
+from miles_core.plugin import DataError
 from miles_r3.codec import decode, encode
 
 
 class SpilledRoutes:
-    """A record [tokens, layers, k] in a file, or as bytes after it has travelled."""
+    """A record [tokens, layers, k] in a file, or as bytes after unpickling."""
 
     def __init__(self, length: int, payload: bytes | None = None, path: Path | None = None) -> None:
         self._length, self._payload, self._path = length, payload, path
@@ -40,7 +39,7 @@ class SpilledRoutes:
 
     @property
     def payload(self) -> bytes:
-        """The compact bytes. DataError when the file is gone or cannot be read."""
+        """Return the compact bytes. Raises DataError if the file is missing or cannot be read."""
         if self._payload is not None:
             return self._payload
         assert self._path is not None
@@ -48,8 +47,8 @@ class SpilledRoutes:
             return self._path.read_bytes()
         except OSError as error:
             raise DataError(
-                f"the routing record {self._path} cannot be read ({error.strerror}); files under the run directory must stay "
-                "while it runs, or leave --r3-buffer-size out to keep records in memory"
+                f"the routing record {self._path} cannot be read ({error.strerror}); do not delete files in the run directory during "
+                "the run, or leave --r3-buffer-size out to keep records in memory"
             ) from error
 
 
@@ -57,8 +56,8 @@ class RouteBuffer:
     """Decides which records stay in memory.
 
     Args:
-        directory: where the others go; made with the first of them, emptied of what an earlier run left.
-        size: records in memory at most; None keeps all.
+        directory: directory of spilled records; created, or emptied of an earlier run's files, with the first one.
+        size: maximum number of records in memory; None keeps all in memory.
     """
 
     def __init__(self, directory: Path, size: int | None) -> None:
@@ -67,7 +66,7 @@ class RouteBuffer:
         self._names = itertools.count()
 
     def keep(self, routes: NDArray[np.integer[Any]], experts: int) -> NDArray[np.integer[Any]] | SpilledRoutes:
-        """``routes`` itself, or what stands in for it."""
+        """Return ``routes`` itself, or a spilled record that replaces it."""
         if self.size is None:
             return routes
         if self.live < self.size:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from miles_core import Context
+from miles_core.trainer import Context
 from miles_embedded.model import call as calls
 from miles_embedded.model.load import NAME
 from miles_r3 import ROUTES

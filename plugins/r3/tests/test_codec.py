@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core import DataError
+from miles_core.plugin import DataError
 from miles_r3.codec import _HEADER, bound_bits, decode, encode, list_bits, set_bits
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from miles_core import PlanError
+from miles_core.plugin import PlanError
 from miles_r3 import ROUTES
 from miles_r3.deterministic import lowest_first_top_k, router_logits
 from miles_r3.routers import router_of
@@ -57,7 +57,7 @@ def test_engine_and_trainer_agree_in_a_run(toy_run, family):
 def test_other_backends_cannot_be_told_to(tmp_path):
     path = tmp_path / "elsewhere.py"
     path.write_text(
-        "from miles_core import Plugin\n"
+        "from miles_core.plugin import Plugin\n"
         "plugin = Plugin(name='elsewhere', summary='another engine', version='1', core='>=0',\n"
         "    provides={'engine': {'elsewhere': 'make'}}, capabilities={'engine': ('routed_experts',)})\n"
         "def make():\n    raise AssertionError\n"

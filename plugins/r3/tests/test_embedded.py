@@ -3,7 +3,8 @@ import torch
 import transformers
 from torch.nn.functional import scaled_dot_product_attention
 
-from miles_core import Context, PluginError
+from miles_core.plugin import PluginError
+from miles_core.trainer import Context
 from miles_embedded import decoder_layers
 from miles_embedded.model.load import NAME, prepare
 from miles_r3 import ROUTES

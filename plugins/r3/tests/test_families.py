@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles_core import DataError, PlanError
+from miles_core.plugin import DataError, PlanError
 from miles_r3 import ROUTES
 from miles_r3.embedded import OWN
 from miles_r3.hooks import check_routes, disagreement
@@ -97,7 +97,7 @@ def test_dense_models_and_engines_without_routing_are_refused_before_anything_is
         plan(["r3"], family="llama")
     path = tmp_path / "silent.py"
     path.write_text(
-        "from miles_core import Plugin\n"
+        "from miles_core.plugin import Plugin\n"
         "plugin = Plugin(name='silent', summary='no routes', version='1', core='>=0',\n"
         "    provides={'engine': {'silent': 'make'}}, capabilities={'engine': ('score',)})\n"
         "def make():\n    raise AssertionError\n"

@@ -3,7 +3,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from miles_core import Context, Output, PluginError, Sample, collate
+from miles_core.data import Sample, collate
+from miles_core.plugin import PluginError, Policy
+from miles_core.trainer import Context, Output
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY
@@ -34,7 +36,7 @@ def forward(micro_batch, kind, taken=True):
             ctx.attached[OWN] = {}
         return Output()
 
-    R3(R3Config()).wrap_forward(run)(inner)(None, micro_batch, ctx)
+    R3(R3Config()).wrap_forward(run, Policy())(inner)(None, micro_batch, ctx)
     return seen[0], ctx
 
 
@@ -47,7 +49,7 @@ def test_policy_passes_replay(kind):
 
 @pytest.mark.parametrize("kind", ["old", "train", "verify"])
 def test_a_trainer_that_leaves_the_routes_alone_stops_the_run(kind):
-    with pytest.raises(PluginError, match="nothing in NoneType of --trainer elsewhere took the routes"):
+    with pytest.raises(PluginError, match="NoneType of --trainer elsewhere did not use the routes"):
         forward(batch(), kind, taken=False)
 
 
@@ -103,3 +105,8 @@ def test_every_request_asks_for_routes():
     request = SimpleNamespace(extras=set())
     R3(R3Config()).on_request(request)
     assert request.extras == {ROUTES.name}
+
+
+@pytest.mark.parametrize("role", ["critic", "frozen"])
+def test_models_that_do_not_generate_route_for_themselves(role):
+    assert R3(R3Config()).wrap_forward(SimpleNamespace(), Policy(role=role)) is None

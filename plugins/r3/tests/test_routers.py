@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch import nn
 
-from miles_core import PluginError
+from miles_core.plugin import PluginError
 from miles_embedded.model.load import NAME
 from miles_r3.embedded import matching_rule, moe_blocks
 from miles_r3.routers import softmax_of_gathered, softmax_then_gather

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from miles_core import DataError
+from miles_core.plugin import DataError
 from miles_r3.spill import RouteBuffer, SpilledRoutes
 
 

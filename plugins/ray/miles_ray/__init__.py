@@ -1,13 +1,13 @@
 """Trainer ranks and engines as actors of a Ray cluster, for miles-core."""
 
-from miles_core import Package, Plugin, Rule
+from miles_core.plugin import Package, Plugin, Rule
 from miles_ray.config import RayConfig
 
 __version__ = "0.1.0"
 
 plugin = Plugin(
     name="ray",
-    summary="trainer ranks and engines in processes of their own, on one machine or many, placed by Ray",
+    summary="trainer ranks and engines in separate processes, on one machine or many, placed by Ray",
     version=__version__,
     core="~=0.1",
     config=RayConfig,
@@ -15,7 +15,5 @@ plugin = Plugin(
     capabilities={"runtime": ("remote",)},
     packages=(Package("ray", ">=2.50", install="pip install 'ray>=2.50'"),),
     review="miles_ray.review:review",
-    requires=(
-        Rule(needs="runtime == ray", because="the plugin is a runtime, and its options say where the parts run"),
-    ),
+    requires=(Rule(needs="runtime == ray", because="the plugin is a runtime; its options place the processes"),),
 )

@@ -1,4 +1,4 @@
-"""The process itself."""
+"""The Ray actor that runs a worker."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import ray
 
 from miles_runtime import EngineWorker, Order, RankWorker, Worker, write_there
 
-#: Seconds after which a thread that computes lets another one run; Python's 5 ms would be added to every call that arrives.
+#: Thread switch interval in seconds; Python's default of 5 ms would delay every incoming call.
 SWITCH = 0.0005
 KINDS: dict[str, type[Worker]] = {"trainer": RankWorker, "engine": EngineWorker}
 
 
 class Found(NamedTuple):
-    """Where an actor is: address and id of its node, the process's number, and the GPUs that Ray gave it."""
+    """Location of an actor: address and id of its node, process id, and the GPU indices that Ray assigned."""
 
     address: str
     node: str
@@ -27,19 +27,19 @@ class Found(NamedTuple):
     gpus: tuple[str, ...]
 
 
-#: The concurrency group of heartbeats: Ray gives it an event loop and a thread of its own.
+#: Concurrency group of heartbeats, which Ray runs in a separate event loop and thread.
 BEAT = "beat"
 
 
 class Actor:
-    """An actor that holds a worker. Everything that it writes goes to the run's directory.
+    """An actor that runs a worker and writes its output to the run's directory.
 
-    The worker has an event loop of its own, in a thread of its own: Ray hands an actor's loop one or two calls a turn, and a turn of an
-    engine is a whole step of its batch, so that hundreds of requests would take as many steps to arrive, and a pause behind them as well.
+    The worker has its own event loop in a separate thread. Ray adds only one or two calls per iteration to an actor's loop, and an iteration
+    of an engine is a whole step of its batch; hundreds of requests, and a pause after them, would take as many steps to arrive.
     """
 
     def __init__(self, name: str, directory: str, level: str, devices: Sequence[str] = ()) -> None:
-        if devices:  # before anything has asked CUDA for its devices
+        if devices:  # must precede the initialisation of CUDA
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         write_there(directory, name, level)
         sys.setswitchinterval(SWITCH)
@@ -48,12 +48,12 @@ class Actor:
         threading.Thread(target=self.loop.run_forever, name="worker", daemon=True).start()
 
     async def make(self, kind: str, order: Order, policy: str) -> None:
-        """Make the worker. Not done by the constructor, whose errors Ray reports as deaths."""
+        """Create the worker. The constructor does not do it, because Ray reports errors in constructors as deaths."""
 
-        async def made() -> Worker:
+        async def construct() -> Worker:
             return KINDS[kind](order, policy)
 
-        self.worker = await self._there(made())
+        self.worker = await self._run_in_loop(construct())
 
     @ray.method(concurrency_group=BEAT)
     async def beat(self) -> tuple[str, ...]:
@@ -61,16 +61,16 @@ class Actor:
         return self.worker.beat() if self.worker is not None else ()
 
     async def where(self) -> Found:
-        """Where this process is."""
+        """Return the location of this process."""
         here = ray.get_runtime_context()
         gpus = tuple(here.get_accelerator_ids().get("GPU", ()))
         return Found(ray.util.get_node_ip_address(), here.get_node_id(), os.getpid(), gpus)
 
     async def answer(self, method: str, *args: Any) -> Any:
         """See ``Worker.answer``."""
-        assert self.worker is not None  # made before anything is asked
-        return await self._there(self.worker.answer(method, *args))
+        assert self.worker is not None  # ``make`` is called first
+        return await self._run_in_loop(self.worker.answer(method, *args))
 
-    async def _there(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Run a call in the worker's loop."""
+    async def _run_in_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the worker's loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self.loop))

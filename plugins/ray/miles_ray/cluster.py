@@ -1,4 +1,4 @@
-"""Joining a cluster, or starting one on this machine; what it has, and what a run takes of it."""
+"""Joins a Ray cluster or starts one on this machine, and checks its resources."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from pathlib import Path
 
 import ray
 
-from miles_core import ConfigError
-from miles_core.backend import Run
+from miles_core.plugin import ConfigError, Run
 from miles_ray.config import RayConfig
 from miles_ray.review import START
 
 log = logging.getLogger(__name__)
 
-#: Seconds that the processes of a cluster that a run started outlive its control store (60 by default): time to save a checkpoint.
+#: Seconds that the processes of a local cluster survive the loss of the control store (default: 60), long enough to save a checkpoint.
 OUTLIVE = 600
 
 
@@ -28,7 +27,7 @@ class Cluster:
     """The cluster of a run.
 
     Raises:
-        ConfigError: it cannot be reached, or has too little.
+        ConfigError: the cluster cannot be reached, or has too few resources.
     """
 
     def __init__(self, run: Run) -> None:
@@ -39,7 +38,7 @@ class Cluster:
         self.devices = self.sizes.devices * self.policies - (self.sizes.devices - self.sizes.ranks) * silent
         self.address = options.address or os.environ.get("RAY_ADDRESS")
         self.own = not ray.is_initialized()
-        self.lost = ""  #: why it cannot be used any more
+        self.lost = ""  #: why the cluster is unusable; empty if it is usable
         if self.own:
             self._connect()
         self.resources = ray.cluster_resources()
@@ -49,33 +48,33 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the cluster in messages."""
         return f"the Ray cluster at {self.address}" if self.address else "this machine"
 
     def _connect(self) -> None:
         try:
-            with _kept_handlers():
+            with _preserve_handlers():
                 ray.init(
                     self.address or "local",
                     num_cpus=None if self.address else max(os.cpu_count() or 1, self.devices),
                     include_dashboard=None if self.address else False,
-                    log_to_driver=False,  # every process writes into the run's directory
+                    log_to_driver=False,  # each process logs to the run's directory
                     logging_level=logging.WARNING,
                     configure_logging=False,
                     _system_config=None if self.address else {"gcs_rpc_server_reconnect_timeout_s": OUTLIVE},
                 )
-        except Exception as error:  # Ray raises Exception itself when its processes are late
+        except Exception as error:  # Ray raises plain Exception if its processes start too slowly
             if not self.address:
                 raise ConfigError(f"Ray does not start on this machine: {error}") from error
             origin = "--ray-address" if self.options.address else "RAY_ADDRESS"
             first = str(error).strip().partition("\n")[0]
             raise ConfigError(
-                f"the Ray cluster at {self.address} ({origin}) cannot be joined ({first}): {START}, or leave the address out for a "
-                "cluster of this machine alone"
+                f"the Ray cluster at {self.address} ({origin}) cannot be joined ({first}): {START}, or leave the address out to start a "
+                "cluster on this machine"
             ) from error
 
     def _check(self) -> None:
-        """Enough GPUs (or CPUs) for what was asked."""
+        """Raise ConfigError if the cluster has too few GPUs (or CPUs) for the run."""
         sizes, have = self.sizes, int(self.resources.get(self.unit, 0))
         if self.devices > have:
             engines = (
@@ -90,12 +89,12 @@ class Cluster:
             )
 
     def leave(self) -> None:
-        """End a cluster that was started here, leave one that was joined."""
+        """Stop a cluster that this run started, or disconnect from one that it joined."""
         if self.own:
             ray.shutdown()
 
     def abandon(self) -> None:
-        """Leave a cluster that does not answer any more, without asking it anything; end what is left of one that was started here."""
+        """Disconnect from an unresponsive cluster without contacting it, and kill the remaining processes if this run started it."""
         atexit.unregister(ray.shutdown)
         node = ray._private.worker._global_node
         if self.own and node is not None:
@@ -104,7 +103,7 @@ class Cluster:
 
 
 def _end_session(directory: str) -> None:
-    """End the processes of a session that outlive those that started them: agents, and workers that are stopped."""
+    """Kill the remaining processes of a Ray session: agents, and stopped workers."""
     mine = os.getpid()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != mine:
@@ -114,10 +113,9 @@ def _end_session(directory: str) -> None:
 
 
 @contextmanager
-def _kept_handlers() -> Iterator[None]:
-    """Signals are handled afterwards as before: Ray's own handler of SIGTERM aborts the process, and a run ends at its last
-    completed step."""
-    if threading.current_thread() is not threading.main_thread():  # handles none
+def _preserve_handlers() -> Iterator[None]:
+    """Restore the signal handlers at exit, because Ray's SIGTERM handler aborts the process, and a run must end at a completed step."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -125,5 +123,5 @@ def _kept_handlers() -> Iterator[None]:
         yield
     finally:
         for number, handler in kept.items():
-            if handler is not None:  # None: not one of Python's
+            if handler is not None:  # None: the handler was not installed from Python
                 signal.signal(number, handler)

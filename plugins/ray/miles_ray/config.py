@@ -1,27 +1,27 @@
-"""Options of the runtime: how many processes, and on which cluster."""
+"""The options of the plugin: number of processes, and the cluster."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles_core import option
+from miles_core.plugin import option
 from miles_ray.sizes import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayConfig:
-    """Where trainer and engines run. On machines without a GPU the same numbers count processes."""
+    """Placement of trainer and engines. On machines without a GPU the numbers count processes."""
 
     actor_num_nodes: int = option(
-        1, flag="--actor-num-nodes", help="machines that the trainer runs on", metavar="N", ge=1
+        1, flag="--actor-num-nodes", help="number of machines for the trainer", metavar="N", ge=1
     )
     actor_num_gpus_per_node: int = option(
-        1, flag="--actor-num-gpus-per-node", help="GPUs of each of them, with a trainer rank on each", metavar="N", ge=1
+        1, flag="--actor-num-gpus-per-node", help="trainer ranks per machine, with one GPU each", metavar="N", ge=1
     )
     rollout_num_gpus: int | None = option(
         None,
         flag="--rollout-num-gpus",
-        help="GPUs of all engines together (default: those of one engine; with --colocate the trainer's)",
+        help="GPUs of all engines together (default: the GPUs of one engine; with --colocate the trainer's GPUs)",
         metavar="N",
         ge=1,
     )
@@ -31,12 +31,12 @@ class RayConfig:
     address: str | None = option(
         None,
         flag="--ray-address",
-        help="the cluster to join: HOST:PORT, or auto for the one that runs on this machine (default: RAY_ADDRESS, which "
-        "ray job submit sets, else a cluster of this machine alone that ends with the run)",
+        help="the cluster to join: HOST:PORT, or auto for the cluster running on this machine (default: RAY_ADDRESS, which "
+        "ray job submit sets, else a new cluster on this machine that ends with the run)",
     )
 
     def sizes(self, colocate: bool) -> Sizes:
-        """What a run with these options takes."""
+        """Return the numbers of processes and devices for these options."""
         ranks, per_engine = self.actor_num_nodes * self.actor_num_gpus_per_node, self.rollout_num_gpus_per_engine
         rollout = self.rollout_num_gpus or (ranks if colocate else per_engine)
         return Sizes(self.actor_num_nodes, self.actor_num_gpus_per_node, rollout // per_engine, per_engine, colocate)

@@ -1,4 +1,4 @@
-"""What the plan refuses of a run under Ray: numbers that contradict each other, and more than this machine has."""
+"""Plan checks of a run with Ray: contradictory numbers, and more devices than available."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from miles_core import Facts, Problem, Review, described
+from miles_core.plugin import Facts, Problem, Review, described
 from miles_ray.config import RayConfig
 from miles_ray.sizes import Sizes
 
-#: Seconds in which a cluster must answer.
+#: Seconds to wait for an answer of a cluster.
 PATIENCE = 10.0
 START = "start one with: ray start --head"
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
-    """See ``miles_core.Plugin.review``."""
+    """Implements ``miles_core.plugin.Plugin.review``."""
     if facts.value("runtime") != "ray":
         return Review()
     options = RayConfig(**{f.name: facts.value(f"ray.{f.name}") for f in fields(RayConfig)})
     sizes = options.sizes(bool(facts.value("colocate")))
     problems = [*_contradictions(facts, options, sizes)]
     if facts.elsewhere:
-        return Review(problems=(*problems, *_there(facts, sizes)))
+        return Review(problems=(*problems, *_check_planned_hardware(facts, sizes)))
     address = options.address or os.environ.get("RAY_ADDRESS")
     if address:
         if not answers(address):
-            problems.append(_silent(facts, address))
+            problems.append(_unreachable(facts, address))
     elif not _initialised():
         problems += _this_machine(facts, sizes)
     return Review(problems=tuple(problems))
@@ -64,8 +64,8 @@ def _contradictions(facts: Facts, options: RayConfig, sizes: Sizes) -> list[Prob
     return found
 
 
-def _there(facts: Facts, sizes: Sizes) -> list[Problem]:
-    """What the machines that the plan is for do not have. A cluster is named when the run starts."""
+def _check_planned_hardware(facts: Facts, sizes: Sizes) -> list[Problem]:
+    """Check the sizes against the planned hardware instead of this machine."""
     count, machines = facts.value("gpu.count"), facts.value("gpu.machines")
     if not count or facts.value("model.device") == "cpu":
         return []
@@ -91,7 +91,7 @@ def _there(facts: Facts, sizes: Sizes) -> list[Problem]:
 
 
 def _too_many(facts: Facts, sizes: Sizes, have: int, hardware: tuple[str, ...]) -> Problem:
-    """A run takes more GPUs than there are. Fewer for the trainer, and engines on the same GPUs, are tried."""
+    """Report that a run needs more GPUs than available; proposes fewer for the trainer, or --colocate."""
     engines = "on the same ones" if sizes.colocate else f"and {sizes.engines} x {sizes.per_engine} to generate"
     because = f"the trainer takes {sizes.nodes} x {sizes.per_node} {engines}, and there are {have}"
     names = ("ray.actor_num_nodes", "ray.actor_num_gpus_per_node", "ray.rollout_num_gpus", *hardware)
@@ -104,12 +104,12 @@ def _too_many(facts: Facts, sizes: Sizes, have: int, hardware: tuple[str, ...]) 
 
 
 def _this_machine(facts: Facts, sizes: Sizes) -> list[Problem]:
-    """Without an address the cluster is this machine alone; processes on its CPUs are not limited."""
+    """Check the sizes against this machine, the cluster's only node without an address. CPU processes are not limited."""
     found = []
     if sizes.nodes > 1:
         because = (
-            f"no cluster was named, and this machine is one: {START} on one of them, ray start --address HEAD:6379 on the others, "
-            "and give --ray-address"
+            f"without --ray-address the cluster has only this machine: {START} on one machine, ray start --address HEAD:6379 on the "
+            "others, and give --ray-address"
         )
         found.append(_problem(facts, f"{sizes.nodes} machines", because, "actor_num_nodes"))
     count, device = facts.lookup("gpu.count"), facts.value("model.device")
@@ -120,11 +120,9 @@ def _this_machine(facts: Facts, sizes: Sizes) -> list[Problem]:
     return found
 
 
-def _silent(facts: Facts, address: str) -> Problem:
+def _unreachable(facts: Facts, address: str) -> Problem:
     origin = "--ray-address" if facts.value("ray.address") else "RAY_ADDRESS"
-    because = (
-        f"nobody listens at {address} ({origin}): {START}, or leave the address out for a cluster of this machine alone"
-    )
+    because = f"no process listens at {address} ({origin}): {START}, or leave the address out to start a cluster on this machine"
     return Problem("ray", "a cluster that answers", because, choices=("ray.address",))
 
 
@@ -135,7 +133,7 @@ def _problem(facts: Facts, needs: str, because: str, *names: str) -> Problem:
 
 @lru_cache
 def answers(address: str) -> bool:
-    """Whether somebody listens at HOST:PORT, which Ray itself finds out after minutes; believed of other addresses."""
+    """Whether a process listens at HOST:PORT (Ray itself would time out after minutes); True for other forms of addresses."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         return True
@@ -147,6 +145,6 @@ def answers(address: str) -> bool:
 
 
 def _initialised() -> bool:
-    """Whether this process has joined a cluster already."""
+    """Whether this process is already connected to a cluster."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())

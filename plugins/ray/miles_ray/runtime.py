@@ -1,4 +1,4 @@
-"""The runtime: actors in placement groups."""
+"""The runtime: runs workers as actors in placement groups."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import asyncio
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from miles_core import ConfigError, Policy
-from miles_core.backend import Run
+from miles_core.plugin import ConfigError, Policy, Run
 from miles_ray.cluster import Cluster
 from miles_ray.watch import RAYLET, first_death
 from miles_ray.workers import Place, RayWorkers
 from miles_runtime import RemoteRuntime, Workers
 
-#: Seconds that a cluster may take to have free what it has.
+#: Seconds to wait until the cluster's resources are free.
 PLACING = 300.0
 
 
@@ -40,26 +39,28 @@ class RayRuntime(RemoteRuntime):
         rank = {"CPU": 1.0, unit: 1.0}
         ranks = [Place(trainer, number // sizes.per_node, rank) for number in range(sizes.ranks)]
         if not policy.generates:
-            return await self._started("trainer", ranks, policy), await self._started("engine", [], policy)
-        if sizes.colocate:  # an engine finds its GPUs through the ranks that Ray gave them to
-            started = await self._started("trainer", ranks, policy)
+            return await self._start_workers("trainer", ranks, policy), await self._start_workers("engine", [], policy)
+        if sizes.colocate:  # engines use the GPUs that Ray assigned to the trainer ranks
+            started = await self._start_workers("trainer", ranks, policy)
             process = {"CPU": 1.0} if unit == "GPU" else {}
             engines = [
                 Place(trainer, sizes.node_of(e), process, started.devices(sizes.ranks_of(e)))
                 for e in range(sizes.engines)
             ]
-            return started, await self._started("engine", engines, policy)
+            return started, await self._start_workers("engine", engines, policy)
         engine = await self._group(
             [self._bundle(sizes.per_engine, 1)] * sizes.engines,
             "PACK",
-            f"--rollout-num-gpus {sizes.engines * sizes.per_engine}, {sizes.per_engine} an engine",
+            f"--rollout-num-gpus {sizes.engines * sizes.per_engine}, {sizes.per_engine} per engine",
         )
         engines = [Place(engine, number, self._bundle(sizes.per_engine, 1)) for number in range(sizes.engines)]
-        both = await asyncio.gather(self._started("trainer", ranks, policy), self._started("engine", engines, policy))
+        both = await asyncio.gather(
+            self._start_workers("trainer", ranks, policy), self._start_workers("engine", engines, policy)
+        )
         return both[0], both[1]
 
     def _bundle(self, units: int, processes: int) -> dict[str, float]:
-        """What so many units take, with a CPU for each process."""
+        """Return the resources of ``units`` devices and ``processes`` processes, with one CPU per process on GPU clusters."""
         return {"CPU": float(processes), "GPU": float(units)} if self.cluster.unit == "GPU" else {"CPU": float(units)}
 
     async def _group(self, bundles: list[dict[str, float]], strategy: str, wanted: str) -> PlacementGroup:
@@ -72,12 +73,12 @@ class RayRuntime(RemoteRuntime):
             nodes = [node["Resources"].get(self.cluster.unit, 0) for node in ray.nodes() if node["Alive"]]
             have = ", ".join(f"{count:g}" for count in nodes if count)
             raise ConfigError(
-                f"{self.cluster.name} has no room for {wanted}: its machines have {have} {self.cluster.unit}s in all, and others may "
-                f"use them (ray status shows it); waited {PLACING:g} s"
+                f"{self.cluster.name} has no room for {wanted}: its machines have {have} {self.cluster.unit}s in total, but other jobs "
+                f"may use them (see ray status); waited {PLACING:g} s"
             ) from None
         return group
 
-    async def _started(self, kind: str, places: list[Place], policy: Policy) -> RayWorkers:
+    async def _start_workers(self, kind: str, places: list[Place], policy: Policy) -> RayWorkers:
         run = self.run
         workers = RayWorkers(
             kind,
@@ -94,10 +95,12 @@ class RayRuntime(RemoteRuntime):
         return workers
 
     async def _end_without_ray(self) -> None:
-        """End the run when one of Ray's own processes died: nothing can be replaced then. Without the raylet the workers of this machine
-        die too. Without the control store they live on for a while, so the ranks are left to save what they hold."""
+        """End the run when one of Ray's own processes died, because workers can no longer be replaced.
+
+        Without the raylet, the workers on this machine die too. Without the control store they survive for a while, so the trainer ranks
+        keep running to save a checkpoint."""
         dead = await first_death()
-        cause = f"{dead} died, without which no worker can be replaced"
+        cause = f"{dead} died, and workers cannot be replaced without it"
         self.cluster.lost = cause
         self.restarts.forbid()
         for workers in self._placed:
@@ -118,10 +121,10 @@ class RayRuntime(RemoteRuntime):
 
 
 def environment(run: Run) -> dict[str, str]:
-    """The variables that the plan sets; a library may read them as soon as a process starts."""
+    """Return the environment variables that the plan sets; they must be set before a process starts."""
     return {s.path.removeprefix("env."): str(s.value) for s in run.plan.sets if s.path.startswith("env.")}
 
 
 def make_runtime(run: Run) -> RayRuntime:
-    """The provider of ``--runtime ray``."""
+    """Provider of ``--runtime ray``."""
     return RayRuntime(run)

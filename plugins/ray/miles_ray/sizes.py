@@ -1,4 +1,4 @@
-"""How many processes and devices a run takes, from its options."""
+"""Numbers of processes and devices of a run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """Attributes:
-    nodes, per_node: machines that train, and ranks on each.
-    engines, per_engine: how many generate, and devices of each.
-    colocate: engines are on the trainer's devices.
+    """Numbers of processes and devices.
+
+    Attributes:
+        nodes: number of machines for the trainer.
+        per_node: trainer ranks per machine.
+        engines: number of engines.
+        per_engine: devices per engine.
+        colocate: engines share the trainer's devices.
     """
 
     nodes: int
@@ -21,18 +25,18 @@ class Sizes:
 
     @property
     def ranks(self) -> int:
-        """Trainer ranks, each with a device."""
+        """Number of trainer ranks, with one device each."""
         return self.nodes * self.per_node
 
     @property
     def devices(self) -> int:
-        """What all of them take together."""
+        """Number of devices of trainer and engines together."""
         return self.ranks + (0 if self.colocate else self.engines * self.per_engine)
 
     def node_of(self, engine: int) -> int:
-        """The machine, counted among those that train, that a colocated engine is on."""
+        """Return the index of the trainer machine on which a colocated engine runs."""
         return engine * self.per_engine // self.per_node
 
     def ranks_of(self, engine: int) -> range:
-        """The ranks whose devices a colocated engine shares."""
+        """Return the ranks whose devices a colocated engine shares."""
         return range(engine * self.per_engine, (engine + 1) * self.per_engine)

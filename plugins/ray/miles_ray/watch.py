@@ -8,7 +8,9 @@ still reachable, with a checkpoint.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 
 import ray
 
@@ -29,11 +31,9 @@ async def first_death() -> str:
         ``GCS`` or ``RAYLET``.
     """
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    node = ray._private.worker._global_node
-    assert node is not None  # connected
-    socket = node.raylet_socket_name
+    path = _raylet_socket()
     watches = {
-        asyncio.ensure_future(death(lambda: asyncio.open_unix_connection(socket))): RAYLET,
+        asyncio.ensure_future(death(lambda: asyncio.open_unix_connection(path))): RAYLET,
         asyncio.ensure_future(death(lambda: asyncio.open_connection(host.strip("[]"), int(port)))): GCS,
     }
     try:
@@ -70,3 +70,27 @@ async def death(connect: Open) -> None:
         finally:
             writer.close()
         await asyncio.sleep(LOOK / 10)  # a process that lives may close a connection that sends nothing
+
+
+def raylet_lives() -> bool:
+    """Whether the raylet of this machine is alive. To call before ``ray.put``, which exits this process without one."""
+    try:
+        return _connect(_raylet_socket()).recv(1, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+@lru_cache
+def _connect(path: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.connect(path)
+    made.setblocking(False)
+    return made
+
+
+def _raylet_socket() -> str:
+    node = ray._private.worker._global_node
+    assert node is not None  # this process is connected to a cluster
+    return str(node.raylet_socket_name)

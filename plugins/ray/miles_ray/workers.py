@@ -1,4 +1,4 @@
-"""Reaching actors, and replacing them."""
+"""Calls actors, and replaces them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from ray import exceptions
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from miles_core import MilesError
+from miles_core.plugin import MilesError
 from miles_ray.actor import BEAT, Actor, Found
+from miles_ray.watch import raylet_lives
 from miles_runtime import Order, Workers, last_lines, short_of_memory
 
-#: Calls that an actor works on at a time. A request of a paused engine is one until weights have come: with Ray's thousand,
-#: those weights would wait behind requests that wait for them.
+#: Maximum concurrent calls of an actor. Requests to a paused engine stay open until new weights arrive; with Ray's default of 1000, the
+#: call that sends the weights could queue behind them and deadlock.
 CALLS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one actor runs and what it takes there: a bundle of a placement group, and resources of it. ``devices`` are the
-    numbers of GPUs that it uses without taking them from Ray, because another actor did."""
+    """Placement of one actor: a bundle of a placement group and its resources.
+
+    ``devices`` are indices of GPUs that the actor shares with another actor to which Ray assigned them."""
 
     group: PlacementGroup
     bundle: int
@@ -42,12 +44,12 @@ class RayWorkers(Workers):
 
     Args:
         kind: ``trainer`` or ``engine``.
-        names: one a process.
-        places: where each runs.
-        order, policy: what each is made from.
+        names: name of each process.
+        places: placement of each process.
+        order, policy: passed to each worker.
         environment: variables that are set before a process starts.
-        level: what they log.
-        rest: for ``Workers``.
+        level: log level.
+        rest: arguments of ``Workers``.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class RayWorkers(Workers):
         super().__init__(names, trains=kind == "trainer", **rest)
         self.kind, self.places, self.order, self.policy = kind, tuple(places), order, policy
         self.environment, self.level = dict(environment), level
-        #: whether Ray can be asked to end processes
+        #: whether Ray can still kill processes
         self.reachable = True
         self.actors: list[Any] = [None] * len(names)
         self.found: list[Found | None] = [None] * len(names)
@@ -83,7 +85,7 @@ class RayWorkers(Workers):
         }
         if self.environment:
             options["runtime_env"] = {"env_vars": self.environment}
-        remote: Any = ray.remote  # whose annotations do not know concurrency groups
+        remote: Any = ray.remote  # its annotations lack concurrency groups
         actor = remote(concurrency_groups={BEAT: 1})(Actor)
         made = actor.options(**options).remote(self.names[number], self.order.directory, self.level, place.devices)
         self.actors[number] = made
@@ -100,18 +102,20 @@ class RayWorkers(Workers):
         return found is not None and await _on(found, _computes)
 
     def share(self, value: Any) -> Any:
-        # an array is read where it lies by every process of a machine, bytes are copied for each
+        if not raylet_lives():
+            return value  # the run is about to end; ray.put would exit this process without a message
+        # processes on one machine read an array in place; bytes would be copied for each process
         return ray.put(np.frombuffer(value, np.uint8) if isinstance(value, bytearray) else value)
 
     async def host(self) -> str:
         assert self.found[0] is not None
         here = self.found[0].address
         if all(found is not None and found.address == here for found in self.found):
-            return "127.0.0.1"  # nothing needs to listen where other machines reach it
+            return "127.0.0.1"  # all on this machine: no need to listen on an external address
         return here
 
     def devices(self, numbers: Iterable[int]) -> tuple[str, ...]:
-        """The numbers of the GPUs that Ray gave these workers."""
+        """Return the indices of the GPUs that Ray assigned to these workers."""
         return tuple(gpu for number in numbers if (found := self.found[number]) is not None for gpu in found.gpus)
 
     def lines(self, number: int) -> tuple[str, ...]:
@@ -137,18 +141,18 @@ class RayWorkers(Workers):
             return
         found, self.found[number] = self.found[number], None
         here = found is not None and found.node == ray.get_runtime_context().get_node_id()
-        if found is not None and here:  # a process that is stopped does not hear from Ray that it should end
+        if found is not None and here:  # a stopped (SIGSTOP) process does not react to Ray's request to end
             with contextlib.suppress(ProcessLookupError):
                 os.kill(found.process, signal.SIGKILL)
         if self.reachable:
             ray.kill(actor)
             if found is not None and not here:
-                with contextlib.suppress(exceptions.RayError):  # the node is gone, and its processes with it
+                with contextlib.suppress(exceptions.RayError):  # the node is gone with its processes
                     await _on(found, _end)
 
 
 async def _on(found: Found, function: Any) -> Any:
-    """The result of a remote function of a process, run on the process's node."""
+    """Run a remote function of a process id on the process's node and return its result."""
     strategy = NodeAffinitySchedulingStrategy(found.node, soft=False)
     return await function.options(scheduling_strategy=strategy).remote(found.process)
 
@@ -161,7 +165,7 @@ def _end(process: int) -> None:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _computes(process: int) -> bool:
-    """Whether a process uses the processor, or waits for a disk, during a second."""
+    """Whether a process uses the CPU, or waits for a disk, during one second."""
     before = process_state(process)
     time.sleep(1.0)
     after = process_state(process)
@@ -171,7 +175,7 @@ def _computes(process: int) -> bool:
 
 
 def process_state(process: int) -> tuple[str, int] | None:
-    """State letter and processor time (clock ticks) of a process of this machine; None when it is not there. Source: proc(5)."""
+    """Return the state letter and CPU time (clock ticks) of a process on this machine; None if it does not exist. Source: proc(5)."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -180,7 +184,7 @@ def process_state(process: int) -> tuple[str, int] | None:
 
 
 def _cause(error: Exception) -> str:
-    """What Ray knows about a death, in a few words."""
+    """Return a short description of why a process died."""
     text = str(error)
     if isinstance(error, exceptions.OutOfMemoryError) or "running low on memory" in text:
         return "its machine ran out of memory, and Ray ended it"

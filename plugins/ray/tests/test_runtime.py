@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from miles_core import ConfigError, PlanError
+from miles_core.plugin import ConfigError, PlanError
 from miles_testing import RuntimeContract, plan, toy_run
 
 STEPS = 3
@@ -17,7 +17,7 @@ FAULTS = r"""
 import os, signal
 from pathlib import Path
 from torch import distributed
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 from miles_zero_copy import segment
 
 @hookimpl
@@ -107,23 +107,23 @@ def test_what_the_options_contradict_is_refused_in_the_plan(monkeypatch):
 
 
 def test_a_cluster_that_does_not_answer_is_named_in_the_plan(monkeypatch):
-    with pytest.raises(PlanError, match=r"nobody listens at 127.0.0.1:9 \(--ray-address\): start one with"):
+    with pytest.raises(PlanError, match=r"no process listens at 127.0.0.1:9 \(--ray-address\): start one with"):
         plan(runtime="ray", ray_address="127.0.0.1:9")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    with pytest.raises(PlanError, match=r"nobody listens at 127.0.0.1:9 \(RAY_ADDRESS\)"):
+    with pytest.raises(PlanError, match=r"no process listens at 127.0.0.1:9 \(RAY_ADDRESS\)"):
         plan(runtime="ray")
 
 
 def test_signals_are_the_run_s_own_again_after_ray_has_started():
     """Ray's handler of SIGTERM aborts the process; a run that is told to end keeps its last completed step."""
-    from miles_ray.cluster import _kept_handlers
+    from miles_ray.cluster import _preserve_handlers
 
     def handle(number, frame):
         pass
 
     before = signal.signal(signal.SIGTERM, handle)
     try:
-        with pytest.raises(RuntimeError), _kept_handlers():
+        with pytest.raises(RuntimeError), _preserve_handlers():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             raise RuntimeError
         assert signal.getsignal(signal.SIGTERM) is handle

@@ -1,6 +1,6 @@
 """SGLang as the rollout engine, for miles-core."""
 
-from miles_core import Capability, Package, Plugin, Rule, Set
+from miles_core.plugin import Capability, Package, Plugin, Rule, Set
 from miles_sglang.config import OWN, SglangConfig
 from miles_sglang.installed import INSTALL, TESTED
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from miles_core.backend import BYTES, Quantizer, bounded
-from miles_core.format import Format, Parts
+from miles_core.format import BYTES, Format, Parts, Quantizer, bounded
 from miles_sglang.link import Link
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import torch
 
-from miles_core.backend import Encoded
+from miles_core.data import Encoded
 from miles_sglang.buckets import Bucket, Flat, split_into_buckets
 from miles_sglang.weight_names import NameCheck
 from miles_transport import Arrival

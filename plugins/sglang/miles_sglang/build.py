@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_core import CheckpointError, ConfigError
-from miles_core.backend import Codec, config_facts, make_codec, model_facts, moe_layers
+from miles_core.format import Codec, make_codec
+from miles_core.plugin import CheckpointError, ConfigError, config_facts, model_facts, moe_layers
 from miles_runtime import Restarts
 from miles_sglang import HEADS, inside, loader, plugin
 from miles_sglang.config import server_arguments

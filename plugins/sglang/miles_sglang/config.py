@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
-from miles_core import option
+from miles_core.plugin import option
 from miles_sglang.read_server_args import TABLE
 
 #: ServerArgs that the engine sets -> the core option that determines the value; empty where the engine contract fixes it.

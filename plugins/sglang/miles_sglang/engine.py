@@ -12,19 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from miles_core import MilesError, SyncError
-from miles_core.backend import (
-    Encoded,
-    Engine,
-    EnginePart,
-    FormatItself,
-    PauseMode,
-    Quantizer,
-    Request,
-    Response,
-    WorkerLost,
-)
-from miles_core.format import Format
+from miles_core.data import Encoded
+from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response
+from miles_core.format import Format, FormatItself, Quantizer
+from miles_core.plugin import MilesError, SyncError, WorkerLost
 from miles_sglang import buckets, weight_files
 from miles_sglang.activations import OwnActivations
 from miles_sglang.answers import Answer

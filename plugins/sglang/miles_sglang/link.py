@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from miles_core import MilesError
+from miles_core.plugin import MilesError
 from miles_sglang.answers import Answer
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_core import Facts, Parts, Problem, Usage, described
+from miles_core.plugin import Facts, Parts, Problem, Usage, described
 from miles_embedded import ModelSize, longest_sample, model_size, size_of, wanted_rows
 
 GB = 1e9
@@ -116,7 +116,7 @@ def draft_bytes(facts: Facts, size: ModelSize) -> float:
 
 
 def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
-    """Implements ``miles_core.Plugin.memory``. Yields nothing for a server that this run did not start, or on a CPU."""
+    """Implements ``miles_core.plugin.Plugin.memory``. Yields nothing for a server that this run did not start, or on a CPU."""
     size = size_of(facts, model)
     if size is None or facts.value("engine") != "sglang" or facts.value("sglang.url"):
         return

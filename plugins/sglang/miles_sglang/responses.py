@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_core import MilesError
-from miles_core.backend import SAMPLING_SUPPORT, Request, Response, Sampling
+from miles_core.data import SAMPLING_SUPPORT
+from miles_core.engine import Request, Response, Sampling
+from miles_core.plugin import MilesError
 from miles_sglang.answers import Answer
 
 _NOTHING = np.zeros(0, np.float32)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from miles_core import Facts, Problem, Review, described
+from miles_core.plugin import Facts, Problem, Review, described
 from miles_sglang.config import server_fields
 from miles_sglang.memory import find_size_problems, server_of
 
@@ -16,7 +16,7 @@ _NAMES = tuple(str(field["name"]) for field in server_fields())
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
-    """Implements ``miles_core.Plugin.review``."""
+    """Implements ``miles_core.plugin.Plugin.review``."""
     problems = (*_address(facts), *_draft(facts), *_tables(facts), *_gpus(facts), *find_size_problems(facts, model))
     return Review(problems=problems)
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
-from miles_core.backend import redact
+from miles_core.plugin import redact
 from miles_sglang.answers import Answer
 from miles_sglang.link import Link, SglangError
 from miles_tools.http_client import MAX_BYTES, HttpError, exchange

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_core.backend import Codec
+from miles_core.format import Codec
 from miles_runtime import Restarts
 from miles_sglang.responses import Translator
 from miles_sglang.weight_names import WeightNames

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from miles_core import MilesError, MismatchError
+from miles_core.plugin import MilesError, MismatchError
 
 log = logging.getLogger(__name__)
 

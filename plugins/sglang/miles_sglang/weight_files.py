@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from miles_core.backend import Encoded
+from miles_core.data import Encoded
 from miles_tools.convert import Layout
 
 _SHARD_BYTES = 2 << 30

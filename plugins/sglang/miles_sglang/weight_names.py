@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from miles_core import MilesError
-from miles_core.backend import Encoded
+from miles_core.data import Encoded
+from miles_core.plugin import MilesError
 
 #: Checkpoints with tied embeddings may contain the output layer or omit it.
 _TIED = "lm_head.weight"

@@ -21,7 +21,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from miles_core.backend import Encoded, Engine, Request, Sampling
+from miles_core.data import Encoded
+from miles_core.engine import Engine, Request, Sampling
 from miles_embedded import load_model
 from miles_embedded.engine.build import detokenizer, end_tokens
 from miles_embedded.engine.engine import EmbeddedEngine

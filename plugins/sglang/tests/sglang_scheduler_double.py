@@ -17,7 +17,7 @@ import torch
 from sglang_double import DoubleLink, Manager
 from torch import Tensor, nn
 
-from miles_core.backend import Encoded
+from miles_core.data import Encoded
 from miles_embedded import load_model
 from miles_embedded.model.load import backbone
 from miles_embedded.model.views import export

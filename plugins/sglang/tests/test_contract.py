@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from miles_core.backend import Request, Sampling, Unit
+from miles_core.data import Unit
+from miles_core.engine import Request, Sampling
 from miles_core.format import Codec
 from miles_sglang import installed
 from miles_sglang.build import Choices, assemble

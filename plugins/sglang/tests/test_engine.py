@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from sglang_double import DoubleLink, stand_in_for_sglang
 
 import miles_sglang
-from miles_core.backend import Request, Sampling, Unit, WorkerLost
+from miles_core.data import Unit
+from miles_core.engine import Request, Sampling
 from miles_core.format import Codec
+from miles_core.plugin import WorkerLost
 from miles_sglang import build
 from miles_sglang.build import Choices, assemble
 from miles_sglang.engine import SglangEngine

@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from miles_core import MilesError
-from miles_core.backend import Codec, Encoded, Request, Sampling
+from miles_core.data import Encoded
+from miles_core.engine import Request, Sampling
+from miles_core.format import Codec
+from miles_core.plugin import MilesError
 from miles_sglang.answers import Answer
 from miles_sglang.engine import SglangEngine
 from miles_sglang.link import SglangError

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import miles_sglang
-from miles_core import ConfigError, PlanError
+from miles_core.plugin import ConfigError, PlanError
 from miles_sglang import installed, read_server_args
 from miles_sglang.config import SglangConfig, server_arguments, table_version
 from miles_sglang.shapes import check_blocks
@@ -181,7 +181,7 @@ def test_an_mtp_layer_is_trained_here_and_drafts_there(plan):
 
 
 def test_a_model_that_is_no_whole_blocks_is_refused_in_fp8():
-    from miles_core.backend import Codec
+    from miles_core.format import Codec
     from miles_fp8.format import Fp8
 
     smol = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}

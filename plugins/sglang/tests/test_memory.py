@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core import PlanError
+from miles_core.plugin import PlanError
 from miles_core.plugin.detect import config_facts
 from miles_embedded import model_size
 from miles_sglang.memory import GB, MIB, server_of, weight_bytes
@@ -99,7 +99,7 @@ def test_tensor_parallel_ranks_are_the_engine_s_gpus(checkpoint):
 
 
 def test_the_default_share_leaves_sglang_s_reserve():
-    from miles_core import Facts
+    from miles_core.plugin import Facts
 
     server = server_of(Facts(), 141 * GB)
     assert server.reserve == pytest.approx((512 + 1.5 * 8192 + 128 + 512) * MIB)

@@ -12,7 +12,7 @@ from sglang_double import stand_in_for_sglang
 from sglang_scheduler_double import SchedulerLink, SchedulerModel
 
 import miles_sglang
-from miles_core import MismatchError
+from miles_core.plugin import MismatchError
 from miles_embedded.testing.defects import DEFECTS, Defect
 from miles_sglang import build
 

@@ -1,6 +1,6 @@
 """Speculative decoding with a draft that is trained along with the policy, for miles-core."""
 
-from miles_core import Hint, Panel, Plugin, Rule, below
+from miles_core.plugin import Hint, Panel, Plugin, Rule, below
 from miles_speculative.config import FACTOR, MOST, SpeculativeConfig
 
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 from miles_embedded import has_windows
 from miles_speculative.decoder import SpeculativeDecoder
 from miles_speculative.draft import Draft

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 from miles_embedded import add_layer, export_checkpoint, load_model
 from miles_speculative.config import SpeculativeConfig
 from miles_speculative.eagle import new_eagle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from miles_core import option
+from miles_core.plugin import option
 
 #: Maximum number of draft tokens per step.
 MOST = 16

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from miles_core import CheckpointError
+from miles_core.plugin import CheckpointError
 from miles_speculative.vocabulary import difference
 
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from miles_core import CheckpointError
+from miles_core.plugin import CheckpointError
 from miles_embedded import (
     backbone,
     checkpoint_config,

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from miles_core import Batch, Context, Output, Unit, hookimpl
+from miles_core.data import Batch, Unit
+from miles_core.plugin import hookimpl
+from miles_core.trainer import Context, Output
 from miles_embedded import is_embedded
 from miles_speculative.config import SpeculativeConfig
 from miles_speculative.draft import Draft

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from miles_core import CheckpointError, hookimpl
-from miles_core.backend import FurtherLayer
+from miles_core.plugin import CheckpointError, hookimpl
+from miles_core.trainer import FurtherLayer
 from miles_speculative.config import GROUP, MTP, SpeculativeConfig
 from miles_speculative.draft_files import misfits
 from miles_speculative.report import Profile, summarise

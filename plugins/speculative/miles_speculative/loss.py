@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from miles_core import Context
+from miles_core.trainer import Context
 from miles_embedded import Packing, logits_of
 from miles_speculative.draft import Draft
 

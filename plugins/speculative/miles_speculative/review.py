@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from miles_core import Facts, Problem, Review, described
+from miles_core.plugin import Facts, Problem, Review, described
 from miles_speculative.draft_files import has_windows, misfits, read_config
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
-    """Implements ``miles_core.Plugin.review``.
+    """Implements ``miles_core.plugin.Plugin.review``.
 
     Reports a draft that does not fit the policy, tree drafts with sliding-window layers, and a wrong number of tokens to verify."""
     here = facts.value("engine") == "embedded"

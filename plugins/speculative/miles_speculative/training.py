@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core import Batch, Context, Unit
+from miles_core.data import Batch, Unit
+from miles_core.trainer import Context
 from miles_embedded import OptimizerGroup, backbone, gather_tensor, optimizer_group, views
 from miles_speculative.config import GROUP, MTP, SpeculativeConfig
 from miles_speculative.draft import Draft

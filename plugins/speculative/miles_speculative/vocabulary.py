@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from miles_core import CheckpointError
+from miles_core.plugin import CheckpointError
 
 
 def difference(path: str | Path, checkpoint: str | Path, trust_remote_code: bool = False) -> str | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles_core.backend import Request, Sampling
+from miles_core.engine import Request, Sampling
 from miles_embedded import load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_core import CheckpointError, PlanError
-from miles_core.backend import Request, Sampling
 from miles_core.cli.main import main
+from miles_core.engine import Request, Sampling
+from miles_core.plugin import CheckpointError, PlanError
 from miles_embedded import load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
@@ -150,7 +150,7 @@ def test_a_draft_of_another_tokenizer_is_refused_in_the_plan(toy_run, small, tmp
         for file, text in files.items():
             file.write_text(text.replace(json.dumps(token), '"another"'), encoding="utf-8")
         (why,) = misfits(draft, policy)
-        assert why.startswith(f"--draft-model-path {draft}: its tokenizer is another (2 entries differ, ")
+        assert why.startswith(f"--draft-model-path {draft}: its tokenizer differs (2 entries differ, ")
     with pytest.raises(PlanError, match="2 entries differ"):
         toy_run(["speculative"], draft_model_path=draft)
     # the older form: vocabulary and merges in files of their own

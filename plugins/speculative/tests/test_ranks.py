@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from miles_core.backend import Callbacks, OptimizerConfig, Store
+from miles_core.plugin import Store
+from miles_core.trainer import Callbacks, OptimizerConfig
 from miles_embedded import load_model
 from miles_embedded.trainer.build import data_parallel
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig

@@ -1,6 +1,6 @@
 """Truncated and masked importance sampling between rollout engine and trainer, for miles-core."""
 
-from miles_core import Hint, Plugin, Remedy, Rule, above, below
+from miles_core.plugin import Hint, Plugin, Remedy, Rule, above, below
 from miles_tis.config import TisConfig
 
 __version__ = "0.1.0"
@@ -16,7 +16,7 @@ plugin = Plugin(
         Rule(
             needs="not algorithm.use_rollout_logprobs",
             when="tis.use or tis.metrics_only or not tis.opsm",
-            because="weights compare the trainer's old log-probs with the engine's, and bypass mode has only the engine's",
+            because="importance weights need the trainer's old log-probs and the engine's, and bypass mode has only the engine's",
         ),
     ),
     after=("r3",),
@@ -27,8 +27,8 @@ plugin = Plugin(
             "*tis/ess",
             below(0.5),
             "{metric}: the importance weights leave an effective sample size of {value} of the tokens",
-            "engine and trainer are far apart: find the cause (miles verify --budget), bound weights per token "
-            "(--tis-level token), lower --lr or take fewer steps per rollout",
+            "engine and trainer differ strongly: find the cause (miles verify --budget), bound weights per token (--tis-level token), "
+            "lower --lr, or use fewer steps per rollout",
             trouble="mismatch",
         ),
         Hint(
@@ -36,7 +36,7 @@ plugin = Plugin(
             "*tis/fraction_truncated_high",
             above(0.1),
             "{metric}: {percent} of the importance weights are cut at their upper bound, which biases the gradient",
-            "take fewer optimiser steps per rollout (--num-steps-per-rollout), or find the cause of the mismatch "
+            "use fewer optimizer steps per rollout (--num-steps-per-rollout), or find the cause of the mismatch "
             "(miles verify --budget)",
             trouble="mismatch",
         ),

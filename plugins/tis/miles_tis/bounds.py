@@ -1,18 +1,18 @@
-"""The bounds that are in force, and whether they make sense."""
+"""Computes and checks the bounds of importance weights."""
 
 from __future__ import annotations
 
 import math
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 from miles_tis.config import TisConfig
 
 
 def bounds(options: TisConfig) -> tuple[float, float]:
-    """(lower, upper) bound of a weight: 0 below where the mode cuts above only.
+    """Return the (lower, upper) bound of a weight; the lower bound is 0 if the mode only truncates.
 
     Raises:
-        ConfigError: unless lower <= 1 <= upper.
+        ConfigError: lower <= 1 <= upper does not hold.
     """
     low, high = options.clip_low, options.clip
     if options.threshold is not None:
@@ -25,16 +25,15 @@ def bounds(options: TisConfig) -> tuple[float, float]:
 
 
 def rejection_bounds(options: TisConfig) -> tuple[float, float]:
-    """(lower, upper) bound outside of which ``--tis-reject`` drops; 0 and infinity where none is given.
+    """Return the (lower, upper) bounds of ``--tis-reject``; 0 and infinity by default.
 
     Raises:
-        ConfigError: bounds without ``--tis-reject``, that without bounds, or not lower <= 1 <= upper.
+        ConfigError: bounds without ``--tis-reject``, ``--tis-reject`` without bounds, or lower <= 1 <= upper does not hold.
     """
     given = options.reject_low is not None or options.reject_high is not None
     if given and options.reject == "none":
         raise ConfigError(
-            "--tis-reject-low and --tis-reject-high bound --tis-reject, which is none; give --tis-reject token, sequence or "
-            "geometric"
+            "--tis-reject-low and --tis-reject-high need --tis-reject; give --tis-reject token, sequence or geometric"
         )
     if options.reject != "none" and not given:
         raise ConfigError(
@@ -49,6 +48,6 @@ def rejection_bounds(options: TisConfig) -> tuple[float, float]:
 def _check(low: float, high: float, low_flag: str, high_flag: str) -> None:
     if not low <= 1.0 <= high:
         raise ConfigError(
-            f"the bounds [{low:g}, {high:g}] do not contain 1 ({low_flag}, {high_flag}): on-policy data would be "
-            "re-weighted; give a lower bound <= 1 <= upper bound"
+            f"the bounds [{low:g}, {high:g}] do not contain 1 ({low_flag}, {high_flag}): they would re-weight on-policy data; give "
+            "a lower bound <= 1 and an upper bound >= 1"
         )

@@ -1,9 +1,9 @@
-"""The options of tis."""
+"""The options of the plugin."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_core import option
+from miles_core.plugin import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class TisConfig:
     level: Literal["token", "sequence", "geometric"] = option(
         "token",
         flag="--tis-level",
-        help="what a weight belongs to: a token, or a sequence by product or geometric mean",
+        help="level of weights: per token, or per sequence with the product or geometric mean of its ratios",
     )
     mode: Literal["truncate", "clip", "mask"] = option(
         "truncate", flag="--tis-mode", help="truncate: cut at the upper bound; clip: at both; mask: weight 0 outside"
@@ -30,7 +30,7 @@ class TisConfig:
     reject: Literal["none", "token", "sequence", "geometric"] = option(
         "none",
         flag="--tis-reject",
-        help="also give weight 0 to tokens, or to sequences by product or geometric mean, whose ratio is outside its own bounds",
+        help="also give weight 0 to tokens, or to sequences (product or geometric mean), whose ratio is outside the reject bounds",
     )
     reject_high: float | None = option(None, flag="--tis-reject-high", help="upper bound of --tis-reject", ge=1)
     reject_low: float | None = option(None, flag="--tis-reject-low", help="lower bound of --tis-reject", ge=0, le=1)
@@ -41,23 +41,23 @@ class TisConfig:
     opsm: bool = option(
         False,
         flag="--use-opsm",
-        help="drop tokens of negative advantage in sequences the policy has left (--opsm-delta); enables the plugin, "
-        "without weights unless --use-tis is given too",
+        help="drop tokens with negative advantage in off-policy sequences (--opsm-delta); enables the plugin, without importance "
+        "weights unless --use-tis is given too",
         enables=True,
     )
     opsm_delta: float = option(
-        1e-4, flag="--opsm-delta", help="a sequence is left when mean(log p_old - log p) is above this", ge=0
+        1e-4, flag="--opsm-delta", help="a sequence is off-policy if mean(log p_old - log p) is above this", ge=0
     )
     metrics_only: bool = option(
         False,
         flag="--get-mismatch-metrics",
-        help="enable the plugin and report its metrics; the loss is untouched unless --use-tis or --use-opsm is given too",
+        help="enable the plugin and report its metrics; the loss is unchanged unless --use-tis or --use-opsm is given too",
         enables=True,
     )
 
     @property
     def weighs(self) -> bool:
-        """Whether importance weights reach the loss: asked for, or the plugin was named and nothing else was."""
+        """Whether importance weights change the loss: with --use-tis, or if the plugin is enabled without other options."""
         return self.use or not (self.opsm or self.metrics_only)
 
     @property

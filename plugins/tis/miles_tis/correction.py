@@ -1,12 +1,11 @@
-"""Importance weights between the distribution that sampled and the one that trains.
+"""Importance weights between the engine's and the trainer's distributions.
 
-The engine sampled with its own kernels, number format and routing; the trainer's log-probabilities of the same tokens
-differ. With rho_t = exp(log p_train_old - log p_rollout) the policy gradient is re-weighted per token, or per sequence by
-the product (``sequence``) or geometric mean (``geometric``) of its ratios, and the weight is bounded: cut at the upper end
-(``truncate``: TIS, Yao et al. 2025), at both (``clip``), or set to 0 outside (``mask``: MIS, IcePop). Bounded and
-token-level weights are biased for sequence functions; what they buy is variance. Rejection and veto give weight 0 by bounds
-of their own. A rejected token keeps its place in the loss's denominator. Log-ratios, of a token
-and summed over a sequence, are clamped to +-20 before they become ratios, and everything is detached.
+The engine samples with its own kernels, number format and routing, so the trainer's log-probabilities of the same tokens differ. The policy
+gradient is re-weighted with rho_t = exp(log p_train_old - log p_rollout) per token, or per sequence with the product (``sequence``) or
+geometric mean (``geometric``) of its ratios. The weight is bounded: cut at the upper bound (``truncate``: TIS, Yao et al. 2025), cut at both
+(``clip``), or set to 0 outside (``mask``: MIS, IcePop). Bounded and token-level weights are biased for functions of sequences, but reduce
+the variance. Rejection and veto set weights to 0 by separate bounds. Rejected tokens still count in the loss's denominator. Log-ratios of
+tokens and sequences are clamped to +-20 before exponentiation, and all weights are detached.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_core import Correction, CorrectionInputs, Needs
+from miles_core.trainer import Correction, CorrectionInputs, Needs
 from miles_tis.bounds import bounds, rejection_bounds
 from miles_tis.config import TisConfig
 
@@ -33,11 +32,11 @@ class Ratios:
 
     Attributes:
         mask: [T] bool trained tokens.
-        owner: [T] which sample a token belongs to.
-        count: [N] trained tokens of each sample.
-        token: [T] log rho, clamped, 0 where nothing is trained.
-        sequence: [N] their sum; neither it nor its terms are clamped.
-        geometric: [N] their mean, likewise.
+        owner: [T] sample index of each token.
+        count: [N] number of trained tokens of each sample.
+        token: [T] log rho, clamped; 0 for untrained tokens.
+        sequence: [N] sum of log rho, not clamped.
+        geometric: [N] mean of log rho, not clamped.
     """
 
     mask: Tensor
@@ -49,12 +48,12 @@ class Ratios:
 
     @classmethod
     def of(cls, inputs: CorrectionInputs) -> Ratios:
-        """From the log-probabilities of trainer and engine."""
+        """Compute the ratios between the trainer's old log-probs and the engine's."""
         return cls.between(inputs, inputs.old_log_probs, inputs.rollout_log_probs)
 
     @classmethod
     def between(cls, inputs: CorrectionInputs, above: Tensor, below: Tensor) -> Ratios:
-        """Of two columns of log-probabilities: ``above - below``."""
+        """Compute the ratios of two columns of log-probs: ``above - below``."""
         mask = inputs.mask.bool()
         exact = torch.where(mask, above.double() - below.double(), 0.0)
         owner = torch.repeat_interleave(torch.arange(len(inputs.lengths), device=mask.device), inputs.lengths)
@@ -64,34 +63,34 @@ class Ratios:
         return cls(mask, owner, count, _clamped(exact), sequence, sequence / count.clamp(min=1))
 
     def at(self, level: str) -> Tensor:
-        """[T] log-ratio of a token, or of the sequence it belongs to."""
+        """Return [T]: the log-ratio of each token, or of its sequence, depending on ``level``."""
         if level == "token":
             return self.token
         chosen = self.sequence if level == "sequence" else self.geometric
         return _clamped(chosen)[self.owner]
 
     def anywhere(self, tokens: Tensor) -> Tensor:
-        """[T] bool: whether any trained token of the same sample is in ``tokens`` [T]."""
+        """Return [T] bool: whether any trained token of the same sample is set in ``tokens`` [T]."""
         zero = torch.zeros(len(self.count), dtype=torch.float64, device=tokens.device)
         return zero.index_add(0, self.owner, (tokens & self.mask).double())[self.owner] > 0
 
     def token_mean(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum over trained tokens, their number)."""
+        """Return (sum over trained tokens, number of trained tokens)."""
         return torch.where(self.mask, values.double(), 0.0).sum(), self.mask.sum()
 
     def sequence_mean(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum over samples with trained tokens, their number) of ``values`` [N]."""
+        """Return (sum, count) of ``values`` [N] over samples with trained tokens."""
         used = self.count > 0
         return torch.where(used, values, 0.0).sum(), used.sum()
 
 
 def needs(options: TisConfig) -> Needs:
-    """Weights look at each sample by itself; only their mean over the step does not."""
+    """Return the needed columns. Weights depend on single samples; only their normalisation needs the whole step."""
     return Needs(old=options.compares, current=options.opsm, whole_step=options.batch_normalize)
 
 
 def correct(inputs: CorrectionInputs, options: TisConfig) -> Correction:
-    """All that is asked for: importance weights and OPSM."""
+    """Return the configured correction: importance weights, OPSM, or both."""
     ones = torch.ones_like(inputs.old_log_probs)
     result = Correction(ones, ones.bool())
     if options.compares:
@@ -102,7 +101,7 @@ def correct(inputs: CorrectionInputs, options: TisConfig) -> Correction:
 
 
 def importance_correction(inputs: CorrectionInputs, options: TisConfig) -> Correction:
-    """Importance weights, rejection and veto; weight 1 where only their metrics are asked for.
+    """Compute importance weights with rejection and veto; weight 1 if only metrics are requested.
 
     See ``CorrectionInputs`` for shapes.
     """
@@ -110,7 +109,7 @@ def importance_correction(inputs: CorrectionInputs, options: TisConfig) -> Corre
     ratios = Ratios.of(inputs)
     raw = ratios.at(options.level).exp()
     above, below = raw > high, raw < low
-    keep = torch.ones_like(ratios.mask)  # of what weights belong to: tokens, or whole sequences
+    keep = torch.ones_like(ratios.mask)  # at the level of the weights: tokens or whole sequences
     if options.mode == "mask":
         keep &= ~(above | below)
         weight = raw
@@ -139,8 +138,8 @@ def importance_correction(inputs: CorrectionInputs, options: TisConfig) -> Corre
 
 
 def opsm(inputs: CorrectionInputs, delta: float) -> Correction:
-    """Off-policy sequence masking (DeepSeek-V3.2): drops tokens of negative advantage where the mean of log pi_old - log pi over
-    the sequence is above ``delta``. While the policy is the old one, nothing is dropped."""
+    """Off-policy sequence masking (DeepSeek-V3.2): drop tokens with negative advantage in sequences whose mean log pi_old - log pi is above
+    ``delta``. In the first optimizer step of a rollout, the policy is the old one and nothing is dropped."""
     current = inputs.old_log_probs if inputs.log_probs is None else inputs.log_probs
     ratios = Ratios.between(inputs, inputs.old_log_probs, current)
     dropped = (ratios.geometric > delta)[ratios.owner] & (inputs.advantages < 0)
@@ -150,7 +149,7 @@ def opsm(inputs: CorrectionInputs, delta: float) -> Correction:
 
 
 def _rejected(ratios: Ratios, options: TisConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """[T] bool, and the same apart by end where that end has a bound."""
+    """Return [T] bool of rejected tokens, and separate masks for each end that has a bound."""
     low, high = rejection_bounds(options)
     value = ratios.at(options.reject).exp()
     above, below = value > high, value < low
@@ -159,18 +158,18 @@ def _rejected(ratios: Ratios, options: TisConfig) -> tuple[Tensor, dict[str, Ten
 
 
 def _mean_weight(weight: Tensor, ratios: Ratios, inputs: CorrectionInputs, options: TisConfig) -> Tensor:
-    """The mean weight of the whole step: over unmasked tokens for token weights, over sequences otherwise."""
+    """Return the mean weight of the whole step: over unmasked tokens for token weights, otherwise over sequences."""
     if options.level == "token":
         total, number = ratios.token_mean(weight)
     else:
-        first = (inputs.lengths.cumsum(0) - 1).clamp(min=0)  # any token of a sequence carries its weight
+        first = (inputs.lengths.cumsum(0) - 1).clamp(min=0)  # all tokens of a sequence have its weight
         total, number = ratios.sequence_mean(weight[first] if len(weight) else weight)
     mean = inputs.sum(total) / inputs.sum(number.double()).clamp(min=1)
     return torch.where(mean > 0, mean, torch.ones_like(mean))
 
 
 def _metrics(ratios: Ratios, weight: Tensor) -> Pairs:
-    """Everything that is a mean over tokens or sequences; ``derived`` adds what is computed from those."""
+    """Return the metrics that are means over tokens or sequences; ``derived`` computes others from these."""
     ratio = ratios.token.exp()
     squared = (2 * _clamped(ratios.sequence)).exp()
     return {
@@ -188,7 +187,7 @@ def _clamped(log_ratio: Tensor) -> Tensor:
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:
-    """The effective sample size as a fraction of the trained tokens, (mean w)^2 / mean w^2, for each policy in ``metrics``."""
+    """Return the effective sample size as a fraction of the trained tokens, (mean w)^2 / mean w^2, for each policy in ``metrics``."""
     found = {}
     for name, second in metrics.items():
         prefix, key, rest = name.partition("tis/weight_square_mean")

@@ -1,11 +1,12 @@
-"""Where tis plugs in: it multiplies the correction of the optimiser step."""
+"""Hooks of the plugin: multiply importance weights into the correction of the optimizer step."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from miles_core import Correct, compose_corrections, hookimpl
+from miles_core.plugin import hookimpl
+from miles_core.trainer import Correct, compose_corrections
 from miles_tis.bounds import bounds, rejection_bounds
 from miles_tis.config import TisConfig
 from miles_tis.correction import correct, derived, needs
@@ -14,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Tis:
-    """Importance weights, rejection and OPSM."""
+    """Applies importance weights, rejection and OPSM."""
 
     def __init__(self, options: TisConfig) -> None:
         self.options = options
@@ -26,7 +27,7 @@ class Tis:
         rejection_bounds(options)
         if options.weighs and high == 1 and low in (0, 1):
             effect = {
-                "truncate": "weights above 1 are cut to 1",
+                "truncate": "all weights above 1 become 1",
                 "clip": "no weight can be above 1" if low == 0 else "every weight is 1, so the correction does nothing",
                 "mask": "tokens above 1 are dropped"
                 if low == 0
@@ -36,7 +37,7 @@ class Tis:
         one_step = (train.num_steps_per_rollout or 1) == 1 and not train.global_batch_size
         if options.opsm and one_step and not run.config.algorithm.use_rollout_logprobs:
             log.warning(
-                "--use-opsm does nothing with one optimiser step per rollout: the policy is still the old one; give "
+                "--use-opsm has no effect with one optimizer step per rollout, because the policy is still the old one; set "
                 "--num-steps-per-rollout or --global-batch-size"
             )
 

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from miles_core import ConfigError, CorrectionInputs
+from miles_core.plugin import ConfigError
+from miles_core.trainer import CorrectionInputs
 from miles_tis.bounds import bounds, rejection_bounds
 from miles_tis.config import TisConfig
 from miles_tis.correction import Ratios, correct, derived, importance_correction, needs, opsm

@@ -3,16 +3,18 @@
 import pytest
 import torch
 
-from miles_core import ConfigError, DataError, Output, PlanError, PluginError, Sample, collate
 from miles_core.config.groups import Algorithm
+from miles_core.data import Sample, collate
+from miles_core.plugin import ConfigError, DataError, PlanError, PluginError
 from miles_core.train.loss import policy_loss
+from miles_core.trainer import Output
 from miles_embedded.trainer.trainer import EmbeddedTrainer
 from miles_tis.config import TisConfig
 from miles_tis.correction import correct
 
 #: The engine's log-probabilities as if it were another model: token-dependent, the same in every run.
 DISTORTED = """
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_sample(sample):
@@ -20,7 +22,8 @@ def on_sample(sample):
     sample.rollout_log_probs = [p - 0.3 * ((t * 7) % 5 - 2) for p, t in zip(sample.rollout_log_probs, sample.tokens[-n:])]
 """
 WHOLE_STEP = """
-from miles_core import Needs, compose_corrections, hookimpl
+from miles_core.plugin import hookimpl
+from miles_core.trainer import Needs, compose_corrections
 from miles_core.algorithm.correction import identity
 
 @hookimpl
@@ -150,7 +153,7 @@ def test_bypass_mode_has_nothing_to_compare(toy_run):
 def test_bypass_mode_refuses_any_correction_that_compares(toy_run, tmp_path):
     path = tmp_path / "own.py"
     path.write_text(WHOLE_STEP.replace("whole_step=True", "old=True"))
-    with pytest.raises(ConfigError, match=r"leave one of them out"):
+    with pytest.raises(ConfigError, match=r"remove one of the two"):
         toy_run([str(path)], use_rollout_logprobs=True)
 
 
@@ -187,7 +190,7 @@ def test_bounds_are_refused_before_anything_is_built(toy_run, passes, options, w
 )
 def test_log_probs_that_cannot_be_used_are_refused(toy_run, tmp_path, change, words):
     path = tmp_path / "broken.py"
-    path.write_text(f"from miles_core import hookimpl\n\n@hookimpl\ndef on_sample(sample):\n    {change}\n")
+    path.write_text(f"from miles_core.plugin import hookimpl\n\n@hookimpl\ndef on_sample(sample):\n    {change}\n")
     with pytest.raises((DataError, PluginError), match=words):
         toy_run([str(path), "tis"], steps=1)
 
@@ -195,7 +198,7 @@ def test_log_probs_that_cannot_be_used_are_refused(toy_run, tmp_path, change, wo
 def test_a_sum_over_the_step_is_refused_where_there_is_none(toy_run, tmp_path):
     path = tmp_path / "own.py"
     path.write_text(
-        "from miles_core import Needs, compose_corrections, hookimpl\n"
+        "from miles_core.plugin import hookimpl\nfrom miles_core.trainer import Needs, compose_corrections\n"
         "from miles_core.algorithm.correction import identity\n\n"
         "def own(inputs):\n    inputs.sum(inputs.mask.sum())\n    return identity(inputs)\n\n"
         "@hookimpl\ndef wrap_correction():\n"

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from miles_core import CorrectionInputs
+from miles_core.trainer import CorrectionInputs
 from miles_tis.config import TisConfig
 from miles_tis.correction import importance_correction
 

@@ -1,6 +1,6 @@
 """Weight updates without intermediate copies: shared storage, shared memory, device handles and broadcasts, for miles-core."""
 
-from miles_core import Plugin, Rule
+from miles_core.plugin import Plugin, Rule
 from miles_zero_copy.config import ZeroCopyConfig
 
 __version__ = "0.1.0"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from miles_core import option
+from miles_core.plugin import option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 from miles_zero_copy.segment import DIRECTORY, free_leftovers
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from miles_core import SyncError
+from miles_core.plugin import SyncError
 
 #: Linux's directory for shared memory.
 DIRECTORY = Path("/dev/shm")

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from miles_core import SyncError
-from miles_core.backend import Encoded
+from miles_core.data import Encoded
 from miles_core.format import Stored
+from miles_core.plugin import SyncError
 from miles_transport import BLOCK, Loan, room_of, round_to_blocks
 from miles_zero_copy.paths import Path
 from miles_zero_copy.slots import Receive, Slot, StandingSlot

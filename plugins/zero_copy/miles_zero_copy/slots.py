@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core import SyncError
+from miles_core.plugin import SyncError
 from miles_transport import Broadcast, Bucket, DeviceMemory, difference
 from miles_zero_copy.segment import Segment
 

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core import SyncError
-from miles_core.backend import ALONE, CopyTransport, Encoded, Engine, Run, SyncReport, Transport, World
+from miles_core.data import Encoded
+from miles_core.engine import CopyTransport, Engine, SyncReport, Transport
 from miles_core.format import Stored
+from miles_core.plugin import Run, SyncError
+from miles_core.trainer import ALONE, World
 from miles_zero_copy.config import ZeroCopyConfig
 from miles_zero_copy.paths import paths
 from miles_zero_copy.sender import Sender

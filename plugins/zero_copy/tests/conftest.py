@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core import SyncError
+from miles_core.plugin import SyncError
 from miles_embedded.engine.build import detokenizer
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings

@@ -15,8 +15,10 @@ from functools import partial
 import pytest
 import torch
 
-from miles_core import MilesError, SyncError
-from miles_core.backend import CopyTransport, Encoded, Sampling, World
+from miles_core.data import Encoded
+from miles_core.engine import CopyTransport, Sampling
+from miles_core.plugin import MilesError, SyncError
+from miles_core.trainer import World
 from miles_testing.asking import ask, start_and_wait
 from miles_testing.engine_contract import FREE
 from miles_testing.stored import stored_units

@@ -8,8 +8,9 @@ import logging
 import pytest
 import torch
 
-from miles_core import SyncError
-from miles_core.backend import Encoded, World
+from miles_core.data import Encoded
+from miles_core.plugin import SyncError
+from miles_core.trainer import World
 from miles_embedded.testing import ProcessEngine
 from miles_testing.stored import stored_units
 from miles_transport import DeviceMemory, Inbox, Loan
@@ -23,7 +24,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 def test_a_gpu_that_the_engine_does_not_see_is_said():
     where = {"kind": "device", "key": "k", "gpu": "GPU-of-another-host", "handle": "", "nbytes": 1024}
     with pytest.raises(
-        SyncError, match=r"GPU-of-another-host, (and the engine's process has no GPU|which the engine's process)"
+        SyncError, match=r"GPU-of-another-host, (but the engine's process has no GPU|which the engine's process)"
     ):
         attach(where)
     with pytest.raises(SyncError, match="GPU-of-another-host"):

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import torch
 
-from miles_core import SyncError
-from miles_core.backend import World
+from miles_core.plugin import SyncError
+from miles_core.trainer import World
 from miles_testing.stored import stored_units
 from miles_zero_copy import limits
 from miles_zero_copy.paths import Path

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from miles_core import PlanError
+from miles_core.plugin import PlanError
 from miles_testing import plan
 from miles_testing.doubles import apart
 from miles_tools.commands import doctor
@@ -19,7 +19,7 @@ FP8 = {"rollout_precision": "fp8", "train_precision": "fp8", "emulate_precision"
 
 #: An engine that is spoken to by messages, as a single file. The first ``failures`` buckets it gets after the first are wrong.
 ELSEWHERE = """
-from miles_core import Plugin, SyncError
+from miles_core.plugin import Plugin, SyncError
 from miles_embedded import make_engine
 
 plugin = Plugin(
@@ -125,7 +125,7 @@ def test_a_trainer_and_an_engine_that_take_turns_share_what_stays_awake(toy_run)
 
 
 def test_the_plan_says_which_path_and_why():
-    assert any("one storage" in line for line in plan(use_zero_copy_sync=True).advice)
+    assert any("share the storage" in line for line in plan(use_zero_copy_sync=True).advice)
     assert any("copies each version" in line for line in plan(use_zero_copy_sync=True, schedule="async").advice)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from miles_core import CheckpointError, PlanError
+from miles_core.plugin import CheckpointError, PlanError
 from miles_core.plugin.detect import config_facts
 from miles_embedded.memory.model_size import model_size
 from miles_embedded.memory.usage import Training, activations, trainer_parts

@@ -127,7 +127,7 @@ def test_dry_run_and_plan_ask_whoever_builds_the_model(tmp_path, capsys):
     assert cli.main(["plan", "--hf-checkpoint", str(model)]) == 0
     other = tmp_path / "other.py"
     other.write_text(
-        "from miles_core import Plugin\n"
+        "from miles_core.plugin import Plugin\n"
         'plugin = Plugin("other", "a model of its own", "0", "~=0.1", provides={"model": {"other": "make"}})\n'
     )
     assert cli.main(["train", *words, "--dry-run", "--plugins", str(other)]) == 0

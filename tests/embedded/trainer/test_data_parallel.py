@@ -115,7 +115,7 @@ def test_a_file_that_is_missing_is_named(ranks, tmp_path):
     checkpoint = tiny_checkpoint("llama", tmp_path / "checkpoint")
     ranks.run(state_of, checkpoint, "float32", each=[(s, tmp_path / "two") for s in SHARES["unequal"]])
     (tmp_path / "two" / "model.1-of-2.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no model\.1-of-2\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model\.1-of-2\.safetensors is missing"):
         state_of(checkpoint, "float32", [], load=tmp_path / "two")
 
 

@@ -20,7 +20,8 @@ from miles_testing.yardstick import copy_weights
 VALUES = """
 import torch
 from torch import nn
-from miles_core import Loss, hookimpl
+from miles_core.plugin import hookimpl
+from miles_core.trainer import Loss
 
 @hookimpl
 def on_model(model, role):
@@ -59,7 +60,7 @@ def wrap_loss(policy):
 ADAPTERS = """
 import torch
 from torch import nn
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 class Adapter(nn.Module):
     def __init__(self, base):

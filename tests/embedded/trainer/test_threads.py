@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from miles_embedded.trainer.threads import tell_if_crowded
+from miles_embedded.trainer.threads import warn_if_crowded
 
 
 @pytest.mark.parametrize(
@@ -20,5 +20,5 @@ def test_it_is_told_when_threads_have_no_cores(load, cores, threads, told, monke
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     with caplog.at_level(logging.INFO):
-        tell_if_crowded()
+        warn_if_crowded()
     assert ("OMP_NUM_THREADS=1" in caplog.text) == told

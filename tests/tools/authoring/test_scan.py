@@ -7,7 +7,7 @@ from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.render import chains
 from miles_core.plugin.resolve import resolve
-from miles_tools.authoring.scan import hooks_of, implemented, marked
+from miles_tools.authoring.scan import find_marked, hooks_of, scan_hooks
 
 MANIFEST = """
 from miles_core.plugin.manifest import Plugin
@@ -39,19 +39,19 @@ class Hooks(Base):
 
 def test_hooks_are_read_from_source_without_importing(install):
     for name in ("red", "blue"):
-        marked.cache_clear()
+        find_marked.cache_clear()
         install(name, MANIFEST.format(name=name), HOOKS)
     catalogue = discover()
     assert set(hooks_of(catalogue["red"])) == {"wrap_forward", "on_step", "on_save"}
-    found = implemented(resolve(["red", "blue"], catalogue, Facts()))
+    found = scan_hooks(resolve(["red", "blue"], catalogue, Facts()))
     assert found == dict.fromkeys(("wrap_forward", "on_step", "on_save"), ("red", "blue"))
     assert chains(found) == ["wrap_forward: core <- blue <- red (outermost)"]
     assert "miles_test_red.hooks" not in sys.modules
 
 
 def test_a_class_that_inherits_from_elsewhere_is_imported(install):
-    marked.cache_clear()
-    base = "from miles_core import hookimpl\n\n\nclass Base:\n"
+    find_marked.cache_clear()
+    base = "from miles_core.plugin import hookimpl\n\n\nclass Base:\n"
     base += "    @hookimpl\n    def on_stop(self):\n        pass\n"
     install(
         "green",
@@ -62,7 +62,7 @@ def test_a_class_that_inherits_from_elsewhere_is_imported(install):
 
 
 def test_hooks_that_cannot_be_found_are_told(install):
-    marked.cache_clear()
+    find_marked.cache_clear()
     install("gray", MANIFEST.format(name="gray"))
     with pytest.raises(
         PluginError, match=r"plugin gray: its hooks are in miles_test_gray\.hooks, which cannot be found"

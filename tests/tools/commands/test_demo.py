@@ -44,7 +44,7 @@ def test_demo_refuses_a_directory_with_a_run(tmp_path, capsys):
         (["--seed", "-1"], "train.seed cannot be -1"),
         (["x"], "unexpected argument 'x'"),
         (["--device", "cuda"], "needs a GPU"),
-        (["--dir", ""], "--dir '': it names no directory"),
+        (["--dir", ""], "--dir '': the path is empty"),
     ],
 )
 def test_what_is_wrong_with_the_arguments_is_said_before_anything_is_made(tmp_path, monkeypatch, capsys, words, said):

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from miles_core.observe.environment import Environment, Gpu
 from miles_tools.commands import doctor
 from miles_tools.commands.doctor import Requirement, problems_of, requirements, run
+from miles_tools.environment import Environment, Gpu
 
 
 def machine(**changes):
@@ -34,7 +34,7 @@ def test_problems_say_what_to_do():
     wrong, missing, build = problems_of(needs, machine(gpus=(h200,)))
     assert wrong == "torch >=2.9 is needed and 2.1.0 is installed: pip install 'torch>=2.9'"
     assert missing == "rich >=13 is needed and it is not installed: pip install 'rich>=13'"
-    assert "torch 2.13.0+cpu is a build for the CPU" in build
+    assert "torch 2.13.0+cpu is a CPU build" in build
     assert problems_of([], machine()) == []
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from miles_core import CheckpointError
+from miles_core.plugin import CheckpointError
 from miles_megatron.architecture import Architecture
 from miles_megatron.config_keys import find_foreign
 from miles_megatron.families.parts import Entry, ends

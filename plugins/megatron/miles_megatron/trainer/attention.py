@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 
 
 class PackedAttention(MegatronModule):

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from miles_core import micro_batch_limits
-from miles_core.backend import OptimizerConfig, Policy, Run, further_layer, make_codec
+from miles_core.format import make_codec
+from miles_core.plugin import Policy, Run
+from miles_core.trainer import OptimizerConfig, further_layer, micro_batch_limits
 from miles_megatron import families
 from miles_megatron.config import table
 from miles_megatron.recipes import RECIPES

@@ -13,8 +13,9 @@ from megatron.core import dist_checkpointing
 from safetensors.torch import save_file
 from torch import Tensor
 
-from miles_core import CheckpointError
-from miles_core.backend import Store, Unit, World, get_rng, put_rng
+from miles_core.data import Unit
+from miles_core.plugin import CheckpointError, Store
+from miles_core.trainer import World, get_rng, put_rng
 
 if TYPE_CHECKING:
     from miles_megatron.trainer.trainer import MegatronTrainer

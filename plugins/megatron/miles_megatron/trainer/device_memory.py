@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from miles_core.backend import TrainerPart
+from miles_core.trainer import TrainerPart
 from miles_embedded import Released
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from miles_core.backend import Batch, Context, Output, Pass
+from miles_core.data import Batch
+from miles_core.trainer import Context, Output, Pass
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.packing import Packing, pack, row_length, split
 

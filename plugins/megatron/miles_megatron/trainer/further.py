@@ -26,7 +26,8 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from miles_core.backend import Batch, FurtherLayer, OptimizerConfig
+from miles_core.data import Batch
+from miles_core.trainer import FurtherLayer, OptimizerConfig
 from miles_megatron.architecture import Architecture
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.context import gather_over_context, sum_over_context

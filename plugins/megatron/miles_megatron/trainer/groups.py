@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from miles_core import ConfigError
-from miles_core.backend import World
+from miles_core.plugin import ConfigError
+from miles_core.trainer import World
 from miles_megatron.sizes import Sizes
 
 

@@ -16,12 +16,14 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region as total
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region as total,
+)
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from miles_core.backend import Ragged
+from miles_core.data import Ragged
 from miles_megatron.memory import LOGITS
 
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 from torch.nn.functional import silu
 
-from miles_core import ConfigError
+from miles_core.plugin import ConfigError
 from miles_megatron.architecture import Architecture
 from miles_megatron.layout import padded_vocabulary
 from miles_megatron.sizes import Sizes
@@ -41,8 +41,6 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
     """Build Megatron-Core's configuration.
 
     Args:
-        a: the architecture.
-        s: parallel sizes.
         dtype: dtype of parameters and activations.
         options: the user's fields of the configuration.
 
@@ -87,8 +85,7 @@ def transformer_config(a: Architecture, s: Sizes, dtype: torch.dtype, options: M
     if "attention_backend" in options:
         fields["attention_backend"] = AttnBackend[options["attention_backend"]]
     made = _construct(MLATransformerConfig if a.latent else TransformerConfig, fields, options)
-    for name, value in _yarn(a).items():
-        setattr(made, name, value)  # fields that Megatron-Core reads but does not declare
+    vars(made).update(_yarn(a))  # fields that Megatron-Core reads but does not declare
     return made
 
 

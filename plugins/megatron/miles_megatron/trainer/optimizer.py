@@ -11,8 +11,8 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 
-from miles_core import NonFiniteError
-from miles_core.backend import OptimizerConfig
+from miles_core.plugin import NonFiniteError
+from miles_core.trainer import OptimizerConfig
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_core.backend import Batch
+from miles_core.data import Batch
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.attention import zigzag
 

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from miles_core import PluginError
-from miles_core.backend import GIVEN_ROUTES, OWN_ROUTES, Batch, Context
+from miles_core.data import Batch
+from miles_core.plugin import PluginError
+from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Context
 from miles_megatron.architecture import Architecture
 
 

@@ -21,27 +21,22 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from miles_core.backend import (
-    SAMPLING_SUPPORT,
-    Batch,
+from miles_core.data import SAMPLING_SUPPORT, Batch, Ragged, Unit
+from miles_core.format import Codec, Format, Quantizer
+from miles_core.trainer import (
     Callbacks,
-    Codec,
     Context,
     FurtherLayer,
     LossFunction,
     OptimizerConfig,
     Output,
     Pass,
-    Quantizer,
-    Ragged,
     Trainer,
     TrainerPart,
-    Unit,
     World,
     trained_tokens,
     with_auxiliary,
 )
-from miles_core.format import Format
 from miles_megatron.architecture import Architecture
 from miles_megatron.recipes import ROWS
 from miles_megatron.sizes import Sizes

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from miles_core import CheckpointError
-from miles_core.backend import CheckpointFiles, Unit
+from miles_core.data import Unit
+from miles_core.plugin import CheckpointError
+from miles_core.trainer import CheckpointFiles
 from miles_megatron import families
 from miles_megatron.architecture import Architecture
 from miles_megatron.families.parts import Entry, transformer_engine_name

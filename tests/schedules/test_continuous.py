@@ -125,7 +125,7 @@ def test_a_group_that_fails_ends_the_run_with_its_error(toy_run, tmp_path):
 
 def test_a_plugins_filter_asks_for_more(toy_run, tmp_path):
     (tmp_path / "even.py").write_text(
-        "from miles_core import hookimpl\n\n@hookimpl\ndef wrap_rollout(run):\n    def wrap(inner):\n"
+        "from miles_core.plugin import hookimpl\n\n@hookimpl\ndef wrap_rollout(run):\n    def wrap(inner):\n"
         "        async def rollout(step):\n            groups = []\n            while len(groups) < 2:\n"
         "                groups += [g for g in await inner(step) if g[0].group_index % 2 == 0]\n"
         "            return groups[:2]\n        return rollout\n    return wrap\n"
@@ -137,7 +137,7 @@ def test_a_plugins_filter_asks_for_more(toy_run, tmp_path):
 
 def test_what_the_engine_says_about_requests_reaches_on_step(toy_run, tmp_path, monkeypatch):
     (tmp_path / "step.py").write_text(
-        "from miles_core import hookimpl\n\n@hookimpl\ndef on_step(run, metrics):\n"
+        "from miles_core.plugin import hookimpl\n\n@hookimpl\ndef on_step(run, metrics):\n"
         "    run.stash.setdefault('seen', []).append(metrics.get('engine/cost'))\n"
     )
     plain = EmbeddedEngine.generate

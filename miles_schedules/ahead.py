@@ -1,8 +1,8 @@
 """``--schedule ahead``: while the trainer learns from one step, the engine generates the next.
 
-A collection begins under the weights of its time and ends under them: the next push waits for it. So every step but the
-first trains on samples that are exactly one version old, and a run gives the same numbers each time. What
-``--partial-rollout`` leaves in flight between two collections goes on under the new weights.
+A collection uses a single weight version, because the next push waits for it. Every step but the first therefore trains on samples that
+are exactly one version old, and runs are reproducible. With ``--partial-rollout``, requests in flight between two collections
+continue under the new weights.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.versions import staleness
 from miles_core.schedule.paused import paused
-from miles_core.schedule.uncorrected import warn_uncorrected
 from miles_core.schedule.wrapped import wrapped
+from miles_schedules.uncorrected import warn_uncorrected
 
 
 class AheadSchedule(Schedule):
@@ -37,7 +37,7 @@ class AheadSchedule(Schedule):
 
     async def take(self, step: int) -> list[Group]:
         groups, self._held = self._held, None
-        if groups is None:  # the first step, or one whose collection was interrupted
+        if groups is None:  # the first step, or a step after an interrupted collection
             groups = await self._collect(step)
         self.collector.mark_used()
         self._taken = staleness(self.run, [sample for group in groups for sample in group])
@@ -49,7 +49,7 @@ class AheadSchedule(Schedule):
     async def quiet(self, parts: PolicyParts) -> AsyncIterator[None]:
         if self._next is not None:
             collected, self._next = self._next, None
-            with suppress(Interrupted):  # the collector gave its prompts back
+            with suppress(Interrupted):  # the collector has put its prompts back
                 self._held = await collected
         async with paused(self.run, parts):
             yield

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles_core.observe.environment import bytes_text, detect_gpus, environment, installed, write_environment
+from miles_tools.environment import bytes_text, detect_gpus, environment, installed, write_environment
 
 
 class NVMLError(Exception):

@@ -10,7 +10,7 @@ import pytest
 #: Writes the prompt of every group that is trained on, by its first token, where no checkpoint rolls it back.
 COUNT = """
 import json
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_batch(run, batch):

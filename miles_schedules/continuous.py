@@ -1,12 +1,12 @@
 """``--schedule async``: generation never waits for training.
 
-Groups are generated into a buffer all the time and a step takes the oldest that are ready. With B groups a step and
-``--max-weight-staleness N``, (N + 1) B groups are in flight or ready at most before a step takes its own, and N B until the
-weights trained on them are served: so what is sent now is trained on at most N versions later, in the order it was sent.
+Groups are generated continuously into a buffer, and a step takes the oldest ready groups. With B groups per step and
+``--max-weight-staleness N``, at most (N + 1) B groups are in flight or ready before a step takes its groups, and at most N B until the
+weights trained on these are served. A group sent now is therefore trained on at most N versions later, in the order of sending.
 
-At a push, what is in flight goes on under the new weights (``--partial-rollout``, which is this schedule's default); with
-``--no-partial-rollout`` it is finished first, each group under the version it began with. A response that lives through several
-pushes can then be older than N versions: its group is dropped and its prompt sent again, or trained on all the same
+At a push, requests in flight continue under the new weights (``--partial-rollout``, the default of this schedule). With
+``--no-partial-rollout`` they are finished first, each group under its initial version. A response that continues over several pushes
+can become older than N versions: its group is then dropped and its prompt sent again, or trained on nevertheless
 (``--stale-samples``).
 """
 
@@ -25,17 +25,17 @@ from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.partial import partial_rollout
 from miles_core.rollout.versions import age, current_version, staleness
 from miles_core.schedule.paused import paused
-from miles_core.schedule.uncorrected import warn_uncorrected
 from miles_core.schedule.wrapped import wrapped
+from miles_schedules.uncorrected import warn_uncorrected
 
 log = logging.getLogger(__name__)
 
-#: ``--max-weight-staleness`` where it is not given.
+#: Default of ``--max-weight-staleness``.
 STALENESS = 1
 
 
 class AsyncSchedule(Schedule):
-    """Generates all the time, into a buffer that ``--max-weight-staleness`` bounds."""
+    """Generates continuously into a buffer bounded by ``--max-weight-staleness``."""
 
     beside = True
 
@@ -95,7 +95,7 @@ class AsyncSchedule(Schedule):
         await self.collector.drop()
 
     async def _generate(self) -> None:
-        """Keep as many groups under way as there is room for, until the user asks to stop or a group fails."""
+        """Keep as many groups in flight as the bound allows, until the user requests a stop or a group fails."""
         try:
             while True:
                 self._refill()
@@ -105,7 +105,7 @@ class AsyncSchedule(Schedule):
             self._news.set()
 
     def _refill(self) -> None:
-        """Send as many groups as the bound allows, and no more than the steps to come need."""
+        """Send as many groups as the bound allows, but not more than the remaining steps need."""
         ended = self._generation is None or self._generation.done()
         if ended or self._draining or self.run.stop_requested:
             return
@@ -114,7 +114,7 @@ class AsyncSchedule(Schedule):
         self.collector.refill(options.batch_size * min(steps, options.num_rollout - self._taken_steps))
 
     async def _oldest(self, step: int) -> list[Group]:
-        """The oldest groups that are ready, once there are enough of them for a step."""
+        """Wait until enough groups for a step are ready; return the oldest of them."""
         want = self.run.config.rollout.batch_size
         fresh: set[int] = set()
         while True:
@@ -126,7 +126,7 @@ class AsyncSchedule(Schedule):
             await self._next_news()
 
     def _drop_stale(self, fresh: set[int]) -> None:
-        """Drop ready groups that are too old to train on; ``fresh`` collects the numbers of the others."""
+        """Drop ready groups that are too old to train on; add the numbers of the others to ``fresh``."""
         ready, stale = [], []
         for prompt, group in self.collector.ready:
             number = prompt.group_index
@@ -143,7 +143,7 @@ class AsyncSchedule(Schedule):
         return max(age(sample, current_version(self.run, sample)) for sample in group)
 
     async def _drained(self) -> None:
-        """Finish what is in flight; after a request to stop, give it up."""
+        """Wait for the groups in flight; after a stop request, drop them."""
         self._draining = True
         try:
             while self.collector.pending:
@@ -152,7 +152,7 @@ class AsyncSchedule(Schedule):
             await self.collector.drop()
 
     async def _next_news(self) -> None:
-        """Wait until a group finishes. Raises what ended the generation."""
+        """Wait until a group finishes; raise the error that ended the generation, if any."""
         if self._generation is not None and self._generation.done():
             await self._generation
         await self._news.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 WATCH = """
-from miles_core import hookimpl
+from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_start(run):

@@ -1,0 +1,33 @@
+"""What engines and transports import: the contracts, and the data that crosses them.
+
+Manifests are made with ``miles_core.plugin``. ``miles_testing`` has the contracts as tests, ``miles_transport`` moves weights between
+processes, ``miles_runtime`` is for runtimes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from miles_core.lookup import make_lazy_exports
+
+if TYPE_CHECKING:
+    from miles_core.contracts.engine import (
+        Engine as Engine,
+        EnginePart as EnginePart,
+        PauseMode as PauseMode,
+        Request as Request,
+        Response as Response,
+        Sampling as Sampling,
+    )
+    from miles_core.contracts.transport import SyncReport as SyncReport, Transport as Transport
+    from miles_core.sync.copy import CopyTransport as CopyTransport
+
+__getattr__, __dir__ = make_lazy_exports(
+    __name__,
+    {
+        "miles_core.contracts.engine": "Engine EnginePart PauseMode Request Response Sampling",
+        "miles_core.contracts.transport": "SyncReport Transport",
+        "miles_core.sync.copy": "CopyTransport",
+    },
+)
+__all__ = __dir__()

@@ -1,0 +1,86 @@
+"""What trainers import, and plugins that change what is trained: the contract, the data that crosses it, and the pure functions of
+advantages, corrections and losses.
+
+Manifests are made with ``miles_core.plugin``. ``miles_testing`` has the contract as tests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from miles_core.lookup import make_lazy_exports
+
+if TYPE_CHECKING:
+    from miles_core.algorithm.advantage import (
+        ADVANTAGES as ADVANTAGES,
+        AdvantageInputs as AdvantageInputs,
+        at_last_token as at_last_token,
+        gae as gae,
+    )
+    from miles_core.algorithm.correction import (
+        Correct as Correct,
+        Correction as Correction,
+        CorrectionInputs as CorrectionInputs,
+        Needs as Needs,
+        compose_corrections as compose_corrections,
+    )
+    from miles_core.algorithm.policy_loss import (
+        Clip as Clip,
+        PolicyLossInputs as PolicyLossInputs,
+        policy_loss_of as policy_loss_of,
+    )
+    from miles_core.algorithm.ragged import expand as expand
+    from miles_core.algorithm.reduction import loss_weights as loss_weights
+    from miles_core.checkpoint.hf_files import CheckpointFiles as CheckpointFiles
+    from miles_core.checkpoint.rng import get_rng as get_rng, put_rng as put_rng
+    from miles_core.contracts.emulation import Emulation as Emulation
+    from miles_core.contracts.further_layer import FurtherLayer as FurtherLayer, further_layer as further_layer
+    from miles_core.contracts.runtime import (
+        Learned as Learned,
+        LearnerHandle as LearnerHandle,
+        TopLogProbs as TopLogProbs,
+    )
+    from miles_core.contracts.trainer import (
+        Callbacks as Callbacks,
+        Context as Context,
+        Forward as Forward,
+        GIVEN_ROUTES as GIVEN_ROUTES,
+        Loss as Loss,
+        LossFunction as LossFunction,
+        OWN_ROUTES as OWN_ROUTES,
+        OptimizerStep as OptimizerStep,
+        Output as Output,
+        Pass as Pass,
+        Trainer as Trainer,
+        TrainerPart as TrainerPart,
+    )
+    from miles_core.data.world import ALONE as ALONE, World as World
+    from miles_core.train.auxiliary import trained_tokens as trained_tokens, with_auxiliary as with_auxiliary
+    from miles_core.train.micro_batches import (
+        MICRO_BATCH_TOKENS as MICRO_BATCH_TOKENS,
+        micro_batch_limits as micro_batch_limits,
+    )
+    from miles_core.train.optimizer import OptimizerConfig as OptimizerConfig
+
+__getattr__, __dir__ = make_lazy_exports(
+    __name__,
+    {
+        "miles_core.algorithm.advantage": "ADVANTAGES AdvantageInputs at_last_token gae",
+        "miles_core.algorithm.correction": "Correct Correction CorrectionInputs Needs compose_corrections",
+        "miles_core.algorithm.policy_loss": "Clip PolicyLossInputs policy_loss_of",
+        "miles_core.algorithm.ragged": "expand",
+        "miles_core.algorithm.reduction": "loss_weights",
+        "miles_core.checkpoint.hf_files": "CheckpointFiles",
+        "miles_core.checkpoint.rng": "get_rng put_rng",
+        "miles_core.contracts.emulation": "Emulation",
+        "miles_core.contracts.further_layer": "FurtherLayer further_layer",
+        "miles_core.contracts.runtime": "Learned LearnerHandle TopLogProbs",
+        "miles_core.contracts.trainer": "Callbacks Context Forward GIVEN_ROUTES Loss LossFunction OWN_ROUTES OptimizerStep Output Pass "
+        "Trainer TrainerPart",
+        "miles_core.data.world": "ALONE World",
+        "miles_core.train.auxiliary": "trained_tokens with_auxiliary",
+        "miles_core.train.micro_batches": "MICRO_BATCH_TOKENS micro_batch_limits",
+        "miles_core.train.optimizer": "OptimizerConfig",
+    },
+)
+__all__ = __dir__()
