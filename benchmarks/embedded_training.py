@@ -1,16 +1,9 @@
 """A step of the embedded trainer on one GPU: seconds, share of the BF16 peak, and its kernels, with ``miles_embedded.kernels`` and without.
 
 32 prompts x 8 samples of 64 + 256 tokens on the random BF16 models of ``sglang_engine.py``; the samples of a group share their prompt.
-<<<<<<< HEAD
 The share counts 6 operations per parameter in use (of experts the chosen ones; no embedding) and computed token, and 12 per layer, query
 width and pair of query and key, nothing twice, against the dense peak of the data sheet. Sides take turns in one process. ``torch`` keeps
 the kernels that merge attention to a shared prompt. The last line is one JSON object.
-=======
-The share counts 6 operations per parameter in use (of experts the chosen ones; no embedding) and computed token, 12 per layer, query
-width and pair of query and key, nothing twice, against the dense peak of the data sheet.
-``torch`` is the same trainer without ``miles_embedded.kernels``.
-Sides take turns in one process. The last line is one JSON object.
->>>>>>> main
 """
 
 from __future__ import annotations
@@ -57,7 +50,13 @@ def main() -> None:
     result = Result(given.out)
     with tempfile.TemporaryDirectory() as directory:
         measure(given, make_model(given.model, Path(directory)), result)
-    finish("embedded_training", result.found, given.save, lambda: installed("torch", "transformers"), given.model + given.variant)
+    finish(
+        "embedded_training",
+        result.found,
+        given.save,
+        lambda: installed("torch", "transformers"),
+        given.model + given.variant,
+    )
 
 
 def measure(given: argparse.Namespace, checkpoint: Path, result: Result) -> None:
