@@ -17,17 +17,27 @@ from miles_testing.toy import toy_files
 MANIFESTS = {name: found for name, found in discover().items() if not {"engine", "trainer"} & found.provides.keys()}
 FORMATS = tuple(name for name, manifest in MANIFESTS.items() if "precision" in manifest.claims)
 
-#: Who refuses whom: plugins (all of them in the run), model family and rollout precision ("" is any), words of the reason.
+#: Who refuses whom: plugins (all of them in the run), model family, rollout precision or precisions of both sides ("" is any), words of
+#: the reason.
 REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"r3"}), "llama", "", "there is no router to replay in a dense model"),
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 quantises expert matrices only, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
+    (frozenset({"critic", "distillation"}), "", "", "do not read the critic's values"),
+    *((frozenset({"lora", name}), "", f"{name}x{name}", "round the base and the adapter") for name in FORMATS),
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 
 #: Options a plugin needs on so small a model, or on any machine.
-OPTIONS: dict[str, dict[str, object]] = {"int4": {"int4_group_size": 32}, "cpu_kernels": {"device": "cpu"}}
+OPTIONS: dict[str, dict[str, object]] = {
+    "int4": {"int4_group_size": 32},
+    "cpu_kernels": {"device": "cpu"},
+    "distillation": {"advantage_estimator": "distillation"},
+    "critic": {"advantage_estimator": "ppo"},
+}
 
+#: Policies that a plugin needs in the configuration file.
+POLICIES = {"distillation": "policies: {{student: {{}}, teacher: {{role: frozen, hf_checkpoint: {other}}}}}"}
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}  # whole blocks of 32 weights
 #: Plugins that draft, with a model of their own; they are tried with one family, in the cells that have one format on both sides.
 DRAFTS: dict[str, dict[str, object]] = {"speculative": {"spec_lookahead": 2, "online_sft_interval": 1}}
@@ -53,23 +63,27 @@ CASES = [
 ]
 
 
-def expected(names, family, rollout):
+def expected(names, family, rollout, train):
     return [
         why
         for some, model, precision, why in REFUSED
-        if some <= set(names) and model in ("", family) and precision in ("", rollout)
+        if some <= set(names) and model in ("", family) and precision in ("", rollout, f"{rollout}x{train}")
     ]
 
 
 @pytest.mark.parametrize(
     ("names", "cell", "family"), CASES, ids=["+".join(n) + f"-{c[0]}x{c[1]}-{f}" for n, c, f in CASES]
 )
-def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, names, cell, family):
+def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, tmp_path, names, cell, family):
     rollout, train = cell
-    reasons = expected(names, family, rollout)
+    reasons = expected(names, family, rollout, train)
     options = {"rollout_precision": rollout, "train_precision": train, "emulate_precision": cell != ("bf16", "bf16")}
     for name in names:
         options |= OPTIONS.get(name, {})
+        if name in POLICIES:
+            other = toy_files(family, **SIZES, num_hidden_layers=3) / "model"
+            (tmp_path / "policies.yaml").write_text(POLICIES[name].format(other=other))
+            options["config"] = tmp_path / "policies.yaml"
         if name in DRAFTS:
             options |= DRAFTS[name] | {"draft_model_path": toy_files("llama", **DRAFT) / "model"}
     if reasons:

@@ -147,6 +147,8 @@ class Config:
             item = plain(self._values[path])
             choices = (False, True) if option.is_bool else option.choices
             fixed = option.info.fixed
+            if option.name == "use" and item is False and not chosen and not self._switched_on(option.owner):
+                item, origin = True, self.origin("plugins")  # naming a plugin has the same effect as its switch
             facts.append(Fact(option.fact, item, origin, flag=option.flag, choices=choices, chosen=chosen, fixed=fixed))
         flags = {table: prefix for prefix, table in self._schema.passthrough.items()}
         for path, raw in self._passthrough.items():
@@ -160,6 +162,11 @@ class Config:
                 origin = self._origins.get(start + path, start.rstrip("."))
                 facts.append(Fact(start + self._schema.options[path].fact, plain(own[path]), origin, chosen=True))
         return facts
+
+    def _switched_on(self, plugin: str) -> bool:
+        """Whether a plugin is disabled, or enabled by one of its own flags instead of by its name."""
+        options = (o for o in self._schema.options.values() if o.owner == plugin and o.info.enables)
+        return plugin not in self.plugins or any(self._values[o.path] for o in options)
 
     def for_policy(self, name: str, options: Mapping[str, Any] | None = None, hf_checkpoint: str = "") -> Config:
         """Return the configuration of one policy: this configuration with the policy's own values applied.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from miles_core.data import Field
-from miles_core.plugin import Plugin, option
+from miles_core.plugin import Plugin, Rule, option
 
 __version__ = "0.1.0"
 
@@ -25,6 +25,11 @@ plugin = Plugin(
     core="~=0.1",
     config=CriticConfig,
     fields=(Field("values", "float32", "response"),),
+    requires=(
+        Rule(
+            "algorithm.advantage_estimator == ppo", because="other advantage estimators do not read the critic's values"
+        ),
+    ),
     provides={"advantage": {"ppo": "miles_critic.hooks:make_advantage"}},
     hooks={"": "miles_critic.hooks:Critic"},
 )

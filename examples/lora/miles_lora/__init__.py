@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from miles_core.plugin import Plugin, option
+from miles_core.plugin import Plugin, Rule, option
 
 __version__ = "0.1.0"
 
@@ -24,5 +24,12 @@ plugin = Plugin(
     version=__version__,
     core="~=0.1",
     config=LoraOptions,
+    requires=(
+        Rule(
+            "train.precision == bf16",
+            because="the engine receives the merged weights and rounds their sum, but the trainer would round the base and the adapter "
+            "separately; the rollout may use a number format (--rollout-precision)",
+        ),
+    ),
     hooks={"trainer == embedded": "miles_lora.hooks:Lora"},
 )
