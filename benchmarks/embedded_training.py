@@ -1,10 +1,9 @@
-"""A step of the embedded trainer on one GPU: seconds, share of the GPU's BF16 peak, and what it consists of, with and without the kernels.
+"""A step of the embedded trainer on one GPU: seconds, share of the BF16 peak, and its kernels, with ``miles_embedded.kernels`` and without.
 
 32 prompts x 8 samples of 64 + 256 tokens on the random BF16 models of ``sglang_engine.py``; the samples of a group share their prompt.
-The share counts 6 operations per parameter in use (of experts the chosen ones; no embedding) and computed token, 12 per layer, query
-width and pair of query and key, nothing twice, against the dense peak of the data sheet.
-``torch`` is the same trainer without ``miles_embedded.kernels``.
-Sides take turns in one process. The last line is one JSON object.
+The share counts 6 operations per parameter in use (of experts the chosen ones; no embedding) and computed token, and 12 per layer, query
+width and pair of query and key, nothing twice, against the dense peak of the data sheet. Sides take turns in one process. ``torch`` keeps
+the kernels that merge attention to a shared prompt. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -45,12 +44,19 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=3, help="measured steps (default: 3)")
     parser.add_argument("--profile", action="store_true", help="kernels of one step by name")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--out", type=Path, help="write results here after every part")
     given = parser.parse_args()
     result = Result(given.out)
     with tempfile.TemporaryDirectory() as directory:
         measure(given, make_model(given.model, Path(directory)), result)
-    finish("embedded_training", result.found, given.save, lambda: installed("torch", "transformers"), given.model)
+    finish(
+        "embedded_training",
+        result.found,
+        given.save,
+        lambda: installed("torch", "transformers"),
+        given.model + given.variant,
+    )
 
 
 def measure(given: argparse.Namespace, checkpoint: Path, result: Result) -> None:

@@ -14,12 +14,12 @@ from miles_embedded.kernels.grouped import few, gated_product, product
 from miles_embedded.kernels.swiglu import swiglu
 
 #: Most choices that are sorted here: every expert's program reads all of them.
-MOST_CHOICES = 1 << 15
+MOST_CHOICES = 1 << 17
 _BLOCK = 1024
 
 
 @triton.jit
-def _sort(expert_of, place, row_of, ends, choices, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sort(expert_of, order, place, row_of, ends, choices, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     expert, column = tl.program_id(0), tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, choices, BLOCK):
@@ -32,6 +32,7 @@ def _sort(expert_of, place, row_of, ends, choices, K: tl.constexpr, BLOCK: tl.co
         count = mine.to(tl.int32)
         at = position + tl.cumsum(count) - 1
         tl.store(place + start + column, at.to(tl.int64), mask=mine)
+        tl.store(order + at, (start + column).to(tl.int64), mask=mine)
         tl.store(row_of + at, ((start + column) // K).to(tl.int64), mask=mine)
         position += tl.sum(count)
     tl.store(ends + expert, position)
@@ -51,15 +52,15 @@ def _weighted_sum(x, weights, place, out, width, K: tl.constexpr, BLOCK: tl.cons
     tl.store(out + row * width + column, total, mask=real)
 
 
-def sorted_places(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``grouped_experts.sort_choices`` of few choices: [rows, k] experts -> place [rows, k], row [rows * k], ends [experts] int32."""
+def sorted_places(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``order``, ``place``, ``row`` and ``ends`` of ``grouped_experts.SortedChoices`` for choices ``index`` [rows, k]."""
     index = index.contiguous()
+    order, row = (torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(2))
     place = torch.empty(index.shape, dtype=torch.int64, device=index.device)
-    row = torch.empty(index.numel(), dtype=torch.int64, device=index.device)
     ends = torch.empty(experts, dtype=torch.int32, device=index.device)
     block = min(_BLOCK, max(16, triton.next_power_of_2(index.numel())))
-    _sort[(experts,)](index, place, row, ends, index.numel(), K=index.shape[1], BLOCK=block)
-    return place, row, ends
+    _sort[(experts,)](index, order, place, row, ends, index.numel(), K=index.shape[1], BLOCK=block)
+    return order, place, row, ends
 
 
 def weighted_sum(x: Tensor, weights: Tensor, place: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def fits(hidden: Tensor, index: Tensor) -> bool:
 
 def experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """``grouped_experts.swiglu_experts`` for few rows in bfloat16."""
-    place, row, ends = sorted_places(index, len(down))
+    _, place, row, ends = sorted_places(index, len(down))
     if few(index, gate_up, down):
         x = product(gated_product(hidden, gate_up, row, ends), down, ends)
     else:

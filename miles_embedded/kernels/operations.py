@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def use_kernels(model: nn.Module) -> None:
     """Let a model on a GPU compute its norms, rotations, gates and experts with these kernels, as far as Triton is installed."""
     device = next(model.parameters()).device
-    if device.type == "cuda" and kernels_run(device):
+    if kernels_run(device):
         from miles_embedded.kernels.norm import rms_norm
         from miles_embedded.kernels.rotation import rotate
         from miles_embedded.kernels.swiglu import swiglu
@@ -34,6 +34,8 @@ def use_kernels(model: nn.Module) -> None:
 @cache
 def kernels_run(device: torch.device) -> bool:
     """Whether kernels can be compiled and run there; the log says why they cannot."""
+    if device.type != "cuda":
+        return False
     if importlib.util.find_spec("triton") is None:
         log.info("Triton is not installed: steps that have a kernel are computed by torch")
         return False

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from miles_embedded.kernels.operations import kernels_run
 from miles_embedded.trainer.packing import Packing, spans
 
 #: Largest head dimension that the kernel supports.
@@ -91,11 +92,7 @@ class _Flash(torch.autograd.Function):
         if plan.across is not None:
             rows, trunk = plan.branch_rows, plan.trunk_rows
             far, far_lse, *seeds_across = _forward(q[rows], k[trunk], v[trunk], plan.across, scaling)
-            near_lse = lse[:, rows]
-            both = torch.logaddexp(near_lse, far_lse)
-            near_part, far_part = ((x - both).exp().t().unsqueeze(-1) for x in (near_lse, far_lse))
-            out[rows] = (out[rows] * near_part + far * far_part).to(out.dtype)
-            lse[:, rows] = both
+            _merge(out, lse, far, far_lse, rows)
         ctx.save_for_backward(q, k, v, out, lse, *seeds, *seeds_across)
         ctx.plan, ctx.scaling = plan, scaling
         return out
@@ -119,10 +116,33 @@ class _Flash(torch.autograd.Function):
                 ctx.scaling,
             )
             # Each row occurs once, so plain indexing adds exactly.
-            grad_q[rows] += far_q
-            grad_k[trunk] += far_k
-            grad_v[trunk] += far_v
+            for target, where, source in ((grad_q, rows, far_q), (grad_k, trunk, far_k), (grad_v, trunk, far_v)):
+                _add(target, where, source)
         return grad_q, grad_k, grad_v, None, None
+
+
+def _merge(out: Tensor, lse: Tensor, far: Tensor, far_lse: Tensor, rows: Tensor) -> None:
+    """Merge the attention of ``rows`` to other keys into ``out`` and ``lse``, in place; see ``kernels.parts.merge_parts``."""
+    if kernels_run(out.device) and out.is_contiguous() and far.is_contiguous():
+        from miles_embedded.kernels.parts import merge_parts
+
+        merge_parts(out, lse, far, far_lse, rows)
+        return
+    near_lse = lse[:, rows]
+    both = torch.logaddexp(near_lse, far_lse)
+    near_part, far_part = ((x - both).exp().t().unsqueeze(-1) for x in (near_lse, far_lse))
+    out[rows] = (out[rows] * near_part + far * far_part).to(out.dtype)
+    lse[:, rows] = both
+
+
+def _add(target: Tensor, rows: Tensor, source: Tensor) -> None:
+    """``target[rows] += source``."""
+    if kernels_run(target.device) and target.is_contiguous() and source.is_contiguous():
+        from miles_embedded.kernels.parts import add_rows
+
+        add_rows(target, rows, source)
+    else:
+        target[rows] += source
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scaling: float) -> tuple[Tensor, ...]:

@@ -87,10 +87,10 @@ def test_experts_places_and_sum(triton, rows, k, experts):
 
     generator = torch.Generator().manual_seed(0)
     index = torch.rand(rows, experts, generator=generator).topk(k).indices.to(DEVICE)
-    choices = sort_choices(index, experts, counted=False)
-    place, row, ends = sorted_places(index, experts)
-    for found, expected in ((place, choices.place), (row, choices.row), (ends, choices.ends)):
-        torch.testing.assert_close(found, expected)
+    choices = sort_choices(index, experts)
+    order, place, row, ends = sorted_places(index, experts)
+    pairs = [(order, choices.order), (place, choices.place), (row, choices.row), (ends, choices.ends)]
+    assert all(torch.equal(found, expected) for found, expected in pairs)
     x, weights = normal(rows * k, 40, dtype=DTYPES[0]), normal(rows, k, dtype=DTYPES[0], seed=1)
     close(weighted_sum(x, weights, place), combine(x, weights, choices), DTYPES[0])
 
@@ -101,7 +101,7 @@ def test_products_of_experts(triton, rows, k, experts):
 
     generator = torch.Generator().manual_seed(0)
     index = torch.rand(rows, experts, generator=generator).topk(k).indices.to(DEVICE)
-    choices, dim, inner = sort_choices(index, experts, counted=False), 80, 72
+    choices, dim, inner = sort_choices(index, experts), 80, 72
     x = normal(rows, dim, dtype=DTYPES[0])
     gate_up, down = (
         normal(experts, 2 * inner, dim, dtype=DTYPES[0], seed=1),
@@ -113,6 +113,27 @@ def test_products_of_experts(triton, rows, k, experts):
     close(middle, (silu(gate) * up).to(DTYPES[0]), DTYPES[0])
     expected = torch.einsum("pi,pdi->pd", middle.double(), down[expert].double())
     close(product(middle, down, choices.ends), expected.to(DTYPES[0]), DTYPES[0])
+
+
+def test_two_parts_of_attention_are_merged_and_added(triton):
+    from miles_embedded.kernels.parts import add_rows, merge_parts
+
+    dtype, rows = DTYPES[0], torch.tensor([1, 4, 5], device=DEVICE)
+    out, far = normal(7, 5, 24, dtype=dtype), normal(3, 5, 24, dtype=dtype, seed=1)
+    sums, far_sums = normal(5, 7, seed=2), normal(5, 3, seed=3)
+    both = torch.logaddexp(sums[:, rows], far_sums)
+    expected = out.clone()
+    near, other = ((x - both).exp().t().unsqueeze(-1) for x in (sums[:, rows], far_sums))
+    expected[rows] = (out[rows] * near + far * other).to(dtype)
+    added = out.clone()
+    added[rows] += far
+    target = out.clone()
+    add_rows(target, rows, far)
+    assert torch.equal(target, added)
+    expected_sums = sums.index_copy(1, rows, both)
+    merge_parts(out, sums, far, far_sums, rows)
+    close(out, expected, dtype)
+    close(sums, expected_sums, torch.float32)
 
 
 @pytest.mark.parametrize("normalized", [True, False])
