@@ -133,6 +133,9 @@ ROOMS: list[dict[str, str]] = [
         "manifest": "core: miles_core miles_core.plugin",
     },
     {
+        "kernels": "core: errors",
+    },
+    {
         "model": "manifest kernels core: errors data plugin checkpoint precision contracts tools: environment convert",
     },
     {
@@ -140,7 +143,7 @@ ROOMS: list[dict[str, str]] = [
     },
     {
         "engine": "manifest model quantized kernels core: errors data precision contracts sync transport: transport",
-        "trainer": "model quantized core: errors data checkpoint precision contracts train",
+        "trainer": "model quantized kernels core: errors data checkpoint precision contracts train",
     },
     {
         "testing": "manifest model quantized engine trainer core: errors lookup data plugin precision contracts train "

@@ -1,6 +1,6 @@
 """Attention of a decode step with shapes that depend on the capacity of the cache only, as a CUDA graph requires.
 
-Row lengths and the mask are computed on the device. On a GPU a Triton kernel (``kernels.attend``) reads the valid tokens; the
+Row lengths and the mask are computed on the device. On a GPU a Triton kernel (``attention_kernel``) reads the valid tokens; the
 torch implementation reads the whole capacity and serves as the reference of the kernel.
 """
 
@@ -15,7 +15,7 @@ from miles_core.contracts.trainer import Context
 from miles_embedded.engine.attention import product
 from miles_embedded.engine.cache import Cache
 from miles_embedded.engine.static_batch import StaticBatch
-from miles_embedded.kernels.operations import kernels_run
+from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys
 from miles_embedded.model.indexer import Indexed
 
@@ -71,7 +71,7 @@ class StaticCall:
         keys, values = self._slabs("k", module.layer_idx, key), self._slabs("v", module.layer_idx, value)
         q = query[0].transpose(0, 1)
         if _kernels_support(q, key, value):
-            from miles_embedded.kernels.attend import append_rows, attend_rows
+            from miles_embedded.engine.attention_kernel import append_rows, attend_rows
 
             append_rows(key, value, keys[1], values[1], self.lengths)
             return attend_rows(q.contiguous(), keys, values, self, scaling, options)[None]

@@ -15,7 +15,7 @@ from miles_embedded.engine.runner import Runner, field_slab
 from miles_embedded.engine.sampling import sample_on_device, stream_start, uniform
 from miles_embedded.engine.static_attention import StaticCall
 from miles_embedded.engine.static_batch import StaticBatch
-from miles_embedded.kernels.operations import kernels_run
+from miles_embedded.kernels.available import kernels_run
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def uses_grouped_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:
 def sort_choices(index: Tensor, experts: int, counted: bool = True) -> SortedChoices:
     """Sort expert choices ``index`` [rows, k] by expert, stable in the row order. ``counted``: fill ``SortedChoices.counts``."""
     if index.is_cuda and not counted:
-        from miles_embedded.kernels.operations import kernels_run
+        from miles_embedded.kernels.available import kernels_run
 
         if kernels_run(index.device):
             from miles_embedded.kernels.experts import MOST_CHOICES, sorted_places

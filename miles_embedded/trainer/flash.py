@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from miles_embedded.kernels.operations import kernels_run
+from miles_embedded.kernels.available import kernels_run
 from miles_embedded.trainer.packing import Packing, spans
 
 #: Largest head dimension that the kernel supports.

@@ -64,7 +64,7 @@ def test_index_and_files_must_agree(checkpoint, tensors, weight):
         CheckpointFiles(directory)
     index["weight_map"]["x"] = "../b.safetensors"
     path.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"not the name of a file beside it"):
+    with pytest.raises(CheckpointError, match=r"not the name of a file in that directory"):
         CheckpointFiles(directory)
 
 

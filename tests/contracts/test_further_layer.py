@@ -39,5 +39,5 @@ def test_a_plugin_says_how_the_layer_is_trained(asked):
 
 
 def test_two_plugins_cannot_train_one_layer(asked):
-    with pytest.raises(ConfigError, match="behind the decoder of actor: leave one of one, two out"):
+    with pytest.raises(ConfigError, match="of actor: leave one of one, two out"):
         asked("one", "two")

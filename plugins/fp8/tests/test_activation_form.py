@@ -123,4 +123,4 @@ def test_the_flag(plan):
         plan(rollout_fp8=True, emulate_precision=True, fp8_activation_form="inverse")
     with pytest.raises(PlanError, match=r"fp8 needs fp8\.activation_form == divide") as refused:
         plan(rollout_fp8=True, emulate_precision=True, fp8_activation_form="ratio", fp8_power_of_two_scales=True)
-    assert "every form gives the same codes" in str(refused.value)
+    assert "all forms give the same codes" in str(refused.value)

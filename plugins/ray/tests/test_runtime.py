@@ -98,7 +98,7 @@ def test_what_the_options_contradict_is_refused_in_the_plan(monkeypatch):
     assert "engines of 2 GPUs within the 3 of a machine" in refused(
         actor_num_gpus_per_node=3, rollout_num_gpus_per_engine=2, colocate=True
     )
-    assert "no cluster was named, and this machine is one" in refused(actor_num_nodes=2)
+    assert "the cluster has only this machine" in refused(actor_num_nodes=2)
     two = ("gpu=H200", "gpu.count=2", "gpu.machines=1")
     assert "the trainer takes 1 x 2 and 1 x 1 to generate, and there are 2" in refused(*two, actor_num_gpus_per_node=2)
     assert plan(runtime="ray", facts=two, actor_num_gpus_per_node=2, colocate=True)

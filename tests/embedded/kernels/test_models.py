@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from miles_embedded.engine.runner import Runner
-from miles_embedded.kernels.operations import use_kernels
+from miles_embedded.model.gpu_operations import use_kernels
 from miles_embedded.model.load import load_model
 from miles_embedded.model.operations import TORCH, operations_of, use_operations
 from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint

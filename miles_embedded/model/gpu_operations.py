@@ -1,20 +1,15 @@
-"""The steps of a model by the kernels of this package, as a table of operations."""
+"""The steps of a model computed by the GPU kernels (``miles_embedded.kernels``), as a table of operations."""
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from dataclasses import replace
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from miles_core.errors import first_line
+from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.grouped_experts import swiglu_experts, uses_grouped_product
 from miles_embedded.model.operations import operations_of, use_operations
-
-log = logging.getLogger(__name__)
 
 
 def use_kernels(model: nn.Module) -> None:
@@ -29,24 +24,6 @@ def use_kernels(model: nn.Module) -> None:
             operations_of(model), norm=rms_norm, rotation=rotate, gate=swiglu, route=_route, experts=_experts
         )
         use_operations(model, table)
-
-
-@cache
-def kernels_run(device: torch.device) -> bool:
-    """Whether kernels can be compiled and run there; the log says why they cannot."""
-    if device.type != "cuda":
-        return False
-    if importlib.util.find_spec("triton") is None:
-        log.info("Triton is not installed: steps that have a kernel are computed by torch")
-        return False
-    try:
-        from miles_embedded.kernels.swiglu import swiglu
-
-        swiglu(*torch.zeros(2, 1, 16, device=device, dtype=torch.bfloat16))
-    except Exception as error:  # a missing compiler, an old driver, a GPU that Triton does not know
-        log.warning("Triton cannot run here, so steps that have a kernel are computed by torch: %s", first_line(error))
-        return False
-    return True
 
 
 def _experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_attends_to_its_prompt_and_its_own_tokens(triton, case):
-    from miles_embedded.kernels.attend import append_rows, attend_rows
+    from miles_embedded.engine.attention_kernel import append_rows, attend_rows
 
     rows, heads, kv_heads, dim, value_dim, prompt_width, own_width, given = case
     generator = torch.Generator().manual_seed(0)
