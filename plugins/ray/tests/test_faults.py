@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -51,7 +53,7 @@ def is_ours(process, name):
         words = (process / "cmdline").read_bytes()
     except OSError:
         return False
-    return words.split(b"\0")[0].endswith(name.encode()) and str(HERE).encode() in words
+    return words.split(b"\0")[0].endswith(name.encode()) and (HERE / "temporary").read_bytes() in words
 
 @hookimpl
 def on_batch(run, batch):
@@ -79,6 +81,7 @@ def struck(tmp_path_factory):
     """``struck(moment, step, signal, victim)``: exit status, seconds from the fault to the end, and the directory of a run."""
     pytest.importorskip("ray")
     directory = tmp_path_factory.mktemp("f")
+    temporary = tempfile.mkdtemp(prefix="ray-")  # paths of sockets have at most 107 bytes
 
     def call(moment, step, kind, victim, ranks=1, **options):
         (directory / "faults.py").write_text(FAULTS)
@@ -92,7 +95,8 @@ def struck(tmp_path_factory):
             rollout_num_gpus=2,
             **given,
         )
-        environment = {**os.environ, "RAY_TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "RAY_TMPDIR": temporary, "OMP_NUM_THREADS": "1"}
+        (directory / "temporary").write_text(temporary)
         with (directory / "output").open("wb") as output:
             command = [sys.executable, "-m", "miles_core.cli.main", "train", *words]
             process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
@@ -104,7 +108,8 @@ def struck(tmp_path_factory):
         flag = directory / "struck"
         return code, time.time() - flag.stat().st_mtime if flag.exists() else None, directory
 
-    return call
+    yield call
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def log_of(directory):
