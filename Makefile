@@ -58,7 +58,7 @@ test: lint types
 oldest: install $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; assert transformers.__version__ == '5.12.1', transformers.__version__"
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/embedded --ignore tests/embedded/trainer/test_data_parallel.py \
-		tests/test_loop.py::test_it_learns tests/cli/test_convert.py plugins/r3/tests/test_routers.py \
+		tests/test_loop.py::test_it_learns tests/tools/commands/test_convert.py plugins/r3/tests/test_routers.py \
 		plugins/r3/tests/test_embedded.py plugins/cpu_kernels/tests/test_models.py plugins/cpu_kernels/tests/test_experts.py
 
 $(OLDEST)/.installed: Makefile

@@ -52,13 +52,14 @@ def cells(names):
     return found or [("bf16", "bf16")]
 
 
-#: A dense model runs every plugin in every precision, and every pair in the first of its precisions.
+EXAMPLES = {"critic", "distillation", "endless", "lora", "mxfp6", "self_play"}
+#: A dense model runs every plugin in every precision, and every pair without an example in the first of its precisions.
 CASES = [
     (names, cell, family)
     for names in TOGETHER
     for cell in cells(names)
     for family in ("qwen3_moe", "llama")
-    if family == "qwen3_moe" or len(names) == 1 or cell == cells(names)[0]
+    if family == "qwen3_moe" or len(names) == 1 or (cell == cells(names)[0] and not EXAMPLES & set(names))
     if not DRAFTS.keys() & set(names) or (cell[0] == cell[1] and family == "qwen3_moe")
 ]
 
