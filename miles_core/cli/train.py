@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miles_core.config.help import help_text, requested
+from miles_core.config.help import find_help_words, help_text
 from miles_core.config.load import load, schema_for
 
 DRY_RUN = "--dry-run"
@@ -13,24 +13,24 @@ SWITCHES = ((DRY_RUN, "check everything except the values of the weights, print 
 
 def run(argv: Sequence[str]) -> int:
     """Train with the options in ``argv``. Returns 0, or 128 + the number of the signal that stopped the run (Ctrl-C: 130)."""
-    if (words := requested(argv)) is not None:
+    if (words := find_help_words(argv)) is not None:
         print(help_text(schema_for(argv), words, "miles train", SWITCHES), end="")
         return 0
-    config_given = load([word for word in argv if word != DRY_RUN])
+    requested = load([word for word in argv if word != DRY_RUN])
     from miles_core.run.checks import check_start, plan_run
 
-    config, plan, catalogue = plan_run(config_given)
+    config, plan, catalogue = plan_run(requested)
     if DRY_RUN in argv:
         from miles_core.plugin.render import describe
 
         # otherwise a name on the hub; a dry run does not download weights
-        is_local = config.model.hf_checkpoint == config_given.model.hf_checkpoint
+        is_local = config.model.hf_checkpoint == requested.model.hf_checkpoint
         run = check_start(config, plan, catalogue, weights=is_local)
         print(describe(plan, run.hooks.implemented))
         return 0
     from miles_core.launch import launch
     from miles_core.run.prepare import localise
 
-    localise(config_given)  # download the weights too, now that the plan is accepted
+    localise(requested)  # download the weights too, now that the plan is accepted
     signal = launch(config, plan, catalogue).signal
     return 128 + signal if signal else 0

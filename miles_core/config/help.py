@@ -50,7 +50,7 @@ LINES = 80
 WIDTH = 110
 
 
-def requested(argv: Sequence[str]) -> list[str] | None:
+def find_help_words(argv: Sequence[str]) -> list[str] | None:
     """The words after ``--help`` (empty: the short help; ``["--help-all"]``: everything); None without a request."""
     if ALL in argv:
         return [ALL]
