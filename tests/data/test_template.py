@@ -68,7 +68,7 @@ def test_variables_of_the_template():
         parse_variables(["thinking"])
 
 
-def test_variables_of_the_template_as_an_option(toy_run, plan):
-    assert plan(chat_template_kwargs="a=1,b=x").config.data.chat_template_kwargs == ("a=1", "b=x")
+def test_variables_of_the_template_as_an_option(toy_run):
+    assert toy_run(steps=1, chat_template_kwargs="a=1,b=x").run.render.renderer.variables == {"a": 1, "b": "x"}
     with pytest.raises(ConfigError, match="'a' must be NAME=VALUE"):
         toy_run(chat_template_kwargs="a")
