@@ -8,12 +8,14 @@ from miles_coevolution.config import MUTABLE, CoevolutionConfig
 from miles_coevolution.game import MATCHMAKER
 from miles_coevolution.league import League
 from miles_coevolution.matches import Matchmaker
-from miles_coevolution.population import Side, active_sides, spread
+from miles_coevolution.population import Side, active_sides, perturb
 from miles_coevolution.rounds import seeded
 from miles_core.data import Sample
-from miles_core.plugin import ConfigError, Policy, Run, Store, hookimpl
+from miles_core.plugin import ConfigError, Policy, Run, StashKey, Store, hookimpl
 from miles_core.trainer import Learned, LearnerHandle
 
+#: State of all sides, for other parts of a run.
+LEAGUE = StashKey[League]()
 Learn = Callable[[Sequence[Sample], int], Awaitable[Learned]]
 
 
@@ -37,7 +39,7 @@ class Coevolution:
             members = [base.name, *(f"{base.name}-{n}" for n in range(1, options.population_size or 1))]
             for name in members[1:]:
                 draw = seeded(run.config.train.seed, "spread", name)
-                values[name] = spread(values[base.name], options.mutation_factor, draw)
+                values[name] = perturb(values[base.name], options.mutation_factor, draw)
                 own = {**base.options, **values[name]}
                 run.policies.append(Policy(base.hf_checkpoint, name, "train", options=own))
             past = f"{base.name}-past" if options.past_versions else ""
@@ -49,7 +51,7 @@ class Coevolution:
                 f"coevolution: the policy {sides[0].name} plays with itself alone; add a policy to the table policies of the configuration "
                 "file, give --co-evolution-population-size 2 or more, or --co-evolution-past-versions"
             )
-        self.league = League(run, options, sides, values)
+        self.league = run.stash[LEAGUE] = League(run, options, sides, values)
         run.stash[MATCHMAKER] = Matchmaker(sides, run.config.train.seed, self.active, options.past_probability)
 
     def active(self, step: int) -> tuple[Side, ...]:
@@ -60,10 +62,12 @@ class Coevolution:
     def wrap_learn(self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle]) -> Callable[[Learn], Learn]:
         league = self.league
         league.handles = handles
-        last = [p.name for p in run.policies if p.role == "train"][-1]
+        first, *_, last = [league.sides[0].name, *(p.name for p in run.policies if p.role == "train")]
 
         def wrap(inner: Learn) -> Learn:
             async def learn(samples: Sequence[Sample], step: int) -> Learned:
+                if step == 0 and policy.name == first:
+                    league.restart()
                 await league.before(policy.name)
                 league.count(policy.name, samples)
                 learns = any(policy.name in side.members for side in self.active(step)) and len(samples) > 0

@@ -39,18 +39,24 @@ class League:
     ) -> None:
         self.run, self.options, self.sides = run, options, list(sides)
         self.handles: Mapping[str, LearnerHandle] = {}
-        self.values: dict[str, Options] = {name: dict(own) for name, own in values.items()}
         self.pool = Pool(run.directory, options.past_versions)
+        self._initial = {name: dict(own) for name, own in values.items()}
+        self._metrics: dict[str, float] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Go back to the state before the first step; a run that loses a worker before its first checkpoint starts again."""
+        self.values = {name: dict(own) for name, own in self._initial.items()}
         self.fitness, self.phase, self.step = Tally(), Tally(), Tally()
         self.history: dict[str, list[float]] = {}
         self.slots: dict[str, int] = {}
+        self.pool.versions = {}
         self.replaced = 0
-        self._applied: dict[str, Options] = {name: dict(own) for name, own in values.items()}
-        self._metrics: dict[str, float] = {}
+        self._applied = {name: dict(own) for name, own in self._initial.items()}
 
     async def before(self, member: str) -> None:
         """Give a member's trainer its options after a mutation or a resume, and keep the initial version of each side."""
-        if self._applied.get(member) != self.values[member]:
+        if self.values[member] and self._applied.get(member) != self.values[member]:
             await self.handles[member].configure(self.values[member])
             self._applied[member] = dict(self.values[member])
         for side in self.sides:

@@ -43,7 +43,7 @@ def mutate(options: Mapping[str, float], factor: float, draw: random.Random) -> 
     return {path: value * (factor if draw.random() < 0.5 else 1.0 / factor) for path, value in options.items()}
 
 
-def spread(options: Mapping[str, float], factor: float, draw: random.Random) -> Options:
+def perturb(options: Mapping[str, float], factor: float, draw: random.Random) -> Options:
     """Draw the options of a further initial member: each value times ``factor`` to a power that is uniform in [-1, 1]."""
     return {path: value * factor ** draw.uniform(-1.0, 1.0) for path, value in options.items()}
 

@@ -8,8 +8,8 @@ from typing import Any
 from miles_coevolution.config import MUTABLE
 from miles_core.plugin import Facts, Problem, Review, described
 
-#: Rollout function -> names of the policies that its roles need; empty for any policies.
-SIDES = {"nim": (), "proposer": ("proposer", "solver")}
+#: Rollout function -> names of the policies that its roles need. Other games are played by any policies.
+SIDES = {"proposer": ("proposer", "solver")}
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
@@ -33,7 +33,7 @@ def _summary(facts: Facts) -> str:
 
 
 def _problems(facts: Facts) -> Iterator[Problem]:
-    sides, generate = _trained(facts), facts.value("rollout.generate")
+    sides = _trained(facts)
     size, past = facts.value("coevolution.population_size"), facts.value("coevolution.past_versions")
     if size == 1:
         yield Problem(
@@ -44,6 +44,24 @@ def _problems(facts: Facts) -> Iterator[Problem]:
             choices=("coevolution.population_size",),
             tries=lambda: [{"coevolution.population_size": 2}],
         )
+    if len(sides) == 1 and size is None and not past and not SIDES.get(str(facts.value("rollout.generate"))):
+        yield Problem(
+            "coevolution",
+            "an opponent for its only policy",
+            "one policy that trains plays with itself alone; add another to the table policies of the configuration file, or members "
+            "(--co-evolution-population-size 2), or past versions (--co-evolution-past-versions 4)",
+            (described(facts["coevolution.past_versions"]),),
+            choices=("coevolution.past_versions", "coevolution.population_size"),
+            tries=lambda: [{"coevolution.past_versions": 4}, {"coevolution.population_size": 2}],
+        )
+    yield from _check_players(facts, sides)
+    if (size or 1) > 1:
+        yield from _check_mutations(facts, sides)
+
+
+def _check_players(facts: Facts, sides: list[str]) -> Iterator[Problem]:
+    """Every role of the game has a policy, every policy has a role, and all of them have engines."""
+    generate = facts.value("rollout.generate")
     needed = SIDES.get(str(generate), ())
     if missing := [name for name in needed if name not in sides]:
         yield Problem(
@@ -61,28 +79,14 @@ def _problems(facts: Facts) -> Iterator[Problem]:
             "the role frozen",
             (described(facts["rollout.generate"]),),
         )
-    for name in facts.policies:
-        if facts.value(f"policies.{name}.role", "train") == "train" and not facts.value(
-            f"policies.{name}.generates", True
-        ):
+    for name in sides:
+        if not facts.value(f"policies.{name}.generates", True):
             yield Problem(
                 "coevolution",
                 f"an engine for the policy {name}",
                 "a policy that plays generates its own turns; leave generates: false out, or give it the role frozen",
                 (described(facts[f"policies.{name}.generates"]),),
             )
-    if len(sides) == 1 and size is None and not past and not needed:
-        yield Problem(
-            "coevolution",
-            "an opponent for its only policy",
-            "one policy that trains plays with itself alone; add another to the table policies of the configuration file, or members "
-            "(--co-evolution-population-size 2), or past versions (--co-evolution-past-versions 4)",
-            (described(facts["coevolution.past_versions"]),),
-            choices=("coevolution.past_versions", "coevolution.population_size"),
-            tries=lambda: [{"coevolution.past_versions": 4}, {"coevolution.population_size": 2}],
-        )
-    if (size or 1) > 1:
-        yield from _check_mutations(facts, sides)
 
 
 def _check_mutations(facts: Facts, sides: list[str]) -> Iterator[Problem]:

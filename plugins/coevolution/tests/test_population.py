@@ -5,37 +5,37 @@ import random
 import pytest
 
 from miles_coevolution.matches import Matchmaker
-from miles_coevolution.population import Side, active_sides, mutate, select, spread
+from miles_coevolution.population import Side, active_sides, mutate, perturb, select
 from miles_coevolution.rounds import Tally, swing
 
 OPTIONS = {name: {"train.lr": value} for name, value in zip("abcd", (1.0, 2.0, 3.0, 4.0), strict=True)}
 
 
-def chosen(fitness, fraction=0.25, seed=0):
+def choose(fitness, fraction=0.25, seed=0):
     return select(fitness, OPTIONS, fraction, 1.2, random.Random(seed))
 
 
 def test_the_worst_become_mutated_copies_of_the_best():
-    (one,) = chosen({"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.4})
+    (one,) = choose({"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.4})
     assert (one.loser, one.winner) == ("a", "b")
     assert one.options["train.lr"] in (pytest.approx(2.0 * 1.2), pytest.approx(2.0 / 1.2))
-    assert {(r.loser, r.winner) for r in chosen({"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.4}, 0.5)} <= {
+    assert {(r.loser, r.winner) for r in choose({"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.4}, 0.5)} <= {
         (loser, winner) for loser in "ad" for winner in "bc"
     }
-    assert {r.loser for r in chosen({"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.4}, 0.5)} == {"a", "d"}
+    assert {r.loser for r in choose({"a": 0.1, "b": 0.9, "c": 0.5, "d": 0.4}, 0.5)} == {"a", "d"}
 
 
 def test_equal_scores_and_members_without_games_stay():
-    assert chosen(dict.fromkeys("abcd", 0.5), 0.5) == []
-    assert [r.loser for r in chosen({"a": 0.1, "b": 0.9})] == ["a"]
-    assert chosen({"a": 0.1}) == []
+    assert choose(dict.fromkeys("abcd", 0.5), 0.5) == []
+    assert [r.loser for r in choose({"a": 0.1, "b": 0.9})] == ["a"]
+    assert choose({"a": 0.1}) == []
 
 
 def test_mutations_are_one_factor_up_or_down_and_spreads_stay_within_it():
     draw = random.Random(1)
     found = [mutate({"x": 1.0}, 2.0, draw)["x"] for _ in range(200)]
     assert set(found) == {0.5, 2.0} and 60 < found.count(2.0) < 140
-    spreads = [spread({"x": 1.0}, 2.0, draw)["x"] for _ in range(200)]
+    spreads = [perturb({"x": 1.0}, 2.0, draw)["x"] for _ in range(200)]
     assert 0.5 <= min(spreads) < 0.6 and 1.8 < max(spreads) <= 2.0
 
 

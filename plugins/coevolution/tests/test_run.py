@@ -5,6 +5,9 @@ import random
 
 import pytest
 
+from miles_coevolution import plugin
+from miles_coevolution.hooks import LEAGUE
+from miles_core.observe.hints import Hints
 from miles_core.plugin import DataError, MilesError
 from miles_testing import toy_run as make_run
 from miles_testing.doubles import apart
@@ -190,3 +193,21 @@ def test_a_reward_of_a_game_needs_a_game(toy_run, tmp_path):
     (tmp_path / "run.yaml").write_text(TWO)
     with pytest.raises(DataError, match="was not made by a game"):
         toy_run(["coevolution"], config=tmp_path / "run.yaml", rm_type="game", custom_rm_path=None)
+
+
+def test_a_run_that_starts_again_forgets_everything(run):
+    """What happens when a worker is lost before the first checkpoint: the steps begin at 0 in the same process."""
+    done = run(POPULATION.replace("interval: 2", "interval: 1, past_versions: 2"), steps=1, rollout_batch_size=12)
+    league = done.run.stash[LEAGUE]
+    initial = {name: dict(own) for name, own in league._initial.items()}
+    assert league.values != initial and league.pool.versions and league.replaced
+    league.restart()
+    assert league.values == initial and league.pool.versions == league.slots == {} and league.replaced == 0
+
+
+def test_hints_name_dominance_and_oscillation():
+    hints = Hints(plugin.hints)
+    found = [str(h) for _ in range(5) for h in hints.of({"coevolution/dominance": 0.95, "coevolution/one/swing": 0.1})]
+    assert len(found) == 1 and "one side wins 95%" in found[0]
+    (swings,) = hints.of({"coevolution/one/swing": 0.4, "coevolution/dominance": 0.6})
+    assert "goes up and down by 40%" in str(swings) and "--co-evolution-past-versions" in str(swings)
