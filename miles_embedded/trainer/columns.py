@@ -11,7 +11,7 @@ from miles_core.contracts.trainer import Output
 from miles_core.data.batch import Batch
 from miles_core.errors import MilesError
 from miles_embedded.model.configuration import text_configuration
-from miles_embedded.model.value_head import value_head
+from miles_embedded.model.value_head import is_critic, value_head
 from miles_embedded.trainer.packing import spans
 
 #: Columns that ``EmbeddedTrainer.columns`` can compute.
@@ -24,7 +24,8 @@ def check_columns(model: nn.Module, wanted: Collection[str], top_k: int) -> None
     Raises:
         MilesError: it cannot.
     """
-    given = {"values"} if value_head(model) is not None else {*COLUMNS} - {"values"}
+    without = {"values"} if value_head(model) is None else set()
+    given = {"values"} if is_critic(model) else {*COLUMNS} - without
     if lacking := sorted({*wanted} - given):
         raise MilesError(
             f"this model computes {', '.join(sorted(given))} and not {', '.join(lacking)}: the model of a policy with the role critic "
