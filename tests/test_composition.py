@@ -23,7 +23,7 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"r3"}), "llama", "", "there is no router to replay in a dense model"),
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 quantises expert matrices only, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
-    (frozenset({"critic", "distillation"}), "", "", "do not read the critic's values"),
+    (frozenset({"distillation", "ppo"}), "", "", "do not read the critic's values"),
     *((frozenset({"lora", name}), "", f"{name}x{name}", "round the base and the adapter") for name in FORMATS),
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "int4": {"int4_group_size": 32},
     "cpu_kernels": {"device": "cpu"},
     "distillation": {"advantage_estimator": "distillation"},
-    "critic": {"advantage_estimator": "ppo"},
+    "ppo": {"advantage_estimator": "ppo"},
 }
 
 #: Policies that a plugin needs in the configuration file.
@@ -52,7 +52,7 @@ def cells(names):
     return found or [("bf16", "bf16")]
 
 
-EXAMPLES = {"critic", "distillation", "endless", "lora", "mxfp6", "self_play"}
+EXAMPLES = {"distillation", "endless", "lora", "mxfp6", "self_play"}
 #: A dense model runs every plugin in every precision, and every pair without an example in the first of its precisions.
 CASES = [
     (names, cell, family)
