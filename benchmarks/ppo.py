@@ -28,7 +28,7 @@ PPO = "--plugins ppo --advantage-estimator ppo --critic-lr 0.002 --lambd 1.0 --n
 MODES = {
     "grpo": GROUPS,
     "ppo, own critic": f"{PPO} {GROUPS}",
-    "ppo, own critic, 5 critic-only steps": f"{PPO} --num-critic-only-steps 5 {GROUPS}",
+    "ppo, own critic, 2 critic-only steps": f"{PPO} --num-critic-only-steps 2 {GROUPS}",
     "ppo, head on the trunk": f"{PPO} --critic-trunk policy {GROUPS}",
     "ppo, own critic, 1 sample per prompt": f"{PPO} --rollout-batch-size {SAMPLES} --n-samples-per-prompt 1",
 }

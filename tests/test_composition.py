@@ -23,7 +23,6 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"r3"}), "llama", "", "there is no router to replay in a dense model"),
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 quantises expert matrices only, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
-    (frozenset({"distillation", "ppo"}), "", "", "do not read the critic's values"),
     *((frozenset({"lora", name}), "", f"{name}x{name}", "round the base and the adapter") for name in FORMATS),
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
@@ -32,7 +31,6 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
 OPTIONS: dict[str, dict[str, object]] = {
     "int4": {"int4_group_size": 32},
     "cpu_kernels": {"device": "cpu"},
-    "distillation": {"advantage_estimator": "distillation"},
     "ppo": {"advantage_estimator": "ppo"},
 }
 
@@ -52,7 +50,7 @@ def cells(names):
     return found or [("bf16", "bf16")]
 
 
-EXAMPLES = {"distillation", "endless", "lora", "mxfp6", "self_play"}
+EXAMPLES = {"endless", "lora", "mxfp6", "self_play"}
 #: A dense model runs every plugin in every precision, and every pair without an example in the first of its precisions.
 CASES = [
     (names, cell, family)

@@ -38,7 +38,7 @@ def replace_output(run: Any, policy: Any, model: nn.Module) -> None:
 
 def new_value_head(run: Any, policy: Any, model: nn.Module) -> nn.Module:
     """Make the head of the first active plugin that provides one (default ``linear``) for a model's hidden states."""
-    name = run.hooks.provided("head")[0]
+    name = run.hooks.find_provided("head")[0]
     made = run.hooks.make("head", name, run=run, policy=policy, model=model)
     if not isinstance(made, nn.Module):
         raise PluginError(f"the head {name!r} is {made!r:.80}; make_head must return a torch.nn.Module")

@@ -34,7 +34,9 @@ class PpoConfig:
     lr_warmup_iters: int = option(
         0, flag="--critic-lr-warmup-iters", help="optimiser steps of linear warm-up of the critic's learning rate", ge=0
     )
-    min_lr: float = option(0.0, flag="--critic-min-lr", help="learning rate of the critic at the end of the decay", ge=0)
+    min_lr: float = option(
+        0.0, flag="--critic-min-lr", help="learning rate of the critic at the end of the decay", ge=0
+    )
     optimizer: str | None = option(
         None, flag="--critic-optimizer", help="optimizer of the critic (default: --optimizer)", metavar="NAME"
     )
@@ -45,7 +47,10 @@ class PpoConfig:
         None, flag="--critic-clip-grad", help="clip the norm of the critic's gradient (default: --clip-grad)", ge=0
     )
     steps_per_rollout: int | None = option(
-        None, flag="--critic-steps-per-rollout", help="optimiser steps of the critic per rollout step (default: the policy's)", ge=1
+        None,
+        flag="--critic-steps-per-rollout",
+        help="optimiser steps of the critic per rollout step (default: the policy's)",
+        ge=1,
     )
     only_steps: int = option(
         0,

@@ -35,5 +35,3 @@ def add_critics(run: Run) -> None:
         start = given.pop("model.hf_checkpoint", policy.hf_checkpoint)
         name = critic_name(policy.name, alone=len(trained) == 1)
         run.policies.append(Policy(options.checkpoint or start, name, "critic", options=given))
-
-

@@ -127,12 +127,11 @@ class _Step:
             await self.critic.learn(samples, step)
             return Learned({}, 0) if alone else await inner(samples, step)
         # both calls end before an error is raised, so that no worker is left in the middle of one
-        results = await asyncio.gather(self.critic.learn(samples, step), inner(samples, step), return_exceptions=True)
-        for result in results:
+        both = await asyncio.gather(self.critic.learn(samples, step), inner(samples, step), return_exceptions=True)
+        for result in both:
             if isinstance(result, BaseException):
                 raise result
-        learned: Learned = results[1]
-        return learned
+        return both[1]
 
     async def attach(self, samples: Sequence[Sample]) -> None:
         """Attach the values of before this rollout's first optimizer step, and what a KL penalty in the reward needs.

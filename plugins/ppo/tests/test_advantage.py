@@ -57,7 +57,7 @@ def test_ragged_samples_with_masked_tokens_and_a_kl_in_the_reward():
 
 
 def test_a_kl_in_the_reward_needs_log_probs():
-    with pytest.raises(MilesError, match="--kl-coef 0.1 needs the log-probs of policy and reference at every token"):
+    with pytest.raises(MilesError, match=r"--kl-coef 0\.1 needs the log-probs of policy and reference at every token"):
         estimate(inputs_of([[1]], [1.0], kl_coef=0.1), torch.zeros(2))
 
 

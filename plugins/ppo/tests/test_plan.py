@@ -36,9 +36,17 @@ def test_refused(options, why):
 @pytest.mark.parametrize(
     ("table", "options", "why"),
     [
-        ("{policy: {}, critic: {role: frozen}}", {}, "it has the role frozen, and a critic has to learn the values of policy"),
+        (
+            "{policy: {}, critic: {role: frozen}}",
+            {},
+            "it has the role frozen, and a critic has to learn the values of policy",
+        ),
         ("{a: {}, b: {}, critic_a: {role: train}}", {}, "critic_a"),
-        ("{a: {}, critic: {role: critic}}", {"critic_trunk": "policy"}, "makes a head on the policy's trunk the critic"),
+        (
+            "{a: {}, critic: {role: critic}}",
+            {"critic_trunk": "policy"},
+            "makes a head on the policy's trunk the critic",
+        ),
         ("{a: {}, b: {}, judge: {role: critic}}", {}, "no policy has the critic judge"),
     ],
 )

@@ -66,7 +66,12 @@ def learned(words, directory, groups):
 
 @pytest.mark.parametrize(
     ("trunk", "groups", "strategy", "alone"),
-    [("own", 1, "full_shard", 0), ("policy", 3, "full_shard", 1), ("policy", 1, "full_shard", 0), ("policy", 3, "no_shard", 1)],
+    [
+        ("own", 1, "full_shard", 0),
+        ("policy", 3, "full_shard", 1),
+        ("policy", 1, "full_shard", 0),
+        ("policy", 3, "no_shard", 1),
+    ],
 )
 def test_two_ranks_learn_what_one_process_learns(ranks, trunk, groups, strategy, alone, tmp_path):
     only = {"num_critic_only_steps": alone} if alone else {}

@@ -80,7 +80,9 @@ def test_a_detached_head_does_not_change_the_policy():
     for name, tensor in weights(attached).items():
         if not name.startswith("miles_value_head"):
             torch.testing.assert_close(weights(detached)[name], tensor, rtol=0, atol=0)
-    two = [toy_run(["ppo"], steps=2, **more, **plain) for more in ({"critic_detach_trunk": True}, {"value_loss_coef": 1.0})]
+    two = [
+        toy_run(["ppo"], steps=2, **more, **plain) for more in ({"critic_detach_trunk": True}, {"value_loss_coef": 1.0})
+    ]
     assert two[0].metrics[1]["train/grad_norm"] != two[1].metrics[1]["train/grad_norm"]
 
 
