@@ -116,13 +116,12 @@ class _Step:
         #: the parts of an inline run take turns in one process
         self.concurrent = run.config.run.runtime != "inline"
 
-    async def learn(self, inner: Learn, samples: Sequence[Sample], step: int) -> Learned:
+    async def learn(self, inner: Learn, samples: Sequence[Sample], step: int) -> Any:
         """Attach values, then train the critic, and the policy unless the critic learns alone."""
         await self.attach(samples)
         alone = step < self.options.only_steps
         if self.critic is None:
-            found: Learned = await inner(samples, step)
-            return found
+            return await inner(samples, step)
         if alone or not self.concurrent:
             await self.critic.learn(samples, step)
             return Learned({}, 0) if alone else await inner(samples, step)

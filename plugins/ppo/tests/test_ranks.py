@@ -9,7 +9,7 @@ from miles_core.data import Sample
 from miles_core.data.means import means
 from miles_core.run.make import make_run
 from miles_core.run.prepare import apply_plan, prepare
-from miles_core.train.share import combined, divided
+from miles_core.train.share import merge_metrics, split_by_replica
 from miles_runtime.rank import Rank
 from miles_testing.toy import toy_arguments
 from miles_testing.yardstick import copy_weights
@@ -55,7 +55,7 @@ def learned(words, directory, groups):
     valued = ranks.get("critic", first)
     metrics = {}
     for step in range(2):
-        share = divided(rollout(groups), run.config.train, first.world.replicas)[first.world.replica]
+        share = split_by_replica(rollout(groups), run.config.train, first.world.replicas)[first.world.replica]
         for sample, columns in zip(share.samples, valued.columns(share.samples, ("values",), 0, "old"), strict=True):
             sample.fields |= columns
         for name, rank in ranks.items():
@@ -78,7 +78,7 @@ def test_two_ranks_learn_what_one_process_learns(ranks, trunk, groups, strategy,
     words = toy_arguments(["ppo"], tmp_path, critic_trunk=trunk, sharding_strategy=strategy, **only, **OPTIONS)
     pairs, weights = learned(words, tmp_path, groups)
     found = ranks.run(learned, words, tmp_path, groups)
-    metrics, expected = combined([p for p, _ in found]), means(pairs)
+    metrics, expected = merge_metrics([p for p, _ in found]), means(pairs)
     assert metrics.keys() == expected.keys()
     assert any(name.endswith("ppo/errors_square") for name in metrics)
     for name, value in expected.items():
