@@ -35,14 +35,14 @@ from miles_embedded.model.load import backbone, decoder_layers, facts_of
 from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
 from miles_embedded.model.released import Released
 from miles_embedded.model.sharded import local_shard
-from miles_embedded.model.value_head import is_critic, value_head, values_of
+from miles_embedded.model.value_head import is_critic
 from miles_embedded.model.views import export
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer import checkpoint
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
-from miles_embedded.trainer.columns import check_columns, gather_columns
+from miles_embedded.trainer.columns import check_columns, gather_columns, predict_values
 from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.emulate import emulate_properties
 from miles_embedded.trainer.expert_loads import Loads
@@ -180,9 +180,7 @@ class EmbeddedTrainer(Trainer):
         """Compute log-probs, and other outputs requested by ``ctx``, from final hidden states [rows, hidden]; values if it has a value head."""
         packing: Packing = ctx.attached["packing"]
         sources, length = hidden.index_select(0, packing.sources), len(micro_batch.tokens)
-        values, valued = None, value_head(model)
-        if valued is not None and (is_critic(model) or ctx.kind == "train" or "values" in ctx.wanted):
-            values = scatter(values_of(valued, sources), packing.targets, length)
+        values = predict_values(model, sources, ctx, packing, length)
         if is_critic(model):
             return Output(values=values)
         support = micro_batch.columns.get(SAMPLING_SUPPORT.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_core.plugin import Facts, Problem, Review, described
+from miles_core.plugin import Facts, Problem, Review, describe_fact
 from miles_ppo.critics import critic_name
 
 
@@ -21,7 +21,7 @@ def _check_steps(facts: Facts) -> Iterator[Problem]:
             "ppo",
             "at least one step in which the policy learns",
             "only the critic learns in the first --num-critic-only-steps steps of the run",
-            tuple(described(facts.lookup(name)) for name in ("ppo.only_steps", "rollout.num_rollout")),
+            tuple(describe_fact(facts.lookup(name)) for name in ("ppo.only_steps", "rollout.num_rollout")),
             choices=("ppo.only_steps",),
         )
 
@@ -33,7 +33,7 @@ def _check_rewards(facts: Facts) -> Iterator[Problem]:
             "ppo",
             "a reward",
             "a critic predicts rewards; give --rm-type NAME or --custom-rm-path f.py[:function]",
-            tuple(described(facts.lookup(name)) for name in names),
+            tuple(describe_fact(facts.lookup(name)) for name in names),
         )
 
 
@@ -73,4 +73,4 @@ def _check_policies(facts: Facts) -> Iterator[Problem]:
 
 
 def _problem(facts: Facts, name: str, needs: str, because: str) -> Problem:
-    return Problem("ppo", needs, because, (described(facts.lookup(f"policies.{name}.role")),))
+    return Problem("ppo", needs, because, (describe_fact(facts.lookup(f"policies.{name}.role")),))
