@@ -175,7 +175,7 @@ def test_a_run_is_that_of_the_embedded_trainer(toy_model):
     [
         ({}, "add --enable-mtp-training"),
         ({"online_sft_interval": 1}, "the policy's whole distribution"),
-        ({"draft_ema_decay": 0.5}, "a running mean"),
+        ({"draft_ema_decay": 0.5}, "the running mean"),
         ({"reinit_draft_interval": 2}, "copies the policy's last layer"),
     ],
     ids=str,

@@ -333,10 +333,10 @@ def test_what_is_fused_on_a_gpu(four_layers, monkeypatch):
     from miles_megatron.trainer import model
 
     monkeypatch.setattr(model, "has_transformer_engine", lambda: True)
-    monkeypatch.setattr(model, "TransformerConfig", dict)  # Megatron-Core's would look for TransformerEngine
+    monkeypatch.setattr(model, "TransformerConfig", SimpleNamespace)  # Megatron-Core's would look for TransformerEngine
     a = families.read(json.loads((four_layers / "config.json").read_text()))
     chosen = {"apply_rope_fusion": False, "gradient_accumulation_fusion": True}
-    fields = model.transformer_config(a, Sizes(), torch.bfloat16, chosen)
+    fields = vars(model.transformer_config(a, Sizes(), torch.bfloat16, chosen))
     fused = (
         "moe_grouped_gemm",
         "moe_permute_fusion",
