@@ -6,6 +6,7 @@ Needs megatron-core; runs on a CPU with its local modules, and gloo.
 import json
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch

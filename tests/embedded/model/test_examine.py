@@ -134,7 +134,8 @@ def test_dry_run_and_plan_ask_whoever_builds_the_model(tmp_path, capsys):
 
 
 VL = {"text_config": {"model_type": "qwen2_vl_text", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-                      "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 64},
+                      "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 64,
+                      "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [8, 12, 12]}},
       "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}}  # fmt: skip
 
 
@@ -144,8 +145,7 @@ VL = {"text_config": {"model_type": "qwen2_vl_text", "hidden_size": 32, "num_att
         ({"model_type": "deepseek_v2", "n_routed_experts": 4, "num_experts_per_tok": None, "topk_method": "greedy"},
          r"TypeError: topk\(\).*NoneType; in \w+, modeling_deepseek_v2.py:\d+"),
         ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 6}, "k not in range"),
-        ({"model_type": "qwen2_vl", **VL, "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [8, 12, 12]}},
-         "split_with_sizes.*modeling_qwen2_vl"),
+        ({"model_type": "qwen2_vl", **VL}, "split_with_sizes.*modeling_qwen2_vl"),
     ],
     ids=["deepseek_v2", "qwen3_moe", "qwen2_vl"],
 )  # fmt: skip
