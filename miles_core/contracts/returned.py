@@ -7,15 +7,18 @@ Every new hook needs an entry in ``BOUNDARIES``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from numbers import Real
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from miles_core.algorithm.correction import Correction
-from miles_core.contracts.engine import Engine, Request, Response
+from miles_core.contracts.engine import Engine, Request, Response, Sampling
 from miles_core.contracts.runtime import Runtime
 from miles_core.contracts.schedule import Schedule
 from miles_core.contracts.trainer import Loss, Output, Trainer
@@ -29,6 +32,9 @@ from miles_core.plugin.guard import UNCHECKED, Boundary, describe, refuse
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
+
+#: Largest log-probability that rounding explains.
+_ROUNDING = 1e-3
 
 
 def describe_mismatch(value: Any, expected: str) -> str:
@@ -62,7 +68,7 @@ def check_present(part: Any) -> str:
 def check_groups(value: Any, _: tuple[Any, ...]) -> str:
     """Check for a list of groups, each a list of samples."""
     expected = "a list of groups, each a list of Sample"
-    if not isinstance(value, list):
+    if not isinstance(value, list) or not value:
         return describe_mismatch(value, expected)
     return next(
         (describe_mismatch(g, f"{expected}; this is one of its entries") for g in value if _check_sample_list(g)), ""
@@ -107,24 +113,46 @@ def check_response(run: Run, request: Request, response: Any) -> None:
     Raises:
         PluginError: the response is invalid; names the plugin that provides the engine.
     """
-    if wrong := _describe_invalid_response(request, response):
+    if wrong := _describe_invalid_response(request, response, _vocabulary(run)):
         name = run.config.run.engine
         raise refuse(run.hooks.provider("engine", name), f"make_engine ({name})", wrong)
 
 
-def _describe_invalid_response(request: Request, response: Any) -> str:
+def _describe_invalid_response(request: Request, response: Any, vocabulary: int) -> str:
     if not isinstance(response, Response):
         return describe_mismatch(response, "a Response from Engine.generate")
     count, most = len(response.tokens), request.sampling.max_new_tokens
     if count > most:
         return f"the response has {count} tokens; the request allows max_new_tokens {most}"
+    if wrong := _describe_invalid_tokens(response.tokens, vocabulary):
+        return f"the response has {wrong}"
     if len(response.log_probs) != count:
         return f"the response has {count} tokens and {len(response.log_probs)} log_probs; expected one per token"
+    if count and not (isfinite(sum(response.log_probs)) and max(response.log_probs) <= _ROUNDING):
+        wrong = next(p for p in response.log_probs if not (isfinite(p) and p <= _ROUNDING))
+        return f"the response has the log-probability {wrong}; expected finite values of at most 0"
     if response.finish not in ("stop", "length", "abort"):
         return f"the response has finish {response.finish!r}; expected stop, length or abort"
     if not count and response.finish != "abort":
         return f"the response has no tokens and finish {response.finish!r}; a finished response has at least one"
     return _check_versions(response.weight_versions, count)
+
+
+def _vocabulary(run: Run) -> int:
+    return int(run.plan.fact("model.vocab_size") or sys.maxsize)
+
+
+def _describe_invalid_tokens(tokens: Sequence[Any], vocabulary: int) -> str:
+    """Describe tokens that are not all token ids; "" if they are. Sums and extremes are the cheapest checks of long lists."""
+    try:
+        index(sum(tokens))
+        valid = not len(tokens) or (min(tokens) >= 0 and max(tokens) < vocabulary)
+    except TypeError:
+        valid = False
+    if valid:
+        return ""
+    wrong = next(t for t in tokens if not isinstance(t, int) or not 0 <= t < vocabulary)
+    return f"the token {wrong!r} in {describe(tokens)}; expected token ids, integers from 0 to {vocabulary - 1}"
 
 
 def _check_versions(pairs: list[tuple[int, int]], count: int) -> str:
@@ -185,6 +213,9 @@ def check_output(value: Any, arguments: tuple[Any, ...]) -> str:
         column = getattr(value, name)
         if column is not None and (wrong := _check_column(name, column, batch.tokens)):
             return wrong
+    trains = ctx.kind == "train" and torch.is_grad_enabled()
+    if trains and value.log_probs is not None and not value.log_probs.requires_grad:
+        return "log_probs has no gradient; return what the inner function computed, without detach()"
     for name, pair in value.aux.items():
         if not (isinstance(pair, tuple) and len(pair) == 2 and _is_scalar(pair[0]) and _is_scalar(pair[1])):
             return f"aux[{name!r}] is {describe(pair)}; expected (sum, weight), two 0-d tensors"
@@ -223,7 +254,10 @@ def check_loss(value: Any, _: tuple[Any, ...]) -> str:
 def check_advantages(value: Any, arguments: tuple[Any, ...]) -> str:
     """Check for a floating-point [tokens] tensor of finite values."""
     like = arguments[0].mask
-    return _check_column("the advantage", value, like) or _check_values("the advantage", value, negative=True)
+    wrong = _check_column("the advantage", value, like)
+    if not wrong and value.requires_grad:
+        wrong = "the advantage has a gradient; detach it"
+    return wrong or _check_values("the advantage", value, negative=True)
 
 
 def check_optimizer_metrics(value: Any, _: tuple[Any, ...]) -> str:
@@ -246,9 +280,10 @@ def check_unit(value: Any, _: tuple[Any, ...]) -> str:
     return ""
 
 
-def unit_shapes(unit: Unit) -> dict[str, list[int]]:
-    """Return checkpoint name -> shape."""
-    return {name: list(tensor.shape) for name, tensor in unit.tensors.items()}
+def unit_shapes(unit: Unit) -> dict[str, str]:
+    """Return checkpoint name -> kind of number and shape, as in "float [4, 8]"."""
+    kinds = {True: "float", False: "integer"}
+    return {name: f"{kinds[tensor.is_floating_point()]} {list(tensor.shape)}" for name, tensor in unit.tensors.items()}
 
 
 # -- arguments that an event changed in place --------------------------------------------------------------------------
@@ -284,6 +319,8 @@ def check_batch(_: None, arguments: Mapping[str, Any]) -> str:
     """Check that every column has one row per token and every scalar one row per sample."""
     batch: Batch = arguments["batch"]
     tokens, count = len(batch.tokens), len(batch)
+    if batch.tokens.dtype != torch.int64:
+        return f"batch.tokens is {describe(batch.tokens)}; expected int64 token ids"
     for name, column in batch.columns.items():
         if not isinstance(column, (Tensor, Ragged)):
             return f"batch.columns[{name!r}] is {describe(column)}; expected a Tensor [tokens, ...]"
@@ -315,6 +352,10 @@ def check_request(_: None, arguments: Mapping[str, Any]) -> str:
     request: Request = arguments["request"]
     if not request.tokens or not isinstance(request.tokens, list):
         return f"it left the request with tokens that are {describe(request.tokens)}; expected a list of token ids"
+    if wrong := _describe_invalid_tokens(request.tokens, _vocabulary(arguments["run"])):
+        return f"it left the request with {wrong}"
+    if not isinstance(request.sampling, Sampling) or request.sampling.max_new_tokens < 1:
+        return f"it left the request with sampling {request.sampling!r:.80}; expected a Sampling with max_new_tokens of at least 1"
     if not isinstance(request.extras, set):
         return f"it left the request with extras that are {describe(request.extras)}; expected a set of field names"
     return ""

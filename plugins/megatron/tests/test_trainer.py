@@ -59,6 +59,10 @@ class TestReplicas(RankedTrainerContract):
         may_have_children()
         return make(checkpoint, setup)
 
+    @pytest.mark.thorough
+    def test_saved_on_two_ranks_and_loaded_on_one_two_and_three(self, ranks, checkpoint, tmp_path):
+        super().test_saved_on_two_ranks_and_loaded_on_one_two_and_three(ranks, checkpoint, tmp_path)
+
 
 #: Of the load-balancing loss: large enough to be seen in every comparison.
 BALANCE = 0.5
@@ -116,6 +120,7 @@ SIZES = {
     "context": {"cp": 2},
     "data": {},
 }
+MARKS = dict.fromkeys(("virtual", "data"), pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +135,7 @@ def alone(four_layers):
     return worked(four_layers)
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("sizes", [pytest.param(SIZES[name], marks=MARKS.get(name, ()), id=name) for name in SIZES])
 def test_two_ranks_compute_what_one_computes(ranks, four_layers, alone, sizes):
     batch = make_batch()
     everyone = ranks.run(worked_with, four_layers, sizes)
@@ -150,6 +155,7 @@ def worked_with(checkpoint, sizes):
     return worked(checkpoint, **sizes)
 
 
+@pytest.mark.thorough
 def test_norms_over_all_heads_are_trained_by_the_ranks_that_have_them(ranks, tmp_path):
     from miles_testing import tiny_checkpoint
 
@@ -185,6 +191,7 @@ def saved(checkpoint, directory):
     return {n: t.clone() for unit in trainer.units(everywhere=True) for n, t in unit.tensors.items()}
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_two_stages_goes_on_in_one(ranks, four_layers, tmp_path):
     expected = ranks.run(saved, four_layers, tmp_path)[0]
     trainer = make(four_layers, Setup())
@@ -271,6 +278,7 @@ def in_tiles_with(checkpoint, sizes):
     return in_tiles(checkpoint, **sizes)
 
 
+@pytest.mark.thorough
 def test_a_number_format_computes_what_the_embedded_trainer_computes_in_it(ranks, four_layers, alone):
     from miles_embedded import load_model
     from miles_embedded.quantized.weights import install

@@ -151,7 +151,13 @@ VL = {"text_config": {"model_type": "qwen2_vl_text", "hidden_size": 32, "num_att
 )  # fmt: skip
 def test_a_forward_that_would_fail_is_refused_without_data(tmp_path, config, reason):
     """These models can be built; only their forward reads the wrong entry."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 64,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "first_k_dense_replace": 1, **config}))
     with pytest.raises(CheckpointError, match=f"the forward of .* fails .*({reason}).*an entry of config.json"):
         examine_checkpoint(tmp_path, weights=False)
