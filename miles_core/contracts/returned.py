@@ -129,8 +129,8 @@ def _describe_invalid_response(request: Request, response: Any, vocabulary: int)
     if len(response.log_probs) != count:
         return f"the response has {count} tokens and {len(response.log_probs)} log_probs; expected one per token"
     if count and not (isfinite(sum(response.log_probs)) and max(response.log_probs) <= _ROUNDING):
-        wrong = next(p for p in response.log_probs if not (isfinite(p) and p <= _ROUNDING))
-        return f"the response has the log-probability {wrong}; expected finite values of at most 0"
+        worst = next(p for p in response.log_probs if not (isfinite(p) and p <= _ROUNDING))
+        return f"the response has the log-probability {worst}; expected finite values of at most 0"
     if response.finish not in ("stop", "length", "abort"):
         return f"the response has finish {response.finish!r}; expected stop, length or abort"
     if not count and response.finish != "abort":
