@@ -153,6 +153,16 @@ if not hasattr(EmbeddedEngine, "_noted"):
 """
 
 
+#: Held while a toy model is made, which draws from torch's global generator.
+MAKING = threading.Lock()
+
+
+def arguments(*given: Any, **options: Any) -> list[str]:
+    """``toy_arguments``, in one thread at a time."""
+    with MAKING:
+        return toy_arguments(*given, **options)
+
+
 def steps_of(kills: int) -> int:
     """Steps of a run with so many faults."""
     return max(4, kills // 2)
@@ -169,7 +179,7 @@ def once(
     (directory / "fault.json").write_text(json.dumps([runtime, kills, seed, gap, end - SPARE]))
     plugins = [str(directory / "faults.py"), *([apart.__file__] if runtime == "apart" else [])]
     sizes = {"apart_engines": 2} if runtime == "apart" else {"rollout_num_gpus": 2, "actor_num_gpus_per_node": ranks}
-    words = toy_arguments(
+    words = arguments(
         plugins,
         directory / "run",
         steps,
@@ -359,7 +369,7 @@ def reference(runtime: str, steps: int, ranks: int, directory: Path) -> tuple[st
     (directory / "faults.py").write_text(PLUGIN)
     (directory / "fault.json").write_text(json.dumps([runtime, 0, 0, 1.0, 0.0]))
     plugins = [str(directory / "faults.py"), *([apart.__file__] if runtime == "apart" else [])]
-    words = toy_arguments(
+    words = arguments(
         plugins,
         directory / "run",
         steps,
