@@ -7,18 +7,16 @@ Every new hook needs an entry in ``BOUNDARIES``.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
 from numbers import Real
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from miles_core.algorithm.correction import Correction
-from miles_core.contracts.engine import Engine, Request, Response, Sampling
+from miles_core.contracts.engine import Engine, Request, Sampling
+from miles_core.contracts.exchanged import describe_invalid_tokens, vocabulary_size
 from miles_core.contracts.runtime import Runtime
 from miles_core.contracts.schedule import Schedule
 from miles_core.contracts.trainer import Loss, Output, Trainer
@@ -28,13 +26,10 @@ from miles_core.data.reward_value import number
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
 from miles_core.errors import DataError
-from miles_core.plugin.guard import UNCHECKED, Boundary, describe, refuse
+from miles_core.plugin.guard import UNCHECKED, Boundary, describe
 
 if TYPE_CHECKING:
-    from miles_core.contracts.run import Run
-
-#: Largest log-probability that rounding explains.
-_ROUNDING = 1e-3
+    pass
 
 
 def describe_mismatch(value: Any, expected: str) -> str:
@@ -104,63 +99,6 @@ def _check_one_reward(value: Any) -> str:
             number(entry, None)
         except DataError as error:
             return f"the reward{f' {name!r}' if name else ''} {error}"
-    return ""
-
-
-def check_response(run: Run, request: Request, response: Any) -> None:
-    """Check an engine's response to ``request``.
-
-    Raises:
-        PluginError: the response is invalid; names the plugin that provides the engine.
-    """
-    if wrong := _describe_invalid_response(request, response, _vocabulary(run)):
-        name = run.config.run.engine
-        raise refuse(run.hooks.provider("engine", name), f"make_engine ({name})", wrong)
-
-
-def _describe_invalid_response(request: Request, response: Any, vocabulary: int) -> str:
-    if not isinstance(response, Response):
-        return describe_mismatch(response, "a Response from Engine.generate")
-    count, most = len(response.tokens), request.sampling.max_new_tokens
-    if count > most:
-        return f"the response has {count} tokens; the request allows max_new_tokens {most}"
-    if wrong := _describe_invalid_tokens(response.tokens, vocabulary):
-        return f"the response has {wrong}"
-    if len(response.log_probs) != count:
-        return f"the response has {count} tokens and {len(response.log_probs)} log_probs; expected one per token"
-    if count and not (isfinite(sum(response.log_probs)) and max(response.log_probs) <= _ROUNDING):
-        worst = next(p for p in response.log_probs if not (isfinite(p) and p <= _ROUNDING))
-        return f"the response has the log-probability {worst}; expected finite values of at most 0"
-    if response.finish not in ("stop", "length", "abort"):
-        return f"the response has finish {response.finish!r}; expected stop, length or abort"
-    if not count and response.finish != "abort":
-        return f"the response has no tokens and finish {response.finish!r}; a finished response has at least one"
-    return _check_versions(response.weight_versions, count)
-
-
-def _vocabulary(run: Run) -> int:
-    return int(run.plan.fact("model.vocab_size") or sys.maxsize)
-
-
-def _describe_invalid_tokens(tokens: Sequence[Any], vocabulary: int) -> str:
-    """Describe tokens that are not all token ids; "" if they are. Sums and extremes are the cheapest checks of long lists."""
-    try:
-        index(sum(tokens))
-        valid = not len(tokens) or (min(tokens) >= 0 and max(tokens) < vocabulary)
-    except TypeError:
-        valid = False
-    if valid:
-        return ""
-    wrong = next(t for t in tokens if not isinstance(t, int) or not 0 <= t < vocabulary)
-    return f"the token {wrong!r} in {describe(tokens)}; expected token ids, integers from 0 to {vocabulary - 1}"
-
-
-def _check_versions(pairs: list[tuple[int, int]], count: int) -> str:
-    starts, versions = [start for start, _ in pairs], [version for _, version in pairs]
-    if versions != sorted(versions) or len(set(starts)) < len(starts) or starts != sorted(starts):
-        return f"the response has weight_versions {pairs}; expected (first token, version) with both in ascending order"
-    if pairs and (starts[0] != 0 or starts[-1] > count):
-        return f"the response has weight_versions {pairs} for {count} tokens; expected the first to begin at token 0"
     return ""
 
 
@@ -352,7 +290,7 @@ def check_request(_: None, arguments: Mapping[str, Any]) -> str:
     request: Request = arguments["request"]
     if not request.tokens or not isinstance(request.tokens, list):
         return f"it left the request with tokens that are {describe(request.tokens)}; expected a list of token ids"
-    if wrong := _describe_invalid_tokens(request.tokens, _vocabulary(arguments["run"])):
+    if wrong := describe_invalid_tokens(request.tokens, vocabulary_size(arguments["run"])):
         return f"it left the request with {wrong}"
     if not isinstance(request.sampling, Sampling) or request.sampling.max_new_tokens < 1:
         return f"it left the request with sampling {request.sampling!r:.80}; expected a Sampling with max_new_tokens of at least 1"

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from miles_core.contracts.engine import Request, Response, Sampling
-from miles_core.contracts.returned import check_response
+from miles_core.contracts.exchanged import check_response
 from miles_core.data.means import add
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError
