@@ -12,8 +12,7 @@ import numpy as np
 
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
-from miles_core.contracts.policy import Policy
-from miles_core.contracts.run import Run
+from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.runtime import TopLogProbs
 from miles_core.contracts.trainer import ALL_PARTS, Trainer, TrainerPart
 from miles_core.contracts.transport import SyncReport, Transport
@@ -21,8 +20,7 @@ from miles_core.data.sample import Sample
 from miles_core.data.world import World
 from miles_core.precision.schedule import Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
-from miles_core.sync.copy import CopyTransport
-from miles_core.sync.precision import make_codec
+from miles_core.sync.push import CopyTransport, make_codec
 from miles_core.train.learner import Learner
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.workers import Workers

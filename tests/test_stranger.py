@@ -374,7 +374,7 @@ from miles_runtime.inline import InlineRuntime
 from miles_core.rollout.function import SingleTurn
 from miles_core.rollout.source import open_prompts
 from miles_core.schedule.sync import SyncSchedule
-from miles_core.sync.copy import make_transport
+from miles_core.sync.push import make_transport
 from miles_core.train.adamw import make_optimizer
 
 KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "schedule", "advantage", "reward", "check",

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_core.algorithm.ragged import Unmasked, expand
-from miles_core.data.batch import Batch
+from miles_core.data.batch import Batch, Unmasked, expand
 from miles_core.errors import ConfigError
 
 GRPO_EPS = 1e-6

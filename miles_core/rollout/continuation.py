@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from miles_core.contracts.engine import Request, Response
 from miles_core.data.field import Field
+
+if TYPE_CHECKING:
+    from miles_core.config.config import Config
+
 
 Decode = Callable[[list[int]], str]
 
@@ -107,3 +111,10 @@ def _join_rows(name: str, parts: Sequence[Response], declared: Sequence[Field]) 
         more = part.extras[name] if aligned == "response" else part.extras[name][len(merged) :]
         merged = [*merged, *more] if isinstance(merged, list) else np.concatenate([merged, more])
     return merged
+
+
+def partial_rollout(config: Config) -> bool:
+    """Return ``--partial-rollout``. The default is True with ``--schedule async``, which would otherwise wait for the longest
+    response before every weight push and be no faster than ``ahead``; with other schedules it is False."""
+    chosen = config.rollout.partial_rollout
+    return config.run.schedule == "async" if chosen is None else chosen

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from miles_core.config.config import Config
 from miles_core.contracts.engine import Sampling
-from miles_core.contracts.policy import Policy
-from miles_core.contracts.run import Run
+from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Schedule
 from miles_core.data.prompt_source import PromptSource, Row

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from miles_core.algorithm.advantage import ADVANTAGES, KL_IN_REWARD, AdvantageInputs, whiten
 from miles_core.algorithm.correction import NOTHING, Needs, identity, needs_of
-from miles_core.algorithm.kl import engine_gap, kl_estimate
 from miles_core.algorithm.overlong import overlong_penalty
-from miles_core.algorithm.reduction import loss_weights
+from miles_core.algorithm.policy_loss import engine_gap, kl_estimate, loss_weights
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.trainer import Callbacks, Trainer
 from miles_core.data.batch import Batch, collate
-from miles_core.data.means import add, as_floats
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
+from miles_core.data.world import add, as_floats
 from miles_core.errors import ConfigError, DataError, NonFiniteError, PluginError
 from miles_core.plugin.load import compose
 from miles_core.train.correction import check_rollout_log_probs, correction_inputs
@@ -36,8 +35,7 @@ from miles_core.train.share import Pairs, Share
 
 if TYPE_CHECKING:
     from miles_core.contracts.hooks import Purpose
-    from miles_core.contracts.policy import Policy
-    from miles_core.contracts.run import Run
+    from miles_core.contracts.run import Policy, Run
 
 
 class Learner:

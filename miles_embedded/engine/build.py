@@ -10,7 +10,7 @@ from torch import nn
 
 from miles_core.errors import CheckpointError
 from miles_core.precision.product import Products
-from miles_core.sync.precision import make_codec
+from miles_core.sync.push import make_codec
 from miles_embedded.engine.decoder import PlainDecoder
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.self_check import self_check

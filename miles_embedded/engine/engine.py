@@ -22,12 +22,10 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
-from miles_embedded.engine.ahead import StepsAhead
 from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.cache import move_items
-from miles_embedded.engine.decoder import to_emitted
-from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks, missing_fields_error
-from miles_embedded.engine.runner import Fed, Runner
+from miles_embedded.engine.decoder import StepsAhead, to_emitted
+from miles_embedded.engine.runner import Fed, Key, Prefix, Prefixes, Runner, chunks, missing_fields_error
 from miles_embedded.engine.scheduler import Row, Scheduler, parameters_of, slots_of, uniform_of
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.weights import Weights

@@ -11,7 +11,32 @@ from miles_embedded.model.attention import attention_options, window_mask
 from miles_embedded.model.call import Call
 from miles_embedded.model.kv_dtype import KV_DTYPE, round_to_cache
 from miles_embedded.model.operations import operations_of
-from miles_embedded.model.temperature import scale_query
+
+_SWITCH = "attn_temperature_tuning"
+#: Attribute that marks modules whose factor is applied here.
+_TUNED = "miles_tuned"
+
+
+def tune_by_position(attention: nn.Module) -> None:
+    """Make ``scale_query`` scale the queries of this module, if it scales by position."""
+    module: Any = attention
+    if getattr(module, _SWITCH, False) and not module.use_rope:
+        module.__dict__[_TUNED] = True
+        module.register_forward_pre_hook(_switch, with_kwargs=True)
+
+
+def scale_query(attention: nn.Module, query: Tensor, call: Call) -> Tensor:
+    """Scale ``query`` [1, heads, rows, dim] by the factor of each row's position."""
+    module: Any = attention
+    if _TUNED not in module.__dict__:
+        return query
+    floor = torch.floor((call.positions.float() + 1.0) / module.floor_scale)
+    factor = torch.log1p(floor) * module.attn_scale + 1.0
+    return (query * factor[:, None]).to(query.dtype)
+
+
+def _switch(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    module.__dict__[_SWITCH] = kwargs.get("call") is None
 
 
 def attention(

@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
 from miles_embedded.manifest import LAYER_TYPES
-from miles_embedded.model.attention_function import attention, make_mask
+from miles_embedded.model.attention_function import attention, make_mask, tune_by_position
 from miles_embedded.model.call import watch_layers
 from miles_embedded.model.configuration import configuration, head, text_configuration
 from miles_embedded.model.dequantize import dequantize
@@ -43,7 +43,6 @@ from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
 from miles_embedded.model.joint_linear import join_linear
 from miles_embedded.model.onednn import use_fast_linear
-from miles_embedded.model.temperature import tune_by_position
 from miles_embedded.model.value_head import add_value_head
 
 NAME = "miles"

@@ -16,7 +16,7 @@ from miles_embedded.model.load import backbone, decoder_layers
 from miles_embedded.model.logprobs import token_log_probs
 from miles_embedded.model.self_check import check_scores
 from miles_embedded.trainer.attention import PackedCall
-from miles_embedded.trainer.twice import pack_grown
+from miles_embedded.trainer.packing import pack_grown
 
 
 def self_check(model: nn.Module) -> None:

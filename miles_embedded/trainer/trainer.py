@@ -20,14 +20,14 @@ from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer, TrainerPart
 from miles_core.data.batch import Batch, Ragged
 from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
-from miles_core.data.means import as_floats
 from miles_core.data.unit import Unit
+from miles_core.data.world import as_floats
 from miles_core.errors import ConfigError, NonFiniteError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_core.precision.snapshot import Snapshot
-from miles_core.train.auxiliary import trained_tokens, with_auxiliary
+from miles_core.train.loss import trained_tokens, with_auxiliary
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
@@ -43,16 +43,13 @@ from miles_embedded.trainer import checkpoint
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
 from miles_embedded.trainer.columns import check_columns, gather_columns
-from miles_embedded.trainer.data_parallel import Alone
+from miles_embedded.trainer.data_parallel import Alone, add_pairs
 from miles_embedded.trainer.emulate import emulate_properties
 from miles_embedded.trainer.expert_loads import Loads
 from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
 from miles_embedded.trainer.optimizer import MakeOptimizer, Optimizer
-from miles_embedded.trainer.packing import Packing
+from miles_embedded.trainer.packing import Packing, idle_sample, pack_grown, split
 from miles_embedded.trainer.recomputation import recompute_layers
-from miles_embedded.trainer.split import idle_sample, split
-from miles_embedded.trainer.totals import add_pairs
-from miles_embedded.trainer.twice import pack_grown
 
 
 @dataclass(frozen=True)

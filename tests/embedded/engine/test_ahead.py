@@ -11,7 +11,7 @@ import torch
 
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.errors import NonFiniteError
-from miles_embedded.engine.ahead import StepsAhead
+from miles_embedded.engine.decoder import StepsAhead
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.static_attention import StaticCall
