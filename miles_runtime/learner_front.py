@@ -18,10 +18,10 @@ from miles_core.contracts.runtime import Learned, LearnerHandle, TopLogProbs
 from miles_core.contracts.trainer import ALL_PARTS, TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
-from miles_core.data.world import World, shares
+from miles_core.data.world import World
 from miles_core.errors import ConfigError, MilesError, SyncError, WorkerLost
 from miles_core.precision.schedule import Precisions
-from miles_core.train.share import merge_metrics, merge_recorded, split_by_replica
+from miles_core.train.share import merge_metrics, merge_recorded, shares, split_by_replica
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.rank import Rank
 from miles_runtime.workers import GRACE, Workers, gather_in_order

@@ -5,6 +5,7 @@ Each training process holds one rank. The driver calls the same methods in the s
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -143,3 +144,28 @@ class Rank(Learner):
     def _close_transport(self) -> None:
         if self._transport is not None:
             self._transport.close()
+
+
+class RankHere(Workers):
+    """A rank in the driver's process. A call is a plain function call without copies."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(["trainer"], trains=True)
+        self.rank = rank
+
+    async def send(self, number: int, method: str, *args: Any) -> Any:
+        if method == "at":  # step and clock are shared with the driver
+            _, method, *rest = args
+            return await self.send(number, method, *rest), {}
+        result = getattr(self.rank, method)(*args)
+        return await result if inspect.isawaitable(result) else result
+
+    async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
+        """Call ``send``. In one process there are no timeouts, and errors need no worker name."""
+        return await self.send(number, method, *args)
+
+    async def renew(self, number: int) -> None:
+        raise RuntimeError("the trainer runs in the driver's process and cannot be replaced")
+
+    async def kill(self, number: int) -> None:
+        """Do nothing: there is no separate process."""

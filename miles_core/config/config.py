@@ -73,7 +73,7 @@ class Config:
         self._groups: dict[str, Any] = {}
         for table, group in schema.groups.items():
             fields = {o.name: self._values[o.path] for o in schema.options.values() if o.group == table}
-            self._groups[table] = group(**fields)
+            self._groups[table] = self.__dict__[table] = group(**fields)
             if hasattr(type(self), table):
                 raise PluginError(
                     f"a plugin may not be called {table!r}: configurations have an attribute with that name"
@@ -90,11 +90,9 @@ class Config:
         return self._groups[table]
 
     def __getattr__(self, name: str) -> Any:
-        """Return a plugin's table: ``config.mine``, like core's ``config.rollout``."""
+        """Refuse an unknown table. Tables of core and plugins are attributes: ``config.rollout``, ``config.mine``."""
         tables = self.__dict__.get("_groups", {})
-        if name not in tables:
-            raise AttributeError(f"the configuration has no table {name!r}{did_you_mean(name, tables, '; ')}")
-        return tables[name]
+        raise AttributeError(f"the configuration has no table {name!r}{did_you_mean(name, tables, '; ')}")
 
     def plugin(self, name: str) -> Any:
         """Return the options of a plugin, an instance of its config dataclass."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_args
 
 from miles_core.config.config import Config
 from miles_core.data.field import Field
+from miles_core.data.prompts import PromptTemplate
 from miles_core.data.sample import Sample
-from miles_core.data.template import PromptTemplate
 from miles_core.errors import DataError, PluginError
 from miles_core.observe.timer import Clock
 from miles_core.plugin.load import Hooks

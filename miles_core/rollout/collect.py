@@ -9,10 +9,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from miles_core.contracts.schedule import Position
+from miles_core.data.batch import means
 from miles_core.data.sample import Sample, Status, number
-from miles_core.data.world import means
 from miles_core.errors import DataError
 from miles_core.observe.progress import Progress
+from miles_core.reward.reward import RewardFunction, score
 from miles_core.rollout.continuation import partial_rollout
 from miles_core.rollout.queue import Prompt, PromptQueue
 
@@ -226,6 +227,26 @@ class Collector:
 
 def _number(prompt: Prompt) -> int:
     return prompt.group_index
+
+
+def make_score(run: Run, reward: RewardFunction, reward_of: Mapping[str, RewardFunction]) -> Score:
+    """Return the function that rewards the samples of a group.
+
+    Args:
+        run: provides the policies and the options that reward functions receive.
+        reward: the reward function of all samples.
+        reward_of: policy name -> the reward function of its samples; empty if ``reward`` scores all.
+    """
+
+    async def score_all(samples: list[Sample]) -> None:
+        if not reward_of:
+            await score(samples, reward, run.config.args)
+            return
+        for policy in run.policies:
+            if policy.role == "train" and (mine := run.select_policy(policy, [samples])):
+                await score(mine, reward_of[policy.name], run.config.args)
+
+    return score_all
 
 
 def rollout_metrics(run: Run, groups: list[Group]) -> dict[str, float]:

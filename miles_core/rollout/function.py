@@ -16,7 +16,7 @@ from miles_core.contracts.engine import Response, Sampling
 from miles_core.data.renderer import Message, Renderer
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError, PluginError
-from miles_core.rollout.generated import merge_sampling
+from miles_core.rollout.continuation import merge_sampling
 from miles_core.rollout.transcript import Transcript, Turn
 
 if TYPE_CHECKING:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.contracts.returned import check_response
+from miles_core.data.batch import add
 from miles_core.data.sample import Sample, Status
-from miles_core.data.world import add
 from miles_core.errors import DataError, MilesError
 from miles_core.reward.custom import describe_error
-from miles_core.rollout.continuation import can_continue, cut_at_stop, join_parts, partial_rollout
+from miles_core.rollout.continuation import can_continue, check_samples, cut_at_stop, join_parts, partial_rollout
 from miles_core.rollout.function import Ask, RolloutFunction, SingleTurn
-from miles_core.rollout.generated import check_samples
 from miles_core.rollout.versions import mask_older
 
 if TYPE_CHECKING:

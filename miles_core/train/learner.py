@@ -21,10 +21,9 @@ from miles_core.algorithm.policy_loss import engine_gap, kl_estimate, loss_weigh
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.trainer import Callbacks, Trainer
-from miles_core.data.batch import Batch, collate
+from miles_core.data.batch import Batch, add, as_floats, collate
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
-from miles_core.data.world import add, as_floats
 from miles_core.errors import ConfigError, DataError, NonFiniteError, PluginError
 from miles_core.plugin.load import compose
 from miles_core.train.correction import check_rollout_log_probs, correction_inputs

@@ -30,9 +30,9 @@ from miles_embedded.engine.scheduler import Row, Scheduler, parameters_of, slots
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
-from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import context_limit, facts_of
 from miles_embedded.model.nonfinite import first_nonfinite
+from miles_embedded.model.parts import text_configuration
 from miles_embedded.quantized.linear import linear_shapes
 
 

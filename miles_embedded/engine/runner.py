@@ -19,11 +19,11 @@ from miles_embedded.engine.cached_rows import CachedRows
 from miles_embedded.engine.prompts import Prompts
 from miles_embedded.model.attention import window_mask
 from miles_embedded.model.call import Call
-from miles_embedded.model.configuration import head
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
-from miles_embedded.model.load import backbone, decoder_layers, has_windows
+from miles_embedded.model.load import has_windows
 from miles_embedded.model.logprobs import logits_of
+from miles_embedded.model.parts import backbone, decoder_layers, head
 
 #: Logits (rows * vocabulary) computed at once when scoring.
 _LOGITS = 1 << 26

@@ -11,10 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from miles_core.errors import PluginError
-from miles_embedded.model.configuration import head, text_configuration
-
-#: Submodule name of the head.
-VALUE_HEAD = "miles_value_head"
+from miles_embedded.model.parts import VALUE_HEAD, head, text_configuration
 
 
 def make_head(run: Any, policy: Any, model: nn.Module) -> nn.Module:
@@ -39,12 +36,6 @@ def add_value_head(run: Any, policy: Any, model: nn.Module) -> None:
     output, embedding = head(model), model.get_input_embeddings()  # type: ignore[operator]
     if output.weight is not embedding.weight:
         output.requires_grad_(False)
-
-
-def value_head(model: nn.Module) -> nn.Module | None:
-    """Return the value head of a critic's model; None for other models."""
-    found: nn.Module | None = getattr(model, VALUE_HEAD, None)
-    return found
 
 
 def values_of(module: nn.Module, hidden: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, first_line
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
-from miles_embedded.model.configuration import configuration
+from miles_embedded.model.parts import configuration
 from miles_embedded.model.sharded import LocalShard, gather_tensor, local_shard
 
 #: Names of the two projections that a number format encodes with one scale: gate -> up.

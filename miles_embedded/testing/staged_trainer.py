@@ -20,7 +20,7 @@ from miles_core.contracts.trainer import Context, Loss, LossFunction, Output, Pa
 from miles_core.data.batch import Batch
 from miles_core.train.loss import trained_tokens, with_auxiliary
 from miles_embedded.model.call import watch_layers
-from miles_embedded.model.load import backbone, decoder_layers
+from miles_embedded.model.parts import backbone, decoder_layers
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
 from miles_embedded.trainer.columns import gather_columns

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from miles_core.contracts.trainer import Output
 from miles_core.data.batch import Batch
 from miles_core.errors import MilesError
-from miles_embedded.model.configuration import text_configuration
-from miles_embedded.model.value_head import value_head
+from miles_embedded.model.parts import text_configuration, value_head
 from miles_embedded.trainer.packing import spans
 
 #: Columns that ``EmbeddedTrainer.columns`` can compute.

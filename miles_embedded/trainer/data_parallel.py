@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context, Forward, Output
-from miles_core.data.batch import Batch
-from miles_core.data.world import ALONE, World, add
+from miles_core.data.batch import Batch, add
+from miles_core.data.world import ALONE, World
 
 
 def add_pairs(totals: dict[str, tuple[Tensor, Tensor]], pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:

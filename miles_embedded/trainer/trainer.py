@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer, TrainerPart
-from miles_core.data.batch import Batch, Ragged
+from miles_core.data.batch import Batch, Ragged, as_floats
 from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
 from miles_core.data.unit import Unit
-from miles_core.data.world import as_floats
 from miles_core.errors import ConfigError, NonFiniteError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
@@ -31,11 +30,12 @@ from miles_core.train.loss import trained_tokens, with_auxiliary
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
-from miles_embedded.model.load import backbone, decoder_layers, facts_of
+from miles_embedded.model.load import facts_of
 from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
+from miles_embedded.model.parts import backbone, decoder_layers, value_head
 from miles_embedded.model.released import Released
 from miles_embedded.model.sharded import local_shard
-from miles_embedded.model.value_head import value_head, values_of
+from miles_embedded.model.value_head import values_of
 from miles_embedded.model.views import export
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
