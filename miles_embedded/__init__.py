@@ -29,7 +29,7 @@ from miles_embedded.manifest import plugin
 if TYPE_CHECKING:
     from miles_embedded.engine.attention import DecodeCall
     from miles_embedded.engine.build import make_engine
-    from miles_embedded.engine.cached_rows import CachedRows
+    from miles_embedded.engine.cache import CachedRows
     from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
     from miles_embedded.engine.prompts import Prompts
     from miles_embedded.engine.sampling import pick
@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     )
     from miles_embedded.model.parts import backbone, decoder_layers, text_configuration
     from miles_embedded.model.released import Released
-    from miles_embedded.model.sharded import gather_tensor, local_shard
-    from miles_embedded.model.views import views
+    from miles_embedded.model.views import gather_tensor, local_shard, views
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
     from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
@@ -127,7 +126,7 @@ __getattr__, __dir__ = make_lazy_exports(
     {
         "miles_embedded.engine.attention": "DecodeCall",
         "miles_embedded.engine.build": "make_engine",
-        "miles_embedded.engine.cached_rows": "CachedRows",
+        "miles_embedded.engine.cache": "CachedRows",
         "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.sampling": "pick",
@@ -144,8 +143,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
         "miles_embedded.model.released": "Released",
         "miles_embedded.model.experts": "Routed find_routed routed_blocks",
-        "miles_embedded.model.sharded": "gather_tensor local_shard",
-        "miles_embedded.model.views": "views",
+        "miles_embedded.model.views": "gather_tensor local_shard views",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",
         "miles_embedded.trainer.optimizer_group": "OptimizerGroup optimizer_group",

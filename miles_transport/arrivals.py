@@ -1,4 +1,7 @@
-"""Receive weight updates bucket by bucket: track the buckets of every rank and finish complete versions."""
+"""Receive weight updates bucket by bucket: track the buckets of every rank and finish complete versions.
+
+The receiver's side of the transport ``buckets``: access to a bucket's bytes in any kind of memory.
+"""
 
 from __future__ import annotations
 

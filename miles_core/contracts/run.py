@@ -2,6 +2,13 @@
 
 A ``Run`` is complete when it is constructed. It gives no access to the parts built from it (engines and learners, see
 ``PolicyParts``) or to the driver's log (metrics, progress, examples), because workers in other processes have a ``Run`` too.
+
+A policy: one model of a run.
+
+A run has one policy by default; self-play, critics and teachers use several. ``Policy`` holds the data that every process
+needs (checkpoint, role, version served by the engine); ``PolicyParts`` holds the engine and the learner.
+
+Typed values that plugins attach to shared objects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Reads prompts from files in a deterministic order over many epochs, resumable at any row."""
+"""Reads prompts from files in a deterministic order over many epochs, resumable at any row.
+
+Converts a prompt to token ids. This happens once per prompt; nothing is re-tokenised later.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Position of a process among the trainer ranks of a policy."""
+"""Position of a process among the trainer ranks of a policy.
+
+Means as (sum, weight) pairs, which can be added over micro-batches, steps and ranks before a single division at the end.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from miles_core.contracts.schedule import Position
@@ -237,14 +238,15 @@ def make_score(run: Run, reward: RewardFunction, reward_of: Mapping[str, RewardF
         reward: the reward function of all samples.
         reward_of: policy name -> the reward function of its samples; empty if ``reward`` scores all.
     """
+    options = run.config.args
 
     async def score_all(samples: list[Sample]) -> None:
         if not reward_of:
-            await score(samples, reward, run.config.args)
+            await score(samples, reward, copy(options))
             return
         for policy in run.policies:
             if policy.role == "train" and (mine := run.select_policy(policy, [samples])):
-                await score(mine, reward_of[policy.name], run.config.args)
+                await score(mine, reward_of[policy.name], copy(options))
 
     return score_all
 

@@ -86,6 +86,11 @@ def encode_within_limits(render: PromptTemplate, row: Row, config: Config, limit
     return tokens
 
 
+def encode_rows(render: PromptTemplate, config: Config, limits: Limits) -> Callable[[Row], list[int] | None]:
+    """Return ``encode_within_limits`` as a function of a row."""
+    return lambda row: encode_within_limits(render, row, config, limits)
+
+
 def open_prompts(config: Config, paths: Any, flag: str, shuffle: bool = False) -> Prompts:
     """Open the prompt files ``paths`` and check their keys and values. Messages name ``flag``, the option with the paths."""
     data = config.data

@@ -26,7 +26,7 @@ from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.filter import GroupFilter, load_filter
 from miles_core.rollout.function import TURN, RolloutFunction, check_roles, to_rollout_function
 from miles_core.rollout.generate import Functions, Generate, Generator
-from miles_core.rollout.queue import FILE, Limits, PromptQueue, encode_within_limits, examine, open_prompts
+from miles_core.rollout.queue import FILE, Limits, PromptQueue, encode_rows, examine, open_prompts
 from miles_core.rollout.sampling import evaluation_sampling, training_sampling
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
@@ -201,7 +201,7 @@ class Inputs:
         )
 
     def _render(self, run: Run) -> Callable[[Row], list[int] | None]:
-        return lambda row: encode_within_limits(run.render, row, run.config, self.limits)
+        return encode_rows(run.render, run.config, self.limits)
 
     def _generator(
         self, run: Run, parts: list[PolicyParts], sampling: Sampling, answers: Pairs | None = None

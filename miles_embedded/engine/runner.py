@@ -1,4 +1,9 @@
-"""Run the model over cached rows: computes prompts, feeds tokens, returns logits. Independent of requests and sampling."""
+"""Run the model over cached rows: computes prompts, feeds tokens, returns logits. Independent of requests and sampling.
+
+The prefixes in the cache that rows share: a prompt, extended by generated tokens after a retract.
+
+A prefix is computed when a row first needs it and is kept while any row uses it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,7 @@ from torch import Tensor, nn
 from miles_core.contracts.trainer import Context
 from miles_core.errors import MilesError
 from miles_embedded.engine.attention import DecodeCall, PromptCall
-from miles_embedded.engine.cache import Cache, Store, move_items, to_device
-from miles_embedded.engine.cached_rows import CachedRows
+from miles_embedded.engine.cache import Cache, CachedRows, Store, move_items, to_device
 from miles_embedded.engine.prompts import Prompts
 from miles_embedded.model.attention import window_mask
 from miles_embedded.model.call import Call

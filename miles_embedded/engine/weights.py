@@ -53,7 +53,7 @@ class Weights:
         self._set_codec(codec)
         self._shared: set[str] = set()
         self._arrivals: Arrivals | None = None
-        self._released = Released(keep=False)
+        self._released: Released | None = None
 
     @property
     def arrivals(self) -> Arrivals:
@@ -90,11 +90,15 @@ class Weights:
         if self._arrivals is not None:
             self._arrivals.drop()
         self.inputs.drop(list(self.inputs.layers))
+        if self._released is None:
+            self._released = Released(keep=False)
         self._released.release(p for name, p in self.model.named_parameters() if name not in self._shared)
 
     def restore(self) -> None:
         """Allocate the memory of the parameters again."""
-        self._released.restore()
+        if self._released is not None:
+            self._released.restore()
+            self._released = None
 
     def rebuild(self, precision: str) -> None:
         """Decode the following updates in another precision; the weights are incomplete until the next update."""
@@ -113,7 +117,7 @@ class Weights:
 
     def begin_update(self, share: bool = False) -> Update:
         """Start an update tensor by tensor. The weights are incomplete until it is finished and ``serve`` is called."""
-        if self._released:
+        if self._released is not None:
             raise RuntimeError("the weights are asleep: wake them before an update")
         self.complete = False
         self.packs.clear()

@@ -33,7 +33,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
 from miles_embedded.manifest import LAYER_TYPES
-from miles_embedded.model.attention_function import attention, make_mask, tune_by_position
 from miles_embedded.model.call import watch_layers
 from miles_embedded.model.dequantize import dequantize
 from miles_embedded.model.experts import grouped_experts
@@ -42,6 +41,7 @@ from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
 from miles_embedded.model.joint_linear import join_linear
 from miles_embedded.model.onednn import use_fast_linear
+from miles_embedded.model.operations import call_attention, make_mask, tune_by_position
 from miles_embedded.model.parts import backbone, configuration, decoder_layers, head, text_configuration
 from miles_embedded.model.value_head import add_value_head
 
@@ -49,7 +49,7 @@ NAME = "miles"
 FLAG = "--hf-checkpoint"
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_ATTENTION_FUNCTIONS.register(NAME, call_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, make_mask)
 ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
 

@@ -1,4 +1,7 @@
-"""Load weight updates into the engine's model."""
+"""Load weight updates into the engine's model.
+
+Load weights into an engine's model by referencing the trainer's memory.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,11 @@ process each distinct token once, and only attention depends on the tree.
 Two conditions limit the trunk. If an input column (``Batch.inputs``, e.g. replayed expert choices) differs between siblings, their rows
 differ even for equal tokens, so the trunk ends at the first such row, for any kind of column. Rows that no trained position needs, such
 as the last token of every sample, are not computed.
+
+Layout of samples that exceed the length at which rotary frequencies change (``model.growing_rope``), once per set of frequencies.
+
+Tokens up to the switch were predicted with the short set; later ones with the long set for the whole sequence. Such a sample is therefore
+packed twice: its beginning, trained up to the switch, and the whole sample, trained after it. The two copies share no row.
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ from miles_embedded.model.load import facts_of
 from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
 from miles_embedded.model.parts import backbone, decoder_layers, value_head
 from miles_embedded.model.released import Released
-from miles_embedded.model.sharded import local_shard
 from miles_embedded.model.value_head import values_of
-from miles_embedded.model.views import export
+from miles_embedded.model.views import export, local_shard
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer import checkpoint
