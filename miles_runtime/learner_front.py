@@ -1,10 +1,8 @@
 """The driver's handle to all ranks of a policy's trainer, in separate processes or one rank in the driver's process.
 
-``--colocate``: a policy's trainer and engine take turns on the same devices.
-
-The trainer releases its memory while the engine generates, and the engine while the trainer learns. During a push both keep only
-their weights in memory: neither the trainer's optimizer state nor the engine's cache. The calls to the learner determine the turn, so
-no other part has to handle it.
+With ``--colocate``, trainer and engine of a policy take turns on the same devices (``TakingTurns``). The trainer releases its memory
+while the engine generates, and the engine while the trainer learns. During a push both keep only their weights in memory: neither the
+trainer's optimizer state nor the engine's cache. The calls to the learner determine the turn, so no other part has to handle it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Receive weight updates bucket by bucket: track the buckets of every rank and finish complete versions.
-
-The receiver's side of the transport ``buckets``: access to a bucket's bytes in any kind of memory.
-"""
+"""The receiver's side of the transport ``buckets``: opens buckets in any kind of memory, tracks those of every rank and finishes complete
+versions."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def local_sum(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """All local samples of one rollout batch as flat columns (see ``ragged``).
+    """All local samples of one rollout batch as flat columns (see ``data.batch``).
 
     Attributes:
         rewards: [samples] float64 or float32, finite.
@@ -198,7 +198,7 @@ def grpo(inputs: AdvantageInputs) -> Tensor:
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
-    """Dr.GRPO: R - mean. Its constant normaliser is a choice of reduction (``reduction.loss_weights``). [tokens]"""
+    """Dr.GRPO: R - mean. Its constant normaliser is a choice of reduction (``policy_loss.loss_weights``). [tokens]"""
     return _spread(inputs, "center")
 
 

@@ -1,6 +1,6 @@
-"""Policy losses per token, before any reduction.
+"""Policy losses per token, estimators of the KL divergence, and the reduction to the loss of an optimiser step.
 
-Token losses are not weighted here: corrections multiply them, ``reduction.loss_weights`` weights them, and their sum over all
+Token losses are not weighted: corrections multiply them, ``loss_weights`` weights them, and their sum over all
 micro-batches and ranks is the loss of the optimiser step. With r_t = exp(log pi - log pi_old):
 
 - ``ppo``:   max(-A r, -A clip(r, 1 - eps, 1 + eps_high)); dual clip: for A < 0 at most -c A. Also the loss of GRPO,
@@ -11,15 +11,13 @@ micro-batches and ranks is the loss of the optimiser step. With r_t = exp(log pi
 Masked tokens have loss 0 and gradient 0 regardless of their log-probabilities. Log-ratios are clamped to +-20 before exp, so that a
 single token cannot make the step infinite; a clamped log-ratio has no gradient.
 
-Estimators of KL(pi || pi_ref) from tokens sampled from pi (J. Schulman, "Approximating KL divergence", 2020).
+**KL.** Estimators of KL(pi || pi_ref) from tokens sampled from pi (J. Schulman, "Approximating KL divergence", 2020).
 
 With d = log pi - log pi_ref: k1 = d is unbiased with high variance; k2 = d^2 / 2 is biased, and its gradient is the
 unbiased one of the reverse KL; k3 = e^-d - 1 + d is unbiased as a value and never negative; low_var_kl is k3 with
 clamps. As a *loss*, k1 has a gradient with mean 0, and the gradient of k3 is not that of the reverse KL.
 
-Reduces token losses to the loss of an optimiser step.
-
-The reduction is a weight per token, computed before the first micro-batch from all local tokens of the step. The step's loss is then
+**Reduction.** A weight per token, computed before the first micro-batch from all local tokens of the step. The step's loss is then
 ``(token_loss * weight).sum()``, summed over micro-batches and ranks. It does not depend on how the batch was split or packed, and
 gradients are summed, never averaged.
 """
@@ -58,7 +56,7 @@ def loss_weights(
     ``mask`` is the original mask. Without any unmasked token all weights are 0.
 
     Args:
-        mask: [tokens] flat column (``ragged``) of all local samples of the step.
+        mask: [tokens] flat column of all local samples of the step.
         lengths: [samples] int64.
         rollout_ids: [samples] int64. Siblings must be on one rank; ids must not repeat between ranks.
         how: one of ``REDUCTIONS``.

@@ -1,14 +1,10 @@
-"""The run object passed to plugins: configuration, resolved plan and progress.
+"""The run object passed to plugins (configuration, resolved plan, progress), its policies, and the values that plugins attach to it.
 
 A ``Run`` is complete when it is constructed. It gives no access to the parts built from it (engines and learners, see
 ``PolicyParts``) or to the driver's log (metrics, progress, examples), because workers in other processes have a ``Run`` too.
 
-A policy: one model of a run.
-
-A run has one policy by default; self-play, critics and teachers use several. ``Policy`` holds the data that every process
-needs (checkpoint, role, version served by the engine); ``PolicyParts`` holds the engine and the learner.
-
-Typed values that plugins attach to shared objects.
+A policy is one model of a run. A run has one policy by default; self-play, critics and teachers use several. ``Policy`` holds the data
+that every process needs (checkpoint, role, version served by the engine); ``PolicyParts`` holds the engine and the learner.
 """
 
 from __future__ import annotations

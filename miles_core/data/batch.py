@@ -6,10 +6,10 @@ All samples' tokens are concatenated. A column has one row per token; row t of a
 A trainer may use any layout of tokens (packed, padded, shared prompts); it reads columns through
 ``Context.rows`` and returns its results as flat columns.
 
-Reductions over flat columns: concatenated tokens of all samples, with the number of tokens of each in ``lengths [samples]``.
-
-Index t of a sample refers to token t as *target* (prompt tokens are included, with mask 0). Sums use float64 and a fixed order within
+Reductions over columns take the number of tokens of each sample in ``lengths [samples]``. Their sums use float64 and a fixed order within
 each sample, so that a value does not depend on the other samples in the batch or micro-batch.
+
+Metrics are (sum, weight) pairs: they can be added over micro-batches, steps and ranks before a single division at the end.
 """
 
 from __future__ import annotations

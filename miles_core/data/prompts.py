@@ -1,7 +1,5 @@
-"""Reads prompts from files in a deterministic order over many epochs, resumable at any row.
-
-Converts a prompt to token ids. This happens once per prompt; nothing is re-tokenised later.
-"""
+"""Reads prompts from files in a deterministic order over many epochs, resumable at any row, and converts each to token ids. This happens
+once per prompt; nothing is re-tokenised later."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Position of a process among the trainer ranks of a policy.
-
-Means as (sum, weight) pairs, which can be added over micro-batches, steps and ranks before a single division at the end.
-"""
+"""Position of a process among the trainer ranks of a policy."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""Continues responses that an engine aborted before they were complete.
+"""Continues responses that an engine aborted before they were complete, and validates what a custom generate function provides.
 
 The tokens, log-probabilities and recorded rows of an aborted response are kept, and the next request continues after them
 with the same key. Because sampling is keyed on (seed, key, position), the result equals that of an uninterrupted response,
 as long as the weights are the same.
 
-Validates the samples and sampling parameters that a custom generate function provides.
-
-Both come from user code, so every value is checked before it is used.
+Samples and sampling parameters of a custom function come from user code, so every value is checked before it is used.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The provider of ``--generate NAME`` returns a ``RolloutFunction`` or an async function with the same arguments. The function
 is called once per sample and sends its requests through ``ask``, which records every turn.
-
-The interface of rollout functions to the engines: ``turn = await ask(...)`` adds a turn to the sample's transcript.
+``turn = await ask(...)`` sends a request to the engine and adds the turn to the sample's transcript.
 """
 
 from __future__ import annotations

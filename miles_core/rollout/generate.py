@@ -1,10 +1,9 @@
 """Generates the samples of a prompt: calls a rollout function, sends its requests to engines and records their responses.
 
-Keys of engine requests. A key seeds the random numbers of a request and identifies the request when it is aborted.
-
-A key is a 63-bit integer with two parts: the low 42 bits hold the sample's number, the high bits hold the index of the call
-within the sample. The key of the first call therefore equals the sample's number. Samples of training, evaluation and
-verification are numbered from different offsets, so no two requests in flight share a key.
+The key of a request seeds its random numbers and identifies it when it is aborted. A key is a 63-bit integer with two parts: the low 42
+bits hold the sample's number, the high bits hold the index of the call within the sample. The key of the first call therefore equals the
+sample's number. Samples of training, evaluation and verification are numbered from different offsets, so no two requests in flight share
+a key.
 """
 
 from __future__ import annotations

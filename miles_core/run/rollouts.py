@@ -1,10 +1,7 @@
-"""Writes every sample of training and evaluation to ``rollouts/``. ``miles_core.run.rollouts`` reads these files.
-
-Locates and reads the samples of each step on disk.
+"""Writes and reads every sample of training and evaluation.
 
 ``RUN/rollouts/train/00000012.jsonl.gz`` holds the samples that step 12 trained on, ``RUN/rollouts/eval/00000012.jsonl.gz`` the
 evaluation samples after it: one JSON object per line, compressed with gzip. A file always holds all samples of its step.
-``miles_core.run.rollouts`` writes these files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pushes a weight version to the engine, and retries a failed push."""
+"""Weight sync: the codec of a policy, its precision, the push of a version with retries, and the checks after it."""
 
 from __future__ import annotations
 

@@ -5,10 +5,9 @@ Quantities that depend on the whole optimiser step are computed before the first
 corrections. A loss therefore does not depend on how the step was split. A correction that considers each sample separately can
 also be applied here, on the micro-batch; this saves a forward pass when the policy is its own old policy.
 
-Adds auxiliary losses (load balancing, draft heads) to the loss of a micro-batch.
-
-``Output.aux`` holds sums over a micro-batch. They are divided by the number of trained tokens of the whole optimiser step, so
-that the total does not depend on the split into micro-batches. Every trainer calls ``with_auxiliary`` between loss and backward.
+Auxiliary losses (load balancing, draft heads) are sums over a micro-batch, ``Output.aux``. They are divided by the number of trained
+tokens of the whole optimiser step, so that the total does not depend on the split into micro-batches. Every trainer calls
+``with_auxiliary`` between loss and backward.
 """
 
 from __future__ import annotations

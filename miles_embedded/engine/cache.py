@@ -1,4 +1,4 @@
-"""The KV cache of rows that share prompts.
+"""The KV cache of rows that share prompts, and the rows of one call in it.
 
 It has two stores. ``prefixes`` stores the prompt of each group once, independently of the number of rows that continue it; ``own``
 stores the tokens each row generated. A store has one slab per layer and kind, [slots, heads, width, dim], which doubles when full.

@@ -3,11 +3,10 @@
 ``PlainDecoder`` feeds the last token of each row and samples the next. A drafting decoder feeds several tokens, keeps those that
 the model accepts, removes the others from the cache and emits all accepted tokens at once.
 
-Asynchronous decode steps: launch the next step before the host reads the tokens of the current one.
-
-A step writes its sampled tokens to device buffers that the next step reads. The GPU therefore keeps working while the host appends
-tokens, checks stop conditions and answers requests. When rows leave, the others continue in their new slots. When rows join, the step
-in flight still counts for the rows that were there; the step after it is filled from the host again.
+``StepsAhead`` launches the next step before the host reads the tokens of the current one. A step writes its sampled tokens to device
+buffers that the next step reads. The GPU therefore keeps working while the host appends tokens, checks stop conditions and answers
+requests. When rows leave, the others continue in their new slots. When rows join, the step in flight still counts for the rows that were
+there; the step after it is filled from the host again.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Decoder(ABC):
 
 
 class PlainDecoder(Decoder):
-    """Sample one token per row and step; on a GPU with steps launched ahead of the host (``ahead``)."""
+    """Sample one token per row and step; on a GPU with steps launched ahead of the host (``StepsAhead``)."""
 
     def step(self, engine: EmbeddedEngine, rows: list[Row]) -> Emitted:
         emitted = engine.ahead.step(rows)

@@ -1,8 +1,7 @@
 """Run the model over cached rows: computes prompts, feeds tokens, returns logits. Independent of requests and sampling.
 
-The prefixes in the cache that rows share: a prompt, extended by generated tokens after a retract.
-
-A prefix is computed when a row first needs it and is kept while any row uses it.
+Rows share prefixes in the cache: a prompt, extended by generated tokens after a retract. A prefix is computed when a row first needs it
+and is kept while any row uses it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""The experts of mixture-of-experts layers, registered in Transformers' experts interface.
+"""The experts and routers of mixture-of-experts layers. The experts are registered in Transformers' experts interface.
 
 Standard experts are one operation of the model's table (``operations``). All others (biases, transposed weights, another gate, rows
 rounded by a number format in front of a product) use the individual steps of ``grouped_experts.py``.
 
-Find the routers of mixture-of-experts blocks by structure, independently of their names.
-
-A mixture-of-experts block contains ``experts``, with their number, and a router: a child module that has, itself or in a submodule, a
-matrix with one row per expert, whose product with a hidden state gives the logits. Usually the router's choice is passed to the experts
-as ``experts(hidden, index, weights)``. Llama 4's experts instead compute every row for every expert, with rows weighted by the
-router's scores, which are 0 for experts that were not chosen.
+Routers are found by structure, independently of their names. A mixture-of-experts block contains ``experts``, with their number, and a
+router: a child module that has, itself or in a submodule, a matrix with one row per expert, whose product with a hidden state gives the
+logits. Usually the router's choice is passed to the experts as ``experts(hidden, index, weights)``. Llama 4's experts instead compute
+every row for every expert, with rows weighted by the router's scores, which are 0 for experts that were not chosen.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Load weight updates into the engine's model.
-
-Load weights into an engine's model by referencing the trainer's memory.
-"""
+"""Load weight updates into the engine's model, by copying or by referencing the trainer's memory."""
 
 from __future__ import annotations
 

@@ -7,11 +7,10 @@ By default torch computes all steps. A plugin with kernels sets a model's table 
 The table applies to that model only. ``norm``, ``rotation``, ``gate`` and ``route`` are called with the dtype and device that the model had
 at that time. The other operations must accept any input: where they have no kernel, they call the function that they replaced.
 
-Position-dependent scaling of queries, as in Llama 4's layers without a rotary embedding (arXiv 2501.19399).
-
-Transformers counts positions from the first row of a call. Here a call contains several sequences, or the next tokens of many.
-Therefore the module's own factor is disabled while it runs for a ``Call``, and each query is scaled by the factor of its position in
-its sequence.
+Transformers calls ``call_attention``, registered as ``miles``, which calls the model's attention operation. It also scales queries by
+position, as Llama 4 does in layers without a rotary embedding (arXiv 2501.19399). Transformers counts positions from the first row of a
+call. Here a call contains several sequences, or the next tokens of many. Therefore the module's own factor is disabled while it runs for
+a ``Call``, and each query is scaled by the factor of its position in its sequence.
 """
 
 from __future__ import annotations

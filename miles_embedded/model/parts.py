@@ -1,9 +1,8 @@
 """Finds the parts of a Transformers model by role, independently of their names in its family, and replaces the forward of a module.
 
-Replace the forward of a single module, until the module's class changes its forward.
-
-``on_model`` lets a plugin change the class of a module. An instance attribute ``forward`` would hide the forward of the new class, because
-Python looks up instances first. The replacement therefore compares, at every call, the class's current forward with the original one.
+``put_forward`` replaces a forward until the module's class changes: ``on_model`` lets a plugin change the class of a module. An instance
+attribute ``forward`` would hide the forward of the new class, because Python looks up instances first. The replacement therefore
+compares, at every call, the class's current forward with the original one.
 """
 
 from __future__ import annotations

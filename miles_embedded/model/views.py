@@ -1,4 +1,4 @@
-"""Checkpoint tensors as views of module parameters.
+"""Checkpoint tensors as views of module parameters, which may be sharded across processes.
 
 Transformers stores all experts of a layer in one parameter, with gate and up joined; a checkpoint has a tensor per expert and
 projection. Transformers declares these conversions, and every supported conversion consists of slices: a checkpoint tensor is a view of
@@ -7,8 +7,6 @@ list in either direction, without arithmetic and without repeating the conversio
 
 Some families' checkpoints also store all experts of a layer in one tensor. Number formats split them (``precision.fused_experts``),
 again by slices.
-
-Parameters sharded across processes: the local shard and the full tensor.
 
 FSDP2 stores a parameter as a ``DTensor``: each process has ``ceil(rows / processes)`` consecutive rows of the first dimension, the last
 processes fewer or none. The rest of this backend uses plain tensors, through these functions.

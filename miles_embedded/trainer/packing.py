@@ -1,4 +1,5 @@
-"""Layout of a micro-batch: one row of tokens without padding, in which the shared prompt of a group is computed once.
+"""Micro-batches of an optimizer step, and the layout of each: one row of tokens without padding, in which the shared prompt of a group is
+computed once.
 
 The samples of a group start with the same tokens. This shared part (the *trunk*) is computed once, and every sample continues it with a
 *branch* that attends to the trunk and itself; a sample that shares nothing is a trunk only. Linear layers, norms and experts thus
@@ -8,9 +9,8 @@ Two conditions limit the trunk. If an input column (``Batch.inputs``, e.g. repla
 differ even for equal tokens, so the trunk ends at the first such row, for any kind of column. Rows that no trained position needs, such
 as the last token of every sample, are not computed.
 
-Layout of samples that exceed the length at which rotary frequencies change (``model.growing_rope``), once per set of frequencies.
-
-Tokens up to the switch were predicted with the short set; later ones with the long set for the whole sequence. Such a sample is therefore
+Samples longer than the length at which rotary frequencies change (``model.growing_rope``) are laid out once per set of frequencies. Tokens
+up to the switch were predicted with the short set; later ones with the long set for the whole sequence. Such a sample is therefore
 packed twice: its beginning, trained up to the switch, and the whole sample, trained after it. The two copies share no row.
 """
 
