@@ -208,22 +208,11 @@ class Config:
                 where = option.path
             origins[where] = origin
             chosen.discard(where)
-        return Config(
-            self._schema, changed, origins, frozenset(chosen), self.requested, passed, self._active, self.policies
-        )
+        return self._copy(values=changed, origins=origins, chosen=frozenset(chosen), passthrough=passed)
 
     def with_policies(self, named: Mapping[str, Mapping[str, Any]]) -> Config:
         """Return a copy of this configuration with other values for its policies."""
-        return Config(
-            self._schema,
-            self._values,
-            self._origins,
-            self._chosen,
-            self.requested,
-            self._passthrough,
-            self._active,
-            named,
-        )
+        return self._copy(policies=named)
 
     def with_plugins(self, names: Iterable[str]) -> Config:
         """Return a copy of this configuration with the plugins of the accepted plan, including requirements.
@@ -237,16 +226,20 @@ class Config:
             owners = self._schema.flag_of(path).owners if option else (self._schema.owners[path.partition(".")[0]],)
             if not ({CORE, *active} & set(owners)):
                 raise ConfigError(f"{self._origins[path]}: {owners[0]} is not part of this run; add it to --plugins")
-        return Config(
-            self._schema,
-            self._values,
-            self._origins,
-            self._chosen,
-            self.requested,
-            self._passthrough,
-            active,
-            self.policies,
-        )
+        return self._copy(active=active)
+
+    def _copy(self, **changes: Any) -> Config:
+        """Return a copy of this configuration; ``changes`` are arguments of the constructor."""
+        own = {
+            "values": self._values,
+            "origins": self._origins,
+            "chosen": self._chosen,
+            "requested": self.requested,
+            "passthrough": self._passthrough,
+            "active": self._active,
+            "policies": self.policies,
+        }
+        return Config(self._schema, **(own | changes))
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON data: the values set by the user by table, and all other values under ``defaults``."""

@@ -13,7 +13,7 @@ from miles_core.config.load import load
 from miles_core.errors import CheckpointError
 from miles_core.precision.codec import Codec
 from miles_core.precision.options import codec_for
-from miles_core.precision.projection import project
+from miles_mismatch.projection import project
 from miles_embedded.model.load import load_model
 from miles_embedded.model.views import Loader, export, views
 from miles_embedded.quantized.weights import install
