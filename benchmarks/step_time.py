@@ -47,7 +47,9 @@ TRAIN = """train --hf-checkpoint {model} --prompt-data {inputs}/prompts.jsonl --
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, metavar="CHECKOUT", help="the code before")
-    parser.add_argument("--after", type=Path, default=ROOT, metavar="CHECKOUT", help="the code after (default: this checkout)")
+    parser.add_argument(
+        "--after", type=Path, default=ROOT, metavar="CHECKOUT", help="the code after (default: this checkout)"
+    )
     parser.add_argument("--models", default="toy,smollm2", help=f"some of {','.join(MODELS)}")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of runs per model")
     parser.add_argument("--steps", type=int, default=12, help=f"steps of a run, more than {SKIPPED}")
@@ -63,7 +65,9 @@ def main() -> None:
         work = Path(temporary).resolve()
         sides = [prepare(n, getattr(given, n), sys.executable, None, work) for n in ("before", "after")]
         times = {model: measure(model, sides, given, work) for model in models}
-    ratios = {m: statistics.median(a / b for b, a in zip(t["before"], t["after"], strict=True)) for m, t in times.items()}
+    ratios = {
+        m: statistics.median(a / b for b, a in zip(t["before"], t["after"], strict=True)) for m, t in times.items()
+    }
     commits = {side.name: commit(side.checkout) for side in sides}
     found = {"threads": given.threads, "steps": given.steps, **commits, "ratio": ratios, "seconds": times}
     finish(Path(__file__).stem, found, given.save, lambda: installed("torch"))
@@ -86,7 +90,11 @@ def measure(model: str, sides: list[Side], given: argparse.Namespace, work: Path
             if process.wait():
                 raise SystemExit(f"{side.name}, {model}: {(directory / 'errors.txt').read_text()[-2000:]}")
             (metrics,) = directory.rglob("metrics.jsonl")
-            steps = [row["time/step"] for line in metrics.read_text().splitlines() if "time/step" in (row := json.loads(line))]
+            steps = [
+                row["time/step"]
+                for line in metrics.read_text().splitlines()
+                if "time/step" in (row := json.loads(line))
+            ]
             times[side.name].append(statistics.median(steps[SKIPPED:]))
             print(f"{model:<8} pair {pair} {side.name:<6} {times[side.name][-1]:.4f} s per step", flush=True)
     return times

@@ -110,7 +110,7 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
         log.progress.phase("sync")
         await evaluation.complete()  # before the sync replaces the weights being evaluated
         for part in parts:
-            if part.engine is not None and part.policy.learns:
+            if part.engine is not None and (part.policy.learns or part.learner.unsynced):
                 metrics |= run.prefix_metrics(part.policy, await sync(run, schedule, part))
     metrics |= run.clock.metrics() | log.workers()
     if schedule.seconds:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from miles_core.contracts.emulation import Emulation as Emulation
     from miles_core.contracts.mtp_layer import MtpLayer as MtpLayer, collect_mtp_layer as collect_mtp_layer
     from miles_core.contracts.runtime import (
+        CHANGEABLE as CHANGEABLE,
         Learned as Learned,
         LearnerHandle as LearnerHandle,
         TopLogProbs as TopLogProbs,
@@ -73,7 +74,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.checkpoint.rng": "get_rng put_rng",
         "miles_core.contracts.emulation": "Emulation",
         "miles_core.contracts.mtp_layer": "MtpLayer collect_mtp_layer",
-        "miles_core.contracts.runtime": "Learned LearnerHandle TopLogProbs",
+        "miles_core.contracts.runtime": "CHANGEABLE Learned LearnerHandle TopLogProbs",
         "miles_core.contracts.trainer": "Callbacks Context Forward GIVEN_ROUTES Loss LossFunction OWN_ROUTES OptimizerStep Output Pass "
         "Trainer TrainerPart",
         "miles_core.data.world": "ALONE World",

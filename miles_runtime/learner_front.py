@@ -19,7 +19,7 @@ import numpy as np
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Policy, Run
-from miles_core.contracts.runtime import Learned, LearnerHandle, TopLogProbs
+from miles_core.contracts.runtime import CHANGEABLE, Learned, LearnerHandle, TopLogProbs
 from miles_core.contracts.trainer import ALL_PARTS, TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
@@ -255,7 +255,16 @@ class LearnerFront(LearnerHandle):
     async def load(self, directory: Path) -> None:
         async with self.turns.train():
             await self._each(lambda rank, _: rank.load(directory.absolute()))
-        self._holds = None
+        self._holds, self.unsynced = None, True
+
+    async def configure(self, options: Mapping[str, float]) -> None:
+        if unknown := sorted({*options} - {*CHANGEABLE}):
+            raise ConfigError(
+                f"the option {unknown[0]} of the policy {self.policy.name} cannot change during a run; those that can are "
+                f"{', '.join(CHANGEABLE)}"
+            )
+        await self._each(lambda rank, _: rank.configure(options))
+        self.policy.options = {**self.policy.options, **options}
 
     async def export(self, directory: Path) -> None:
         async with self.turns.read(("weights",)):
@@ -278,7 +287,7 @@ class LearnerFront(LearnerHandle):
         reports = await self._each(lambda rank, _: rank.push(version, plain, push))
         if self.engines is not None:
             await self.engines.check_served(version)
-        self._holds = None
+        self._holds, self.unsynced = None, False
         return SyncReport(
             version,
             sum(r.nbytes for r in reports),

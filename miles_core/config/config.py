@@ -155,7 +155,12 @@ class Config:
             facts.append(Fact(path, plain(raw), self._origins[path], flag=flag, chosen=path in self._chosen))
         for policy, own in self.policies.items():
             start = f"{policies.PREFIX}{policy}."
-            facts.append(Fact(f"{start}role", own.get(policies.ROLE, policies.ROLES[0]), start.rstrip(".")))
+            role = own.get(policies.ROLE, policies.ROLES[0])
+            facts.append(Fact(f"{start}role", role, start.rstrip(".")))
+            generates = own.get(policies.GENERATES)
+            facts.append(
+                Fact(f"{start}generates", role == "train" if generates is None else generates, start.rstrip("."))
+            )
             for path in own.keys() & self._schema.options.keys():
                 origin = self._origins.get(start + path, start.rstrip("."))
                 facts.append(Fact(start + self._schema.options[path].fact, plain(own[path]), origin, chosen=True))

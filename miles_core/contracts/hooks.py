@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from miles_core.algorithm.correction import Correct
     from miles_core.checkpoint.store import Store
     from miles_core.config.config import Config
-    from miles_core.contracts.engine import Request
+    from miles_core.contracts.engine import Engine, Request
     from miles_core.contracts.mtp_layer import MtpLayer
     from miles_core.contracts.run import Policy, Run
     from miles_core.contracts.runtime import Learn, LearnerHandle
@@ -157,11 +157,14 @@ class HookSpecs:
         ``name`` is the data set's name ("" without one); ``groups`` holds its samples by prompt. Runs in: driver."""
 
     @hookspec
-    def wrap_learn(self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle]) -> Wrap[Learn] | None:
+    def wrap_learn(
+        self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle], engines: Mapping[str, Engine]
+    ) -> Wrap[Learn] | None:
         """Wrap ``async learn(samples, step) -> Learned``, which trains a policy of the role ``train`` on one rollout.
 
-        ``handles`` maps policy names to learners. A wrapper may compute ``values``, ``log_probs`` or ``top_log_probs`` with other
-        policies and store the results in ``Sample.fields`` under declared names, call ``learn`` of a critic with the same samples, or
+        ``handles`` maps policy names to learners, ``engines`` to the engines of policies that generate. A wrapper may compute
+        ``values``, ``log_probs`` or ``top_log_probs`` with other policies and store the results in ``Sample.fields`` under declared names,
+        give a policy the weights of another (``save``, ``load``), call ``learn`` of a critic with the same samples, or
         return ``Learned({}, 0)`` to skip the update. Called once, after all policies are built. Runs in: driver."""
 
     @hookspec

@@ -7,6 +7,7 @@ is called once per sample and sends its requests through ``ask``, which records 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from abc import ABC, abstractmethod
@@ -59,6 +60,7 @@ class Ask:
         self.transcript = Transcript(sample.index, decode, learns)
         self.metrics: dict[str, float] = {}
         self.failures: list[Exception] = []
+        self.abandoned = False  # whether a call was cancelled while its engine may still compute it
 
     @property
     def renderer(self) -> Renderer:
@@ -123,6 +125,9 @@ class Ask:
     async def _record(self, parent: Turn | None, tokens: list[int], policy: str, answer: Awaitable[Response]) -> Turn:
         try:
             response = await answer
+        except asyncio.CancelledError:
+            self.abandoned = True
+            raise
         except Exception as error:
             self.failures.append(error)  # marks it as an error of the engine, not of the rollout function
             raise

@@ -350,6 +350,10 @@ class EmbeddedTrainer(Trainer):
         """See ``Trainer.sum``."""
         return self.parallel.sum(value)
 
+    def configure(self, settings: Mapping[str, float]) -> None:
+        """See ``Trainer.configure``."""
+        self.optimizer.configure(settings)
+
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""
         self.optimizer.reset()

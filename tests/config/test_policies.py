@@ -65,3 +65,11 @@ def test_a_policy_that_a_plugin_adds_has_options_too(tmp_path):
     assert (own.train.lr, own.train.clip_grad, own.model.hf_checkpoint) == (1e-3, 0.5, "elsewhere")
     with pytest.raises(ConfigError, match=r"policies.critic: a policy has no option 'lrr'; did you mean lr"):
         config.for_policy("critic", {"lrr": 1})
+
+
+def test_whether_a_policy_generates_is_a_fact(tmp_path):
+    facts = {
+        fact.name: fact.value
+        for fact in loaded(tmp_path, "policies: {a: {}, b: {role: frozen}, c: {role: frozen, generates: true}}").facts()
+    }
+    assert [facts[f"policies.{name}.generates"] for name in "abc"] == [True, False, True]

@@ -115,7 +115,6 @@ class MegatronTrainer(Trainer):
         s: parallel sizes.
         world: rank and data-parallel rank; the process groups must exist.
         directory: checkpoint of the initial weights.
-        settings: the settings.
         reference: checkpoint of the reference model.
         on_chunk: called with each chunk before it is wrapped.
         codec: codec of the number format to train in; BF16 by default.
@@ -359,9 +358,8 @@ class MegatronTrainer(Trainer):
 
     def model_facts(self) -> Mapping[str, object]:
         """See ``Trainer.model_facts``."""
-        e = self.a.experts
         found: dict[str, object] = {"layers": self.a.layers, "vocab_size": self.a.vocab, "hidden_size": self.a.hidden}
-        if e is not None:
+        if (e := self.a.experts) is not None:
             found |= {"num_experts": e.count, "top_k": e.top_k, "moe_layers": sum(self.a.sparse)}
         return found
 
@@ -372,6 +370,10 @@ class MegatronTrainer(Trainer):
         total = value.to(self.device, copy=True)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=False))
         return total.to(value.device)
+
+    def configure(self, settings: Mapping[str, float]) -> None:
+        """See ``Trainer.configure``."""
+        self.optimizer.configure(settings)
 
     @_on_cpu_too
     def save(self, directory: Path) -> None:
@@ -390,7 +392,6 @@ class MegatronTrainer(Trainer):
 
 def _finalize(chunks: list[Any], num_tokens: Any = None, **groups: Any) -> None:
     """Sum gradients over replicas, over pipeline stages that share the embedding, and over ranks that share norms.
-
     Gradients are not divided, because losses are already normalised over the whole step."""
     finalize_model_grads(chunks, None, **groups)
 
