@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from miles_core.data.sample import Sample, number
 from miles_core.data.unit import Unit
 from miles_core.errors import DataError
 from miles_core.plugin.guard import UNCHECKED, Boundary, describe
-
-if TYPE_CHECKING:
-    pass
 
 
 def describe_mismatch(value: Any, expected: str) -> str:
