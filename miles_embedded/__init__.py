@@ -11,6 +11,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``;
 - to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``;
 - to build a second model: ``checkpoint_config``, ``unloaded_model``, ``prepare``;
+- to keep a base under adapters: ``mark_constant``, ``encode_weights``, ``share_weights``, ``full_values``, ``make_model``;
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
 - to free device memory temporarily: ``Released``;
@@ -38,15 +39,19 @@ if TYPE_CHECKING:
     from miles_embedded.model.attention import AttentionOptions
     from miles_embedded.model.call import Call, active_context
     from miles_embedded.model.configuration import text_configuration
+    from miles_embedded.model.constant import full_values, is_constant, mark_constant
+    from miles_embedded.model.examine import examine
     from miles_embedded.model.export import export_checkpoint
     from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
     from miles_embedded.model.load import (
         backbone,
+        build_empty,
         checkpoint_config,
         decoder_layers,
         has_windows,
         is_embedded,
         load_model,
+        make_model,
         prepare,
         unloaded_model,
     )
@@ -64,6 +69,7 @@ if TYPE_CHECKING:
     from miles_embedded.model.routers import Routed, find_routed, routed_blocks
     from miles_embedded.model.sharded import gather_tensor, local_shard
     from miles_embedded.model.views import views
+    from miles_embedded.quantized.encoded import encode_weights, share_weights
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
     from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
@@ -91,20 +97,27 @@ __all__ = [
     "add_layer",
     "available",
     "backbone",
+    "build_empty",
     "checkpoint_config",
     "decoder_layers",
+    "encode_weights",
     "engines_gpus",
+    "examine",
     "export_checkpoint",
     "find_routed",
+    "full_values",
     "gather_tensor",
     "has_windows",
+    "is_constant",
     "is_embedded",
     "load_model",
     "local_shard",
     "logits_of",
     "longest_sample",
     "make_engine",
+    "make_model",
     "make_trainer",
+    "mark_constant",
     "model_size",
     "new_layer",
     "operations_of",
@@ -115,6 +128,7 @@ __all__ = [
     "read_layer",
     "routed_blocks",
     "run_layer",
+    "share_weights",
     "size_of",
     "text_configuration",
     "to_emitted",
@@ -140,7 +154,11 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
         "miles_embedded.model.configuration": "text_configuration",
-        "miles_embedded.model.load": "backbone checkpoint_config decoder_layers has_windows is_embedded load_model prepare unloaded_model",
+        "miles_embedded.model.constant": "full_values is_constant mark_constant",
+        "miles_embedded.quantized.encoded": "encode_weights share_weights",
+        "miles_embedded.model.examine": "examine",
+        "miles_embedded.model.load": "backbone build_empty checkpoint_config decoder_layers has_windows is_embedded load_model "
+        "make_model prepare unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",

@@ -11,6 +11,7 @@ from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Products
+from miles_embedded.model.constant import codes_of, constant_tensors, is_constant
 from miles_embedded.model.load_units import Update
 from miles_embedded.model.onednn import Packs
 from miles_embedded.model.released import Released
@@ -54,7 +55,7 @@ class Weights:
         self._set_codec(codec)
         self._shared: set[str] = set()
         self.arrivals = Arrivals(lambda version, staged: (_StagedArrival if staged else _DirectArrival)(self, version))
-        self._released = Released(keep=False)
+        self._released, self._aside = Released(keep=False), Released(keep=True)
 
     def check(self) -> None:
         """Check that the model can be run.
@@ -72,20 +73,27 @@ class Weights:
         """Yield the tensors that the model's products read, including the codes of native products."""
         yield from self.model.parameters()
         yield from self.model.buffers()
+        for parameter in self.model.parameters():
+            if (codes := codes_of(parameter)) is not None:
+                yield from codes.tensors()
         for layer in self.inputs.layers.values():
             yield from (layer.codes or {}).values()
 
     def release(self) -> None:
-        """Free the memory of the parameters, except those shared with the trainer; an update must follow before they are read."""
+        """Free the memory of the parameters, except those shared with the trainer; an update must follow before they are read. Constant
+        ones, which no update contains, wait in host memory."""
         self.complete = False
         self.packs.clear()
         self.arrivals.drop()
         self.inputs.drop(list(self.inputs.layers))
-        self._released.release(p for name, p in self.model.named_parameters() if name not in self._shared)
+        own = {name: p for name, p in self.model.named_parameters() if name not in self._shared}
+        self._released.release(p for p in own.values() if not is_constant(p))
+        self._aside.release(constant_tensors(own.values()))
 
     def restore(self) -> None:
         """Allocate the memory of the parameters again."""
         self._released.restore()
+        self._aside.restore()
 
     def rebuild(self, precision: str) -> None:
         """Decode the following updates in another precision; the weights are incomplete until the next update."""
@@ -103,7 +111,7 @@ class Weights:
 
     def begin_update(self, share: bool = False) -> Update:
         """Start an update tensor by tensor. The weights are incomplete until it is finished and ``serve`` is called."""
-        if self._released:
+        if self._released or self._aside:
             raise RuntimeError("the weights are asleep: wake them before an update")
         self.complete = False
         self.packs.clear()

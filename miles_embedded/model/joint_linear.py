@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from miles_embedded.model.constant import codes_of
 from miles_embedded.model.own_forward import put_forward
 
 #: Names of layers that read one input, as siblings.
@@ -96,12 +97,14 @@ def join_linear(model: nn.Module) -> int:
 
 
 def _plain(layer: Any) -> bool:
-    return type(layer) is nn.Linear and layer.bias is None and "forward" not in layer.__dict__ and layer.weight.is_cuda
+    own = type(layer) is nn.Linear and layer.bias is None and "forward" not in layer.__dict__
+    return own and layer.weight.is_cuda and codes_of(layer.weight) is None
 
 
 def _join(layers: list[nn.Linear]) -> None:
     joint = Joint(layers)
-    joint.lay_out()
+    if joint._matrix() is None:  # else an owner of the same memory has laid them out
+        joint.lay_out()
     for layer in layers:
         layer.__dict__[_ATTRIBUTE] = joint
         put_forward(layer, _forward)

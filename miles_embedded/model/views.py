@@ -24,7 +24,8 @@ from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, first_line
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
 from miles_embedded.model.configuration import configuration
-from miles_embedded.model.sharded import LocalShard, gather_tensor, local_shard
+from miles_embedded.model.constant import codes_of, full_values, is_constant, is_streamed
+from miles_embedded.model.sharded import LocalShard, local_shard
 
 #: Names of the two projections that a number format encodes with one scale: gate -> up.
 _COUPLED = {"gate_proj": "up_proj", "w1": "w3"}
@@ -122,19 +123,21 @@ def unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def export(model: nn.Module) -> Iterator[Unit]:
     """Yield the checkpoint tensors as views of the model's memory: one per unit, except that gate and up of an MLP or expert share a unit.
+    Constant parameters that are not ``streamed`` are left out.
 
     A collective operation if parameters are sharded: each is gathered in turn, and every process receives every unit.
     """
-    units = list(group_coupled(views(model)))
+    state = sources(model)
+    units = list(group_coupled([view for view in views(model) if is_streamed(state[view.source])]))
     last = {view.source: number for number, members in enumerate(units) for view in members}
-    state, gathered = sources(model), dict[str, Tensor]()
+    gathered: dict[str, Tensor] = {}
     for number, members in enumerate(units):
         for view in members:
             if view.source not in gathered:
-                gathered[view.source] = gather_tensor(state[view.source])
+                gathered[view.source] = full_values(state[view.source])
         yield Unit(
             {v.name: v.of(gathered[v.source]) for v in members},
-            lasting=not any(local_shard(state[v.source]).sharded for v in members),
+            lasting=not any(local_shard(t).sharded or codes_of(t) for t in (state[v.source] for v in members)),
         )
         for view in members:
             if last[view.source] == number:
@@ -145,10 +148,12 @@ class Loader:
     """Copies checkpoint tensors into a model, in any order."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._shards = {n: local_shard(t) for n, t in sources(model).items()}
+        state = sources(model)
+        self._shards = {n: local_shard(t) for n, t in state.items()}
+        self._encoded = {n for n, t in state.items() if codes_of(t) is not None}
         self._views = {v.name: v for v in views(model)}
         self._tied = tied_names(model)
-        self._missing = dict.fromkeys(self._views)
+        self._missing = dict.fromkeys(n for n, v in self._views.items() if not is_constant(state[v.source]))
         self._family = Family.of(configuration(model).to_dict())
         self._parts: dict[str, View] | None = None
         self._inside: dict[str, tuple[str, list[View]]] = {}
@@ -160,7 +165,9 @@ class Loader:
         Raises:
             CheckpointError: the model has no such tensor, or it has another shape.
         """
-        self._write(self._find_view(name, tensor), tensor, copy)
+        view = self._find_view(name, tensor)
+        if view.source not in self._encoded:  # an encoded tensor is constant, and has no storage
+            self._write(view, tensor, copy)
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
         view.write(self._shards[view.source], tensor, copy)

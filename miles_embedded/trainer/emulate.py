@@ -11,13 +11,14 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from miles_core.contracts.emulation import Emulation
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.snapshot import Snapshot
+from miles_embedded.model.constant import codes_of
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load_units import load_units
 from miles_embedded.model.sharded import local_shard
@@ -76,7 +77,7 @@ def _model_of(engine: Any) -> nn.Module:
 @contextmanager
 def _weights(model: nn.Module, units: Iterable[Encoded], codec: Codec) -> Iterator[None]:
     """Load ``units``, decoded by ``codec``, into ``model`` inside this context."""
-    own: dict[str, Tensor] = {n: local_shard(t).tensor for n, t in sources(model).items()}
+    own = {n: local_shard(t).tensor for n, t in sources(model).items() if codes_of(t) is None}
     kept = {n: t.to("cpu", copy=True) for n, t in own.items()}
     try:
         load_units(model, units, codec.decode)

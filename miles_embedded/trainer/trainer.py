@@ -29,6 +29,7 @@ from miles_core.precision.quantizer import FormatItself
 from miles_core.precision.snapshot import Snapshot
 from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.optimizer import OptimizerConfig
+from miles_embedded.model.constant import constant_tensors
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import backbone, decoder_layers, facts_of
@@ -332,7 +333,10 @@ class EmbeddedTrainer(Trainer):
             if self.precision is not None:
                 self.precision.forget()
             models = [m for m in (self.model, self._reference) if m is not None]
-            self._asleep["weights"].release(local_shard(p).tensor for m in models for p in m.parameters())
+            parameters = [p for m in models for p in m.parameters()]
+            self._asleep["weights"].release(
+                [*(local_shard(p).tensor for p in parameters), *constant_tensors(parameters)]
+            )
         if "optimizer" in parts and not self._asleep["optimizer"]:
             self._asleep["optimizer"].release(self.optimizer.memory())
 

@@ -16,7 +16,7 @@ def test_engine_trainer_and_export_agree(tmp_path):
     done = toy_run(["lora"], steps=3, lr=1e-2, export_hf=tmp_path / "hf", verify_logprobs=True)
     assert all(record["verify/abs_log_prob"] < 1e-4 for record in done.metrics)
     trained = {n: p for n, p in done.trainer.model.named_parameters() if p.requires_grad}
-    assert done.metrics[-1]["verify/moved"] > 0.99 and trained and all(".lora_" in name for name in trained)
+    assert done.metrics[-1]["verify/moved"] > 0.99 and trained and all(".lora." in name for name in trained)
     start = load_file(done.run.policy.hf_checkpoint + "/model.safetensors")
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert exported.keys() == start.keys()
@@ -33,5 +33,5 @@ def test_engine_trainer_and_export_agree(tmp_path):
 
 
 def test_a_module_that_does_not_exist_is_named():
-    with pytest.raises(ConfigError, match="--lora-modules q_project"):
-        toy_run(["lora"], lora_modules="q_project")
+    with pytest.raises(ConfigError, match="--lora-target-modules q_project"):
+        toy_run(["lora"], lora_target_modules="q_project")

@@ -1,0 +1,82 @@
+"""LoRA (arXiv 2106.09685): the trainer steps low-rank adapters over a frozen base, which may be stored in a number format only."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from miles_core.plugin import Plugin, Rule, option
+
+__version__ = "0.1.0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Low-rank adapters over a frozen base."""
+
+    rank: int = option(8, flag="--lora-rank", help="rank of the adapters", ge=1, fixed=True)
+    alpha: float = option(16.0, flag="--lora-alpha", help="adapters are scaled by ALPHA / rank", gt=0, fixed=True)
+    use_rslora: bool = option(
+        False, flag="--lora-use-rslora", help="scale adapters by ALPHA / sqrt(rank) (arXiv 2312.03732)", fixed=True
+    )
+    dropout: float = option(
+        0.0, flag="--lora-dropout", help="dropout of the adapters' inputs in training passes", ge=0, lt=1
+    )
+    target_modules: tuple[str, ...] = option(
+        ("q_proj", "v_proj"),
+        flag="--lora-target-modules",
+        help="ends of the names of linear layers and of joined experts (experts.gate_up_proj) that get an adapter; all-linear for "
+        "every linear layer of the decoder, all-experts for all joined experts",
+        metavar="NAME,...",
+        fixed=True,
+    )
+    sync: Literal["merged", "adapter"] = option(
+        "merged",
+        flag="--lora-sync",
+        help="merged: the engine receives base plus adapters as ordinary weights; adapter: it loads the base itself, receives only "
+        "adapters, and applies them next to the base",
+    )
+    export: Literal["merged", "adapter"] = option(
+        "merged", flag="--lora-export", help="--export-hf writes a merged checkpoint, or an adapter in peft's format"
+    )
+    adapter: str | None = option(
+        None, flag="--lora-adapter", help="start from this adapter in peft's format", metavar="DIR"
+    )
+
+
+_TRAINER = (
+    "the adapters are attached to Transformers' modules, which only the embedded trainer runs (in one process, or on several ranks with "
+    "FSDP2); Megatron-Core joins query, key and value and divides its matrices among ranks, where adapters in peft's layout have no "
+    "counterpart"
+)
+
+plugin = Plugin(
+    name="lora",
+    summary="low-rank adapters over a frozen base",
+    version=__version__,
+    core="~=0.1",
+    config=LoraOptions,
+    provides={"model": {"lora": "miles_lora.base:make_model"}},
+    sets={},
+    requires=(
+        Rule("trainer == embedded", because=_TRAINER),
+        Rule(
+            "train.precision == bf16 or lora.sync == adapter",
+            because="with --lora-sync merged the engine rounds the sum of base and adapters, but the trainer would round the base alone; "
+            "with --lora-sync adapter both sides read the same codes of the base and add the adapters unrounded",
+        ),
+        Rule(
+            "precision.warmup_steps == 0",
+            when="lora.sync == adapter and rollout.precision != bf16",
+            because="the base is stored in the number format only, so it cannot be BF16 during a warm-up",
+        ),
+    ),
+    recommends=(
+        Rule(
+            "train.activation_checkpointing",
+            when="train.precision != bf16 and lora.target_modules == all-experts",
+            because="the backward pass keeps base plus adapter of every joined expert otherwise, as large as the decoded base",
+        ),
+    ),
+    hooks={"": "miles_lora.hooks:Lora"},
+    review="miles_lora.review:review",
+    examine="miles_lora.examine:examine",
+)
