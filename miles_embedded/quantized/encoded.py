@@ -93,7 +93,8 @@ def encode_weights(model: nn.Module, codec: Codec, device: torch.device | None =
 
 
 def share_weights(model: nn.Module, owner: nn.Module) -> None:
-    """Make the parameters of ``model`` those of ``owner``, in the same memory. Both were made from one checkpoint; all are constant."""
+    """Make the parameters of ``model`` those of ``owner``, in the same memory, and mark them as constant. Both were made from one
+    checkpoint, and those of ``owner`` must not change either."""
     own = dict(owner.named_parameters())
     for name, parameter in model.named_parameters():
         codes = codes_of(own[name])
@@ -101,7 +102,7 @@ def share_weights(model: nn.Module, owner: nn.Module) -> None:
             parameter.data = own[name].data
         else:
             put_codes(parameter, codes, own[name].device)
-    mark_constant([*owner.parameters(), *model.parameters()])
+    mark_constant(model.parameters())
     _watch(model)
 
 

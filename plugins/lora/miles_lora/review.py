@@ -13,7 +13,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     problems, notes = [], []
     for name in facts.policies:
         role = facts.value(f"policies.{name}.role") if len(facts.policies) > 1 else "train"
-        own = [fact for fact in facts if fact.name.startswith(f"policies.{name}.lora.")]
+        own = [facts.lookup(fact) for fact in facts if fact.startswith(f"policies.{name}.lora.")]
         if role != "train" and own:
             why = (
                 "a critic is trained in full, because its value head needs a trunk of its own"
