@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from miles_embedded.model.attention import AttentionOptions
     from miles_embedded.model.call import Call, active_context
     from miles_embedded.model.configuration import text_configuration
-    from miles_embedded.model.constant import full_values, is_constant, mark_constant
+    from miles_embedded.model.constant import codes_of, full_values, is_constant, mark_constant
     from miles_embedded.model.examine import examine
     from miles_embedded.model.export import export_checkpoint
     from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from miles_embedded.model.routers import Routed, find_routed, routed_blocks
     from miles_embedded.model.sharded import gather_tensor, local_shard
     from miles_embedded.model.views import views
-    from miles_embedded.quantized.encoded import encode_weights, share_weights
+    from miles_embedded.quantized.encoded import EncodedParameter, encode_weights, share_weights
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
     from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
@@ -83,6 +83,7 @@ __all__ = [
     "DecodeCall",
     "Decoder",
     "Emitted",
+    "EncodedParameter",
     "Experts",
     "LogProbs",
     "ModelSize",
@@ -99,6 +100,7 @@ __all__ = [
     "backbone",
     "build_empty",
     "checkpoint_config",
+    "codes_of",
     "decoder_layers",
     "encode_weights",
     "engines_gpus",
@@ -154,8 +156,8 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
         "miles_embedded.model.configuration": "text_configuration",
-        "miles_embedded.model.constant": "full_values is_constant mark_constant",
-        "miles_embedded.quantized.encoded": "encode_weights share_weights",
+        "miles_embedded.model.constant": "codes_of full_values is_constant mark_constant",
+        "miles_embedded.quantized.encoded": "EncodedParameter encode_weights share_weights",
         "miles_embedded.model.examine": "examine",
         "miles_embedded.model.load": "backbone build_empty checkpoint_config decoder_layers has_windows is_embedded load_model "
         "make_model prepare unloaded_model",

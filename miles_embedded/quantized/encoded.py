@@ -129,23 +129,24 @@ class _Decoded:
         self._running = threading.local()
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        known: dict[int, Codes] = {}
+        known = self._running.known = dict[int, tuple[Codes, Tensor]]()
         for attribute in self.attributes:
             codes = codes_of(module._parameters[attribute])
             assert codes is not None
             value = module.__dict__[attribute] = codes.values()
-            known[value.untyped_storage()._cdata] = codes
-        self._running.known, self._running.saving = known, self._save_codes(known)
+            # the value stays alive while the module runs, though an adapter may hide it: its address identifies it
+            known[value.untyped_storage()._cdata] = codes, value
+        self._running.saving = self._save_codes(known)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         saving, self._running.saving = getattr(self._running, "saving", None), None
         if saving is not None:
             saving.__exit__(None, None, None)
-            self._running.known.clear()  # another tensor may get the same storage
+        getattr(self._running, "known", {}).clear()  # another tensor may get the same address
         for attribute in self.attributes:
             module.__dict__.pop(attribute, None)
 
-    def _save_codes(self, known: dict[int, Codes]) -> Any:
+    def _save_codes(self, known: dict[int, tuple[Codes, Tensor]]) -> Any:
         """Start to keep codes instead of decoded values for the backward pass; None where nothing is kept."""
         ctx = active_context()
         if not torch.is_grad_enabled() or (ctx is not None and ctx.recompute):
@@ -155,7 +156,7 @@ class _Decoded:
             found = known.get(tensor.untyped_storage()._cdata)
             if found is None:
                 return tensor
-            return found, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return found[0], tensor.shape, tensor.stride(), tensor.storage_offset()
 
         def unpack(kept: Any) -> Tensor:
             if isinstance(kept, Tensor):

@@ -70,7 +70,7 @@ def write_adapter(
     parameters = _shortest([t.source for t in targets if t.joined], [n for n, _ in model.named_parameters()])
     LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft's annotation is int
+        lora_alpha=int(options.alpha) if options.alpha.is_integer() else options.alpha,  # type: ignore[arg-type]
         use_rslora=options.use_rslora,
         lora_dropout=options.dropout,
         target_modules=modules,
@@ -143,5 +143,5 @@ def check_adapter(directory: str, options: LoraOptions) -> None:
     ):
         if stored.get(key, mine) != mine:
             raise ConfigError(
-                f"{FLAG} {directory}: its {key} is {stored[key]}, but this run has {flag} {mine}; make them equal"
+                f"{FLAG} {directory}: its {key} is {stored[key]}, but this run has {flag} {mine:g}; make them equal"
             )

@@ -77,6 +77,8 @@ def _candidates(model: nn.Module) -> Iterator[Target]:
         if module not in inside or "indexer" in path.split("."):
             continue
         if isinstance(module, nn.Linear):
+            if type(module).forward is not nn.Linear.forward:
+                continue  # such as a router that returns choices too
             yield Target(path, module, "weight")
         elif "expert" in type(module).__name__.lower():
             for attribute, parameter in module.named_parameters(recurse=False):
