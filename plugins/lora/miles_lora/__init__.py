@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_core.plugin import Plugin, Rule, option
+from miles_core.plugin import Plugin, Rule, Set, option
 
 __version__ = "0.1.0"
 
@@ -54,14 +54,37 @@ plugin = Plugin(
     version=__version__,
     core="~=0.1",
     config=LoraOptions,
-    provides={"model": {"lora": "miles_lora.base:make_model"}},
-    sets={},
+    provides={"model": {"lora": "miles_lora.base:make_model"}, "transport": {"adapter": "miles_lora.transport:make"}},
+    capabilities={"transport": ("adapter",)},
+    sets={
+        "transport": Set(
+            "adapter",
+            when="lora.sync == adapter and engine != embedded",
+            because="the engine loads adapters through an interface of its own",
+        ),
+    },
     requires=(
         Rule("trainer == embedded", because=_TRAINER),
         Rule(
             "train.precision == bf16 or lora.sync == adapter",
             because="with --lora-sync merged the engine rounds the sum of base and adapters, but the trainer would round the base alone; "
             "with --lora-sync adapter both sides read the same codes of the base and add the adapters unrounded",
+        ),
+        Rule(
+            "rollout.precision == bf16",
+            when="lora.sync == adapter and engine != embedded",
+            because="an engine that loads the base itself reads the checkpoint as it is, and nothing sends it the encoded base; use "
+            "--lora-sync merged or --engine embedded",
+        ),
+        Rule(
+            "not colocate",
+            when="lora.sync == adapter and engine != embedded",
+            because="an engine that sleeps drops its weights, and an update of adapters does not bring the base back",
+        ),
+        Rule(
+            "rollout.pause_generation_mode == abort",
+            when="lora.sync == adapter and engine != embedded",
+            because="requests in flight would need the adapter of the previous version, which is unloaded",
         ),
         Rule(
             "precision.warmup_steps == 0",

@@ -26,6 +26,11 @@ def examine(config: Any, weights: bool) -> None:
         return
     model = build_empty(checkpoint_config(path, config.model.trust_remote_code), config.model.trust_remote_code)
     experts = [t for t in find_targets(model, options.target_modules) if t.joined]
+    if experts and options.sync == "adapter" and config.run.engine != "embedded":
+        raise ConfigError(
+            f"--lora-sync adapter: {experts[0].name} ({FLAG}) joins experts, and --engine {config.run.engine} loads adapters of linear layers "
+            "only; send merged weights (--lora-sync merged), or leave the experts out"
+        )
     if experts and options.dropout:
         raise ConfigError(
             f"--lora-dropout {options.dropout:g}: {experts[0].name} ({FLAG}) joins experts, whose inputs cannot be dropped separately for the "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.data import Unit
-from miles_core.plugin import CheckpointError, Policy, Run, Store, hookimpl
+from miles_core.plugin import CheckpointError, Policy, Run, StashKey, Store, hookimpl
 from miles_embedded import full_values, is_constant, mark_constant, views
 from miles_lora import LoraOptions
 from miles_lora.adapter import Adapter, attach, delta_of, squared_norm
@@ -46,6 +46,10 @@ class Trained:
             yield Unit({view.name: view.of(values)})
 
 
+#: policy -> its trained model, in the process of the trainer.
+TRAINED = StashKey[dict[str, Trained]]()
+
+
 class Lora:
     """Adds adapters to the models of policies that train, and freezes the rest."""
 
@@ -70,7 +74,9 @@ class Lora:
             return
         if options.adapter is not None:
             read_adapter(options.adapter, adapters, targets)
-        self.trained[policy.name] = Trained(model, targets, adapters, options)
+        self.trained[policy.name] = run.stash.setdefault(TRAINED, {})[policy.name] = Trained(
+            model, targets, adapters, options
+        )
         own = sum(p.numel() for a in adapters.values() for p in a.parameters())
         every = sum(p.numel() for p in model.parameters())
         log.info(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -57,18 +58,24 @@ def write_adapter(
         base: the base model's checkpoint, recorded in the configuration.
         model: the model of the targets.
     """
-    from peft import LoraConfig  # takes a second to import
-
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for source, start in names_of(targets).items():
         for letter, matrix in zip("AB", matrices[source], strict=True):
             tensors[f"{start}lora_{letter}.weight"] = matrix.detach().to("cpu").contiguous()
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    text = json.dumps(adapter_config(targets, options, base, model), indent=2, sort_keys=True)
+    (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def adapter_config(targets: Sequence[Target], options: LoraOptions, base: str, model: nn.Module) -> dict[str, Any]:
+    """Return peft's configuration of an adapter, as JSON data; arguments as for ``write_adapter``."""
+    from peft import LoraConfig  # takes a second to import
+
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     modules = _shortest([t.path for t in targets if not t.joined], linear)
     parameters = _shortest([t.source for t in targets if t.joined], [n for n, _ in model.named_parameters()])
-    LoraConfig(
+    config = LoraConfig(
         r=options.rank,
         lora_alpha=int(options.alpha) if options.alpha.is_integer() else options.alpha,  # type: ignore[arg-type]
         use_rslora=options.use_rslora,
@@ -78,7 +85,8 @@ def write_adapter(
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
         inference_mode=True,
-    ).save_pretrained(str(directory))
+    ).to_dict()
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
 
 
 def _shortest(chosen: list[str], every: Iterable[str]) -> list[str]:
