@@ -15,7 +15,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
 - to free device memory temporarily: ``Released``;
-- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``;
+- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``, ``trainer_parts``;
 - to replace steps of a model: ``Operations`` (with the types of its functions), ``operations_of``, ``use_operations``, and the calls
   that attention receives.
 
@@ -35,7 +35,14 @@ if TYPE_CHECKING:
     from miles_embedded.engine.prompts import Prompts
     from miles_embedded.engine.sampling import pick
     from miles_embedded.memory.model_size import ModelSize, model_size
-    from miles_embedded.memory.usage import engines_gpus, longest_sample, size_of, wanted_rows
+    from miles_embedded.memory.usage import (
+        engines_gpus,
+        longest_sample,
+        size_of,
+        trainer_parts,
+        training_of,
+        wanted_rows,
+    )
     from miles_embedded.model.attention import AttentionOptions
     from miles_embedded.model.call import Call, active_context
     from miles_embedded.model.configuration import text_configuration
@@ -134,6 +141,8 @@ __all__ = [
     "size_of",
     "text_configuration",
     "to_emitted",
+    "trainer_parts",
+    "training_of",
     "unloaded_model",
     "use_operations",
     "views",
@@ -150,7 +159,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.sampling": "pick",
         "miles_embedded.memory.model_size": "ModelSize model_size",
-        "miles_embedded.memory.usage": "engines_gpus longest_sample size_of wanted_rows",
+        "miles_embedded.memory.usage": "engines_gpus longest_sample size_of trainer_parts training_of wanted_rows",
         "miles_embedded.model.attention": "AttentionOptions",
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",

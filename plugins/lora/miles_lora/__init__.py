@@ -100,6 +100,7 @@ plugin = Plugin(
         ),
     ),
     hooks={"": "miles_lora.hooks:Lora"},
+    memory="miles_lora.memory:usage",
     review="miles_lora.review:review",
     examine="miles_lora.examine:examine",
 )
