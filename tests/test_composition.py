@@ -24,7 +24,6 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 quantises expert matrices only, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
     (frozenset({"critic", "distillation"}), "", "", "do not read the critic's values"),
-    *((frozenset({"lora", name}), "", f"{name}x{name}", "round the base and the adapter") for name in FORMATS),
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 
@@ -34,6 +33,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "cpu_kernels": {"device": "cpu"},
     "distillation": {"advantage_estimator": "distillation"},
     "critic": {"advantage_estimator": "ppo"},
+    "lora": {"lora_sync": "adapter"},  # the kind of sync that takes a format on both sides
 }
 
 #: Policies that a plugin needs in the configuration file.
@@ -52,6 +52,7 @@ def cells(names):
     return found or [("bf16", "bf16")]
 
 
+#: Examples, and plugins of which one cell per pair is enough
 EXAMPLES = {"critic", "distillation", "endless", "lora", "mxfp6", "self_play"}
 #: A dense model runs every plugin in every precision, and every pair without an example in the first of its precisions.
 CASES = [

@@ -137,7 +137,14 @@ def _attach_experts(target: Target, adapter: Adapter) -> None:
 
 
 def _add_output(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output + layer._modules[CHILD](args[0])  # type: ignore[misc]
+    return output + _adapter_of(layer, args[0])
+
+
+def _adapter_of(layer: nn.Module, x: Tensor) -> Tensor:
+    adapter = layer._modules[CHILD]
+    assert adapter is not None
+    found: Tensor = adapter(x)
+    return found
 
 
 def _put_sums(experts: nn.Module, args: Any) -> None:
@@ -168,4 +175,4 @@ class _RawInput:
 
     def add(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
         x, self._kept.x = self._kept.x, None
-        return output + layer._modules[CHILD](x)  # type: ignore[misc]
+        return output + _adapter_of(layer, x)

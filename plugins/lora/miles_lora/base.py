@@ -13,7 +13,7 @@ from torch import nn
 
 from miles_core.format import Codec, make_codec
 from miles_core.plugin import Policy, Run, StashKey
-from miles_embedded import encode_weights, share_weights
+from miles_embedded import encode_weights, mark_constant, share_weights
 from miles_embedded import make_model as load_checkpoint
 
 #: (checkpoint, dtype, device, precision) -> the first model with these weights in this process.
@@ -32,13 +32,21 @@ def make_model(run: Run, policy: Policy, role: str) -> nn.Module:
     key = (str(start), options.dtype, options.device, name)
     known = run.stash.setdefault(BASES, {})
     if key in known and shares(run):
-        return load_checkpoint(run, policy, reduce=partial(share_weights, owner=known[key]))
-    device = torch.device("cuda" if options.device == "auto" and torch.cuda.is_available() else "cpu")
-    if options.device != "auto":
-        device = torch.device(options.device)
-    encode = partial(encode_weights, codec=codec, device=device) if codec.format is not None else None
-    known[key] = load_checkpoint(run, policy, reduce=encode)
-    return known[key]
+        reduce = partial(share_weights, owner=known[key])
+    elif codec.format is not None:
+        reduce = partial(encode_weights, codec=codec, device=_device(options.device))
+    else:
+        reduce = None
+    model = load_checkpoint(run, policy, reduce)
+    mark_constant(model.parameters(), streamed=False)
+    known.setdefault(key, model)
+    return model
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 def codec_of(run: Run, policy: Policy, role: str) -> Codec:

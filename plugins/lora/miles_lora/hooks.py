@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +63,8 @@ class Lora:
             return
         options: LoraOptions = run.config_of(policy).plugin("lora")
         separate, trains = options.sync == "adapter", role in ("train", "shared") and policy.learns
-        if trains or separate:
-            mark_constant(model.parameters(), streamed=not separate)
+        if trains and not separate:
+            mark_constant(model.parameters())
         if not policy.learns or not (trains or (separate and role == "rollout")):
             return
         format = codec_of(run, policy, role).format
@@ -89,7 +90,7 @@ class Lora:
         )
 
     @hookimpl
-    def wrap_weights(self, policy: Policy, purpose: str) -> Callable | None:
+    def wrap_weights(self, policy: Policy, purpose: str) -> Callable[..., Any] | None:
         trained = self.trained.get(policy.name)
         # a snapshot is loaded back into the model with adapters; a sync of adapters streams nothing else
         if (
@@ -110,7 +111,7 @@ class Lora:
         return wrap
 
     @hookimpl
-    def wrap_export(self, policy: Policy) -> Callable | None:
+    def wrap_export(self, policy: Policy) -> Callable[..., Any] | None:
         trained = self.trained.get(policy.name)
         if trained is None or trained.options.export != "adapter":
             return None
@@ -132,7 +133,7 @@ class Lora:
         return wrap
 
     @hookimpl
-    def wrap_optimizer_step(self, policy: Policy) -> Callable | None:
+    def wrap_optimizer_step(self, policy: Policy) -> Callable[..., Any] | None:
         trained = self.trained.get(policy.name)
         if trained is None:
             return None

@@ -75,7 +75,7 @@ def adapter_config(targets: Sequence[Target], options: LoraOptions, base: str, m
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     modules = _shortest([t.path for t in targets if not t.joined], linear)
     parameters = _shortest([t.source for t in targets if t.joined], [n for n, _ in model.named_parameters()])
-    config = LoraConfig(
+    config: Any = LoraConfig(
         r=options.rank,
         lora_alpha=int(options.alpha) if options.alpha.is_integer() else options.alpha,  # type: ignore[arg-type]
         use_rslora=options.use_rslora,
@@ -85,8 +85,8 @@ def adapter_config(targets: Sequence[Target], options: LoraOptions, base: str, m
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
         inference_mode=True,
-    ).to_dict()
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    )
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
 
 
 def _shortest(chosen: list[str], every: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ from miles_testing import plan, toy_run
 pytest.importorskip("peft")
 
 PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
+RETRACT = {"pause_generation_mode": "retract", "mask_offpolicy_in_partial_rollout": True}
 BOTH = {"train_precision": "fp8", "rollout_precision": "fp8", "emulate_precision": True}
 
 
@@ -31,7 +32,13 @@ BOTH = {"train_precision": "fp8", "rollout_precision": "fp8", "emulate_precision
         ({"trainer": "megatron"}, "Megatron-Core joins query, key and value"),
         ({"engine": "sglang", "lora_sync": "adapter", "colocate": True}, "does not bring the base back"),
         (
-            {"engine": "sglang", "lora_sync": "adapter", "pause_generation_mode": "retract", "schedule": "async", "mask_offpolicy_in_partial_rollout": True},
+            {
+                "engine": "sglang",
+                "lora_sync": "adapter",
+                "pause_generation_mode": "retract",
+                "schedule": "async",
+                "mask_offpolicy_in_partial_rollout": True,
+            },
             "which is unloaded",
         ),
         (
