@@ -54,6 +54,12 @@ plugin = Plugin(
     version=__version__,
     core="~=0.1",
     config=LoraOptions,
+    elsewhere={
+        "--use-peft": "give --plugins lora",
+        "--lora-r": "give --plugins lora --lora-rank N",
+        "--lora-target-parameters": "--lora-target-modules takes joined experts too",
+        "--lora-task-type": "adapters are those of causal language models",
+    },
     provides={"model": {"lora": "miles_lora.base:make_model"}, "transport": {"adapter": "miles_lora.transport:make"}},
     capabilities={"transport": ("adapter",)},
     sets={

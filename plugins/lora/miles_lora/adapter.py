@@ -114,7 +114,7 @@ def attach(targets: list[Target], options: LoraOptions, seed: str, raw_inputs: b
         adapter = Adapter(weight, options, bool(getattr(target.module, "is_transposed", False)))
         adapter.reset(zlib.crc32(f"{seed}/{target.source}".encode()))
         found[target.source] = adapter
-        if target.joined:
+        if target.is_joined:
             _attach_experts(target, adapter)
         else:
             target.module.add_module(CHILD, adapter)

@@ -25,7 +25,7 @@ def examine(config: Any, weights: bool) -> None:
     if path is None:
         return
     model = build_empty(checkpoint_config(path, config.model.trust_remote_code), config.model.trust_remote_code)
-    experts = [t for t in find_targets(model, options.target_modules) if t.joined]
+    experts = [t for t in find_targets(model, options.target_modules) if t.is_joined]
     if experts and options.sync == "adapter" and config.run.engine != "embedded":
         raise ConfigError(
             f"--lora-sync adapter: {experts[0].name} ({FLAG}) joins experts, and --engine {config.run.engine} loads adapters of linear layers "

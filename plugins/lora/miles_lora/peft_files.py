@@ -28,12 +28,12 @@ def names_of(targets: Sequence[Target]) -> dict[str, str]:
     """
     joined: dict[str, list[Target]] = {}
     for target in targets:
-        if target.joined:
+        if target.is_joined:
             joined.setdefault(target.path, []).append(target)
     found = {}
     for target in targets:
         depth = 0
-        if target.joined:
+        if target.is_joined:
             mine = joined[target.path]
             depth = len(mine) - 1 - mine.index(target)
         found[target.source] = f"{_PREFIX}{target.path}.{'base_layer.' * depth}"
@@ -73,8 +73,8 @@ def adapter_config(targets: Sequence[Target], options: LoraOptions, base: str, m
     from peft import LoraConfig  # takes a second to import
 
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    modules = _shortest([t.path for t in targets if not t.joined], linear)
-    parameters = _shortest([t.source for t in targets if t.joined], [n for n, _ in model.named_parameters()])
+    modules = _shortest([t.path for t in targets if not t.is_joined], linear)
+    parameters = _shortest([t.source for t in targets if t.is_joined], [n for n, _ in model.named_parameters()])
     config: Any = LoraConfig(
         r=options.rank,
         lora_alpha=int(options.alpha) if options.alpha.is_integer() else options.alpha,  # type: ignore[arg-type]

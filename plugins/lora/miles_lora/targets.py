@@ -35,7 +35,7 @@ class Target:
     attribute: str
 
     @property
-    def joined(self) -> bool:
+    def is_joined(self) -> bool:
         """Whether the parameter holds the matrices of all experts."""
         return not isinstance(self.module, nn.Linear)
 
@@ -47,7 +47,7 @@ class Target:
     @property
     def name(self) -> str:
         """The name that is matched: of the module for a linear layer, of the parameter for experts."""
-        return self.source if self.joined else self.path
+        return self.source if self.is_joined else self.path
 
 
 def find_targets(model: nn.Module, names: Sequence[str]) -> list[Target]:
@@ -61,7 +61,7 @@ def find_targets(model: nn.Module, names: Sequence[str]) -> list[Target]:
         ConfigError: a name selects nothing.
     """
     every = list(_candidates(model))
-    known = {ALL_LINEAR: [t for t in every if not t.joined], ALL_EXPERTS: [t for t in every if t.joined]}
+    known = {ALL_LINEAR: [t for t in every if not t.is_joined], ALL_EXPERTS: [t for t in every if t.is_joined]}
     chosen: set[str] = set()
     for name in names:
         found = known.get(name) or [t for t in every if f".{t.name}".endswith(f".{name}")]
@@ -87,7 +87,7 @@ def _candidates(model: nn.Module) -> Iterator[Target]:
 
 
 def _describe_miss(name: str, every: list[Target], model: nn.Module) -> str:
-    ends = list(dict.fromkeys(".".join(t.name.split(".")[-2 if t.joined else -1 :]) for t in every))
+    ends = list(dict.fromkeys(".".join(t.name.split(".")[-2 if t.is_joined else -1 :]) for t in every))
     if name == ALL_EXPERTS:
         return f"{type(model).__name__} has no joined experts; its decoder layers have {', '.join(ends)}"
     near = get_close_matches(name, [*ends, *(t.name for t in every)], n=2)

@@ -26,7 +26,7 @@ class AdapterTransport(Transport):
     def __init__(self, engine: Engine, policy: Policy, trained: Trained) -> None:
         self.engine, self.policy, self.trained = engine, policy, trained
         self._names = {
-            f"{_parent(target.source)}.{CHILD}{f'.{target.attribute}' if target.joined else ''}.lora_{x}": f"{start}lora_{x}.weight"
+            f"{_parent(target.source)}.{CHILD}{f'.{target.attribute}' if target.is_joined else ''}.lora_{x}": f"{start}lora_{x}.weight"
             for target in trained.targets
             for start in (names_of(trained.targets)[target.source],)
             for x in "AB"
