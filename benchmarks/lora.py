@@ -4,6 +4,9 @@ Run: ``python benchmarks/lora.py --seeds 3 --threads 8 --save`` (needs ``plugins
 one supervised warm start, then reinforcement learning from it with each mode, in a process of its own, whose largest resident memory is
 measured. Intervals are 95 % of Student's t over the seeds.
 
+``--memory`` measures the largest resident memory of two steps of a larger random model (``--hidden``, ``--layers``), above that of an idle process,
+for full training, adapters, a base in INT4, and four policies over one base, in a process each.
+
 ``--trl`` adds a comparison with TRL and peft: the prompts, reward and random model of ``grpo_step.py`` with adapters of the same rank, targets and
 learning rate on both sides, one process per side, taking turns for time; the reward of both over ``--trl-steps`` steps. ``--trl-python`` names an
 interpreter with trl, peft and datasets. The last line of the output is one JSON object.
@@ -113,6 +116,107 @@ def interval(values: Sequence[float]) -> dict[str, float | None]:
         _T.get(len(values) - 1, 1.96) * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     )
     return {"mean": round(statistics.mean(values), 4), "half_width": None if half is None else round(half, 4)}
+
+
+#: Mode of the memory measurement -> plugins, and options of a toy run.
+MEMORY: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "full": ([], {}),
+    "lora merged": (["lora"], {"lora_target_modules": "all-linear", "lora_rank": RANK}),
+    "lora adapter": (["lora"], {"lora_target_modules": "all-linear", "lora_rank": RANK, "lora_sync": "adapter"}),
+    "lora int4 base": (
+        ["lora", "int4"],
+        {
+            **{
+                "lora_target_modules": "all-linear",
+                "lora_rank": RANK,
+                "lora_sync": "adapter",
+                "emulate_precision": True,
+            },
+            **{"train_precision": "int4", "rollout_precision": "int4"},
+        },
+    ),
+    "lora adapter, four policies": (
+        ["lora"],
+        {"lora_target_modules": "all-linear", "lora_rank": RANK, "lora_sync": "adapter"},
+    ),
+}
+POLICIES = ("a", "b", "c", "d")
+TURNS = f"""
+from miles_core.plugin import hookimpl
+
+@hookimpl
+def on_sample(run, sample):
+    sample.policy = {POLICIES}[sample.group_index % {len(POLICIES)}]
+"""
+
+
+def hold(given: argparse.Namespace) -> dict[str, Any]:
+    """Two steps of a run in this process, and the memory that it took."""
+    import torch
+
+    import miles_core.launch  # noqa: F401 - part of the idle process
+    import miles_embedded.trainer.trainer  # noqa: F401 - part of the idle process
+    from miles_testing import toy_run
+
+    torch.set_num_threads(given.threads)
+    plugins, flags = MEMORY[given.mode]
+    more: dict[str, Any] = {"hf_checkpoint": given.checkpoint, "dtype": "bfloat16", "save_rollouts": False, **flags}
+    with tempfile.TemporaryDirectory() as directory:
+        if "four" in given.mode:
+            (Path(directory) / "four.yaml").write_text(json.dumps({"policies": {name: {} for name in POLICIES}}))
+            (Path(directory) / "turns.py").write_text(TURNS)
+            plugins, more = (
+                [*plugins, f"{directory}/turns.py"],
+                {**more, "config": f"{directory}/four.yaml", "rollout_batch_size": 4},
+            )
+        idle = resident()
+        done = toy_run(plugins, Path(directory) / "run", steps=2, **more)
+        peak, after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, resident()
+    assert len(done.metrics) == 2
+    return {"peak_mb": round(peak - idle), "after_mb": round(after - idle)}
+
+
+def resident() -> float:
+    """Resident memory of this process in MB."""
+    import gc
+
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) / 1024
+
+
+def memory(given: argparse.Namespace) -> dict[str, Any]:
+    """Measure every mode of ``MEMORY``."""
+    sizes = {"hidden_size": given.hidden, "intermediate_size": 3 * given.hidden, "num_hidden_layers": given.layers}
+    sizes |= {
+        "num_attention_heads": given.hidden // 64,
+        "num_key_value_heads": max(given.hidden // 256, 1),
+        "head_dim": 64,
+        "vocab_size": 4096,
+    }
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        code = f"from miles_testing import tiny_checkpoint; tiny_checkpoint('qwen3', {directory + '/model'!r}, **{sizes!r})"
+        subprocess.run([sys.executable, "-c", code], check=True)
+        weights = sum(f.stat().st_size for f in Path(directory, "model").glob("*.safetensors"))
+        found["parameters"] = weights // 4
+        for mode in MEMORY:
+            words = [
+                sys.executable,
+                __file__,
+                "--worker",
+                "hold",
+                "--mode",
+                mode,
+                "--checkpoint",
+                f"{directory}/model",
+                "--threads",
+                str(given.threads),
+            ]
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+            found[mode] = json.loads(done.stdout.splitlines()[-1])
+            print(f"memory  {mode:<30}", found[mode], file=sys.stderr, flush=True)
+    return found
 
 
 def against_trl(given: argparse.Namespace) -> dict[str, Any]:
@@ -239,6 +343,9 @@ def main() -> None:
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES), help="modes to run")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of full training")
     parser.add_argument("--lr-lora", type=float, default=5e-3, help="learning rate of adapters")
+    parser.add_argument("--memory", action="store_true", help="measure memory with a larger model too")
+    parser.add_argument("--hidden", type=int, default=1024, help="hidden size of that model")
+    parser.add_argument("--layers", type=int, default=8, help="its layers")
     parser.add_argument("--trl", action="store_true", help="compare with TRL and peft too")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")
     parser.add_argument("--trl-steps", type=int, default=30, help="steps of that comparison")
@@ -251,13 +358,15 @@ def main() -> None:
             import torch
 
             torch.set_num_threads(given.threads)
-        work = {"miles": work_with_miles, "trl": work_with_trl}.get(given.worker, learn)
+        work = {"miles": work_with_miles, "trl": work_with_trl, "hold": hold}.get(given.worker, learn)
         print(json.dumps(work(given)))
         return
     result: dict[str, Any] = {
         n: getattr(given, n) for n in ("seeds", "steps", "warm_start", "lr", "lr_lora", "threads")
     }
     result["modes"] = curves(given) if given.modes else {}
+    if given.memory:
+        result["memory"] = {"hidden": given.hidden, "layers": given.layers, **memory(given)}
     if given.trl:
         result["trl"] = {"steps": given.trl_steps, "sides": against_trl(given)}
     finish(
