@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_core.plugin import Facts, Problem, Review, described
+from miles_core.plugin import Facts, Problem, Review, describe_fact
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
@@ -22,7 +22,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
             )
             problems.append(
                 Problem(
-                    "lora", f"no adapter options for the policy {name}", why, tuple(described(fact) for fact in own)
+                    "lora", f"no adapter options for the policy {name}", why, tuple(describe_fact(fact) for fact in own)
                 )
             )
         elif role == "critic":
