@@ -333,10 +333,8 @@ class EmbeddedTrainer(Trainer):
             if self.precision is not None:
                 self.precision.forget()
             models = [m for m in (self.model, self._reference) if m is not None]
-            parameters = [p for m in models for p in m.parameters()]
-            self._asleep["weights"].release(
-                [*(local_shard(p).tensor for p in parameters), *constant_tensors(parameters)]
-            )
+            held = [p for m in models for p in m.parameters()]
+            self._asleep["weights"].release([*(local_shard(p).tensor for p in held), *constant_tensors(held)])
         if "optimizer" in parts and not self._asleep["optimizer"]:
             self._asleep["optimizer"].release(self.optimizer.memory())
 
