@@ -101,8 +101,8 @@ plugin = Plugin(
     recommends=(
         Rule(
             "train.activation_checkpointing",
-            when="train.precision != bf16 and lora.target_modules == all-experts",
-            because="the backward pass keeps base plus adapter of every joined expert otherwise, as large as the decoded base",
+            when="train.precision != bf16",
+            because="the backward pass otherwise keeps the decoded weights of all joined experts that have adapters, and all activations",
         ),
     ),
     hooks={"": "miles_lora.hooks:Lora"},
