@@ -369,9 +369,7 @@ class EmbeddedTrainer(Trainer):
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """See ``Trainer.units``; rank 0 yields them. Views of the model's memory, which the next step changes."""
         with _drain(export(self.model)) as units:
-            for unit in units:
-                if everywhere or self.world.rank == 0:
-                    yield unit
+            yield from (unit for unit in units if everywhere or self.world.rank == 0)
 
     def export(self, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
         """See ``Trainer.export``; rank 0 writes."""
