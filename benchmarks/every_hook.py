@@ -55,6 +55,10 @@ class EveryHook:
         return _around
 
     @hookimpl
+    def wrap_export(self, run, policy):
+        return _around
+
+    @hookimpl
     def wrap_optimizer_step(self, run, policy):
         return _around
 

@@ -12,10 +12,11 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``; a value head next to
   the output layer: ``new_value_head``, ``add_value_head``, ``VALUE_HEAD``;
 - to build a second model: ``checkpoint_config``, ``unloaded_model``, ``prepare``;
+- to keep a base under adapters: ``mark_constant``, ``encode_weights``, ``share_weights``, ``full_values``, ``make_model``;
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
 - to free device memory temporarily: ``Released``;
-- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``;
+- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``, ``trainer_parts``;
 - to replace steps of a model: ``Operations`` (with the types of its functions), ``operations_of``, ``use_operations``, and the calls
   that attention receives.
 
@@ -35,17 +36,27 @@ if TYPE_CHECKING:
     from miles_embedded.engine.prompts import Prompts
     from miles_embedded.engine.sampling import pick
     from miles_embedded.memory.model_size import ModelSize, model_size
-    from miles_embedded.memory.usage import engines_gpus, longest_sample, size_of, wanted_rows
+    from miles_embedded.memory.usage import (
+        engines_gpus,
+        longest_sample,
+        size_of,
+        trainer_parts,
+        training_of,
+        wanted_rows,
+    )
     from miles_embedded.model.attention import AttentionOptions
     from miles_embedded.model.call import Call, active_context
+    from miles_embedded.model.examine import examine
     from miles_embedded.model.experts import Routed, find_routed, routed_blocks
     from miles_embedded.model.export import export_checkpoint
     from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
     from miles_embedded.model.load import (
+        build_empty,
         checkpoint_config,
         has_windows,
         is_embedded,
         load_model,
+        make_model,
         prepare,
         unloaded_model,
     )
@@ -61,8 +72,17 @@ if TYPE_CHECKING:
     )
     from miles_embedded.model.parts import backbone, decoder_layers, text_configuration
     from miles_embedded.model.released import Released
+    from miles_embedded.model.storage import (
+        codes_of,
+        full_values,
+        gather_tensor,
+        is_constant,
+        local_shard,
+        mark_constant,
+    )
     from miles_embedded.model.value_head import VALUE_HEAD, add_value_head, new_value_head
-    from miles_embedded.model.views import gather_tensor, local_shard, views
+    from miles_embedded.model.views import views
+    from miles_embedded.quantized.encoded import EncodedParameter, encode_weights, share_weights
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
     from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
@@ -77,6 +97,7 @@ __all__ = [
     "DecodeCall",
     "Decoder",
     "Emitted",
+    "EncodedParameter",
     "Experts",
     "LogProbs",
     "ModelSize",
@@ -92,20 +113,28 @@ __all__ = [
     "add_value_head",
     "available",
     "backbone",
+    "build_empty",
     "checkpoint_config",
+    "codes_of",
     "decoder_layers",
+    "encode_weights",
     "engines_gpus",
+    "examine",
     "export_checkpoint",
     "find_routed",
+    "full_values",
     "gather_tensor",
     "has_windows",
+    "is_constant",
     "is_embedded",
     "load_model",
     "local_shard",
     "logits_of",
     "longest_sample",
     "make_engine",
+    "make_model",
     "make_trainer",
+    "mark_constant",
     "model_size",
     "new_layer",
     "new_value_head",
@@ -117,9 +146,12 @@ __all__ = [
     "read_layer",
     "routed_blocks",
     "run_layer",
+    "share_weights",
     "size_of",
     "text_configuration",
     "to_emitted",
+    "trainer_parts",
+    "training_of",
     "unloaded_model",
     "use_operations",
     "views",
@@ -136,20 +168,24 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.sampling": "pick",
         "miles_embedded.memory.model_size": "ModelSize model_size",
-        "miles_embedded.memory.usage": "engines_gpus longest_sample size_of wanted_rows",
+        "miles_embedded.memory.usage": "engines_gpus longest_sample size_of trainer_parts training_of wanted_rows",
         "miles_embedded.model.attention": "AttentionOptions",
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
         "miles_embedded.model.parts": "backbone decoder_layers text_configuration",
-        "miles_embedded.model.load": "checkpoint_config has_windows is_embedded load_model prepare unloaded_model",
+        "miles_embedded.model.storage": "codes_of full_values gather_tensor is_constant local_shard mark_constant",
+        "miles_embedded.quantized.encoded": "EncodedParameter encode_weights share_weights",
+        "miles_embedded.model.examine": "examine",
+        "miles_embedded.model.load": "build_empty checkpoint_config has_windows is_embedded load_model make_model prepare "
+        "unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
         "miles_embedded.model.released": "Released",
         "miles_embedded.model.experts": "Routed find_routed routed_blocks",
         "miles_embedded.model.value_head": "VALUE_HEAD add_value_head new_value_head",
-        "miles_embedded.model.views": "gather_tensor local_shard views",
+        "miles_embedded.model.views": "views",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",
         "miles_embedded.trainer.optimizer_group": "OptimizerGroup optimizer_group",

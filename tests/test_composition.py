@@ -23,7 +23,6 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"r3"}), "llama", "", "there is no router to replay in a dense model"),
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 quantises expert matrices only, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
-    *((frozenset({"lora", name}), "", f"{name}x{name}", "round the base and the adapter") for name in FORMATS),
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 
@@ -33,6 +32,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "cpu_kernels": {"device": "cpu"},
     "ppo": {"advantage_estimator": "ppo"},
     "coevolution": {"co_evolution_strategy": "simultaneous"},
+    "lora": {"lora_sync": "adapter"},  # the kind of sync that takes a format on both sides
 }
 
 #: Policies that a plugin needs in the configuration file.

@@ -86,6 +86,10 @@ class Everything:
         return around(f"weights({purpose})")
 
     @hookimpl
+    def wrap_export(self, run, policy):
+        return around("export")
+
+    @hookimpl
     def wrap_optimizer_step(self, run, policy):
         return around("optimizer_step")
 
@@ -181,9 +185,8 @@ def test_every_hook_in_the_order_of_the_map(toy_run, tmp_path):
     ]
     assert run.metrics[0]["everything/calls"] > 20
     held_out = run.run.config.data.prompt_data
-    toy_run(
-        steps=2, directory=None, save=None, load=run.directory, eval_interval=2, eval_prompt_data=held_out, **options
-    )
+    more = {"eval_interval": 2, "eval_prompt_data": held_out, "export_hf": tmp_path / "exported"}
+    toy_run(steps=2, directory=None, save=None, load=run.directory, **more, **options)
     calls = calls_of("everything")
     assert calls[calls.index("on_load(policy)") :][:5] == [
         "on_load(policy)",
@@ -193,6 +196,12 @@ def test_every_hook_in_the_order_of_the_map(toy_run, tmp_path):
     ]
     assert [c for c in calls if c.startswith("on_evaluation")] == ["on_evaluation()"]  # one data set without a name
     assert [c for c in calls if c.startswith("on_save")] == ["on_save(policy)", "on_save(None)"]
+    assert calls[calls.index("wrap_export") :][:4] == [
+        "wrap_export",
+        "export",
+        "wrap_weights(export)",
+        "weights(export)",
+    ]
     for hook in vars(HookSpecs):
         if not hook.startswith("_"):
             assert f"def {hook}(" in EVERYTHING, f"this test does not cover {hook}"

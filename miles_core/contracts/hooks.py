@@ -15,7 +15,7 @@ Each name below is a hook, listed next to the phase of the run that calls it::
       sync           wrap_weights -> encode -> transport -> on_weights_synced -> each check
       finish         [on_evaluation] -> on_step -> [on_save]
     resume           on_load
-    end              on_stop
+    end              [wrap_export( wrap_weights )] -> on_stop
 
 The prefix determines the calling convention:
 
@@ -39,6 +39,8 @@ from miles_core.plugin.load import Hooks, register
 from miles_core.plugin.marker import hookspec
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
     from miles_core.algorithm.correction import Correct
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     Rollout = Callable[[int], Awaitable[list[list[Sample]]]]
     Generate = Callable[[Sample], Awaitable[list[Sample]]]
     Export = Callable[[], Iterator[Unit]]
+    WriteExport = Callable[[Path], None]
 
 #: The purpose of an exported stream of weights.
 Purpose = Literal["sync", "export", "snapshot", "convert"]
@@ -198,6 +201,11 @@ class HookSpecs:
         Hugging Face checkpoint (``--export-hf``), ``snapshot`` for weights that the trainer's model later computes with, or ``convert`` for the
         weights of a checkpoint that ``miles convert`` reads, first on the meta device. Called for each stream. The first plugin receives the
         output of the later ones. Runs in: every trainer rank; ``convert``: the process of the command."""
+
+    @hookspec
+    def wrap_export(self, run: Run, policy: Policy) -> Wrap[WriteExport] | None:
+        """Wrap ``export(directory)``, which writes the Hugging Face checkpoint of ``--export-hf``. A wrapper may write other files next to
+        it, or write another kind of checkpoint and not call the inner function. Runs in: every trainer rank."""
 
     @hookspec
     def wrap_optimizer_step(self, run: Run, policy: Policy) -> Wrap[OptimizerStep] | None:

@@ -348,5 +348,6 @@ BOUNDARIES: dict[str, Boundary] = {
     "make_optimizer": UNCHECKED,
     "make_prompts": UNCHECKED,
     "on_evaluation": UNCHECKED,
+    "wrap_export": UNCHECKED,
     "wrap_learn": UNCHECKED,
 }

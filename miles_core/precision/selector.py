@@ -205,7 +205,7 @@ class Selector:
             left_alone = next((f"{k.origin}: {found}" for k in self.exclusions if (found := k.finds(name))), None)
         return left_alone
 
-    def _eligible(self, name: str, shape: Shape) -> bool:
+    def eligible(self, name: str, shape: Shape) -> bool:
         """Return whether the format would apply without the user's exclusions."""
         return self._always(name, shape) is None and self._wanted(name)
 
@@ -244,7 +244,7 @@ class Selector:
             )
         for origin, selector in [(k.origin, s) for k in self.exclusions for s in k.selectors]:
             found = [name for name in shapes if matches(selector, name)]
-            if found and not any(self._eligible(name, shapes[name]) for name in found):
+            if found and not any(self.eligible(name, shapes[name]) for name in found):
                 notes.append(f"{origin}: {selector!r} changes nothing, what it matches is not quantised anyway")
             elif not found and selector.replace("_", "") in _HABITS:
                 notes.append(f"{origin}: {selector!r} matches no tensor of this model")
@@ -253,7 +253,7 @@ class Selector:
                     f"{origin}: {selector!r} matches none of the model's {len(shapes)} tensors"
                     f"{_nearest(selector, shapes)}; a selector is part of a name, or a glob with * for all of it"
                 )
-        if self.only and not any(self._eligible(name, shape) for name, shape in shapes.items()):
+        if self.only and not any(self.eligible(name, shape) for name, shape in shapes.items()):
             raise ConfigError(
                 f"{self.only_origin}: none of the model's {len(shapes)} tensors is among {', '.join(self.only)}, so "
                 "there is nothing to quantise; use bf16 instead"

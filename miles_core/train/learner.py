@@ -223,7 +223,11 @@ class Learner:
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint of the weights as transformed by plugins. This is a collective."""
-        self.trainer.export(directory, self.run.tokenizer, self.units("export", everywhere=True))
+
+        def export(directory: Path) -> None:
+            self.trainer.export(directory, self.run.tokenizer, self.units("export", everywhere=True))
+
+        compose(export, self.run.hooks.chain("wrap_export", run=self.run, policy=self.policy))(directory)
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of a checkpoint; for a frozen policy with its initial weights, only the plugins' state.

@@ -14,6 +14,7 @@ from miles_core.precision.product import Products
 from miles_embedded.model.load_units import Update
 from miles_embedded.model.onednn import Packs
 from miles_embedded.model.released import Released
+from miles_embedded.model.storage import codes_of, constant_tensors, is_constant
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_transport.arrivals import Arrival, Arrivals
 
@@ -53,7 +54,7 @@ class Weights:
         self._set_codec(codec)
         self._shared: set[str] = set()
         self._arrivals: Arrivals | None = None
-        self._released: Released | None = None
+        self._released: tuple[Released, Released] | None = None
 
     @property
     def arrivals(self) -> Arrivals:
@@ -80,25 +81,32 @@ class Weights:
         """Yield the tensors that the model's products read, including the codes of native products."""
         yield from self.model.parameters()
         yield from self.model.buffers()
+        for parameter in self.model.parameters():
+            if (codes := codes_of(parameter)) is not None:
+                yield from codes.tensors()
         for layer in self.inputs.layers.values():
             yield from (layer.codes or {}).values()
 
     def release(self) -> None:
-        """Free the memory of the parameters, except those shared with the trainer; an update must follow before they are read."""
+        """Free the memory of the parameters, except those shared with the trainer; an update must follow before they are read. Constant
+        ones, which no update contains, wait in host memory."""
         self.complete = False
         self.packs.clear()
         if self._arrivals is not None:
             self._arrivals.drop()
         self.inputs.drop(list(self.inputs.layers))
         if self._released is None:
-            self._released = Released(keep=False)
-        self._released.release(p for name, p in self.model.named_parameters() if name not in self._shared)
+            self._released = Released(keep=False), Released(keep=True)
+        own = {name: p for name, p in self.model.named_parameters() if name not in self._shared}
+        dropped, aside = self._released
+        dropped.release(p for p in own.values() if not is_constant(p))
+        aside.release(constant_tensors(own.values()))
 
     def restore(self) -> None:
         """Allocate the memory of the parameters again."""
-        if self._released is not None:
-            self._released.restore()
-            self._released = None
+        for part in self._released or ():
+            part.restore()
+        self._released = None
 
     def rebuild(self, precision: str) -> None:
         """Decode the following updates in another precision; the weights are incomplete until the next update."""

@@ -56,7 +56,7 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     size = size_of(facts, model)
     if size is None or facts.value("model.device") == "cpu":
         return
-    if facts.value("trainer") == "embedded":
+    if facts.value("trainer") == "embedded" and not facts.value("plugin.lora"):  # that plugin counts a frozen base
         yield _trainer(facts, size)
     if facts.value("engine") == "embedded":
         yield _engine(facts, size)
@@ -214,7 +214,9 @@ def _engine(facts: Facts, size: ModelSize) -> Usage:
     inline = facts.value("runtime") == "inline"
     quantised = facts.value("rollout.precision") not in ("bf16", None) and not facts.value("precision.emulated")
     codes = float(size.parameters - size.embeddings) if quantised and facts.value("gpu.sm") else 0.0
-    weights = 0.0 if shares_storage(facts) else float(_width(facts) * size.parameters)
+    if shares_base(facts):
+        codes = 0.0
+    weights = 0.0 if shares_storage(facts) or shares_base(facts) else float(_width(facts) * size.parameters)
     width = 1 if str(facts.value("rollout.kv_cache_dtype")).startswith("float8") else _width(facts)
     row = float(longest * size.cached * width)
     drafts = size.mtp * float(_width(facts)) if facts.value("plugin.speculative") else 0.0
@@ -241,3 +243,10 @@ def shares_storage(facts: Facts) -> bool:
     """Whether engine and trainer share one copy of the weights in one process."""
     here = facts.value("runtime") == "inline" and facts.value("trainer") == "embedded"
     return here and bool(facts.value("plugin.zero_copy")) and facts.value("schedule") == "sync"
+
+
+def shares_base(facts: Facts) -> bool:
+    """Whether engine and trainer share a frozen base, plain or encoded, under separate adapters."""
+    here = facts.value("runtime") == "inline" and facts.value("trainer") == "embedded" and not facts.value("colocate")
+    alike = facts.value("train.precision") == facts.value("rollout.precision")
+    return bool(here and alike and facts.value("plugin.lora") and facts.value("lora.sync") == "adapter")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from miles_embedded.model.parts import put_forward
+from miles_embedded.model.storage import codes_of
 
 #: Names of layers that read one input, as siblings.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -96,12 +97,14 @@ def join_linear(model: nn.Module) -> int:
 
 
 def _plain(layer: Any) -> bool:
-    return type(layer) is nn.Linear and layer.bias is None and "forward" not in layer.__dict__ and layer.weight.is_cuda
+    own = type(layer) is nn.Linear and layer.bias is None and "forward" not in layer.__dict__
+    return own and layer.weight.is_cuda and codes_of(layer.weight) is None
 
 
 def _join(layers: list[nn.Linear]) -> None:
     joint = Joint(layers)
-    joint.lay_out()
+    if joint._matrix() is None:  # else an owner of the same memory has laid them out
+        joint.lay_out()
     for layer in layers:
         layer.__dict__[_ATTRIBUTE] = joint
         put_forward(layer, _forward)

@@ -10,7 +10,7 @@ changes the module's class (``parts.put_forward``).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,14 +94,15 @@ def is_embedded(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
 
 
-def make_model(run: Any, policy: Any) -> nn.Module:
-    """Make the model named ``transformers``: the policy's checkpoint, in the run's dtype, on its device."""
+def make_model(run: Any, policy: Any, reduce: Callable[[nn.Module], None] | None = None) -> nn.Module:
+    """Make the model named ``transformers``: the policy's checkpoint, in the run's dtype, on its device. ``reduce`` as for
+    ``load_model``."""
     options = run.config_of(policy).model
     device, dtype = resolve_device(options.device), options.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     start, flag = (options.ref_load, "--ref-load") if options.ref_load else (policy.hf_checkpoint, FLAG)
-    return load_model(start or options.hf_checkpoint, dtype, device, options.trust_remote_code, flag)
+    return load_model(start or options.hf_checkpoint, dtype, device, options.trust_remote_code, flag, reduce)
 
 
 def resolve_device(name: str) -> str:
@@ -117,6 +118,7 @@ def load_model(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     flag: str = FLAG,
+    reduce: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """Load the causal language model in ``path``.
 
@@ -126,6 +128,8 @@ def load_model(
         device: device of the parameters.
         trust_remote_code: run model code from the checkpoint.
         flag: flag that named the checkpoint, for messages.
+        reduce: called with the model on the CPU, before its parameters move to ``device``: it may store them in less memory
+            (``encode_weights``) or replace them by those of another model (``share_weights``).
 
     Returns:
         The model in evaluation mode, attending through a ``Call``.
@@ -146,8 +150,12 @@ def load_model(
             model = fill_model(type(made), None, configuration(made), dtype=dtypes, state_dict=state)
             if (Path(path) / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path)
+        if reduce is not None:
+            _refuse_nonfinite(model)
+            reduce(model)
         model = prepare(model.to(device))
-        _refuse_nonfinite(model)
+        if reduce is None:
+            _refuse_nonfinite(model)
     return model
 
 

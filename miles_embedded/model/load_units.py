@@ -34,7 +34,7 @@ class SharingLoader(Loader):
     def share(self, name: str, tensor: Tensor) -> None:
         """Load a tensor like ``put``, deferred to ``reference_shared``, which references it if possible and copies it otherwise."""
         view = self._find_view(name, tensor)
-        if not _same(self._part_of_model(view), tensor):
+        if view.source not in self._encoded and not _same(self._part_of_model(view), tensor):
             self._lasting.setdefault(view.source, []).append((view, tensor))
 
     @torch.no_grad()

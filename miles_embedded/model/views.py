@@ -14,15 +14,12 @@ processes fewer or none. The rest of this backend uses plain tensors, through th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -30,56 +27,14 @@ from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, first_line
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
 from miles_embedded.model.parts import configuration
-
-
-@dataclass(frozen=True)
-class LocalShard:
-    """The local shard of a tensor.
-
-    Attributes:
-        tensor: the local rows as a plain tensor without gradient, sharing memory with the parameter.
-        first: index of its first row in the full tensor.
-        shape: shape of the full tensor.
-        sharded: whether other processes store other rows.
-    """
-
-    tensor: Tensor
-    first: int
-    shape: tuple[int, ...]
-    sharded: bool
-
-    @property
-    def elements(self) -> tuple[int, int]:
-        """Start and end of the local rows in the full tensor, in elements."""
-        row = math.prod(self.shape[1:])
-        return self.first * row, (self.first + len(self.tensor)) * row
-
-    def take(self, tensor: Tensor) -> None:
-        """Copy this process's rows of the full ``tensor``, of any dtype, to the shard."""
-        self.tensor.copy_(tensor[self.first : self.first + len(self.tensor)] if self.sharded else tensor)
-
-
-@torch.no_grad()
-def local_shard(tensor: Tensor) -> LocalShard:
-    """Return the local shard of ``tensor``; all of it if it is not sharded."""
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return LocalShard(tensor.detach(), 0, shape, False)
-    mesh, own = tensor.device_mesh, tensor.to_local()
-    rows = -(-shape[0] // mesh.size())
-    return LocalShard(own.detach(), min(mesh.get_local_rank() * rows, shape[0]), shape, True)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether the parameters are sharded, so that a layer has them only during its computation."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-@torch.no_grad()
-def gather_tensor(tensor: Tensor) -> Tensor:
-    """Return the full ``tensor`` as a plain tensor. A collective operation if it is sharded."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
+from miles_embedded.model.storage import (
+    LocalShard,
+    codes_of,
+    full_values,
+    is_constant,
+    is_streamed,
+    local_shard,
+)
 
 #: Names of the two projections that a number format encodes with one scale: gate -> up.
 _COUPLED = {"gate_proj": "up_proj", "w1": "w3"}
@@ -177,19 +132,21 @@ def unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def export(model: nn.Module) -> Iterator[Unit]:
     """Yield the checkpoint tensors as views of the model's memory: one per unit, except that gate and up of an MLP or expert share a unit.
+    Constant parameters that are not ``streamed`` are left out.
 
     A collective operation if parameters are sharded: each is gathered in turn, and every process receives every unit.
     """
-    units = list(group_coupled(views(model)))
+    state = sources(model)
+    units = list(group_coupled([view for view in views(model) if is_streamed(state[view.source])]))
     last = {view.source: number for number, members in enumerate(units) for view in members}
-    state, gathered = sources(model), dict[str, Tensor]()
+    gathered: dict[str, Tensor] = {}
     for number, members in enumerate(units):
         for view in members:
             if view.source not in gathered:
-                gathered[view.source] = gather_tensor(state[view.source])
+                gathered[view.source] = full_values(state[view.source])
         yield Unit(
             {v.name: v.of(gathered[v.source]) for v in members},
-            lasting=not any(local_shard(state[v.source]).sharded for v in members),
+            lasting=not any(local_shard(t).sharded or codes_of(t) for t in (state[v.source] for v in members)),
         )
         for view in members:
             if last[view.source] == number:
@@ -201,10 +158,12 @@ class Loader:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._shards = {n: local_shard(t) for n, t in sources(model).items()}
+        state = sources(model)
+        self._shards = {n: local_shard(t) for n, t in state.items()}
+        self._encoded = {n for n, t in state.items() if codes_of(t) is not None}
         self._views = {v.name: v for v in views(model)}
         self._tied = tied_names(model)
-        self._missing = dict.fromkeys(self._views)
+        self._missing = dict.fromkeys(n for n, v in self._views.items() if not is_constant(state[v.source]))
         self._parts: dict[str, View] | None = None
         self._inside: dict[str, tuple[str, list[View]]] = {}
 
@@ -215,7 +174,9 @@ class Loader:
         Raises:
             CheckpointError: the model has no such tensor, or it has another shape.
         """
-        self._write(self._find_view(name, tensor), tensor, copy)
+        view = self._find_view(name, tensor)
+        if view.source not in self._encoded:  # an encoded tensor is constant, and has no storage
+            self._write(view, tensor, copy)
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
         view.write(self._shards[view.source], tensor, copy)

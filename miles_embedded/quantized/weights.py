@@ -24,7 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from miles_core.data.unit import Unit
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Product
-from miles_embedded.model.views import View, group_coupled, is_sharded, views
+from miles_embedded.model.storage import codes_of, is_sharded
+from miles_embedded.model.views import View, group_coupled, views
 from miles_embedded.quantized.activation import RoundedInputs, encoded_views
 
 
@@ -53,7 +54,11 @@ class FakeQuantizer:
         self.model, self.codec = model, codec
         encoded = encoded_views(model, codec)
         codec.check({view.name: view.size for view in views(model)})
-        self._groups = _groups(list(group_coupled(encoded)), codec)
+        parameters = dict(model.named_parameters())
+        own = [
+            v for v in encoded if codes_of(parameters.get(v.source)) is None
+        ]  # the others have this format's values already
+        self._groups = _groups(list(group_coupled(own)), codec)
         self._owners = {s: _owner(model, s) for s in self._groups}
         self.inputs = RoundedInputs(model, codec, product)
         self._values: dict[str, Tensor] = {}

@@ -23,7 +23,8 @@ from miles_core.checkpoint.rng import get_rng, put_rng
 from miles_core.checkpoint.store import Store
 from miles_core.data.world import World
 from miles_core.errors import CheckpointError
-from miles_embedded.model.views import LocalShard, local_shard, sources, unshare
+from miles_embedded.model.storage import LocalShard, is_constant, local_shard
+from miles_embedded.model.views import sources, unshare
 from miles_embedded.trainer.optimizer import Optimizer
 
 WEIGHTS, MOMENTS, STEP, RANDOM = "model", "optimizer", "trainer.json", "random"
@@ -35,7 +36,7 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) 
     """Write this rank's files to ``directory``, creating it if necessary. The caller provides atomicity (a new directory)."""
     directory.mkdir(parents=True, exist_ok=True)
     put_rng(Store(directory / RANDOM, world), sharded=True)
-    weights = {name: local_shard(tensor) for name, tensor in sources(model).items()}
+    weights = _changing(model)
     files = world.size if any(own.sharded for own in weights.values()) else 1
     if world.rank >= files:
         return  # rank 0 writes replicated tensors
@@ -89,9 +90,14 @@ def _read_step(directory: Path) -> dict[str, int]:
         raise CheckpointError(f"{file} is damaged or has another version ({error!r})") from error
 
 
+def _changing(model: nn.Module) -> dict[str, LocalShard]:
+    """Return this rank's part of the tensors that a checkpoint contains: all that do not keep their values for the whole run."""
+    return {name: local_shard(tensor) for name, tensor in sources(model).items() if not is_constant(tensor)}
+
+
 @torch.no_grad()
 def _load_weights(model: nn.Module, weights: _ShardedFiles) -> None:
-    own = {name: local_shard(tensor) for name, tensor in sources(model).items()}
+    own = _changing(model)
     missing, foreign = [n for n in own if n not in weights.names], [n for n in weights.names if n not in own]
     if missing or foreign:
         why = f"lack {missing[0]}" if missing else f"contain {foreign[0]}, which the model lacks"

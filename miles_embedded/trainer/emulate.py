@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from miles_core.contracts.emulation import Emulation
 from miles_core.data.unit import Encoded
@@ -20,7 +20,8 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.snapshot import Snapshot
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load_units import load_units
-from miles_embedded.model.views import export, local_shard, sources
+from miles_embedded.model.storage import codes_of, local_shard
+from miles_embedded.model.views import export, sources
 from miles_embedded.quantized.activation import RoundedInputs
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _model_of(engine: Any) -> nn.Module:
 @contextmanager
 def _weights(model: nn.Module, units: Iterable[Encoded], codec: Codec) -> Iterator[None]:
     """Load ``units``, decoded by ``codec``, into ``model`` inside this context."""
-    own: dict[str, Tensor] = {n: local_shard(t).tensor for n, t in sources(model).items()}
+    own = {n: local_shard(t).tensor for n, t in sources(model).items() if codes_of(t) is None}
     kept = {n: t.to("cpu", copy=True) for n, t in own.items()}
     try:
         load_units(model, units, codec.decode)

@@ -25,6 +25,7 @@ from miles_core.data.batch import Batch
 from miles_core.data.world import World
 from miles_core.errors import ConfigError
 from miles_embedded.model.parts import decoder_layers
+from miles_embedded.model.storage import codes_of
 from miles_embedded.trainer.data_parallel import Replicated
 
 
@@ -45,9 +46,10 @@ class FullyShard(Replicated):
 
     def shard(self, model: nn.Module) -> None:
         """See ``Alone.shard``."""
-        marks = {}
+        marks, encoded = {}, {p for p in model.parameters() if codes_of(p) is not None}
         for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.contiguous()
+            if parameter not in encoded:
+                parameter.data = parameter.data.contiguous()
             marks[name] = dict(vars(parameter))
         root = self._roots[model] = _Root(model)
         # Reduce in float32; gradients keep the dtype of their parameters, inputs are not cast.
@@ -56,7 +58,14 @@ class FullyShard(Replicated):
         for whole in [*decoder_layers(model), root]:
             for module in [*find_other_dtypes(whole), whole]:
                 # By default a root keeps its parameters gathered after a forward, and would miss later writes to the shards.
-                sharded: FSDPModule = fully_shard(module, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
+                # Encoded parameters have no storage to shard; every rank has all codes.
+                sharded: FSDPModule = fully_shard(
+                    module,
+                    mesh=self._mesh,
+                    mp_policy=policy,
+                    reshard_after_forward=True,
+                    ignored_params=encoded or None,
+                )
                 sharded.set_gradient_divide_factor(1.0)
                 sharded.set_force_sum_reduction_for_comms(True)
         for name, parameter in model.named_parameters():
@@ -66,7 +75,7 @@ class FullyShard(Replicated):
     def _synchronise(self, model: nn.Module) -> None:
         """Broadcast parameters whose values differ between ranks from rank 0, e.g. a plugin's randomly initialised module. Shards of
         different tensors would not form one tensor."""
-        parameters = dict(model.named_parameters())
+        parameters = {n: p for n, p in model.named_parameters() if codes_of(p) is None}
         if not parameters:
             return
         sums = torch.stack([p.double().sum() for p in parameters.values()]).to(self.device)

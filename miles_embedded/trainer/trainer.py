@@ -34,8 +34,9 @@ from miles_embedded.model.load import facts_of
 from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
 from miles_embedded.model.parts import backbone, decoder_layers
 from miles_embedded.model.released import Released
+from miles_embedded.model.storage import constant_tensors, local_shard
 from miles_embedded.model.value_head import is_critic
-from miles_embedded.model.views import export, local_shard
+from miles_embedded.model.views import export
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer import checkpoint
@@ -330,7 +331,8 @@ class EmbeddedTrainer(Trainer):
             if self.precision is not None:
                 self.precision.forget()
             models = [m for m in (self.model, self._reference) if m is not None]
-            self._asleep["weights"].release(local_shard(p).tensor for m in models for p in m.parameters())
+            held = [p for m in models for p in m.parameters()]
+            self._asleep["weights"].release([*(local_shard(p).tensor for p in held), *constant_tensors(held)])
         if "optimizer" in parts and not self._asleep["optimizer"]:
             self._asleep["optimizer"].release(self.optimizer.memory())
 
@@ -363,9 +365,7 @@ class EmbeddedTrainer(Trainer):
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """See ``Trainer.units``; rank 0 yields them. Views of the model's memory, which the next step changes."""
         with _drain(export(self.model)) as units:
-            for unit in units:
-                if everywhere or self.world.rank == 0:
-                    yield unit
+            yield from (unit for unit in units if everywhere or self.world.rank == 0)
 
     def export(self, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
         """See ``Trainer.export``; rank 0 writes."""

@@ -38,6 +38,7 @@ plugin = Plugin(
             "score",
             "hot_update",
             "transport:buckets",
+            "transport:adapter",
             Capability("sleep", when="sglang.enable_memory_saver"),
             Capability("sampling_support", when=f"not {_SPECULATIVE}"),
             Capability("routed_experts", when="sglang.enable_return_routed_experts"),

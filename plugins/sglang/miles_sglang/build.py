@@ -108,7 +108,7 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     routed = next((f for f in run.fields if f.name == ROUTED_EXPERTS), None)
     device = _device(config.model.device)
     choices = Choices(
-        arguments={**_tensor_parallel(config, device), **server_arguments(options)},
+        arguments={**_tensor_parallel(config, device), **_adapters(run, config), **server_arguments(options)},
         device=device,
         dtype=config.model.dtype,
         seed=config.train.seed,
@@ -129,6 +129,23 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
     return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, run.directory / "sglang", choices)
+
+
+def _adapters(run: Any, config: Any) -> dict[str, Any]:
+    """Return the arguments for adapters, if the engine receives them instead of weights (transport ``adapter``)."""
+    if config.run.transport != "adapter":
+        return {}
+    options = config.plugin("lora")
+    every = "all-linear" in options.target_modules
+    names = ["all"] if every else sorted({name.rpartition(".")[2] for name in options.target_modules})
+    # the next version is loaded before the previous one is unloaded
+    return {
+        "enable_lora": True,
+        "max_lora_rank": options.rank,
+        "lora_target_modules": names,
+        "max_loaded_loras": 2,
+        "max_loras_per_batch": 2,
+    }
 
 
 def _tensor_parallel(config: Any, device: str) -> dict[str, int]:

@@ -18,6 +18,7 @@ from miles_core.format import Format, FormatItself, Quantizer
 from miles_core.plugin import MilesError, SyncError, WorkerLost
 from miles_sglang import buckets, weight_files
 from miles_sglang.activations import OwnActivations
+from miles_sglang.adapters import ADAPTER, ServedAdapter
 from miles_sglang.answers import Answer
 from miles_sglang.arrival import BufferedArrival, Loading, StreamedArrival
 from miles_sglang.link import Link, SglangError, SglangLost
@@ -74,6 +75,7 @@ class SglangEngine(Engine):
         self._open = asyncio.Event()
         self._renewal = Renewal(self._spend, self._renew)
         self._arrivals = Arrivals(self._begin_arrival)
+        self._adapter = ServedAdapter(lambda endpoint, body: self.link.call(endpoint, body), settings.weights_dir)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -135,7 +137,7 @@ class SglangEngine(Engine):
         """Send a request. Returns None if it was aborted before a scheduler saw it, or lost because SGLang's process died."""
         times, call.sent = self._renewal.times, True
         try:
-            return await self.link.generate(body)
+            return self._adapter.label(await self.link.generate(self._adapter.select(body)))
         except SglangLost as lost:
             call.sent = False
             await self._renewal.renew_after(lost, times)
@@ -183,7 +185,7 @@ class SglangEngine(Engine):
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self._renewal.retry(lambda: self.link.generate(body))
+        answer = await self._renewal.retry(lambda: self.link.generate(self._adapter.select(body)))
         return np.array(answer.columns["prompt_log_probs"])
 
     # -- interruptions --------------------------------------------------------------------------------------------
@@ -270,6 +272,7 @@ class SglangEngine(Engine):
     async def _start_again(self) -> None:
         """Restart SGLang without weights and not paused. If SGLang loads weights at start, the next update starts it instead."""
         self._usable, self._paused, self._dead, self._asleep = False, None, False, set()
+        self._adapter.forget()
         if self._update_method() != "restart":
             self._info = await self.link.restart({})
 
@@ -287,7 +290,11 @@ class SglangEngine(Engine):
             self._check_idle("receive")
         await self._renewal.wait_until_renewed()
         async with self._process_running(version):
-            await self._arrivals.receive(message, version, last)
+            if ADAPTER in message:
+                await self._adapter.load(message, version)
+                self._serve(version)
+            else:
+                await self._arrivals.receive(message, version, last)
 
     def _check_idle(self, call: str) -> None:
         if self._paused is None and any(call.sent for call in self._calls.values()):

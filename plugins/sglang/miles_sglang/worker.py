@@ -46,6 +46,8 @@ class Worker:
             "flush_cache": self.flush,
             "release_memory_occupation": self.release,
             "resume_memory_occupation": self.regain,
+            "load_lora_adapter": self.load_adapter,
+            "unload_lora_adapter": self.unload_adapter,
         }
 
     def info(self) -> dict[str, Any]:
@@ -136,6 +138,18 @@ class Worker:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(**body), None)
+
+    async def load_adapter(self, body: dict[str, Any], _: bytes) -> dict[str, Any]:
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
+
+        result = await self.manager.load_lora_adapter(LoadLoRAAdapterReqInput(**body), None)
+        return {"success": result.success, "error_message": result.error_message}
+
+    async def unload_adapter(self, body: dict[str, Any], _: bytes) -> dict[str, Any]:
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+        result = await self.manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(**body), None)
+        return {"success": result.success, "error_message": result.error_message}
 
 
 async def serve(engine: Any, connection: socket.socket, kind: type[Worker] = Worker) -> None:

@@ -79,6 +79,9 @@ class Manager:
         self.rids: dict[str, int] = {}
         self.paused = False
         self.released: set[str] = set()
+        self.base = dict(self.tensors)
+        self.adapters: dict[str, dict[str, torch.Tensor]] = {}
+        self.lora = arguments if arguments.get("enable_lora") else None
         self._load()
 
     def computing(self, checkpoint: Path) -> Any:
@@ -106,6 +109,7 @@ class Manager:
 
     async def generate_request(self, body: Any, _: Any) -> AsyncIterator[dict[str, Any]]:
         assert not self.released
+        assert body.lora_path in (None, next(reversed(self.adapters), None)), "an adapter that is not the newest"
         parameters = body.sampling_params
         key = self.rids[body.rid] = int(parameters.get("sampling_seed", len(self.rids))) % (1 << 31)
         if parameters["max_new_tokens"] == 0:
@@ -173,6 +177,27 @@ class Manager:
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             self.tensors[name].copy_(tensor)
+
+    async def load_lora_adapter(self, body: Any, _: Any) -> Any:
+        """The adapter's sum with the base becomes the model of the double, which has one adapter at a time."""
+        if self.lora is None or body.lora_name in self.adapters or len(self.adapters) >= self.lora["max_loaded_loras"]:
+            return Body(success=False, error_message="LoRA is not enabled, or there are too many adapters")
+        config = json.loads((Path(body.lora_path) / "adapter_config.json").read_text())
+        if config["r"] > self.lora["max_lora_rank"]:
+            return Body(success=False, error_message=f"rank {config['r']} is too large")
+        found = self.adapters[body.lora_name] = load_file(Path(body.lora_path) / "adapter_model.safetensors")
+        self.tensors = dict(self.base)
+        for name, down in found.items():
+            if name.endswith("lora_A.weight"):
+                layer = name.removeprefix("base_model.model.").removesuffix("lora_A.weight") + "weight"
+                delta = found[name.replace("lora_A", "lora_B")] @ down * config["lora_alpha"] / config["r"]
+                self.tensors[layer] = self.base[layer] + delta
+        self._load()
+        return Body(success=True)
+
+    async def unload_lora_adapter(self, body: Any, _: Any) -> Any:
+        del self.adapters[body.lora_name]
+        return Body(success=True)
 
     async def update_weights_from_disk(self, body: Any, _: Any) -> tuple[bool, str, int]:
         for file in sorted(Path(body.model_path).glob("*.safetensors")):

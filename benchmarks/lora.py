@@ -1,0 +1,381 @@
+"""Adapters against full training on the demo's task: learning curves, step time, memory, and the gap between engine and trainer.
+
+Run: ``python benchmarks/lora.py --seeds 3 --threads 8 --save`` (needs ``plugins/lora``, and ``plugins/int4`` for the encoded base). For every seed
+one supervised warm start, then reinforcement learning from it with each mode, in a process of its own, whose largest resident memory is
+measured. Intervals are 95 % of Student's t over the seeds.
+
+``--memory`` measures the largest resident memory of two steps of a larger random model (``--hidden``, ``--layers``), above that of an idle process,
+for full training, adapters, a base in INT4, and four policies over one base, in a process each.
+
+``--trl`` adds a comparison with TRL and peft: the prompts, reward and random model of ``grpo_step.py`` with adapters of the same rank, targets and
+learning rate on both sides, one process per side, taking turns for time; the reward of both over ``--trl-steps`` steps. ``--trl-python`` names an
+interpreter with trl, peft and datasets. The last line of the output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from formats_in_the_loop import train, warm_start
+from measure import finish, installed, options
+
+RANK, ALPHA = 16, 32
+LORA = f"--plugins lora --lora-rank {RANK} --lora-alpha {ALPHA} --lora-target-modules all-linear"
+EXPERTS = f"{LORA},all-experts"
+ENCODED = f"{EXPERTS.replace('lora ', 'lora,int4 ', 1)} --train-precision int4 --rollout-precision int4 --int4-group-size 32 --emulate-precision"
+MODES = {
+    "full": "",
+    "lora": LORA,
+    "lora experts": EXPERTS,
+    "lora experts adapter": f"{EXPERTS} --lora-sync adapter",
+    "lora int4 base": f"{ENCODED} --lora-sync adapter",
+}
+#: Two-sided 95 % quantiles of Student's t, by degrees of freedom.
+_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
+
+
+def learn(given: argparse.Namespace) -> dict[str, Any]:
+    """One run in this process: accuracy over the steps, seconds, gap, bytes of a sync, and largest resident memory."""
+    import torch
+
+    torch.set_num_threads(given.threads)
+    steps, flags = given.steps, MODES[given.mode].split()
+    rate = given.lr_lora if given.mode != "full" else given.lr
+    more = [
+        "--hf-checkpoint",
+        str(Path(given.worker) / "start"),
+        "--num-rollout",
+        str(steps),
+        "--lr",
+        str(rate),
+        *flags,
+    ]
+    more += ["--eval-interval", str(max(steps // 4, 1)), "--n-samples-per-eval-prompt", "4"]
+    metrics = train(Path(given.worker), given.mode.replace(" ", "-"), more, given.seed)
+    trained = [m for m in metrics if "train/loss" in m]
+
+    def middle(name: str) -> float:
+        return statistics.median(m[name] for m in trained if name in m)
+
+    return {
+        "accuracy": [m["eval/accuracy"] for m in metrics if "eval/accuracy" in m],
+        "seconds": middle("time/step"),
+        "abs_log_prob": middle("mismatch/abs_log_prob"),
+        "sync_bytes": middle("sync/bytes"),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def curves(given: argparse.Namespace) -> dict[str, Any]:
+    """Run every mode with every seed."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in given.modes}
+    for seed in range(given.seeds):
+        with tempfile.TemporaryDirectory() as directory:
+            warm_start(Path(directory), seed, given.warm_start)
+            for mode in given.modes:
+                words = [sys.executable, __file__, "--worker", directory, "--mode", mode, "--seed", str(seed)]
+                words += [
+                    "--steps",
+                    str(given.steps),
+                    "--threads",
+                    str(given.threads),
+                    "--lr",
+                    str(given.lr),
+                    "--lr-lora",
+                    str(given.lr_lora),
+                ]
+                done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+                runs[mode].append(json.loads(done.stdout.splitlines()[-1]))
+                print(f"seed {seed}  {mode:<22}", runs[mode][-1], file=sys.stderr, flush=True)
+    return {mode: {"options": MODES[mode], **summary(found)} for mode, found in runs.items()}
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means over seeds; accuracies with intervals."""
+    points = [interval(values) for values in zip(*(r["accuracy"] for r in runs), strict=True)]
+    found: dict[str, Any] = {"accuracy": points, "accuracy_of_each_seed": [round(r["accuracy"][-1], 4) for r in runs]}
+    return found | {
+        n: float(f"{statistics.mean(r[n] for r in runs):.4g}")
+        for n in ("seconds", "abs_log_prob", "sync_bytes", "peak_mb")
+    }
+
+
+def interval(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean and half the width of its 95 % interval; no width with one seed."""
+    half = (
+        _T.get(len(values) - 1, 1.96) * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    )
+    return {"mean": round(statistics.mean(values), 4), "half_width": None if half is None else round(half, 4)}
+
+
+#: Mode of the memory measurement -> plugins, and options of a toy run.
+MEMORY: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "full": ([], {}),
+    "lora merged": (["lora"], {"lora_target_modules": "all-linear", "lora_rank": RANK}),
+    "lora adapter": (["lora"], {"lora_target_modules": "all-linear", "lora_rank": RANK, "lora_sync": "adapter"}),
+    "lora int4 base": (
+        ["lora", "int4"],
+        {
+            **{
+                "lora_target_modules": "all-linear",
+                "lora_rank": RANK,
+                "lora_sync": "adapter",
+                "emulate_precision": True,
+            },
+            **{"train_precision": "int4", "rollout_precision": "int4"},
+        },
+    ),
+    "lora adapter, four policies": (
+        ["lora"],
+        {"lora_target_modules": "all-linear", "lora_rank": RANK, "lora_sync": "adapter"},
+    ),
+}
+POLICIES = ("a", "b", "c", "d")
+TURNS = f"""
+from miles_core.plugin import hookimpl
+
+@hookimpl
+def on_sample(run, sample):
+    sample.policy = {POLICIES}[sample.group_index % {len(POLICIES)}]
+"""
+
+
+def hold(given: argparse.Namespace) -> dict[str, Any]:
+    """Two steps of a run in this process, and the memory that it took."""
+    import torch
+
+    import miles_core.launch  # noqa: F401 - part of the idle process
+    import miles_embedded.trainer.trainer  # noqa: F401 - part of the idle process
+    from miles_testing import toy_run
+
+    torch.set_num_threads(given.threads)
+    plugins, flags = MEMORY[given.mode]
+    more: dict[str, Any] = {"hf_checkpoint": given.checkpoint, "dtype": "bfloat16", "save_rollouts": False, **flags}
+    with tempfile.TemporaryDirectory() as directory:
+        if "four" in given.mode:
+            (Path(directory) / "four.yaml").write_text(json.dumps({"policies": {name: {} for name in POLICIES}}))
+            (Path(directory) / "turns.py").write_text(TURNS)
+            plugins, more = (
+                [*plugins, f"{directory}/turns.py"],
+                {**more, "config": f"{directory}/four.yaml", "rollout_batch_size": 4},
+            )
+        idle = resident()
+        done = toy_run(plugins, Path(directory) / "run", steps=2, **more)
+        peak, after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, resident()
+    assert len(done.metrics) == 2
+    return {"peak_mb": round(peak - idle), "after_mb": round(after - idle)}
+
+
+def resident() -> float:
+    """Resident memory of this process in MB."""
+    import gc
+
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) / 1024
+
+
+def memory(given: argparse.Namespace) -> dict[str, Any]:
+    """Measure every mode of ``MEMORY``."""
+    sizes = {"hidden_size": given.hidden, "intermediate_size": 3 * given.hidden, "num_hidden_layers": given.layers}
+    sizes |= {
+        "num_attention_heads": given.hidden // 64,
+        "num_key_value_heads": max(given.hidden // 256, 1),
+        "head_dim": 64,
+        "vocab_size": 4096,
+    }
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        code = f"from miles_testing import tiny_checkpoint; tiny_checkpoint('qwen3', {directory + '/model'!r}, **{sizes!r})"
+        subprocess.run([sys.executable, "-c", code], check=True)
+        weights = sum(f.stat().st_size for f in Path(directory, "model").glob("*.safetensors"))
+        found["parameters"] = weights // 4
+        for mode in MEMORY:
+            words = [
+                sys.executable,
+                __file__,
+                "--worker",
+                "hold",
+                "--mode",
+                mode,
+                "--checkpoint",
+                f"{directory}/model",
+                "--threads",
+                str(given.threads),
+            ]
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+            found[mode] = json.loads(done.stdout.splitlines()[-1])
+            print(f"memory  {mode:<30}", found[mode], file=sys.stderr, flush=True)
+    return found
+
+
+def against_trl(given: argparse.Namespace) -> dict[str, Any]:
+    """Step time and reward of adapters here and in TRL with peft."""
+    from workload import make_workload
+
+    here, sides = str(Path(__file__).resolve()), {"miles": sys.executable, "trl": given.trl_python}
+    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    with tempfile.TemporaryDirectory() as directory:
+        work = make_workload(Path(directory), 0)
+        for seed in range(given.seeds):
+            for side, python in sides.items():  # in turns: a slow minute slows both
+                words = [
+                    python,
+                    here,
+                    "--worker",
+                    side,
+                    "--seed",
+                    str(seed),
+                    "--steps",
+                    str(given.trl_steps),
+                    "--threads",
+                    str(given.threads),
+                ]
+                words += [
+                    "--checkpoint",
+                    str(work.checkpoint),
+                    "--prompts",
+                    str(work.prompt_file),
+                    "--lr-lora",
+                    str(given.lr_lora),
+                ]
+                done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+                found[side].append(json.loads(done.stdout.splitlines()[-1]))
+                print(f"seed {seed}  {side:<6}", found[side][-1], file=sys.stderr, flush=True)
+    return {
+        side: {
+            "seconds": float(f"{statistics.median(r['seconds'] for r in runs):.4g}"),
+            "first_reward": interval([r["rewards"][0] for r in runs]),
+            "last_reward": interval([statistics.mean(r["rewards"][-5:]) for r in runs]),
+            "peak_mb": round(statistics.mean(r["peak_mb"] for r in runs)),
+        }
+        for side, runs in found.items()
+    }
+
+
+def work_with_miles(given: argparse.Namespace) -> dict[str, Any]:
+    """Adapters in ``miles train`` on the workload of ``grpo_step.py``."""
+    from miles_core.cli import train as command
+    from miles_core.observe.metrics import read
+
+    with tempfile.TemporaryDirectory() as directory:
+        flags = f"""--hf-checkpoint {given.checkpoint} --prompt-data {given.prompts} --input-key prompt --label-key label
+            --custom-rm-path {Path(__file__).with_name("workload.py")}:rm --save {directory}/run --device cpu
+            --dtype float32 --rollout-batch-size 64 --n-samples-per-prompt 8 --num-rollout {given.steps}
+            --rollout-max-response-len 16 --max-running-requests 512 --lr {given.lr_lora}
+            --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0 --eps-clip 0.2 --loss-aggregation token_mean
+            --use-dynamic-batch-size --max-tokens-per-gpu 65536 --seed {given.seed} --log-level warning --no-save-rollouts {LORA}"""
+        command.run(flags.split())
+        trained = [m for m in read(Path(directory) / "run" / "metrics.jsonl") if "train/loss" in m]
+    return outcome([m["reward/mean"] for m in trained], [m["time/step"] for m in trained])
+
+
+def work_with_trl(given: argparse.Namespace) -> dict[str, Any]:
+    """The same in TRL, with its fastest settings (``grpo_step.py``)."""
+    import time
+
+    from datasets import Dataset
+    from grpo_step import trl_config
+    from peft import LoraConfig
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOTrainer
+    from workload import letters
+
+    rewards, times = list[float](), list[float]()
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        found = [letters(text) for text in completions]
+        rewards.append(statistics.fmean(found))
+        return found
+
+    class Timed(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            times.append(-time.perf_counter())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            times[-1] += time.perf_counter()
+
+    rows = [json.loads(line)["prompt"] for line in Path(given.prompts).read_text().splitlines()]
+    settings = argparse.Namespace(
+        trl_batch=512, prompts_a_step=64, steps=given.steps, model="", trl_experts="grouped_mm"
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        config = trl_config(directory, settings)
+        config.learning_rate, config.seed = given.lr_lora, given.seed
+        trainer = GRPOTrainer(
+            given.checkpoint,
+            reward,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": rows}),
+            processing_class=AutoTokenizer.from_pretrained(given.checkpoint, padding_side="left"),
+            callbacks=[Timed()],
+            peft_config=LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
+        trainer.train()
+    return outcome(rewards, times)
+
+
+def outcome(rewards: list[float], times: list[float]) -> dict[str, Any]:
+    """What a worker reports."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {
+        "rewards": [round(r, 5) for r in rewards],
+        "seconds": statistics.median(times[1:] or times),
+        "peak_mb": peak,
+    }
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
+    parser.add_argument("--steps", type=int, default=40, help="reinforcement-learning steps")
+    parser.add_argument("--warm-start", type=int, default=400, help="supervised steps before them")
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES), help="modes to run")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of full training")
+    parser.add_argument("--lr-lora", type=float, default=5e-3, help="learning rate of adapters")
+    parser.add_argument("--memory", action="store_true", help="measure memory with a larger model too")
+    parser.add_argument("--hidden", type=int, default=1024, help="hidden size of that model")
+    parser.add_argument("--layers", type=int, default=8, help="its layers")
+    parser.add_argument("--trl", action="store_true", help="compare with TRL and peft too")
+    parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")
+    parser.add_argument("--trl-steps", type=int, default=30, help="steps of that comparison")
+    for name in ("--worker", "--mode", "--checkpoint", "--prompts"):
+        parser.add_argument(name, default="", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        if given.worker in ("miles", "trl"):
+            import torch
+
+            torch.set_num_threads(given.threads)
+        work = {"miles": work_with_miles, "trl": work_with_trl, "hold": hold}.get(given.worker, learn)
+        print(json.dumps(work(given)))
+        return
+    result: dict[str, Any] = {
+        n: getattr(given, n) for n in ("seeds", "steps", "warm_start", "lr", "lr_lora", "threads")
+    }
+    result["modes"] = curves(given) if given.modes else {}
+    if given.memory:
+        result["memory"] = {"hidden": given.hidden, "layers": given.layers, **memory(given)}
+    if given.trl:
+        result["trl"] = {"steps": given.trl_steps, "sides": against_trl(given)}
+    finish(
+        Path(__file__).stem,
+        result,
+        given.save,
+        lambda: installed("miles-core", "miles-plugin-lora", "torch", "transformers", "peft"),
+    )
+
+
+if __name__ == "__main__":
+    main()

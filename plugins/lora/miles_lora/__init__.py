@@ -1,0 +1,112 @@
+"""LoRA (arXiv 2106.09685): the trainer steps low-rank adapters over a frozen base, which may be stored in a number format only."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from miles_core.plugin import Plugin, Rule, Set, option
+
+__version__ = "0.1.0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Low-rank adapters over a frozen base."""
+
+    rank: int = option(8, flag="--lora-rank", help="rank of the adapters", ge=1, fixed=True)
+    alpha: float = option(16.0, flag="--lora-alpha", help="adapters are scaled by ALPHA / rank", gt=0, fixed=True)
+    use_rslora: bool = option(
+        False, flag="--lora-use-rslora", help="scale adapters by ALPHA / sqrt(rank) (arXiv 2312.03732)", fixed=True
+    )
+    dropout: float = option(
+        0.0, flag="--lora-dropout", help="dropout of the adapters' inputs in training passes", ge=0, lt=1
+    )
+    target_modules: tuple[str, ...] = option(
+        ("q_proj", "v_proj"),
+        flag="--lora-target-modules",
+        help="ends of the names of linear layers and of joined experts (experts.gate_up_proj) that get an adapter; all-linear for "
+        "every linear layer of the decoder, all-experts for all joined experts",
+        metavar="NAME,...",
+        fixed=True,
+    )
+    sync: Literal["merged", "adapter"] = option(
+        "merged",
+        flag="--lora-sync",
+        help="merged: the engine receives base plus adapters as ordinary weights; adapter: it loads the base itself, receives only "
+        "adapters, and applies them next to the base",
+    )
+    export: Literal["merged", "adapter"] = option(
+        "merged", flag="--lora-export", help="--export-hf writes a merged checkpoint, or an adapter in peft's format"
+    )
+    adapter: str | None = option(
+        None, flag="--lora-adapter", help="start from this adapter in peft's format", metavar="DIR"
+    )
+
+
+_TRAINER = (
+    "the adapters are attached to Transformers' modules, which only the embedded trainer runs (in one process, or on several ranks with "
+    "FSDP2); Megatron-Core joins query, key and value and divides its matrices among ranks, where adapters in peft's layout have no "
+    "counterpart"
+)
+
+plugin = Plugin(
+    name="lora",
+    summary="low-rank adapters over a frozen base",
+    version=__version__,
+    core="~=0.1",
+    config=LoraOptions,
+    elsewhere={
+        "--use-peft": "give --plugins lora",
+        "--lora-r": "give --plugins lora --lora-rank N",
+        "--lora-target-parameters": "--lora-target-modules takes joined experts too",
+        "--lora-task-type": "adapters are those of causal language models",
+    },
+    provides={"model": {"lora": "miles_lora.base:make_model"}, "transport": {"adapter": "miles_lora.transport:make"}},
+    capabilities={"transport": ("adapter",)},
+    sets={
+        "transport": Set(
+            "adapter",
+            when="lora.sync == adapter and engine != embedded",
+            because="the engine loads adapters through an interface of its own",
+        ),
+    },
+    requires=(
+        Rule("trainer == embedded", because=_TRAINER),
+        Rule(
+            "train.precision == bf16 or lora.sync == adapter",
+            because="with --lora-sync merged the engine rounds the sum of base and adapters, but the trainer would round the base alone; "
+            "with --lora-sync adapter both sides read the same codes of the base and add the adapters unrounded",
+        ),
+        Rule(
+            "rollout.precision == bf16",
+            when="lora.sync == adapter and engine != embedded",
+            because="an engine that loads the base itself reads the checkpoint as it is, and nothing sends it the encoded base; use "
+            "--lora-sync merged or --engine embedded",
+        ),
+        Rule(
+            "not colocate",
+            when="lora.sync == adapter and engine != embedded",
+            because="an engine that sleeps drops its weights, and an update of adapters does not bring the base back",
+        ),
+        Rule(
+            "rollout.pause_generation_mode == abort",
+            when="lora.sync == adapter and engine != embedded",
+            because="requests in flight would need the adapter of the previous version, which is unloaded",
+        ),
+        Rule(
+            "precision.warmup_steps == 0",
+            when="lora.sync == adapter and rollout.precision != bf16",
+            because="the base is stored in the number format only, so it cannot be BF16 during a warm-up",
+        ),
+    ),
+    recommends=(
+        Rule(
+            "train.activation_checkpointing",
+            when="train.precision != bf16",
+            because="the backward pass otherwise keeps the decoded weights of all joined experts that have adapters, and all activations",
+        ),
+    ),
+    hooks={"": "miles_lora.hooks:Lora"},
+    memory="miles_lora.memory:usage",
+    review="miles_lora.review:review",
+    examine="miles_lora.examine:examine",
+)

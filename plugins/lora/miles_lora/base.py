@@ -1,0 +1,61 @@
+"""The base model under the adapters: frozen, shared by the models of a process, and possibly stored in a number format only.
+
+With ``--lora-sync adapter`` trainer, engine and reference model of all policies with one checkpoint read the same parameters, if they
+run in one process. Their adapters are separate.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from miles_core.format import Codec, make_codec
+from miles_core.plugin import Policy, Run, StashKey
+from miles_embedded import encode_weights, mark_constant, share_weights
+from miles_embedded import make_model as load_checkpoint
+
+#: (checkpoint, dtype, device, precision) -> the first model with these weights in this process.
+BASES = StashKey[dict[tuple[str, ...], nn.Module]]()
+
+
+def make_model(run: Run, policy: Policy, role: str) -> nn.Module:
+    """Make the model of a policy without adapters; ``on_model`` adds them."""
+    config = run.config_of(policy)
+    if config.plugin("lora").sync == "merged" or role == "critic":
+        return load_checkpoint(run, policy)
+    codec = codec_of(run, policy, role)
+    name = codec.format.name if codec.format is not None else ""
+    options = config.model
+    start = options.ref_load or policy.hf_checkpoint or options.hf_checkpoint or ""
+    key = (str(start), options.dtype, options.device, name)
+    known = run.stash.setdefault(BASES, {})
+    if key in known and shares(run):
+        reduce = partial(share_weights, owner=known[key])
+    elif codec.format is not None:
+        reduce = partial(encode_weights, codec=codec, device=_device(options.device))
+    else:
+        reduce = None
+    model = load_checkpoint(run, policy, reduce)
+    mark_constant(model.parameters(), streamed=False)
+    known.setdefault(key, model)
+    return model
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def codec_of(run: Run, policy: Policy, role: str) -> Codec:
+    """Return the codec of the base in a model of this role: the rollout's precision for the engine, otherwise the trainer's."""
+    config = run.config_of(policy)
+    return make_codec(run, policy, config.rollout.precision if role == "rollout" else config.train.precision)
+
+
+def shares(run: Run) -> bool:
+    """Whether the models of this process share parameters: not if ranks divide them, or if engine and trainer take turns on a GPU."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not (several and torch.distributed.get_world_size() > 1) and not run.config.run.colocate

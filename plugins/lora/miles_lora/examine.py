@@ -1,0 +1,38 @@
+"""Checks of a plan that need the checkpoint: it can be loaded, and the targets exist in its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miles_core.plugin import ConfigError
+from miles_embedded import build_empty, checkpoint_config
+from miles_embedded import examine as examine_model
+from miles_lora.peft_files import check_adapter
+from miles_lora.targets import FLAG, find_targets
+
+
+def examine(config: Any, weights: bool) -> None:
+    """See ``miles_core.plugin.Plugin.examine``.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded.
+        ConfigError: a target matches nothing, or does not go with another option.
+    """
+    examine_model(config, weights)
+    options, path = config.plugin("lora"), config.model.ref_load or config.model.hf_checkpoint
+    if options.adapter is not None:
+        check_adapter(options.adapter, options)
+    if path is None:
+        return
+    model = build_empty(checkpoint_config(path, config.model.trust_remote_code), config.model.trust_remote_code)
+    experts = [t for t in find_targets(model, options.target_modules) if t.is_joined]
+    if experts and options.sync == "adapter" and config.run.engine != "embedded":
+        raise ConfigError(
+            f"--lora-sync adapter: {experts[0].name} ({FLAG}) joins experts, and --engine {config.run.engine} loads adapters of linear layers "
+            "only; send merged weights (--lora-sync merged), or leave the experts out"
+        )
+    if experts and options.dropout:
+        raise ConfigError(
+            f"--lora-dropout {options.dropout:g}: {experts[0].name} ({FLAG}) joins experts, whose inputs cannot be dropped separately for the "
+            "adapter; leave the dropout out, or the experts"
+        )

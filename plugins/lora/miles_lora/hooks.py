@@ -1,0 +1,205 @@
+"""Hooks of the plugin: adapters are added to models, merged into exports, and saved in peft's format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.data import Unit
+from miles_core.plugin import CheckpointError, Policy, Run, StashKey, Store, hookimpl
+from miles_embedded import full_values, is_constant, mark_constant, views
+from miles_lora import LoraOptions
+from miles_lora.adapter import Adapter, attach, delta_of, squared_norm
+from miles_lora.base import codec_of
+from miles_lora.peft_files import read_adapter, write_adapter
+from miles_lora.targets import Target, find_targets
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Trained:
+    """The trained model of one policy, with its adapters by the name of the adapted parameter."""
+
+    model: nn.Module
+    targets: list[Target]
+    adapters: dict[str, Adapter]
+    options: LoraOptions
+
+    def matrices(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the complete A and B of each adapter. A collective if ranks divide them."""
+        return {n: (full_values(a.lora_A), full_values(a.lora_B)) for n, a in self.adapters.items()}
+
+    def base(self) -> Iterator[Unit]:
+        """Yield the checkpoint tensors of the base. A collective."""
+        state, source, values = self.model.state_dict(keep_vars=True), "", torch.empty(0)
+        for view in views(self.model):
+            if not is_constant(state[view.source]):
+                continue
+            if view.source != source:
+                source, values = view.source, full_values(state[view.source])
+            yield Unit({view.name: view.of(values)})
+
+
+#: policy -> its trained model, in the process of the trainer.
+TRAINED = StashKey[dict[str, Trained]]()
+
+
+class Lora:
+    """Adds adapters to the models of policies that train, and freezes the rest."""
+
+    def __init__(self) -> None:
+        self.trained: dict[str, Trained] = {}
+
+    @hookimpl
+    def on_model(self, run: Run, policy: Policy, model: nn.Module, role: str) -> None:
+        if role == "critic":  # trained in full
+            return
+        options: LoraOptions = run.config_of(policy).plugin("lora")
+        separate, trains = options.sync == "adapter", role in ("train", "shared") and policy.learns
+        if trains and not separate:
+            mark_constant(model.parameters())
+        if not policy.learns or not (trains or (separate and role == "rollout")):
+            return
+        format = codec_of(run, policy, role).format
+        targets = find_targets(model, options.target_modules)
+        seed = f"{run.config.train.seed}/{policy.name}"
+        adapters = attach(targets, options, seed, raw_inputs=format is not None and format.quantizes_activations)
+        if not trains:
+            return
+        if options.adapter is not None:
+            read_adapter(options.adapter, adapters, targets)
+        self.trained[policy.name] = run.stash.setdefault(TRAINED, {})[policy.name] = Trained(
+            model, targets, adapters, options
+        )
+        own = sum(p.numel() for a in adapters.values() for p in a.parameters())
+        every = sum(p.numel() for p in model.parameters())
+        log.info(
+            "%s: %d adapters of rank %d, %.3g %% of %d parameters",
+            policy.name,
+            len(adapters),
+            options.rank,
+            100 * own / every,
+            every,
+        )
+
+    @hookimpl
+    def wrap_weights(self, policy: Policy, purpose: str) -> Callable[..., Any] | None:
+        trained = self.trained.get(policy.name)
+        # a snapshot is loaded back into the model with adapters; a sync of adapters streams nothing else
+        if (
+            trained is None
+            or purpose in ("snapshot", "convert")
+            or (purpose == "sync" and trained.options.sync == "adapter")
+        ):
+            return None
+
+        def wrap(inner: Callable[[], Iterator[Unit]]) -> Callable[[], Iterator[Unit]]:
+            def weights() -> Iterator[Unit]:
+                yield from merge(trained, inner())
+                if trained.options.sync == "adapter":  # the stream has adapters only
+                    yield from merge(trained, trained.base())
+
+            return weights
+
+        return wrap
+
+    @hookimpl
+    def wrap_export(self, policy: Policy) -> Callable[..., Any] | None:
+        trained = self.trained.get(policy.name)
+        if trained is None or trained.options.export != "adapter":
+            return None
+
+        def wrap(inner: Callable[[Path], None]) -> Callable[[Path], None]:
+            def export(directory: Path) -> None:
+                matrices = trained.matrices()
+                if torch.distributed.is_initialized() and torch.distributed.get_rank():
+                    return
+                directory = Path(directory)
+                if directory.exists() and any(directory.iterdir()):
+                    raise CheckpointError(
+                        f"{directory} already exists and is not empty; choose another directory for the export"
+                    )
+                self._write(directory, policy, trained, matrices)
+
+            return export
+
+        return wrap
+
+    @hookimpl
+    def wrap_optimizer_step(self, policy: Policy) -> Callable[..., Any] | None:
+        trained = self.trained.get(policy.name)
+        if trained is None:
+            return None
+
+        def wrap(inner: Callable[[], dict[str, float]]) -> Callable[[], dict[str, float]]:
+            @torch.no_grad()
+            def optimizer_step() -> dict[str, float]:
+                metrics = inner()
+                squares = [squared_norm(trained.adapters[n], a, b) for n, (a, b) in trained.matrices().items()]
+                return {**metrics, "lora_delta_norm": float(torch.stack(squares).sum().sqrt())}
+
+            return optimizer_step
+
+        return wrap
+
+    @hookimpl
+    def on_save(self, policy: Policy | None, store: Store) -> None:
+        trained = self.trained.get(policy.name) if policy is not None else None
+        if trained is None or policy is None:
+            return
+        matrices = trained.matrices()
+        if store.world.rank == 0:
+            self._write(store.directory / "lora", policy, trained, matrices)
+
+    def _write(
+        self, directory: Path, policy: Policy, trained: Trained, matrices: dict[str, tuple[Tensor, Tensor]]
+    ) -> None:
+        write_adapter(directory, trained.targets, matrices, trained.options, policy.hf_checkpoint, trained.model)
+
+
+@torch.no_grad()
+def merge(trained: Trained, stream: Iterator[Unit]) -> Iterator[Unit]:
+    """Yield the checkpoint tensors of ``stream`` with their adapters added, without the adapters themselves.
+
+    Sums are computed in float32 and rounded once to the dtype of the base. A collective: every rank consumes it to the end.
+    """
+    matrices = trained.matrices()
+    by_name = {view.name: view for view in views(trained.model)}
+    own = {
+        f"{name}.{leaf}"
+        for name, module in trained.model.named_modules()
+        if isinstance(module, Adapter)
+        for leaf in ("lora_A", "lora_B")
+    }
+    source, delta = "", torch.empty(0)
+    for unit in stream:
+        tensors, changed = {}, False
+        for name, tensor in unit.tensors.items():
+            view = by_name.get(name)
+            if name in own:
+                continue
+            if view is not None and view.source in matrices:
+                if view.source != source:
+                    source, delta = (
+                        view.source,
+                        _like(trained, view.source, delta_of(trained.adapters[view.source], *matrices[view.source])),
+                    )
+                tensor, changed = (tensor.float() + view.of(delta)).to(tensor.dtype), True
+            tensors[name] = tensor
+        if tensors:
+            yield Unit(tensors, unit.lasting and not changed)
+
+
+def _like(trained: Trained, source: str, delta: Tensor) -> Tensor:
+    """Return ``delta`` in the memory layout of the parameter, so that views of the parameter are views of it."""
+    parameter = trained.model.state_dict(keep_vars=True)[source]
+    if delta.stride() == parameter.stride():
+        return delta
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=delta.dtype, device=delta.device).copy_(delta)

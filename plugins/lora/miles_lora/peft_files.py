@@ -1,0 +1,155 @@
+"""Adapters in peft's file format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from miles_core.plugin import CheckpointError, ConfigError
+from miles_lora import LoraOptions
+from miles_lora.adapter import Adapter
+from miles_lora.targets import Target
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FLAG = "--lora-adapter"
+_PREFIX = "base_model.model."
+
+
+def names_of(targets: Sequence[Target]) -> dict[str, str]:
+    """Return parameter -> beginning of peft's names of its two matrices.
+
+    peft wraps a module with joined experts once per parameter, in their order: the outermost wrapper belongs to the last one.
+    """
+    joined: dict[str, list[Target]] = {}
+    for target in targets:
+        if target.is_joined:
+            joined.setdefault(target.path, []).append(target)
+    found = {}
+    for target in targets:
+        depth = 0
+        if target.is_joined:
+            mine = joined[target.path]
+            depth = len(mine) - 1 - mine.index(target)
+        found[target.source] = f"{_PREFIX}{target.path}.{'base_layer.' * depth}"
+    return found
+
+
+def write_adapter(
+    directory: Path,
+    targets: Sequence[Target],
+    matrices: Mapping[str, tuple[Tensor, Tensor]],
+    options: LoraOptions,
+    base: str,
+    model: nn.Module,
+) -> None:
+    """Write an adapter that ``peft.PeftModel.from_pretrained`` loads.
+
+    Args:
+        directory: made if it does not exist.
+        targets: the adapted weights.
+        matrices: parameter -> complete A and B.
+        options: rank, scale and dropout.
+        base: the base model's checkpoint, recorded in the configuration.
+        model: the model of the targets.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for source, start in names_of(targets).items():
+        for letter, matrix in zip("AB", matrices[source], strict=True):
+            tensors[f"{start}lora_{letter}.weight"] = matrix.detach().to("cpu").contiguous()
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    text = json.dumps(adapter_config(targets, options, base, model), indent=2, sort_keys=True)
+    (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def adapter_config(targets: Sequence[Target], options: LoraOptions, base: str, model: nn.Module) -> dict[str, Any]:
+    """Return peft's configuration of an adapter, as JSON data; arguments as for ``write_adapter``."""
+    from peft import LoraConfig  # takes a second to import
+
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    modules = _shortest([t.path for t in targets if not t.is_joined], linear)
+    parameters = _shortest([t.source for t in targets if t.is_joined], [n for n, _ in model.named_parameters()])
+    config: Any = LoraConfig(
+        r=options.rank,
+        lora_alpha=int(options.alpha) if options.alpha.is_integer() else options.alpha,  # type: ignore[arg-type]
+        use_rslora=options.use_rslora,
+        lora_dropout=options.dropout,
+        target_modules=modules,
+        target_parameters=parameters or None,
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+
+
+def _shortest(chosen: list[str], every: Iterable[str]) -> list[str]:
+    """Return ends of names that match ``chosen`` and nothing else among ``every``; the whole names if there are none."""
+    wanted, names = set(chosen), list(every)
+    for parts in (1, 2):
+        ends = list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in chosen))
+        if wanted == {name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)}:
+            return ends
+    return chosen
+
+
+def read_adapter(directory: str, adapters: Mapping[str, Adapter], targets: Sequence[Target]) -> None:
+    """Copy an adapter in peft's format to ``adapters``.
+
+    Raises:
+        ConfigError: it adapts other weights, or has another rank.
+    """
+    try:
+        tensors = load_file(Path(directory) / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{FLAG} {directory}: {WEIGHTS} cannot be read ({error})") from error
+    starts = names_of(targets)
+    expected = {f"{start}lora_{x}.weight": (source, x) for source, start in starts.items() for x in "AB"}
+    if tensors.keys() != expected.keys():
+        odd = sorted(tensors.keys() ^ expected.keys())[0]
+        where = "the file has it and this run adapts no such weight" if odd in tensors else "the file lacks it"
+        raise ConfigError(f"{FLAG} {directory}: {odd}: {where}; give the adapter's --lora-target-modules")
+    for name, tensor in tensors.items():
+        source, letter = expected[name]
+        home = adapters[source].lora_A if letter == "A" else adapters[source].lora_B
+        if home.shape != tensor.shape:
+            raise ConfigError(
+                f"{FLAG} {directory}: {name} has shape {list(tensor.shape)} where this run needs {list(home.shape)}; is it of another model?"
+            )
+        home.data.copy_(tensor)
+
+
+def check_adapter(directory: str, options: LoraOptions) -> None:
+    """Check from its configuration that an adapter continues with these options.
+
+    Raises:
+        ConfigError: its rank, scale or kind differs, or it is no adapter.
+    """
+    file = Path(directory) / CONFIG
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{FLAG} {directory}: {CONFIG} cannot be read ({error}); give a directory that peft saved"
+        ) from error
+    if stored.get("peft_type") != "LORA" or stored.get("use_dora") or stored.get("modules_to_save"):
+        kind = "DORA" if stored.get("use_dora") else stored.get("peft_type")
+        extra = " with modules_to_save" if stored.get("modules_to_save") else ""
+        raise ConfigError(
+            f"{FLAG} {directory}: it is an adapter of the kind {kind}{extra}; this plugin trains plain LoRA"
+        )
+    for key, flag, mine in (
+        ("r", "--lora-rank", options.rank),
+        ("lora_alpha", "--lora-alpha", options.alpha),
+        ("use_rslora", "--lora-use-rslora", options.use_rslora),
+    ):
+        if stored.get(key, mine) != mine:
+            raise ConfigError(
+                f"{FLAG} {directory}: its {key} is {stored[key]}, but this run has {flag} {mine:g}; make them equal"
+            )

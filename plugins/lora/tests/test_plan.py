@@ -1,0 +1,106 @@
+"""What the plan refuses, what it counts, and what it says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from miles_core.plugin import ConfigError, MilesError, PlanError
+from miles_testing import plan, toy_run
+
+pytest.importorskip("peft")
+
+PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
+RETRACT = {"pause_generation_mode": "retract", "mask_offpolicy_in_partial_rollout": True}
+BOTH = {"train_precision": "fp8", "rollout_precision": "fp8", "emulate_precision": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"lora_rank": 0}, "--lora-rank.*0.*>= 1"),
+        ({"lora_dropout": 1.0}, "--lora-dropout"),
+        ({"lora_sync": "sometimes"}, "merged or adapter"),
+        ({"plugins": ["lora", "fp8"], **BOTH}, "the engine rounds the sum of base and adapters"),
+        (
+            {"plugins": ["lora", "fp8"], **BOTH, "lora_sync": "adapter", "warmup_steps": 2},
+            "cannot be BF16 during a warm-up",
+        ),
+        ({"trainer": "megatron"}, "Megatron-Core joins query, key and value"),
+        ({"engine": "sglang", "lora_sync": "adapter", "colocate": True}, "does not bring the base back"),
+        (
+            {
+                "engine": "sglang",
+                "lora_sync": "adapter",
+                "pause_generation_mode": "retract",
+                "schedule": "async",
+                "mask_offpolicy_in_partial_rollout": True,
+            },
+            "which is unloaded",
+        ),
+        (
+            {"plugins": ["lora", "fp8"], "engine": "sglang", "lora_sync": "adapter", "rollout_precision": "fp8"},
+            "nothing sends it the encoded base",
+        ),
+    ],
+)
+def test_the_plan_says_why_not(options, why):
+    with pytest.raises((PlanError, ConfigError), match=f"(?s){why}"):
+        plan(**{"plugins": ["lora"], **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"lora_target_modules": "q_project"}, "--lora-target-modules q_project: .*'q_project'; did you mean q_proj"),
+        ({"lora_target_modules": "lm_head"}, "end in 'lm_head'; they have q_proj, k_proj"),
+        ({"lora_target_modules": "all-experts", "family": "llama"}, "LlamaForCausalLM has no joined experts"),
+        (
+            {"lora_target_modules": "experts.down_proj", "lora_dropout": 0.1},
+            "whose inputs cannot be dropped separately",
+        ),
+        ({"lora_adapter": "/nowhere"}, "--lora-adapter /nowhere: adapter_config.json cannot be read"),
+    ],
+)
+def test_the_checkpoint_is_looked_at_before_a_model_is_loaded(options, why):
+    with pytest.raises(MilesError, match=why):
+        toy_run(["lora"], **options)
+
+
+def test_policies_without_adapters_have_no_options_of_adapters(tmp_path):
+    for role, why in (
+        ("critic", "its value head needs a trunk of its own"),
+        ("frozen", "computes with the base alone"),
+    ):
+        (tmp_path / "roles.yaml").write_text(f"policies: {{solver: {{}}, other: {{role: {role}, lora: {{rank: 4}}}}}}")
+        with pytest.raises(PlanError, match=f"(?s)no adapter options for the policy other.*{why}"):
+            plan(["lora"], config=tmp_path / "roles.yaml")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "big").mkdir()
+    shutil.copy(PUBLISHED / "qwen3-30b-a3b.json", tmp_path / "big" / "config.json")
+    return tmp_path / "big"
+
+
+def test_a_model_that_full_training_cannot_hold_fits_with_adapters(checkpoint):
+    """30 billion parameters on one H100 (80 GB): adapters over a BF16 base shared with the engine, or over four bits on 48 GB."""
+    given = {
+        "hf_checkpoint": checkpoint,
+        "max_tokens_per_gpu": 8192,
+        "device": "cuda",
+        "recompute_activations": True,
+    }
+    given |= {"rollout_max_context_len": 4096}
+    with pytest.raises(PlanError, match="memory"):
+        plan(facts=["hardware=H100"], **given)
+    accepted = plan(["lora"], facts=["hardware=H100"], lora_sync="adapter", **given)
+    assert "frozen base of 30.5 billion parameters (bf16)" in json.dumps(accepted.record()) + str(accepted)
+    with pytest.raises(PlanError, match="memory"):
+        plan(["lora"], facts=["hardware=H100"], **given)  # the engine has a second copy
+    four = {"train_precision": "int4", "rollout_precision": "int4", "lora_sync": "adapter"}
+    plan(["lora", "int4"], facts=["hardware=L40S"], **given, **four)

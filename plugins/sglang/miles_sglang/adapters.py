@@ -1,0 +1,73 @@
+"""Weight updates that consist of a LoRA adapter only (transport ``adapter``), through SGLang's API for loading adapters.
+
+SGLang is started with the base model from the checkpoint. Each version of the adapter is loaded under a name of its own, requests name
+it, and the previous version is unloaded; SGLang caches prefixes per adapter, so no prefix of an earlier version is used. The adapter
+travels as a directory in peft's format, which SGLang's process must be able to read. SGLang can also receive tensors, but unpickles
+them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from miles_core.plugin import MilesError
+from miles_sglang.answers import Answer
+
+#: Key of a message of the transport: name of the adapter. The other keys are ``config`` (peft's configuration) and ``tensors``
+#: (a safetensors file as bytes).
+ADAPTER = "adapter"
+
+
+class ServedAdapter:
+    """The adapter that SGLang applies to requests.
+
+    Args:
+        call: calls an endpoint of SGLang.
+        directory: where adapters are written for SGLang.
+    """
+
+    def __init__(self, call: Callable[[str, Mapping[str, Any]], Awaitable[Any]], directory: Path) -> None:
+        self._call, self._directory = call, directory
+        self._name, self._version = "", -1
+        self._numbers = itertools.count()
+
+    def forget(self) -> None:
+        """SGLang was restarted, and has no adapter."""
+        self._name = ""
+
+    def select(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body of a request with the adapter's name, if there is an adapter."""
+        return {**body, "lora_path": self._name} if self._name else {**body}
+
+    def label(self, answer: Answer) -> Answer:
+        """Return the answer with the adapter's version: SGLang reports that of the base."""
+        return replace(answer, meta={**answer.meta, "weight_version": str(self._version)}) if self._name else answer
+
+    async def load(self, message: Mapping[str, Any], version: int) -> None:
+        """Load the adapter of a message and unload the previous one.
+
+        Raises:
+            MilesError: SGLang rejected it; the previous adapter remains.
+        """
+        name = f"{message[ADAPTER]}-{version}-{next(self._numbers)}"
+        path = self._directory / name
+        path.mkdir(parents=True)
+        try:
+            (path / "adapter_config.json").write_text(json.dumps(message["config"]), encoding="utf-8")
+            (path / "adapter_model.safetensors").write_bytes(message["tensors"])
+            answer = await self._call("load_lora_adapter", {"lora_name": name, "lora_path": str(path.absolute())})
+        finally:
+            shutil.rmtree(path)
+        if not answer["success"]:
+            raise MilesError(
+                f"SGLang rejected the adapter of version {version}: {answer.get('error_message') or 'no reason given'}"
+            )
+        previous, self._name, self._version = self._name, name, version
+        if previous:
+            await self._call("unload_lora_adapter", {"lora_name": previous})
