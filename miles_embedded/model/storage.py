@@ -1,8 +1,9 @@
 """How the values of a parameter are stored: whole or as a shard, for training or constant, as numbers or as codes.
 
-Constant parameters keep their values for the whole run, such as the base model under adapters. A weight update may leave them out, checkpoints do not contain them (they come from ``--hf-checkpoint`` again), and they survive the sleep
-of an engine. A constant parameter may also be stored as the codes of a number format only (``quantized.encoded``): its own storage is
-then empty, and ``full_values`` decodes it.
+Constant parameters keep their values for the whole run, such as the base model under adapters. A weight update may leave them out,
+checkpoints do not contain them (they come from ``--hf-checkpoint`` again), and they survive the sleep of an engine. A constant parameter
+may also be stored as the codes of a number format only (``quantized.encoded``): its own storage is then empty, and ``full_values``
+decodes it.
 """
 
 from __future__ import annotations
