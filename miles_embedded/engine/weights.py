@@ -72,15 +72,14 @@ class Weights:
         """Yield the tensors that the model's products read, including the codes of native products."""
         yield from self.model.parameters()
         yield from self.model.buffers()
-        for layer in self.inputs.layers.values():
-            yield from (layer.codes or {}).values()
+        yield from self.inputs.tensors()
 
     def release(self) -> None:
         """Free the memory of the parameters, except those shared with the trainer; an update must follow before they are read."""
         self.complete = False
         self.packs.clear()
         self.arrivals.drop()
-        self.inputs.drop(list(self.inputs.layers))
+        self.inputs.drop_all()
         self._released.release(p for name, p in self.model.named_parameters() if name not in self._shared)
 
     def restore(self) -> None:
