@@ -49,7 +49,7 @@ def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         experts = operations_of(module).experts
         return experts(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
     native = None if rounding is None else rounding.native
-    if native is not None and hidden_states.is_cuda and hidden_states.numel():
+    if native is not None and hidden_states.dtype == native.product.dtype and hidden_states.numel():
         emulated = partial(_standard_experts, module, rounding)
         return native(hidden_states, top_k_index, top_k_weights, emulated)
     one = uses_grouped_product(hidden_states, top_k_index, module.down_proj)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from miles_core.data.unit import Encoded
 from miles_core.precision.format import Format, Parts
 from miles_core.precision.product import Product
-from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.grouped_experts import combine, sort_choices
 from miles_embedded.model.views import View
 
@@ -97,10 +96,6 @@ class NativeExperts:
     def _multiply(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         choices = sort_choices(index, self._shapes["down_proj"][0], counted=False)
         x = self.product.experts(hidden, choices.row, choices.ends, *(self.codes[name] for name in _WEIGHTS))
-        if kernels_run(hidden.device):
-            from miles_embedded.kernels.experts import weighted_sum
-
-            return weighted_sum(x, weights, choices.place)
         return combine(x, weights, choices).to(hidden.dtype)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer, TrainerPart
-from miles_core.data.batch import Batch, Ragged
+from miles_core.data.batch import Batch, Ragged, to_device
 from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
 from miles_core.data.means import as_floats
 from miles_core.data.unit import Unit
@@ -291,7 +291,7 @@ class EmbeddedTrainer(Trainer):
         micro_batch = micro_batch.to(self.device)
         packing = replace(
             packing,
-            **{n: getattr(packing, n).to(self.device) for n in ("rows", "positions", "row_of", "sources", "targets")},
+            **{n: to_device(getattr(packing, n), self.device) for n in ("rows", "positions", "row_of", "sources", "targets")},
         )
         ctx = Context(kind, self.layers, packing.rows, recompute=self.config.recompute and kind == "train")
         ctx.sources, ctx.targets = packing.sources, packing.targets
