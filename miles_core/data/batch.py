@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,12 +129,14 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy on another device."""
-        moved = {
+        moved: dict[str, Any] = {
             k: to_device(getattr(self, k), device)
             for k in ("tokens", "lengths", "prompt_lengths", "group", "rollout", "index")
         }
         columns = {k: v.to(device) if isinstance(v, Ragged) else to_device(v, device) for k, v in self.columns.items()}
-        return replace(self, **moved, columns=columns, scalars={k: to_device(v, device) for k, v in self.scalars.items()})
+        return replace(
+            self, **moved, columns=columns, scalars={k: to_device(v, device) for k, v in self.scalars.items()}
+        )
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -113,5 +113,6 @@ class _HalvesSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _differentiate(*x.chunk(2, -1), grads[0], *out.chunk(2, -1))
+        (gate, up), (grad_gate, grad_up) = x.chunk(2, -1), out.chunk(2, -1)
+        _differentiate(gate, up, grads[0], grad_gate, grad_up)
         return out

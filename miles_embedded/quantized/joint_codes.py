@@ -47,11 +47,10 @@ class JointCodes:
             found[name] = whole.narrow(dim, sum(sizes[:number]), sizes[number])
         return found
 
-    def drop(self) -> None:
-        """Free the codes of all layers."""
-        self._whole = None
-        for layer in self.layers:
-            layer.codes = None
+    def drop_unused(self) -> None:
+        """Free the memory if no layer has codes."""
+        if all(layer.codes is None for layer in self.layers):
+            self._whole = None
 
     def __call__(self, layer: NativeLinear, x: Tensor) -> Tensor | None:
         """Return the product of x [..., K] with ``layer``'s weight, columns of a larger matrix; None if it has to be computed alone."""
@@ -82,7 +81,7 @@ def join_codes(model: nn.Module, native: Mapping[str, NativeLinear]) -> int:
         for names in SIBLINGS:
             layers = [of_module.get(getattr(module, name, None)) for name in names]  # type: ignore[arg-type]
             group = [layer for layer in layers if layer is not None and not layer.module._forward_pre_hooks]
-            if len(group) == len(names) and group[0].product.joins([tuple(each.module.weight.shape) for each in group]):
+            if len(group) == len(names) and group[0].product.joins([(each.module.out_features, each.module.in_features) for each in group]):
                 JointCodes(group)
                 found += 1
     return found

@@ -13,8 +13,8 @@ from miles_core.precision.product import Product
 from miles_embedded.model.configuration import head
 
 if TYPE_CHECKING:
-    from miles_embedded.quantized.joint_codes import JointCodes
     from miles_embedded.quantized.activation import RoundedInputs
+    from miles_embedded.quantized.joint_codes import JointCodes
 
 
 class NativeLinear:
@@ -50,7 +50,7 @@ class NativeLinear:
     def take(self, encoded: Encoded) -> None:
         """Copy the codes of an update, whose tensors may be in a transport buffer. A plain tensor removes the codes."""
         if encoded.format != self.format.name:
-            self.drop()
+            self.codes = None
             return
         home = self.product.device
         parts = self.product.prepare({name.rpartition(".")[2]: t.to(home) for name, t in encoded.parts.items()})
@@ -64,10 +64,10 @@ class NativeLinear:
             self.codes[name].copy_(tensor)
 
     def drop(self) -> None:
-        """Free the codes, with those of layers that share their memory."""
+        """Free the codes; memory shared with other layers when the last of them frees its codes."""
         self.codes = None
         if self.joint is not None:
-            self.joint.drop()
+            self.joint.drop_unused()
 
     def example(self) -> Parts:
         """Return tensors with the shapes, strides and dtypes of prepared codes."""

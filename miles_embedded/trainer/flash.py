@@ -92,8 +92,8 @@ class _Flash(torch.autograd.Function):
         seeds_across: list[Tensor] = []
         if plan.across is not None:
             rows, trunk = plan.branch_rows, plan.trunk_rows
-            parts = (x.index_select(0, which) for x, which in ((q, rows), (k, trunk), (v, trunk)))  # faster than indexing
-            far, far_lse, *seeds_across = _forward(*parts, plan.across, scaling)
+            far_q, far_k, far_v = q.index_select(0, rows), k.index_select(0, trunk), v.index_select(0, trunk)
+            far, far_lse, *seeds_across = _forward(far_q, far_k, far_v, plan.across, scaling)
             _merge(out, lse, far, far_lse, rows)
         ctx.save_for_backward(q, k, v, out, lse, *seeds, *seeds_across)
         ctx.plan, ctx.scaling = plan, scaling

@@ -31,7 +31,7 @@ from miles_core.train.auxiliary import trained_tokens, with_auxiliary
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
-from miles_embedded.model.load import backbone, decoder_layers, facts_of
+from miles_embedded.model.load import backbone, decoder_layers, facts_of, mask_for
 from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
 from miles_embedded.model.released import Released
 from miles_embedded.model.sharded import local_shard
@@ -130,7 +130,7 @@ class EmbeddedTrainer(Trainer):
         self._reference: nn.Module | None = None
         if config.recompute:
             recompute_layers(model)
-        self._switch = rope_switch(model)
+        self._switch, self._mask = rope_switch(model), mask_for(model)
         self._scored: nn.Module | None = None
         self._asleep: dict[TrainerPart, Released] = {"weights": Released(keep=True), "optimizer": Released(keep=True)}
         self._attached: dict[str, Any] = {}
@@ -169,6 +169,7 @@ class EmbeddedTrainer(Trainer):
         hidden = backbone(chunk)(
             input_ids=micro_batch.tokens[ctx.rows].unsqueeze(0),
             position_ids=packing.positions.unsqueeze(0),
+            attention_mask=self._mask,
             use_cache=False,
             call=call,
         ).last_hidden_state[0]
@@ -291,7 +292,10 @@ class EmbeddedTrainer(Trainer):
         micro_batch = micro_batch.to(self.device)
         packing = replace(
             packing,
-            **{n: to_device(getattr(packing, n), self.device) for n in ("rows", "positions", "row_of", "sources", "targets")},
+            **{
+                n: to_device(getattr(packing, n), self.device)
+                for n in ("rows", "positions", "row_of", "sources", "targets")
+            },
         )
         ctx = Context(kind, self.layers, packing.rows, recompute=self.config.recompute and kind == "train")
         ctx.sources, ctx.targets = packing.sources, packing.targets

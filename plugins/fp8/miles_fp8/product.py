@@ -57,7 +57,7 @@ class Fp8Product(Product):
                 readable(x).contiguous(), None, codes.t(), scales.t(), bias, self.tickets, self.power_of_two_scales
             )
         row_codes, row_scales = kernels.activation_codes(readable(x), self.power_of_two_scales)
-        if product_kernels.takes(len(x), *codes.t().shape):
+        if product_kernels.takes(len(x), codes.shape[1]):
             return product_kernels.linear(
                 row_codes, row_scales, codes.t(), scales.t(), bias, self.tickets, self.power_of_two_scales, rows=len(x)
             )
@@ -95,13 +95,10 @@ class Fp8Product(Product):
         from miles_fp8 import kernels, product_kernels  # need Triton
 
         names, places, exact = (CODES, SCALES), len(row), self.power_of_two_scales
-        inside = product_kernels.quantizes_inside(places, len(ends))
-
-        def rows(x: Tensor) -> tuple[Tensor, Tensor | None]:
-            return (x.contiguous(), None) if inside else kernels.activation_codes(x, exact)
-
-        inner = product_kernels.expert_product(*rows(x), gate_up, names, row, ends, places, exact)
-        return product_kernels.expert_product(*rows(inner), down, names, None, ends, places, exact)
+        inner = product_kernels.expert_product(
+            *kernels.activation_codes(readable(x), exact), gate_up, names, row, ends, places
+        )
+        return product_kernels.expert_product(*kernels.activation_codes(inner, exact), down, names, None, ends, places)
 
 
 def scale_rows(scales: Tensor) -> Tensor:

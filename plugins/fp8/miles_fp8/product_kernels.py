@@ -22,14 +22,10 @@ from torch import Tensor
 
 from miles_fp8.kernels import TILE, _codes, _scale
 
-#: Most rows of a product that quantises them inside; with more, quantising once is faster.
-FEW = 64
-#: Most rows of a product by these kernels; with more, cuBLAS is faster.
-MANY = 256
-#: Most choices of an expert on average whose rows are quantised inside its product.
-FEW_OF_EXPERT = 32
-#: Programs that occupy a GPU.
-PROGRAMS = 132
+#: Most rows of a product that quantises them inside; with more, quantising them once is faster.
+FEW = 16
+#: Most rows, and entries of the result of more rows, of a product by these kernels; with more, cuBLAS is faster.
+MANY, MANY_ENTRIES = 64, 655_360
 #: Counters of tiles whose partial sums are complete.
 TICKETS = 4096
 
@@ -43,7 +39,18 @@ def _quantized(x, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, x_scales, row, known, block, inner, scale_stride, FUSED: tl.constexpr, POWER_OF_TWO: tl.constexpr, TILE: tl.constexpr):
+def _rows(
+    x,
+    x_scales,
+    row,
+    known,
+    block,
+    inner,
+    scale_stride,
+    FUSED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Return codes [M, 128] and scales [M, 1] of block ``block`` of the rows."""
     entry = block * TILE + tl.arange(0, TILE)[None, :]
     inside = known[:, None] & (entry < inner)
@@ -128,8 +135,6 @@ def _experts(
     inner,
     x_scale_stride,
     GATED: tl.constexpr,
-    FUSED: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
@@ -154,7 +159,7 @@ def _experts(
             entry = block * TILE + tl.arange(0, TILE)[None, :]
             inside = real[:, None] & (entry < inner)
             w = tl.load(weight + entry, mask=inside, other=0.0)
-            row_codes, row_scales = _rows(x, x_scales, row, known, block, inner, x_scale_stride, FUSED, POWER_OF_TWO, TILE)
+            row_codes, row_scales = _rows(x, x_scales, row, known, block, inner, x_scale_stride, False, False, TILE)
             right, factor = tl.trans(row_codes), tl.trans(row_scales)
             total += tl.dot(w, right) * (factor * tl.load(tile_scales + block))
             if GATED:
@@ -227,46 +232,42 @@ def linear(
     return out
 
 
-def takes(rows: int, width: int, inner: int) -> bool:
-    """Return whether ``linear`` is faster than cuBLAS."""
-    return rows <= MANY
-
-
-def quantizes_inside(places: int, experts: int) -> bool:
-    """Return whether to quantise the rows of these choices inside ``expert_product``, instead of once before."""
-    return places <= FEW_OF_EXPERT * experts
+def takes(rows: int, width: int) -> bool:
+    """Return whether ``linear`` is faster than cuBLAS, as measured on an H200 (``benchmarks/fp8_product.py``)."""
+    return rows <= MANY or (rows <= 4 * MANY and rows * width <= MANY_ENTRIES)
 
 
 def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
     """Return BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages of ``linear``."""
+    few = rows <= FEW
     block_rows = min(64, max(16, triton.next_power_of_2(rows)))
-    block_columns = 128 if width * triton.cdiv(rows, block_rows) >= 128 * 2 * PROGRAMS else 64
-    tiles = triton.cdiv(width, block_columns) * triton.cdiv(rows, block_rows)
-    splits = max(1, min(PROGRAMS * 2 // tiles, triton.cdiv(inner, TILE) // 3, 8)) if tiles <= TICKETS else 1
-    return block_rows, block_columns, splits, 4, 4
+    block_columns = 128 if few and width * inner > 1 << 22 else 64
+    tiles, steps = triton.cdiv(width, block_columns) * triton.cdiv(rows, block_rows), triton.cdiv(inner, TILE)
+    programs, shortest = (400, 2) if few else (264, 4)
+    most = min(programs // tiles, steps // shortest, 8 if few else 4)
+    return block_rows, block_columns, 1 << (max(1, most).bit_length() - 1), 4, 3
 
 
 def expert_product(
     x: Tensor,
-    x_scales: Tensor | None,
+    x_scales: Tensor,
     weight: Mapping[str, Tensor],
     names: tuple[str, str],
     row: Tensor | None,
     ends: Tensor,
     places: int,
-    power_of_two: bool,
     config: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """Multiply the sorted rows of experts by their matrices; the first half of standard experts with its gate.
 
     Args:
-        x, x_scales: as for ``linear``.
+        x: codes [rows, K] E4M3.
+        x_scales: [rows', blocks] with strides (1, rows').
         weight: codes [experts, N, K] and scales [experts, N / 128, ceil(K / 128)].
         names: the names of both.
         row: [places] row of ``x`` of each sorted place, for a weight of gates [N / 2] above ups; None multiplies ``x`` [places, K] itself.
         ends: [experts] int32, where each expert's places end.
         places: number of sorted places.
-        power_of_two: as for ``linear``.
         config: BLOCK_ROWS, BLOCK_COLUMNS, warps and stages; None chooses.
 
     Returns:
@@ -282,7 +283,7 @@ def expert_product(
     with torch.cuda.device(x.device):
         _experts[triton.cdiv(width, block_columns), experts](
             x,
-            x if x_scales is None else x_scales,
+            x_scales,
             codes,
             scales,
             ends if row is None else row,
@@ -290,10 +291,8 @@ def expert_product(
             out,
             width,
             inner,
-            0 if x_scales is None else x_scales.stride(1),
+            x_scales.stride(1),
             GATED=row is not None,
-            FUSED=x_scales is None,
-            POWER_OF_TWO=power_of_two,
             BLOCK_ROWS=block_rows,
             BLOCK_COLUMNS=block_columns,
             TILE=TILE,
