@@ -87,7 +87,8 @@ async def measure_model(given: argparse.Namespace, model: str, checkpoint: Path,
         if side == "sglang":
             sides[side] = lambda asked: ask_sglang(server, asked)
         else:
-            engine = make_engine("ahead" if side == "embedded" else side, checkpoint, device)
+            kind = "ahead" if side == "embedded" else side
+            engine = await asyncio.to_thread(make_engine, kind, checkpoint, device)
             sides[side] = lambda asked, engine=engine: ask_embedded(engine, asked)  # type: ignore[misc]
     result.found[model]["load_seconds"] = round(time.perf_counter() - started, 2)
     gc.collect()
