@@ -97,12 +97,11 @@ def uses_grouped_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:
 
 def sort_choices(index: Tensor, experts: int, counted: bool = True) -> SortedChoices:
     """Sort expert choices ``index`` [rows, k] by expert, stable in the row order. ``counted``: fill ``SortedChoices.counts``."""
-    if index.is_cuda and not counted:
-        if kernels_run(index.device):
-            from miles_embedded.kernels.experts import MOST_CHOICES, sorted_places
+    if index.is_cuda and not counted and kernels_run(index.device):
+        from miles_embedded.kernels.experts import MOST_CHOICES, sorted_places
 
-            if 0 < index.numel() <= MOST_CHOICES:
-                return SortedChoices(*sorted_places(index, experts), counts=None)
+        if 0 < index.numel() <= MOST_CHOICES:
+            return SortedChoices(*sorted_places(index, experts), counts=None)
     flat = index.reshape(-1)
     order = flat.argsort(stable=True)
     place = torch.empty_like(order)

@@ -81,7 +81,9 @@ def join_codes(model: nn.Module, native: Mapping[str, NativeLinear]) -> int:
         for names in SIBLINGS:
             layers = [of_module.get(getattr(module, name, None)) for name in names]  # type: ignore[arg-type]
             group = [layer for layer in layers if layer is not None and not layer.module._forward_pre_hooks]
-            if len(group) == len(names) and group[0].product.joins([(each.module.out_features, each.module.in_features) for each in group]):
+            if len(group) == len(names) and group[0].product.joins(
+                [(each.module.out_features, each.module.in_features) for each in group]
+            ):
                 JointCodes(group)
                 found += 1
     return found

@@ -290,13 +290,9 @@ class EmbeddedTrainer(Trainer):
         micro_batch = batch if samples == list(range(len(batch))) else batch.select(samples)
         packing = pack_grown(micro_batch, self.config.share_prompts, self._switch)
         micro_batch = micro_batch.to(self.device)
-        packing = replace(
-            packing,
-            **{
-                n: to_device(getattr(packing, n), self.device)
-                for n in ("rows", "positions", "row_of", "sources", "targets")
-            },
-        )
+        names = ("rows", "positions", "row_of", "sources", "targets")
+        moved: dict[str, Any] = {name: to_device(getattr(packing, name), self.device) for name in names}
+        packing = replace(packing, **moved)
         ctx = Context(kind, self.layers, packing.rows, recompute=self.config.recompute and kind == "train")
         ctx.sources, ctx.targets = packing.sources, packing.targets
         ctx.attached.update(self._attached, packing=packing, entropy=entropy)

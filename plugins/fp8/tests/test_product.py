@@ -11,7 +11,7 @@ from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.views import export
 from miles_embedded.quantized.weights import install
-from miles_fp8.format import TILE, Fp8
+from miles_fp8.format import CODES, SCALES, TILE, Fp8
 from miles_fp8.product import Fp8Product, scale_rows
 from miles_mismatch.product_probe import check_product
 from miles_testing import hard_cases, tiny_checkpoint
