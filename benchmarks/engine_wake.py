@@ -1,8 +1,8 @@
 """Seconds of a rollout of the embedded engine on a GPU that was awake, whose cache slept, and whose cache and weights slept.
 
 Sleep frees the memory whose addresses the CUDA graphs of decode steps contain, so the first rollout afterwards records them again. 256 requests of
-64 + 256 tokens on the random BF16 models of ``sglang_engine.py``, of equal lengths and with lengths between 1 and 256, which use more graphs. The last
-line is one JSON object.
+64 + 256 tokens on the random BF16 models of ``sglang_engine.py``, of equal lengths and with lengths between 1 and 256, which use more
+graphs. The last line is one JSON object.
 """
 
 from __future__ import annotations
