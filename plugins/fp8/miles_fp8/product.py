@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from miles_core.format import Parts, Product, need_scaled_mm, readable
+from miles_core.format import Parts, Product, convert_for_kernel, need_scaled_mm
 from miles_fp8.format import CODES, SCALES, TILE
 
 HOPPER = range(9, 10)
@@ -54,9 +54,15 @@ class Fp8Product(Product):
         codes, scales = weight[CODES], weight[SCALES]
         if len(x) <= product_kernels.FEW:
             return product_kernels.linear(
-                readable(x).contiguous(), None, codes.t(), scales.t(), bias, self.tickets, self.power_of_two_scales
+                convert_for_kernel(x).contiguous(),
+                None,
+                codes.t(),
+                scales.t(),
+                bias,
+                self.tickets,
+                self.power_of_two_scales,
             )
-        row_codes, row_scales = kernels.activation_codes(readable(x), self.power_of_two_scales)
+        row_codes, row_scales = kernels.activation_codes(convert_for_kernel(x), self.power_of_two_scales)
         if product_kernels.takes(len(x), codes.shape[1]):
             return product_kernels.linear(
                 row_codes, row_scales, codes.t(), scales.t(), bias, self.tickets, self.power_of_two_scales, rows=len(x)
@@ -96,7 +102,7 @@ class Fp8Product(Product):
 
         names, places, exact = (CODES, SCALES), len(row), self.power_of_two_scales
         inner = product_kernels.expert_product(
-            *kernels.activation_codes(readable(x), exact), gate_up, names, row, ends, places
+            *kernels.activation_codes(convert_for_kernel(x), exact), gate_up, names, row, ends, places
         )
         return product_kernels.expert_product(*kernels.activation_codes(inner, exact), down, names, None, ends, places)
 
