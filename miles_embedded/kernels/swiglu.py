@@ -74,7 +74,7 @@ def swiglu_of_halves(x: Tensor) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         out: Tensor = _HalvesSwiGLU.apply(x)
         return out
-    return _gated(*x.chunk(2, -1))
+    return _gate(*x.chunk(2, -1))
 
 
 def _differentiate(gate: Tensor, up: Tensor, grad: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
@@ -107,7 +107,7 @@ class _HalvesSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _gated(*x.chunk(2, -1))
+        return _gate(*x.chunk(2, -1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
