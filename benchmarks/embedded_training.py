@@ -2,7 +2,8 @@
 
 32 prompts x 8 samples of 64 + 256 tokens on the random BF16 models of ``sglang_engine.py``; the samples of a group share their prompt.
 The share counts 6 operations per parameter in use (of experts the chosen ones; no embedding) and computed token, and 12 per layer, query
-width and pair of query and key, nothing twice, against the dense peak of the data sheet. Sides take turns in one process. ``torch`` keeps
+width and pair of query and key, nothing twice, against the dense peak of the data sheet. Sides take turns in one process. ``fp8`` and
+``fp8_emulated`` train a fake-quantised forward with the kernels. ``torch`` keeps
 the kernels that merge attention to a shared prompt. The last line is one JSON object.
 """
 
@@ -22,22 +23,25 @@ from measure import finish, installed, options
 from sglang_engine import EXPERTS, VOCABULARY, make_model
 
 from miles_core.data import Sample, collate
+from miles_core.format import Codec
+from miles_core.precision.product import Products
 from miles_core.trainer import Callbacks
 from miles_embedded.model.load import load_model
 from miles_embedded.model.operations import TORCH, use_operations
+from miles_embedded.quantized.weights import install
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_testing.yardstick import weighted
 
 #: Dense BF16 operations per second by compute capability, from the data sheets (H100/H200, A100).
 PEAK = {(9, 0): 989e12, (8, 0): 312e12}
 PROMPT, RESPONSE, SAMPLES = 64, 256, 8
-SIDES = ("torch", "kernels")
+SIDES = ("torch", "kernels", "fp8", "fp8_emulated")
 
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--model", choices=["dense", "moe", "tiny"], default="dense")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES[:2]))
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument(
         "--max-tokens", type=int, default=16384, help="computed tokens of a micro-batch (default: 16384)"
@@ -93,6 +97,11 @@ def make_trainer(side: str, checkpoint: Path, device: str, given: argparse.Names
     if side == "torch":
         use_operations(model, TORCH)
     trainer = EmbeddedTrainer(model, TrainerConfig(micro_batch_size=None, max_tokens=given.max_tokens))
+    if side.startswith("fp8"):
+        from miles_fp8.format import Fp8
+
+        codec = Codec(Fp8())
+        install(model, codec, Products("emulated" if side == "fp8_emulated" else "native").of(codec.format, model))
     trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
     return trainer
 

@@ -27,7 +27,7 @@ class Measured(worker.Worker):
         async def asked(prompts: Any) -> None:
             request = GenerateReqInput(
                 input_ids=prompts,
-                sampling_params=dict(body["sampling"]),
+                sampling_params=body["sampling"],
                 return_logprob=body["log_probs"],
                 return_routed_experts=body["routes"],
             )

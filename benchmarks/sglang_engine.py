@@ -33,6 +33,14 @@ from miles_core.trainer import Callbacks
 SIZES: dict[str, dict[str, Any]] = {
     "dense": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 12},
     "moe": {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16},
+    # Qwen3-8B but for its vocabulary
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
 EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True}
@@ -50,7 +58,7 @@ def make_model(kind: str, directory: Path) -> Path:
         "dtype": "bfloat16",
         **SIZES[kind],
     }
-    if kind == "dense":
+    if kind in ("dense", "8b"):
         config = transformers.Qwen3Config(**common, pad_token_id=0)
     else:
         config = transformers.Qwen3MoeConfig(**common, **EXPERTS, pad_token_id=0)
@@ -292,7 +300,7 @@ def server_arguments(given: argparse.Namespace) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "mem_fraction_static": 0.3,
         "moe_runner_backend": "triton",
-        "cuda_graph_bs_decode": [16, 64, 128, 192, 256],
+        "cuda_graph_bs_decode": getattr(given, "batches", [16, 64, 128, 192, 256]),
         "disable_prefill_cuda_graph": True,
     }
     if given.fp8_gemm:

@@ -209,7 +209,11 @@ CIRCLES: dict[tuple[str, ...], str] = {
         "trainer.nonfinite",
         "trainer.trainer",
     ): "two rare passes of the trainer, on pages of their own",
-    ("quantized.activation", "quantized.linear"): "inputs are rounded for a product, or by a product that reads codes",
+    (
+        "quantized.activation",
+        "quantized.joint_codes",
+        "quantized.linear",
+    ): "inputs are rounded for a product, or by a product that reads codes, alone or with its siblings",
 }
 
 

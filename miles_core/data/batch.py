@@ -47,7 +47,7 @@ class Ragged:
 
     def to(self, device: torch.device | str) -> Ragged:
         """Return a copy on another device."""
-        return Ragged(self.values.to(device), self.offsets.to(device))
+        return Ragged(to_device(self.values, device), to_device(self.offsets, device))
 
 
 @dataclass
@@ -134,11 +134,21 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy on another device."""
-        moved = {
-            k: getattr(self, k).to(device) for k in ("tokens", "lengths", "prompt_lengths", "group", "rollout", "index")
+        moved: dict[str, Any] = {
+            k: to_device(getattr(self, k), device)
+            for k in ("tokens", "lengths", "prompt_lengths", "group", "rollout", "index")
         }
-        columns = {k: v.to(device) for k, v in self.columns.items()}
-        return replace(self, **moved, columns=columns, scalars={k: v.to(device) for k, v in self.scalars.items()})
+        columns = {k: v.to(device) if isinstance(v, Ragged) else to_device(v, device) for k, v in self.columns.items()}
+        return replace(
+            self, **moved, columns=columns, scalars={k: to_device(v, device) for k, v in self.scalars.items()}
+        )
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor to a device; from a CPU to a GPU through pinned memory, so that the host does not wait for the GPU."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=tensor.is_pinned())
 
 
 def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -43,9 +43,11 @@ class Product(ABC):
         device, dtype: device and dtype of the operands; the result has the same dtype.
         eps: declared bound on the distance from the emulated product: the root mean square of the differences divided by that of
             the values.
+        joint_dim: dimension of prepared parts along which the parts of weights that read one input can follow each other.
     """
 
     eps: float
+    joint_dim = 0
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -65,6 +67,31 @@ class Product(ABC):
 
         Quantises ``x`` to the codes that ``Format.fake_quantize_activation`` dequantises; each row is quantised independently.
         ``bias`` is [N] in ``dtype``."""
+
+    def joins(self, shapes: Sequence[tuple[int, int]]) -> bool:
+        """Return whether prepared weights of these shapes [N, K], one after the other along ``joint_dim``, are one prepared weight."""
+        return False
+
+    def takes_experts(self, gate_up: tuple[int, int], down: tuple[int, int]) -> bool:
+        """Return whether ``experts`` supports standard experts whose weights have these shapes [2 I, D] and [D, I]; others are emulated."""
+        return False
+
+    def experts(
+        self, x: Tensor, row: Tensor, ends: Tensor, gate_up: Mapping[str, Tensor], down: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Compute ``down(silu(gate) * up)`` of every choice of an expert, without gradient.
+
+        Args:
+            x: [rows, D] in ``dtype``.
+            row: [choices] int64 row of each choice; choices are sorted by expert.
+            ends: [experts] int32, end of each expert's choices.
+            gate_up: ``Format.storage`` of [2 I, D], the gate above, with a first dimension of experts.
+            down: likewise of [D, I].
+
+        Returns:
+            [choices, D] in ``dtype``.
+        """
+        raise NotImplementedError
 
 
 def emulate_product(format: Format, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:

@@ -45,6 +45,12 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
     engine.decoder = run.hooks.make("decoder", name, run=run, policy=policy, engine=engine)
     if not isinstance(engine.decoder, PlainDecoder):
         check_rope_switch(model, engine.max_context)
+        if engine.ahead.used:
+            log.info(
+                "the decoder %s feeds several tokens per row and step, whose number depends on what it accepts: it decodes without CUDA "
+                "graphs",
+                name,
+            )
     return engine
 
 

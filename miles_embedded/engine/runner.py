@@ -20,11 +20,10 @@ from miles_core.errors import MilesError
 from miles_embedded.engine.attention import DecodeCall, PromptCall
 from miles_embedded.engine.cache import Cache, CachedRows, Store, move_items, to_device
 from miles_embedded.engine.prompts import Prompts
-from miles_embedded.model.attention import window_mask
 from miles_embedded.model.call import Call
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
-from miles_embedded.model.load import has_windows
+from miles_embedded.model.load import mask_for
 from miles_embedded.model.logprobs import logits_of
 from miles_embedded.model.parts import backbone, decoder_layers, head
 
@@ -70,9 +69,7 @@ class Runner:
         self.layers = tuple(range(len(decoder_layers(model))))
         self.vocabulary, self.device = len(head(model).weight), next(model.parameters()).device
         self.cache = Cache()
-        # Building masks first searches for packed sequences: several small operations per call, which cost time in a CPU decode
-        # step and synchronise with a GPU. Models without windowed layers need no masks.
-        self._mask = None if has_windows(model) else window_mask(0)
+        self._mask = mask_for(model)
 
     def clear(self) -> None:
         """Drop every row and return the cache's memory to the device."""

@@ -84,8 +84,7 @@ class Weights:
         for parameter in self.model.parameters():
             if (codes := codes_of(parameter)) is not None:
                 yield from codes.tensors()
-        for layer in self.inputs.layers.values():
-            yield from (layer.codes or {}).values()
+        yield from self.inputs.tensors()
 
     def release(self) -> None:
         """Free the memory of the parameters, except those shared with the trainer; an update must follow before they are read. Constant
@@ -94,7 +93,7 @@ class Weights:
         self.packs.clear()
         if self._arrivals is not None:
             self._arrivals.drop()
-        self.inputs.drop(list(self.inputs.layers))
+        self.inputs.drop_all()
         if self._released is None:
             self._released = Released(keep=False), Released(keep=True)
         own = {name: p for name, p in self.model.named_parameters() if name not in self._shared}

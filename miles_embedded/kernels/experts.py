@@ -1,4 +1,4 @@
-"""The usual experts of a mixture-of-experts layer without gradients: sorting choices, gathering rows, and the weighted sum.
+"""The steps of a mixture-of-experts layer around its products: sorting choices, sums over the choices of a row, and their gradients.
 
 The products of few rows are those of ``grouped``, of more torch's own; both need where each expert's rows end and nothing from the host.
 """
@@ -38,18 +38,41 @@ def _sort(expert_of, order, place, row_of, ends, choices, K: tl.constexpr, BLOCK
     tl.store(ends + expert, position)
 
 
+# fmt: off
 @triton.jit
-def _weighted_sum(x, weights, place, out, width, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_choices(  # type: ignore[no-untyped-def]
+    x, weights, place, out, width, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = column < width
     kind = x.dtype.element_ty
     total = tl.zeros([BLOCK], tl.float32)
     for choice in range(K):
         source = x + tl.load(place + row * K + choice) * width + column
-        weight = tl.load(weights + row * K + choice).to(tl.float32)
-        part = (tl.load(source, mask=real, other=0.0).to(tl.float32) * weight).to(kind).to(tl.float32)
+        part = tl.load(source, mask=real, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            part = (part * tl.load(weights + row * K + choice).to(tl.float32)).to(kind).to(tl.float32)
         total = (total + part).to(kind).to(tl.float32)  # as torch adds them
     tl.store(out + row * width + column, total, mask=real)
+
+
+@triton.jit
+def _spread(  # type: ignore[no-untyped-def]
+    grad, x, weights, order, grad_x, grad_weights, width, K: tl.constexpr, BLOCK: tl.constexpr,
+):
+    at, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    choice = tl.load(order + at)
+    weight = tl.load(weights + choice).to(tl.float32)
+    source = grad + choice // K * width
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        real = start + column < width
+        given = tl.load(source + start + column, mask=real, other=0.0).to(tl.float32)
+        total += given * tl.load(x + at * width + start + column, mask=real, other=0.0).to(tl.float32)
+        tl.store(grad_x + at * width + start + column, given * weight, mask=real)
+    tl.store(grad_weights + choice, tl.sum(total, 0))
+
+# fmt: on
 
 
 def sorted_places(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -65,11 +88,41 @@ def sorted_places(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, 
 
 def weighted_sum(x: Tensor, weights: Tensor, place: Tensor) -> Tensor:
     """``grouped_experts.combine``: x [rows * k, dim] sorted, weights [rows, k], place [rows, k] -> [rows, dim]."""
+    return _sum(x, weights.contiguous(), place)
+
+
+def sum_choices(x: Tensor, place: Tensor) -> Tensor:
+    """The sum of each row's choices: x [rows * k, dim] sorted, place [rows, k] -> [rows, dim]."""
+    return _sum(x, None, place)
+
+
+def _sum(x: Tensor, weights: Tensor | None, place: Tensor) -> Tensor:
     rows, k = place.shape
-    out = x.new_empty(rows, x.shape[1])
+    x, out = x.contiguous(), x.new_empty(rows, x.shape[1])
     grid = rows, triton.cdiv(x.shape[1], _BLOCK)
-    _weighted_sum[grid](x, weights.contiguous(), place, out, x.shape[1], K=k, BLOCK=_BLOCK)
+    if rows:
+        given = x if weights is None else weights
+        _sum_choices[grid](x, given, place, out, x.shape[1], K=k, WEIGHTED=weights is not None, BLOCK=_BLOCK)
     return out
+
+
+def weighted_sum_gradients(grad: Tensor, x: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of ``weighted_sum``.
+
+    Args:
+        grad: [rows, dim] gradient of the result.
+        x: [rows * k, dim] sorted.
+        weights: [rows, k].
+        order: [rows * k] flat (row, choice) index of each sorted position.
+
+    Returns:
+        of ``x`` [rows * k, dim], and of ``weights`` [rows, k].
+    """
+    grad, x, weights = grad.contiguous(), x.contiguous(), weights.contiguous()
+    grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
+    if len(x):
+        _spread[(len(x),)](grad, x, weights, order, grad_x, grad_weights, x.shape[1], K=weights.shape[1], BLOCK=_BLOCK)
+    return grad_x, grad_weights
 
 
 def fits(hidden: Tensor, index: Tensor) -> bool:

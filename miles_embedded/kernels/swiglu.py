@@ -25,13 +25,13 @@ def _forward(gate, up, out, gate_row, up_row, width, BLOCK: tl.constexpr):  # ty
 # fmt: off
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    gate, up, grad, grad_gate, grad_up, gate_row, up_row, width, BLOCK: tl.constexpr,
+    gate, up, grad, grad_gate, grad_up, gate_row, up_row, grad_row, width, BLOCK: tl.constexpr,
 ):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real, at = column < width, row * width + column
+    real, at = column < width, row * grad_row + column
     a = tl.load(gate + row * gate_row + column, mask=real, other=0.0).to(tl.float32)
     b = tl.load(up + row * up_row + column, mask=real, other=0.0).to(tl.float32)
-    given = tl.load(grad + at, mask=real, other=0.0).to(tl.float32)
+    given = tl.load(grad + row * width + column, mask=real, other=0.0).to(tl.float32)
     open = 1.0 / (1.0 + tl.exp(-a))
     tl.store(grad_up + at, given * a * open, mask=real)
     tl.store(grad_gate + at, given * b * open * (1.0 + a * (1.0 - open)), mask=real)
@@ -69,6 +69,22 @@ def _rows(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
+def swiglu_of_halves(x: Tensor) -> Tensor:
+    """``swiglu`` of the two halves of x [..., 2 width] -> [..., width]."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        out: Tensor = _HalvesSwiGLU.apply(x)
+        return out
+    return _gate(*x.chunk(2, -1))
+
+
+def _differentiate(gate: Tensor, up: Tensor, grad: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
+    """Write the gradients of gate and up; both have the same row stride."""
+    a, b = _rows(gate), _rows(up)
+    if len(a):
+        strides = (a.stride(0), b.stride(0), grad_gate.stride(-2), a.shape[1])
+        _backward[_grid(a)](a, b, grad.contiguous(), grad_gate, grad_up, *strides, BLOCK=_BLOCK)
+
+
 def _grid(x: Tensor) -> tuple[int, int]:
     return len(x), triton.cdiv(x.shape[1], _BLOCK)
 
@@ -82,9 +98,21 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        a, b = _rows(gate), _rows(up)
         grad_gate, grad_up = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
-        if len(a):
-            strides = (a.stride(0), b.stride(0), a.shape[1])
-            _backward[_grid(a)](a, b, grads[0].contiguous(), grad_gate, grad_up, *strides, BLOCK=_BLOCK)
+        _differentiate(gate, up, grads[0], grad_gate, grad_up)
         return grad_gate, grad_up
+
+
+class _HalvesSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _gate(*x.chunk(2, -1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        (gate, up), (grad_gate, grad_up) = x.chunk(2, -1), out.chunk(2, -1)
+        _differentiate(gate, up, grads[0], grad_gate, grad_up)
+        return out

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
@@ -52,9 +53,13 @@ def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     rounding = getattr(module, INPUT_ROUNDING, None)
     if rounding is not None and not rounding.enabled:
         rounding = None
-    if rounding is None and _is_standard(module, hidden_states):
+    if rounding is None and is_standard(module, hidden_states.dtype):
         experts = operations_of(module).experts
         return experts(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
+    native = None if rounding is None else rounding.native
+    if native is not None and hidden_states.dtype == native.product.dtype and hidden_states.numel():
+        emulated = partial(_standard_experts, module, rounding)
+        return native(hidden_states, top_k_index, top_k_weights, emulated)
     one = uses_grouped_product(hidden_states, top_k_index, module.down_proj)
     choices = sort_choices(top_k_index, module.num_experts, counted=not one)
     expert = partial(_expert_of, top_k_index, choices)
@@ -65,6 +70,17 @@ def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     if getattr(module, "has_post_expert_norm", False):
         x = module.post_expert_norm(x)
     return combine(x, top_k_weights, choices).to(hidden_states.dtype)
+
+
+def _standard_experts(
+    module: Any, rounding: Any, hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Compute standard experts, whose inputs are all rounded, with weights other than the module's."""
+    choices = sort_choices(index, len(down), counted=not uses_grouped_product(hidden, index, down))
+    expert = partial(_expert_of, index, choices)
+    x = grouped_linear(dispatch(rounding("gate_up_proj", hidden, expert), choices), gate_up, choices)
+    x = grouped_linear(rounding("down_proj", module._apply_gate(x), expert), down, choices)
+    return combine(x, weights, choices).to(hidden.dtype)
 
 
 def round_inputs(module: Any, rounding: Any) -> None:
@@ -100,7 +116,7 @@ def _project(module: Any, name: str, x: Tensor, choices: SortedChoices) -> Tenso
     return grouped_linear(x, getattr(module, name), choices, bias, getattr(module, "is_transposed", False))
 
 
-def _is_standard(module: Any, hidden: Tensor) -> bool:
+def is_standard(module: Any, dtype: torch.dtype) -> bool:
     """Whether these are standard experts: ``down(silu(gate) * up)`` in one dtype, stored [out, in], gate first, without biases."""
     return (
         getattr(module, "has_gate", True)
@@ -110,7 +126,7 @@ def _is_standard(module: Any, hidden: Tensor) -> bool:
         and not getattr(module, "has_post_expert_norm", False)
         and type(module)._apply_gate is moe._default_apply_gate
         and isinstance(module.act_fn, (nn.SiLU, _SILU))
-        and hidden.dtype == module.gate_up_proj.dtype == module.down_proj.dtype
+        and dtype == module.gate_up_proj.dtype == module.down_proj.dtype
     )
 
 

@@ -33,9 +33,9 @@ def _experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, do
     if fits(hidden, index) and hidden.dtype == torch.bfloat16 and uses_grouped_product(hidden, index, down):
         return experts(hidden, index, weights, gate_up, down)
     if hidden.is_cuda:
-        from miles_embedded.kernels.swiglu import swiglu
+        from miles_embedded.kernels.swiglu import swiglu_of_halves
 
-        return swiglu_experts(hidden, index, weights, gate_up, down, swiglu)
+        return swiglu_experts(hidden, index, weights, gate_up, down, swiglu_of_halves)
     return swiglu_experts(hidden, index, weights, gate_up, down)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
+from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.onednn import available, matmul, pad_rows
 
 #: Attribute of a module whose products read rounded rows (``quantized.activation``); usually absent or None.
@@ -47,8 +48,9 @@ class SortedChoices:
     counts: list[int] | None
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``."""
+def swiglu_of_halves(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` of the halves of x [..., 2 width] -> [..., width]."""
+    gate, up = x.chunk(2, dim=-1)
     return silu(gate) * up
 
 
@@ -58,7 +60,7 @@ def swiglu_experts(
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    gate: Callable[[Tensor, Tensor], Tensor] = swiglu,
+    gate: Callable[[Tensor], Tensor] = swiglu_of_halves,
 ) -> Tensor:
     """Compute standard experts with torch: each row's weighted sum of ``down(silu(gate) * up)`` over its experts (Shazeer 2020).
 
@@ -68,7 +70,7 @@ def swiglu_experts(
         weights: [rows, k].
         gate_up: [experts, 2 * inner, dim], the gate first.
         down: [experts, dim, inner].
-        gate: computes ``swiglu`` where one grouped product takes all experts.
+        gate: computes ``swiglu_of_halves`` where one grouped product takes all experts.
 
     Returns:
         [rows, dim].
@@ -76,7 +78,7 @@ def swiglu_experts(
     if not uses_grouped_product(hidden, index, down):
         return _SwiGLUExperts.apply(hidden, weights, gate_up, down, sort_choices(index, len(down)))
     choices = sort_choices(index, len(down), counted=False)
-    inner = gate(*grouped_linear(dispatch(hidden, choices), gate_up, choices).chunk(2, dim=-1))
+    inner = gate(grouped_linear(dispatch(hidden, choices), gate_up, choices))
     return combine(grouped_linear(inner, down, choices), weights, choices).to(hidden.dtype)
 
 
@@ -95,14 +97,11 @@ def uses_grouped_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:
 
 def sort_choices(index: Tensor, experts: int, counted: bool = True) -> SortedChoices:
     """Sort expert choices ``index`` [rows, k] by expert, stable in the row order. ``counted``: fill ``SortedChoices.counts``."""
-    if index.is_cuda and not counted:
-        from miles_embedded.kernels.available import kernels_run
+    if index.is_cuda and not counted and kernels_run(index.device):
+        from miles_embedded.kernels.experts import MOST_CHOICES, sorted_places
 
-        if kernels_run(index.device):
-            from miles_embedded.kernels.experts import MOST_CHOICES, sorted_places
-
-            if 0 < index.numel() <= MOST_CHOICES:
-                return SortedChoices(*sorted_places(index, experts), counts=None)
+        if 0 < index.numel() <= MOST_CHOICES:
+            return SortedChoices(*sorted_places(index, experts), counts=None)
     flat = index.reshape(-1)
     order = flat.argsort(stable=True)
     place = torch.empty_like(order)
@@ -242,12 +241,20 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, row: Tensor, place: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights, row, place, order)
+        if kernels_run(x.device):
+            from miles_embedded.kernels.experts import weighted_sum
+
+            return weighted_sum(x, weights, place)
         weighted = (x * weights.reshape(-1).index_select(0, order).unsqueeze(1)).to(x.dtype)
         return _gather_sum(weighted, place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, row, place, order = ctx.saved_tensors
+        if kernels_run(x.device):
+            from miles_embedded.kernels.experts import weighted_sum_gradients
+
+            return *weighted_sum_gradients(grads[0], x, weights, order), None, None, None
         grad = grads[0].index_select(0, row)
         grad_weights = None
         if ctx.needs_input_grad[1]:
@@ -335,6 +342,10 @@ def _pieces(choices: SortedChoices) -> list[tuple[int, slice]]:
 
 def _gather_sum(x: Tensor, place: Tensor) -> Tensor:
     """Sum the k positions of each row: sorted [rows * k, hidden] -> [rows, hidden]."""
+    if kernels_run(x.device):
+        from miles_embedded.kernels.experts import sum_choices
+
+        return sum_choices(x, place)
     first, *others = place.unbind(1)
     total = x.index_select(0, first)
     for choice in others:

@@ -18,7 +18,7 @@ from miles_embedded.model.parts import put_forward
 from miles_embedded.model.storage import codes_of
 
 #: Names of layers that read one input, as siblings.
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ATTRIBUTE = "miles_joint"
 
 
@@ -88,7 +88,7 @@ def join_linear(model: nn.Module) -> int:
     """Let the linear layers of ``model`` that read one input be multiplied at once; returns how many groups there are."""
     done = 0
     for module in model.modules():
-        for names in _SIBLINGS:
+        for names in SIBLINGS:
             layers = [getattr(module, name, None) for name in names]
             if all(_plain(layer) for layer in layers) and len({layer.weight.shape[1] for layer in layers}) == 1:  # type: ignore[union-attr]
                 _join([layer for layer in layers if layer is not None])

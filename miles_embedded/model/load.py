@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -33,6 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
 from miles_embedded.manifest import LAYER_TYPES
+from miles_embedded.model.attention import window_mask
 from miles_embedded.model.call import watch_layers
 from miles_embedded.model.dequantize import dequantize
 from miles_embedded.model.experts import grouped_experts
@@ -314,6 +315,15 @@ def has_windows(model: nn.Module) -> bool:
     config = text_configuration(model)
     kinds = set(getattr(config, "layer_types", None) or ())
     return bool(getattr(config, "sliding_window", None)) or bool(kinds - {"full_attention"})
+
+
+def mask_for(model: nn.Module) -> Tensor | None:
+    """Return the mask to pass to ``model``, which reads none.
+
+    Without one, Transformers builds masks, for which it first searches for packed sequences: several small operations per call, which
+    cost time in a CPU decode step and wait for a GPU. Models without windowed layers need no masks. None lets the model build them.
+    """
+    return None if has_windows(model) else window_mask(0)
 
 
 def context_limit(model: nn.Module, wanted: int = 0) -> int:

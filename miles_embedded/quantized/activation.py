@@ -11,7 +11,8 @@ the reason why unified modes agree up to kernel noise and not exactly.
 
 If there is a native product (``precision.product``), linear layers with one whole checkpoint tensor pass their input to it unrounded: the
 product computes the same codes and multiplies them. The backward pass is that of the emulated product, with the dequantised weight and
-the rounded input. Experts, and linear layers that join several tensors, are emulated.
+the rounded input. Standard experts have a native product, too, where the format has one for them (``quantized.experts``). Linear layers that
+join several tensors, and other experts, are emulated.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from miles_core.errors import ConfigError
 from miles_core.precision.codec import Codec
 from miles_core.precision.fused_experts import Family
 from miles_core.precision.product import Product
-from miles_embedded.model.experts import round_inputs
+from miles_embedded.model.experts import is_standard, round_inputs
 from miles_embedded.model.grouped_experts import INPUT_ROUNDING
 from miles_embedded.model.parts import configuration
 from miles_embedded.model.views import View, matrices, views
+from miles_embedded.quantized.experts import NativeExperts, takes_experts
+from miles_embedded.quantized.joint_codes import join_codes
 from miles_embedded.quantized.linear import NativeLinear
 
 #: Weight name of an experts module -> [experts] bool, whose inputs are rounded; None for all.
@@ -55,6 +58,7 @@ class RoundedInputs:
         self.native = True
         self.product = product
         self.layers: dict[str, NativeLinear] = {}
+        self.experts: dict[str, NativeExperts] = {}
         self._handles: list[Any] = []
         self._experts: dict[nn.Module, Any] = {}
         if codec.format is None or not codec.format.quantizes_activations:
@@ -65,6 +69,9 @@ class RoundedInputs:
             chosen = [codec.quantises(view.name, view.size) for view in members]
             if any(chosen):
                 self._attach(model, source, members, chosen)
+        if product is not None:
+            join_codes(model, self.layers)
+            self._attach_experts(model, codec, product)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Round x [..., K] with straight-through gradient; returns x itself while disabled."""
@@ -77,12 +84,28 @@ class RoundedInputs:
         """Store one tensor of a weight update as the codes of its native layer."""
         if encoded.name in self.layers:
             self.layers[encoded.name].take(encoded)
+        elif encoded.name in self.experts:
+            self.experts[encoded.name].take(encoded)
 
     def drop(self, names: Iterable[str]) -> None:
         """Drop the codes of these tensors."""
         for name in names:
             if name in self.layers:
-                self.layers[name].codes = None
+                self.layers[name].drop()
+            elif name in self.experts:
+                self.experts[name].drop()
+
+    def drop_all(self) -> None:
+        """Drop the codes of all tensors."""
+        self.drop([*self.layers, *self.experts])
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of all codes."""
+        for layer in self.layers.values():
+            yield from (layer.codes or {}).values()
+        for module in dict.fromkeys(self.experts.values()):
+            for parts in module.codes.values():
+                yield from parts.values()
 
     def take_each(self, units: Iterable[Encoded]) -> Iterator[Encoded]:
         """Yield the units of an update unchanged and ``take`` each one."""
@@ -103,7 +126,7 @@ class RoundedInputs:
         """Restore the model's original forward."""
         for layer in self.layers.values():
             layer.remove()
-        self.layers = {}
+        self.layers, self.experts = {}, {}
         for handle in self._handles:
             handle.remove()
         for module, before in self._experts.items():
@@ -134,6 +157,20 @@ class RoundedInputs:
                 "a linear layer nor experts; leave it alone with --extra-high-precision-layers-hf"
             )
 
+    def _attach_experts(self, model: nn.Module, codec: Codec, product: Product) -> None:
+        """Use the native product of experts whose inputs are all rounded, as far as ``product`` supports them."""
+        of_module: dict[str, list[View]] = {}
+        for view in encoded_views(model, codec):
+            of_module.setdefault(view.source.rpartition(".")[0], []).append(view)
+        for path, members in of_module.items():
+            module = model.get_submodule(path)
+            rounding = self._experts and module.__dict__.get(INPUT_ROUNDING)
+            if not isinstance(rounding, _ExpertInputs) or set(rounding.chosen.values()) != {None}:
+                continue
+            if is_standard(module, product.dtype) and takes_experts(module, members, self.format, product):
+                rounding.product = NativeExperts(module, members, self.format, product)
+                self.experts |= dict.fromkeys(rounding.product.names, rounding.product)
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self(args[0]), *args[1:])
 
@@ -144,10 +181,17 @@ class _ExpertInputs:
     def __init__(self, inputs: RoundedInputs) -> None:
         self.inputs = inputs
         self.chosen: Chosen = {}
+        self.product: NativeExperts | None = None
 
     @property
     def enabled(self) -> bool:
         return self.inputs.enabled
+
+    @property
+    def native(self) -> NativeExperts | None:
+        """The native product if it is enabled and has codes."""
+        product = self.product
+        return product if product is not None and self.inputs.native and product.ready else None
 
     def rounds_all(self, name: str) -> bool:
         """Whether the inputs of every expert are rounded for this weight, so that rows can be rounded before they are copied."""

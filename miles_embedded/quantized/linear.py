@@ -14,6 +14,7 @@ from miles_embedded.model.parts import head
 
 if TYPE_CHECKING:
     from miles_embedded.quantized.activation import RoundedInputs
+    from miles_embedded.quantized.joint_codes import JointCodes
 
 
 class NativeLinear:
@@ -26,6 +27,7 @@ class NativeLinear:
     def __init__(self, inputs: RoundedInputs, module: nn.Linear, format: Format, product: Product) -> None:
         self.inputs, self.module, self.format, self.product = inputs, module, format, product
         self.codes: Parts | None = None
+        self.joint: JointCodes | None = None
         self._own = module.forward
         self._before = module.__dict__.get("forward")
         module.__dict__["forward"] = self
@@ -37,6 +39,9 @@ class NativeLinear:
         if not on or self.codes is None or x.dtype != self.product.dtype or x.numel() == 0:
             return self._own(self.inputs(x))
         if not torch.is_grad_enabled():
+            joint = None if self.joint is None else self.joint(self, x)
+            if joint is not None:
+                return joint
             return _forward(x, module.bias, self.codes, self.product)
         y: Tensor = _NativeProduct.apply(x, module.weight, module.bias, self.codes, self.format, self.product)
         return y
@@ -49,12 +54,26 @@ class NativeLinear:
             return
         home = self.product.device
         parts = self.product.prepare({name.rpartition(".")[2]: t.to(home) for name, t in encoded.parts.items()})
-        if self.codes is None:
+        if self.codes is None and self.joint is not None:
+            self.codes = self.joint.room(self)
+        elif self.codes is None:
             self.codes = {
                 n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=home) for n, t in parts.items()
             }
         for name, tensor in parts.items():
             self.codes[name].copy_(tensor)
+
+    def drop(self) -> None:
+        """Free the codes; memory shared with other layers when the last of them frees its codes."""
+        self.codes = None
+        if self.joint is not None:
+            self.joint.drop_unused()
+
+    def example(self) -> Parts:
+        """Return tensors with the shapes, strides and dtypes of prepared codes."""
+        home = self.product.device
+        stored = self.format.storage((self.module.out_features, self.module.in_features))
+        return self.product.prepare({s.suffix: torch.empty(s.shape, dtype=s.dtype, device=home) for s in stored})
 
     def remove(self) -> None:
         """Restore the layer's own forward."""

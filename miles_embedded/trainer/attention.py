@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
+from miles_core.data.batch import to_device
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded
 from miles_embedded.model.indexer import Indexed, choose_in_parts
 from miles_embedded.trainer.flash import FlashPlan, flash, flash_supports
@@ -68,11 +69,11 @@ class Buckets:
         self._narrow: dict[tuple[int, int], list[Tensor]] = {}
         self.trunks, self.branches, slots, pads = _buckets(packing)
         device = packing.rows.device
-        self.slots = torch.from_numpy(slots).to(device)
+        self.slots = to_device(torch.from_numpy(slots), device)
         inverse = np.zeros(len(packing.rows), np.int64)
         inverse[slots[~pads]] = (~pads).nonzero()[0]
-        self.inverse = torch.from_numpy(inverse).to(device)
-        self.pads = torch.from_numpy(pads.nonzero()[0]).to(device)
+        self.inverse = to_device(torch.from_numpy(inverse), device)
+        self.pads = to_device(torch.from_numpy(pads.nonzero()[0]), device)
         for bucket in self.branches:
             bucket.mask = _make_mask(self, packing, bucket)
 
@@ -250,7 +251,8 @@ def _buckets(packing: Packing) -> tuple[list[Bucket], list[Bucket], Ints, np.nda
         for similar in _group_similar(packing.branches.length[members]):
             bucket = make(packing.branches, members[similar])
             bucket.trunk_bucket = int(i)
-            bucket.trunk = torch.from_numpy(within[packing.branches.trunk[bucket.segments]]).to(packing.rows.device)
+            trunk = torch.from_numpy(within[packing.branches.trunk[bucket.segments]])
+            bucket.trunk = to_device(trunk, packing.rows.device)
             branches.append(bucket)
     return trunks, branches, np.concatenate(slots), np.concatenate(pads)
 
@@ -277,7 +279,7 @@ def _make_mask(buckets: Buckets, packing: Packing, bucket: Bucket, options: Atte
     lengths = packing.trunks.length[packing.branches.trunk[bucket.segments]]
     if (lengths == home.length).all():
         lengths = lengths[:1]  # one mask for all segments
-    ends = torch.from_numpy(lengths).to(row.device)[:, None, None]
+    ends = to_device(torch.from_numpy(lengths), row.device)[:, None, None]
     query, column = ends + row[:, None], torch.arange(home.length, device=row.device)
     seen = options.sees(query, column) & (column < ends)
     return torch.cat([seen, options.sees(query, ends + row)], 2).unsqueeze(1)

@@ -58,8 +58,12 @@ class Loads:
         if not counts:
             return {}
         # a rank without samples counted nothing, but has to take part in the sum
-        flat = [torch.zeros(n) if count is None else count for n, count in zip(self._experts, counts, strict=True)]
-        loads = sum(torch.cat([count.double().cpu() for count in flat])).split(self._experts)
+        home = next((count.device for count in counts if count is not None), torch.device("cpu"))
+        flat = [
+            torch.zeros(n, device=home) if count is None else count
+            for n, count in zip(self._experts, counts, strict=True)
+        ]
+        loads = sum(torch.cat([count.double() for count in flat]).cpu()).split(self._experts)
         values = [float(load.max() / load.mean()) for load in loads if load.any()]
         return {"train/expert_imbalance": (max(values), 1.0)} if values else {}
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from miles_core.data.batch import to_device
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.trainer.packing import Packing, spans
 
@@ -57,8 +58,8 @@ class FlashPlan:
             used, inverse = np.unique(branches.trunk, return_inverse=True)
             queries = np.bincount(inverse, weights=branches.length).astype(np.int64)
             keys = trunks.length[used]
-            self.branch_rows = torch.from_numpy(spans(branches.start, branches.length)).to(device)
-            self.trunk_rows = torch.from_numpy(spans(trunks.start[used], keys)).to(device)
+            self.branch_rows = to_device(torch.from_numpy(spans(branches.start, branches.length)), device)
+            self.trunk_rows = to_device(torch.from_numpy(spans(trunks.start[used], keys)), device)
             self.across = _Part(
                 _ends(queries, device), _ends(keys, device), int(queries.max()), int(keys.max()), causal=False
             )
@@ -91,7 +92,8 @@ class _Flash(torch.autograd.Function):
         seeds_across: list[Tensor] = []
         if plan.across is not None:
             rows, trunk = plan.branch_rows, plan.trunk_rows
-            far, far_lse, *seeds_across = _forward(q[rows], k[trunk], v[trunk], plan.across, scaling)
+            far_q, far_k, far_v = q.index_select(0, rows), k.index_select(0, trunk), v.index_select(0, trunk)
+            far, far_lse, *seeds_across = _forward(far_q, far_k, far_v, plan.across, scaling)
             _merge(out, lse, far, far_lse, rows)
         ctx.save_for_backward(q, k, v, out, lse, *seeds, *seeds_across)
         ctx.plan, ctx.scaling = plan, scaling
@@ -105,12 +107,12 @@ class _Flash(torch.autograd.Function):
         if plan.across is not None:
             rows, trunk = plan.branch_rows, plan.trunk_rows
             far_q, far_k, far_v = _backward(
-                grad[rows],
-                q[rows],
-                k[trunk],
-                v[trunk],
-                out[rows],
-                lse[:, rows].contiguous(),
+                grad.index_select(0, rows),
+                q.index_select(0, rows),
+                k.index_select(0, trunk),
+                v.index_select(0, trunk),
+                out.index_select(0, rows),
+                lse.index_select(1, rows),
                 plan.across,
                 seeds[2:],
                 ctx.scaling,
@@ -182,4 +184,4 @@ def _backward(
 
 
 def _ends(lengths: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32)).to(device)
+    return to_device(torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32)), device)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer, TrainerPart
-from miles_core.data.batch import Batch, Ragged, as_floats
+from miles_core.data.batch import Batch, Ragged, as_floats, to_device
 from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
 from miles_core.data.unit import Unit
 from miles_core.errors import ConfigError, NonFiniteError
@@ -30,7 +30,7 @@ from miles_core.train.loss import trained_tokens, with_auxiliary
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
-from miles_embedded.model.load import facts_of
+from miles_embedded.model.load import facts_of, mask_for
 from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
 from miles_embedded.model.parts import backbone, decoder_layers
 from miles_embedded.model.released import Released
@@ -127,7 +127,7 @@ class EmbeddedTrainer(Trainer):
         self._reference: nn.Module | None = None
         if config.recompute:
             recompute_layers(model)
-        self._switch = rope_switch(model)
+        self._switch, self._mask = rope_switch(model), mask_for(model)
         self._scored: nn.Module | None = None
         self._asleep: dict[TrainerPart, Released] = {"weights": Released(keep=True), "optimizer": Released(keep=True)}
         self._attached: dict[str, Any] = {}
@@ -166,6 +166,7 @@ class EmbeddedTrainer(Trainer):
         hidden = backbone(chunk)(
             input_ids=micro_batch.tokens[ctx.rows].unsqueeze(0),
             position_ids=packing.positions.unsqueeze(0),
+            attention_mask=self._mask,
             use_cache=False,
             call=call,
         ).last_hidden_state[0]
@@ -288,10 +289,9 @@ class EmbeddedTrainer(Trainer):
         micro_batch = batch if samples == list(range(len(batch))) else batch.select(samples)
         packing = pack_grown(micro_batch, self.config.share_prompts, self._switch)
         micro_batch = micro_batch.to(self.device)
-        packing = replace(
-            packing,
-            **{n: getattr(packing, n).to(self.device) for n in ("rows", "positions", "row_of", "sources", "targets")},
-        )
+        names = ("rows", "positions", "row_of", "sources", "targets")
+        moved: dict[str, Any] = {name: to_device(getattr(packing, name), self.device) for name in names}
+        packing = replace(packing, **moved)
         ctx = Context(kind, self.layers, packing.rows, recompute=self.config.recompute and kind == "train")
         ctx.sources, ctx.targets = packing.sources, packing.targets
         ctx.attached.update(self._attached, packing=packing, entropy=entropy)

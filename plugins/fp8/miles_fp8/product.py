@@ -9,18 +9,19 @@ codes, the native product has an RMS error of .0017 on N(0, 1), the emulated one
 (tests/test_product.py).
 
 cuBLAS supports this GEMM only on sm_90 (12.9 and later). It needs a weight's scales in K-major rows padded to a multiple of four, an
-activation's scales M-major with M a multiple of four, and N and K multiples of 16.
+activation's scales M-major with M a multiple of four, and N and K multiples of 16. It takes 17 us or more for any size, so products of few rows,
+and those of experts, have kernels of their own (``product_kernels``), which multiply the same codes and add in the same precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from miles_core.format import Parts, Product, convert_for_kernel, need_scaled_mm
-from miles_fp8.format import CODES, SCALES
+from miles_fp8.format import CODES, SCALES, TILE
 
 HOPPER = range(9, 10)
 
@@ -33,11 +34,13 @@ class Fp8Product(Product):
     """
 
     eps = 0.01
+    joint_dim = 1
 
     def __init__(self, device: torch.device, dtype: torch.dtype, power_of_two_scales: bool = False) -> None:
         need_scaled_mm(device, dtype, HOPPER, cuda=(12, 9))
         super().__init__(device, dtype)
         self.power_of_two_scales = power_of_two_scales
+        self._tickets: Tensor | None = None
 
     def takes(self, shape: tuple[int, int]) -> bool:
         return shape[0] % 16 == 0 and shape[1] % 16 == 0
@@ -46,21 +49,62 @@ class Fp8Product(Product):
         return {CODES: parts[CODES].contiguous().t(), SCALES: scale_rows(parts[SCALES]).t()}
 
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
-        from miles_fp8 import kernels  # needs Triton
+        from miles_fp8 import kernels, product_kernels  # need Triton
 
-        codes, scales = kernels.activation_codes(convert_for_kernel(x), self.power_of_two_scales)
+        codes, scales = weight[CODES], weight[SCALES]
+        if len(x) <= product_kernels.FEW:
+            return product_kernels.linear(
+                convert_for_kernel(x).contiguous(),
+                None,
+                codes.t(),
+                scales.t(),
+                bias,
+                self.tickets,
+                self.power_of_two_scales,
+            )
+        row_codes, row_scales = kernels.activation_codes(convert_for_kernel(x), self.power_of_two_scales)
+        if product_kernels.takes(len(x), codes.shape[1]):
+            return product_kernels.linear(
+                row_codes, row_scales, codes.t(), scales.t(), bias, self.tickets, self.power_of_two_scales, rows=len(x)
+            )
         kinds = torch.nn.functional.ScalingType
         y = torch.nn.functional.scaled_mm(
+            row_codes,
             codes,
-            weight[CODES],
-            scales,
+            row_scales,
             kinds.BlockWise1x128,
-            weight[SCALES],
+            scales,
             kinds.BlockWise128x128,
             bias=bias,
             output_dtype=self.dtype,
         )
         return y if len(y) == len(x) else y[: len(x)]
+
+    @property
+    def tickets(self) -> Tensor:
+        """Counters for ``product_kernels``, allocated on first use, which must not be within the recording of a CUDA graph."""
+        if self._tickets is None:
+            from miles_fp8 import product_kernels
+
+            self._tickets = torch.zeros(product_kernels.TICKETS, dtype=torch.int32, device=self.device)
+        return self._tickets
+
+    def joins(self, shapes: Sequence[tuple[int, int]]) -> bool:
+        return len({k for _, k in shapes}) == 1 and all(n % TILE == 0 for n, _ in shapes)
+
+    def takes_experts(self, gate_up: tuple[int, int], down: tuple[int, int]) -> bool:
+        return gate_up[0] % (2 * TILE) == 0 and gate_up[1] % TILE == 0
+
+    def experts(
+        self, x: Tensor, row: Tensor, ends: Tensor, gate_up: Mapping[str, Tensor], down: Mapping[str, Tensor]
+    ) -> Tensor:
+        from miles_fp8 import kernels, product_kernels  # need Triton
+
+        names, places, exact = (CODES, SCALES), len(row), self.power_of_two_scales
+        inner = product_kernels.expert_product(
+            *kernels.activation_codes(convert_for_kernel(x), exact), gate_up, names, row, ends, places
+        )
+        return product_kernels.expert_product(*kernels.activation_codes(inner, exact), down, names, None, ends, places)
 
 
 def scale_rows(scales: Tensor) -> Tensor:

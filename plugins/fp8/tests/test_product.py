@@ -11,7 +11,7 @@ from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.views import export
 from miles_embedded.quantized.weights import install
-from miles_fp8.format import TILE, Fp8
+from miles_fp8.format import CODES, SCALES, TILE, Fp8
 from miles_fp8.product import Fp8Product, scale_rows
 from miles_mismatch.product_probe import check_product
 from miles_testing import hard_cases, tiny_checkpoint
@@ -120,6 +120,64 @@ class TestOnTheGpu:
         other = x.clone()
         other[1:] *= 1000
         torch.testing.assert_close(product()(x, weight)[0], product()(other, weight)[0], rtol=0, atol=0)
+
+    @pytest.mark.parametrize("rows", [1, 16, 17, 64, 200, 600])
+    @pytest.mark.parametrize("shape", [(1536, 1536), (256, 4096), (24, 256)])
+    def test_every_kernel_is_near_the_exact_product_and_repeats_itself(self, rows, shape):
+        n, k = shape
+        x, weight = normal(rows, k).bfloat16().cuda(), Fp8().quantize(normal(n, k, seed=1).cuda())
+        bias = normal(n, seed=2).bfloat16().cuda()
+        multiply = product()
+        prepared = multiply.prepare(weight)
+        if not multiply.takes(shape):
+            prepared = multiply.prepare(Fp8().quantize(normal(32, k, seed=1).cuda()))
+            bias, weight = bias.new_zeros(32), Fp8().quantize(normal(32, k, seed=1).cuda())
+        found = multiply(x, prepared, bias)
+        exact = Fp8().fake_quantize_activation(x.float()).double() @ Fp8().dequantize(weight).double().T + bias.double()
+        assert float((found - exact).norm() / exact.norm()) < 0.0022
+        for _ in range(20):  # programs that share a product add in a fixed order
+            assert torch.equal(multiply(x, prepared, bias), found)
+        assert not multiply.tickets.any()
+
+    def test_layers_that_read_one_input_are_columns_of_one_product(self):
+        x, parts = normal(5, 512).bfloat16().cuda(), [Fp8().quantize(normal(n, 512, seed=n).cuda()) for n in (256, 128)]
+        multiply = product()
+        prepared = [multiply.prepare(part) for part in parts]
+        joint = {name: torch.cat([p[name].t() for p in prepared]).t() for name in prepared[0]}
+        exact = [Fp8().fake_quantize_activation(x.float()).double() @ Fp8().dequantize(p).double().T for p in parts]
+        for found, expected in zip(multiply(x, joint).split([256, 128], 1), exact, strict=True):
+            assert float((found - expected).norm() / expected.norm()) < 0.0022
+
+    @pytest.mark.parametrize("rows", [1, 40, 900])
+    def test_experts_are_near_their_exact_products(self, rows):
+        experts, dim, inner, k = 8, 256, 128, 2
+        up, down = (
+            {CODES: torch.stack([p[CODES] for p in parts]), SCALES: torch.stack([p[SCALES] for p in parts])}
+            for parts in (
+                [Fp8().quantize(normal(2 * inner, dim, seed=e).cuda()) for e in range(experts)],
+                [Fp8().quantize(normal(dim, inner, seed=90 + e).cuda()) for e in range(experts)],
+            )
+        )
+        index = torch.rand(rows, experts, generator=torch.Generator().manual_seed(3)).topk(k).indices.cuda()
+        index[:, 0] = torch.where(index[:, 0] == 5, index[:, 0] * 0 + 1, index[:, 0])  # some expert gets few rows
+        flat, order = index.flatten().sort(stable=True)
+        row = order // k
+        ends = torch.bincount(flat, minlength=experts).cumsum(0).int()
+        x = normal(rows, dim).bfloat16().cuda()
+        found = product().experts(x, row, ends, up, down)
+
+        def values(parts, e):
+            return Fp8().dequantize({CODES: parts[CODES][e], SCALES: parts[SCALES][e]}).double()
+
+        rounded = Fp8().fake_quantize_activation(x.float()).double()
+        exact = torch.empty(len(row), dim, dtype=torch.float64, device="cuda")
+        for e in range(experts):
+            mine = flat == e
+            gate, value = (rounded[row[mine]] @ values(up, e).T).bfloat16().chunk(2, -1)
+            middle = (torch.nn.functional.silu(gate.float()).bfloat16().float() * value.float()).bfloat16()
+            exact[mine] = Fp8().fake_quantize_activation(middle.float()).double() @ values(down, e).T
+        # a value of the middle that is rounded otherwise may get the neighbouring code
+        assert float((found - exact).norm() / exact.norm()) < 0.01
 
     def test_engine_and_trainer_of_a_model_multiply_codes_and_agree(self, tmp_path):
         sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}

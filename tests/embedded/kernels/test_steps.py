@@ -8,7 +8,7 @@ from torch.nn.functional import silu
 
 from miles_embedded.engine.sampling import Params, sample_on_device, stream_start, uniform
 from miles_embedded.engine.static_batch import StaticBatch
-from miles_embedded.model.grouped_experts import combine, sort_choices
+from miles_embedded.model.grouped_experts import sort_choices
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: The interpreter's bfloat16 is not that of a GPU.
@@ -73,17 +73,18 @@ def test_rotation_keeps_the_layout(triton, heads, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gate_of_two_tensors_and_of_one(triton, dtype):
-    from miles_embedded.kernels.swiglu import swiglu
+    from miles_embedded.kernels.swiglu import swiglu, swiglu_of_halves
 
     inputs = [normal(1, 5, 1100, dtype=dtype), normal(1, 5, 1100, dtype=dtype, seed=1)]
     compare(swiglu, lambda a, b: silu(a) * b, inputs, dtype)
     both = [normal(5, 48, dtype=dtype)]
     compare(lambda x: swiglu(*x.chunk(2, -1)), lambda x: silu(x[:, :24]) * x[:, 24:], both, dtype)
+    compare(swiglu_of_halves, lambda x: silu(x[:, :24]) * x[:, 24:], both, dtype)
 
 
 @pytest.mark.parametrize(("rows", "k", "experts"), [(3, 2, 8), (700, 4, 5)])
 def test_experts_places_and_sum(triton, rows, k, experts):
-    from miles_embedded.kernels.experts import sorted_places, weighted_sum
+    from miles_embedded.kernels.experts import sorted_places, sum_choices, weighted_sum, weighted_sum_gradients
 
     generator = torch.Generator().manual_seed(0)
     index = torch.rand(rows, experts, generator=generator).topk(k).indices.to(DEVICE)
@@ -92,7 +93,14 @@ def test_experts_places_and_sum(triton, rows, k, experts):
     pairs = [(order, choices.order), (place, choices.place), (row, choices.row), (ends, choices.ends)]
     assert all(torch.equal(found, expected) for found, expected in pairs)
     x, weights = normal(rows * k, 40, dtype=DTYPES[0]), normal(rows, k, dtype=DTYPES[0], seed=1)
-    close(weighted_sum(x, weights, place), combine(x, weights, choices), DTYPES[0])
+    of_row = x.double()[place]  # [rows, k, dim]
+    close(weighted_sum(x, weights, place), (of_row * weights.double()[..., None]).sum(1).to(x.dtype), DTYPES[0])
+    close(sum_choices(x, place), of_row.sum(1).to(x.dtype), DTYPES[0])
+    grad = normal(rows, 40, dtype=DTYPES[0], seed=2)
+    grad_x, grad_weights = weighted_sum_gradients(grad, x, weights, order)
+    wide = grad.double()[row]
+    close(grad_x, (wide * weights.double().reshape(-1)[order, None]).to(x.dtype), DTYPES[0])
+    close(grad_weights, (of_row * grad.double()[:, None]).sum(-1).to(x.dtype), DTYPES[0])
 
 
 @pytest.mark.parametrize(("rows", "k", "experts"), [(3, 2, 8), (150, 4, 5)])

@@ -1,0 +1,148 @@
+"""Native products of experts: the codes of one module's weights, multiplied by the format's product of all experts.
+
+The backward pass is that of the emulated product, which is computed again there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_core.data.unit import Encoded
+from miles_core.precision.format import Format, Parts
+from miles_core.precision.product import Product
+from miles_embedded.model.grouped_experts import combine, sort_choices
+from miles_embedded.model.views import View
+
+#: (hidden, index, weights, gate_up, down) -> the emulated product.
+Emulated = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+_WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+class NativeExperts:
+    """Codes of the standard experts of ``module``.
+
+    Args:
+        module: with ``gate_up_proj`` [experts, 2 I, D], the gate above, and ``down_proj`` [experts, D, I].
+        views: the module's checkpoint tensors, a matrix or half a matrix of one expert each.
+        format: their format.
+        product: its native product.
+
+    Attributes:
+        codes: weight name -> codes of all experts; empty until a code arrived.
+    """
+
+    def __init__(self, module: nn.Module, views: list[View], format: Format, product: Product) -> None:
+        self.module, self.format, self.product = module, format, product
+        self.codes: dict[str, Parts] = {}
+        self._shapes = {name: tuple(module._parameters[name].shape) for name in _WEIGHTS}  # type: ignore[union-attr]
+        self._places = {view.name: self._place(view) for view in views}
+        self._missing = set(self._places)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the checkpoint tensors."""
+        return tuple(self._places)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the codes of all experts arrived."""
+        return not self._missing
+
+    def _place(self, view: View) -> tuple[str, int, int]:
+        """Return weight, expert and first row of a checkpoint tensor."""
+        name = view.source.rpartition(".")[2]
+        _, rows, k = self._shapes[name]
+        row = view.offset // k
+        return name, row // rows, row % rows
+
+    @torch.no_grad()
+    def take(self, encoded: Encoded) -> None:
+        """Copy the codes of one checkpoint tensor; a plain tensor removes them."""
+        if encoded.format != self.format.name:
+            self._missing.add(encoded.name)
+            return
+        if not self.codes:
+            self.codes = {name: self._allocate(name) for name in _WEIGHTS}
+        name, expert, row = self._places[encoded.name]
+        for key, part in encoded.parts.items():
+            whole = self.codes[name][key.rpartition(".")[2]]
+            first = row * whole.shape[1] // self._shapes[name][1]
+            whole[expert, first : first + len(part)].copy_(part)
+        self._missing.discard(encoded.name)
+
+    def drop(self) -> None:
+        """Free the codes."""
+        self.codes, self._missing = {}, set(self._places)
+
+    def _allocate(self, name: str) -> Parts:
+        experts, n, k = self._shapes[name]
+        home = self.product.device
+        return {
+            s.suffix: torch.empty((experts, *s.shape), dtype=s.dtype, device=home) for s in self.format.storage((n, k))
+        }
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, emulated: Emulated) -> Tensor:
+        """Compute the experts of hidden [rows, D] for choices index and weights [rows, k]; returns [rows, D]."""
+        if not torch.is_grad_enabled():
+            return self._multiply(hidden, index, weights)
+        module: Any = self.module
+        y: Tensor = _NativeExperts.apply(hidden, weights, module.gate_up_proj, module.down_proj, index, self, emulated)
+        return y
+
+    def _multiply(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        choices = sort_choices(index, self._shapes["down_proj"][0], counted=False)
+        x = self.product.experts(hidden, choices.row, choices.ends, *(self.codes[name] for name in _WEIGHTS))
+        return combine(x, weights, choices).to(hidden.dtype)
+
+
+class _NativeExperts(torch.autograd.Function):
+    """The native product in the forward pass, the emulated one in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        index: Tensor,
+        native: NativeExperts,
+        emulated: Emulated,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weights, gate_up, down, index)
+        ctx.emulated = emulated
+        return native._multiply(hidden, index, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, index = ctx.saved_tensors
+        needs = ctx.needs_input_grad[: len(inputs)]
+        with torch.enable_grad():
+            hidden, weights, gate_up, down = (
+                x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)
+            )
+            y = ctx.emulated(hidden, index, weights, gate_up, down)
+        wanted = [x for x, need in zip((hidden, weights, gate_up, down), needs, strict=True) if need]
+        found = iter(torch.autograd.grad(y, wanted, grads[0]))
+        return *(next(found) if need else None for need in needs), None, None, None
+
+
+def takes_experts(module: nn.Module, views: list[View], format: Format, product: Product) -> bool:
+    """Whether the native product supports these standard experts, whose inputs are all rounded, and their checkpoint tensors."""
+    shapes = {name: p.shape for name, p in module.named_parameters(recurse=False)}
+    if set(shapes) != set(_WEIGHTS) or any(p.dtype != product.dtype for p in module.parameters(recurse=False)):
+        return False
+    gate_up, down = (shapes[name] for name in _WEIGHTS)
+    if not product.takes_experts((gate_up[1], gate_up[2]), (down[1], down[2])):
+        return False
+    for view in views:
+        n, k = shapes[view.source.rpartition(".")[2]][1:]
+        row = view.offset // k % n
+        whole = view.size[-1] == k and view.stride == (k, 1) and view.offset % k == 0
+        if not whole or any(row * s.shape[0] % n for s in format.storage((n, k))):
+            return False
+    return True

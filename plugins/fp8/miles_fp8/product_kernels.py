@@ -1,0 +1,302 @@
+"""Products of FP8 codes for few rows (decoding), and of the experts of a mixture, as Triton kernels.
+
+    y[m, n] = sum over blocks b of 128 along K:  sx[m, b] * sw[n / 128, b] * (codes of x . codes of w in the block)
+
+as ``product`` computes it: tensor cores multiply the codes of a block, and the scaled partial sums are added in FP32. With few rows a product
+takes as long as reading the weight, so these kernels read each code once, and quantise the rows of ``x`` themselves (the rule of
+``kernels``, so the same codes) instead of in a launch of their own. The weight is the left operand, because Hopper's instruction takes at
+least 64 rows of the left operand and 8 of the right one.
+
+A long K and a small N would occupy few multiprocessors. Several programs then share the blocks of K, write their partial sums, and the last
+one to finish adds them in a fixed order, so that a result never depends on timing.
+"""
+
+# No postponed annotations here: Triton reads the ``constexpr`` ones.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from miles_fp8.kernels import TILE, _codes, _scale
+
+#: Most rows of a product that quantises them inside; with more, quantising them once is faster.
+FEW = 16
+#: Most rows, and entries of the result of more rows, of a product by these kernels; with more, cuBLAS is faster.
+MANY, MANY_ENTRIES = 64, 655_360
+#: Counters of tiles whose partial sums are complete.
+TICKETS = 4096
+
+
+@triton.jit
+def _quantized(x, POWER_OF_TWO: tl.constexpr):
+    """Return the codes of rows x [M, 128] FP32, and their scales [M, 1]."""
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
+    scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
+    return _codes(x, scale), scale
+
+
+@triton.jit
+def _rows(
+    x,
+    x_scales,
+    row,
+    known,
+    block,
+    inner,
+    scale_stride,
+    FUSED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return codes [M, 128] and scales [M, 1] of block ``block`` of the rows."""
+    entry = block * TILE + tl.arange(0, TILE)[None, :]
+    inside = known[:, None] & (entry < inner)
+    if FUSED:
+        value = tl.load(x + row[:, None] * inner + entry, mask=inside, other=0.0).to(tl.float32)
+        codes, scale = _quantized(value, POWER_OF_TWO)
+    else:
+        codes = tl.load(x + row[:, None] * inner + entry, mask=inside, other=0.0)
+        scale = tl.load(x_scales + block * scale_stride + row[:, None], mask=known[:, None], other=0.0)
+    return codes, scale
+
+
+@triton.jit
+def _linear(
+    x,
+    x_scales,
+    codes,
+    scales,
+    bias,
+    out,
+    partial,
+    tickets,
+    rows,
+    width,
+    inner,
+    scale_stride,
+    x_scale_stride,
+    FUSED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    start = tl.program_id(0) * BLOCK_COLUMNS
+    column = start + tl.arange(0, BLOCK_COLUMNS)
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    known, real = row < rows, column < width
+    blocks = tl.cdiv(inner, TILE)
+    share = tl.cdiv(blocks, SPLITS)
+    first = tl.program_id(2) * share
+    weight = codes + column.to(tl.int64)[:, None] * inner
+    tile_scales = scales + start // TILE * scale_stride
+    total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+    for block in range(first, min(first + share, blocks)):
+        entry = block * TILE + tl.arange(0, TILE)[None, :]
+        w = tl.load(weight + entry, mask=real[:, None] & (entry < inner), other=0.0)
+        row_codes, row_scales = _rows(x, x_scales, row, known, block, inner, x_scale_stride, FUSED, POWER_OF_TWO, TILE)
+        total += tl.dot(w, tl.trans(row_codes)) * (tl.trans(row_scales) * tl.load(tile_scales + block))
+    place = row[None, :] * width + column[:, None]
+    inside = known[None, :] & real[:, None]
+    if SPLITS > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        size = rows * width
+        tl.store(partial + tl.program_id(2) * size + place, total, mask=inside)
+        tl.debug_barrier()  # every thread has stored before the counter shows it
+        if tl.atomic_add(tickets + tile, 1) == SPLITS - 1:
+            total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+            for split in range(SPLITS):
+                total += tl.load(partial + split * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+            if BIAS:
+                total += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[:, None]
+            tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+            tl.store(tickets + tile, 0)
+    else:
+        if BIAS:
+            total += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _experts(
+    x,
+    x_scales,
+    codes,
+    scales,
+    row_of,
+    ends,
+    out,
+    width,
+    inner,
+    x_scale_stride,
+    GATED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    expert, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_COLUMNS
+    column = start + tl.arange(0, BLOCK_COLUMNS)
+    real = column < width
+    kind = out.dtype.element_ty
+    blocks = tl.cdiv(inner, TILE)
+    matrix_rows = 2 * width if GATED else width
+    weight = codes + (expert * matrix_rows + column[:, None]) * inner
+    tile_scales = scales + (expert * (matrix_rows // TILE) + start // TILE) * blocks
+    first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    last = tl.load(ends + expert)
+    for begin in range(first, last, BLOCK_ROWS):
+        place = (begin + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        known = place < last
+        row = tl.load(row_of + place, mask=known, other=0) if GATED else place
+        total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+        other = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+        for block in range(blocks):
+            entry = block * TILE + tl.arange(0, TILE)[None, :]
+            inside = real[:, None] & (entry < inner)
+            w = tl.load(weight + entry, mask=inside, other=0.0)
+            row_codes, row_scales = _rows(x, x_scales, row, known, block, inner, x_scale_stride, False, False, TILE)
+            right, factor = tl.trans(row_codes), tl.trans(row_scales)
+            total += tl.dot(w, right) * (factor * tl.load(tile_scales + block))
+            if GATED:
+                w = tl.load(weight + width.to(tl.int64) * inner + entry, mask=inside, other=0.0)
+                other += tl.dot(w, right) * (factor * tl.load(tile_scales + width // TILE * blocks + block))
+        if GATED:
+            gate, up = total.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
+            total = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
+        tl.store(out + place[None, :] * width + column[:, None], total.to(kind), mask=known[None, :] & real[:, None])
+
+
+def linear(
+    x: Tensor,
+    x_scales: Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    tickets: Tensor,
+    power_of_two: bool,
+    config: tuple[int, int, int, int, int] | None = None,
+    rows: int | None = None,
+) -> Tensor:
+    """Multiply rows by a weight.
+
+    Args:
+        x: [M, K] contiguous in bfloat16, or codes E4M3 of it with ``x_scales``.
+        x_scales: [M', blocks] with strides (1, M'), as ``kernels.activation_codes``; None quantises ``x`` here.
+        codes: [N, K] E4M3, contiguous.
+        scales: [ceil(N / 128), at least ceil(K / 128)] FP32, rows contiguous.
+        bias: [N] or None.
+        tickets: [TICKETS] int32 zeros, which remain zeros. Products that run at the same time need separate ones.
+        power_of_two: round the scales of ``x`` up to powers of two.
+        config: BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages; None chooses.
+        rows: M without padding.
+
+    Returns:
+        [M, N] bfloat16.
+    """
+    count, (width, inner) = len(x) if rows is None else rows, codes.shape
+    block_rows, block_columns, splits, warps, stages = config or blocks(count, width, inner)
+    out = torch.empty(count, width, dtype=torch.bfloat16, device=x.device)
+    partial = torch.empty(splits * out.numel(), dtype=torch.float32, device=x.device) if splits > 1 else out
+    grid = triton.cdiv(width, block_columns), triton.cdiv(count, block_rows), splits
+    assert splits == 1 or grid[0] * grid[1] <= len(tickets)
+    with torch.cuda.device(x.device):
+        _linear[grid](
+            x,
+            x if x_scales is None else x_scales,
+            codes,
+            scales,
+            out if bias is None else bias,
+            out,
+            partial,
+            tickets,
+            count,
+            width,
+            inner,
+            scales.stride(0),
+            0 if x_scales is None else x_scales.stride(1),
+            FUSED=x_scales is None,
+            POWER_OF_TWO=power_of_two,
+            BIAS=bias is not None,
+            SPLITS=splits,
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLUMNS=block_columns,
+            TILE=TILE,
+            num_warps=warps,
+            num_stages=stages,
+        )
+    return out
+
+
+def takes(rows: int, width: int) -> bool:
+    """Return whether ``linear`` is faster than cuBLAS, as measured on an H200 (``benchmarks/fp8_product.py``)."""
+    return rows <= MANY or (rows <= 4 * MANY and rows * width <= MANY_ENTRIES)
+
+
+def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
+    """Return BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages of ``linear``."""
+    few = rows <= FEW
+    block_rows = min(64, max(16, triton.next_power_of_2(rows)))
+    block_columns = 128 if few and width * inner > 1 << 22 else 64
+    tiles, steps = triton.cdiv(width, block_columns) * triton.cdiv(rows, block_rows), triton.cdiv(inner, TILE)
+    programs, shortest = (400, 2) if few else (264, 4)
+    most = min(programs // tiles, steps // shortest, 8 if few else 4)
+    return block_rows, block_columns, 1 << (max(1, most).bit_length() - 1), 4, 3
+
+
+def expert_product(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Mapping[str, Tensor],
+    names: tuple[str, str],
+    row: Tensor | None,
+    ends: Tensor,
+    places: int,
+    config: tuple[int, int, int, int] | None = None,
+) -> Tensor:
+    """Multiply the sorted rows of experts by their matrices; the first half of standard experts with its gate.
+
+    Args:
+        x: codes [rows, K] E4M3.
+        x_scales: [rows', blocks] with strides (1, rows').
+        weight: codes [experts, N, K] and scales [experts, N / 128, ceil(K / 128)].
+        names: the names of both.
+        row: [places] row of ``x`` of each sorted place, for a weight of gates [N / 2] above ups; None multiplies ``x`` [places, K] itself.
+        ends: [experts] int32, where each expert's places end.
+        places: number of sorted places.
+        config: BLOCK_ROWS, BLOCK_COLUMNS, warps and stages; None chooses.
+
+    Returns:
+        [places, N / 2] ``silu(gate) * up``, or [places, N].
+    """
+    codes, scales = weight[names[0]], weight[names[1]]
+    experts, width, inner = codes.shape
+    width = width if row is None else width // 2
+    average = max(1, 2 * places // experts)
+    chosen = (min(64, max(16, triton.next_power_of_2(average))), 64, 4, 3)
+    block_rows, block_columns, warps, stages = config or chosen
+    out = torch.empty(places, width, dtype=torch.bfloat16, device=x.device)
+    with torch.cuda.device(x.device):
+        _experts[triton.cdiv(width, block_columns), experts](
+            x,
+            x_scales,
+            codes,
+            scales,
+            ends if row is None else row,
+            ends,
+            out,
+            width,
+            inner,
+            x_scales.stride(1),
+            GATED=row is not None,
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLUMNS=block_columns,
+            TILE=TILE,
+            num_warps=warps,
+            num_stages=stages,
+        )
+    return out
