@@ -150,8 +150,32 @@ def test_harmony_separates_its_reasoning():
     assert (answer.reasoning, answer.content, answer.calls) == ('to=functions.add {"a": 1}', "4", [])
 
 
-MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", BEGIN, END, SEP, FIRST, "<function=", "<parameter=a>", "<|message|>"]
-MARKS += ["<arg_key>", "</arg_key>", "<|channel|>", "to=functions.f", "<|python_tag|>", "[f(a=", ")]", '{"name": "f"', "}", "{", "<|tool_call_begin|>"]
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    BEGIN,
+    END,
+    SEP,
+    FIRST,
+    "<function=",
+    "<parameter=a>",
+    "<|message|>",
+]
+MARKS += [
+    "<arg_key>",
+    "</arg_key>",
+    "<|channel|>",
+    "to=functions.f",
+    "<|python_tag|>",
+    "[f(a=",
+    ")]",
+    '{"name": "f"',
+    "}",
+    "{",
+    "<|tool_call_begin|>",
+]
 
 
 def test_no_text_raises():
@@ -162,4 +186,6 @@ def test_no_text_raises():
             for call in one.parse("".join(pieces), PARAMETERS).calls:
                 assert isinstance(call, (Call, Malformed)), name
                 if isinstance(call, Call):
-                    assert call.name and not any(isinstance(v, float) and math.isnan(v) for v in call.arguments.values())
+                    assert call.name and not any(
+                        isinstance(v, float) and math.isnan(v) for v in call.arguments.values()
+                    )

@@ -161,7 +161,12 @@ def test_schemas_of_servers_that_do_not_parse(schema):
 
 def test_results_as_text():
     assert to_text("a\n", 10) == "a\n" and to_text({"ä": [1, None]}, 99) == '{"ä": [1, null]}'
-    assert [to_text(v, 9) for v in (float("nan"), float("inf"), -float("inf"), 1.5)] == ["NaN", "Infinity", "-Infinity", "1.5"]
+    assert [to_text(v, 9) for v in (float("nan"), float("inf"), -float("inf"), 1.5)] == [
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1.5",
+    ]
     loop: list = []
     loop.append(loop)
     assert to_text(loop, 99) == "[[...]]" and to_text({1, 2}, 99) == '"{1, 2}"'

@@ -33,7 +33,9 @@ def parse(text: str, parameters: Mapping[str, Mapping[str, Any]]) -> Answer:
     try:
         tree = ast.parse(body, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        return Answer(content, [Malformed(f"the calls are not valid Python: {getattr(error, 'msg', error)}", body[:SHOWN])])
+        return Answer(
+            content, [Malformed(f"the calls are not valid Python: {getattr(error, 'msg', error)}", body[:SHOWN])]
+        )
     if not isinstance(tree, ast.List) or not tree.elts or not all(isinstance(e, ast.Call) for e in tree.elts):
         return Answer(text.strip())  # an ordinary list
     return Answer(content, [_read(e, body) for e in tree.elts if isinstance(e, ast.Call)])
