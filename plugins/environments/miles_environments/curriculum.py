@@ -12,8 +12,8 @@ from miles_environments.entry import Entry
 class Curriculum:
     """The level of one environment.
 
-    Rollouts at the current level are counted, ``window`` of them at a time. If at least ``up`` of the last ``window`` succeeded, the level rises by one;
-    if at most ``down`` did, it falls by one. The count starts again after a change.
+    Rollouts at the current level are counted, ``window`` of them at a time. If at least ``up`` of the last ``window`` succeeded, the level
+    rises by one; if at most ``down`` did, it falls by one. The count starts again after a change.
 
     Attributes:
         level: the current level, from 0.

@@ -114,8 +114,9 @@ class Mixture(PromptSource):
 
 
 def make_prompts(run: Run, data: str, purpose: str) -> Mixture:
-    """Provider of ``--prompts environments`` and ``--eval-prompts environments``. For evaluation ``data`` is the label of one environment, or empty for
-    all of them.
+    """Provider of ``--prompts environments`` and ``--eval-prompts environments``.
+
+    For evaluation ``data`` is the label of one environment, or empty for all of them.
 
     Raises:
         ConfigError: ``data`` is no label, or a first task is outside of a task set.

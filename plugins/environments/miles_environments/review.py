@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     for fact, flag in (("environments.mix", "--environments"), ("environments.held_out", "--eval-environments")):
         found = facts.lookup(fact)
         try:
-            entries += read_entries(tuple(found.value or ()), flag)
+            entries += read_entries(split_fact(str(found.value or "")), flag)
         except ConfigError as error:
             problems.append(
                 Problem("environments", str(error), "this entry cannot be read", (described(found),), verb="refuses")
@@ -43,3 +44,25 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         ]
         notes.append("\n".join(["environments", *lines]))
     return Review(tuple(notes), tuple(problems))
+
+
+def split_fact(text: str) -> tuple[Any, ...]:
+    """Split the fact of a list of entries, in which a comma separates texts and tables (as Python literals)."""
+    entries: list[Any] = []
+    while text:
+        if not text.startswith("{"):
+            one, _, text = text.partition(",")
+            entries.append(one)
+            continue
+        ends = (at + 1 for at, character in enumerate(text) if character == "}")
+        end, table = next((end, table) for end in ends if (table := _literal(text[:end])) is not None)
+        entries.append(table)
+        text = text[end:].removeprefix(",")
+    return tuple(entries)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return None

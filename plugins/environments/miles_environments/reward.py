@@ -1,7 +1,7 @@
 """``--rm-type environments``: the rewards of episodes, and the scores of single answers.
 
-An answer that the environment cannot score (it raises, blocks, or returns NaN) is masked: it stays in the group with the mean reward of the other answers
-and gives no gradient. The run goes on, and ``environments/masked`` counts it.
+An answer that the environment cannot score (it raises, blocks, or returns NaN) is masked: it stays in the group with the mean reward of
+the other answers and gives no gradient. The run goes on, and ``environments/masked`` counts it.
 """
 
 from __future__ import annotations
@@ -70,20 +70,26 @@ def _fill(registry: Registry, samples: list[Sample], values: Sequence[Any], key:
     usual = statistics.fmean(known) if known else 0.0
     filled: list[Any] = []
     for sample, value, number in zip(samples, values, numbers, strict=True):
-        if number is not None:
+        if isinstance(value, Mapping) and key not in value:
+            filled.append(value)  # core says which --reward-key is missing
+        elif number is not None:
             registry.record(sample, number)
             filled.append(value)
-            continue
-        reason = (
-            value
-            if isinstance(value, EnvironmentFault)
-            else f"its environment returned the reward {value!r:.60}; a reward is a finite number"
-        )
-        log.warning("sample %s is masked: %s", sample.index, reason)
-        sample.remove_sample = True
-        registry.masked += 1
-        filled.append({key: usual} if key else usual)
+        else:
+            _mask(registry, sample, value)
+            filled.append({key: usual} if key else usual)
     return filled
+
+
+def _mask(registry: Registry, sample: Sample, value: Any) -> None:
+    reason = (
+        value
+        if isinstance(value, EnvironmentFault)
+        else f"its environment returned the reward {value!r:.60}; a reward is a finite number"
+    )
+    log.warning("sample %s is masked: %s", sample.index, reason)
+    sample.remove_sample = True
+    registry.masked += 1
 
 
 def _number(value: Any, key: str | None) -> float | None:

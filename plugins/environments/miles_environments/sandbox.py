@@ -1,8 +1,8 @@
 """Sandboxes: run a program that a model wrote, with limits.
 
-``LocalSandbox`` limits the time, memory and output of a subprocess in an empty directory, without the run's environment variables; it isolates neither the
-network nor the file system. ``DockerSandbox`` runs a container for each program, without a network. A third party's class is selected by
-``--sandbox module:Class``; it is made with the plugin's options.
+``LocalSandbox`` limits the time, memory and output of a subprocess in an empty directory, without the run's environment variables; it isolates
+neither the network nor the file system. ``DockerSandbox`` runs a container for each program, without a network. A third party's class is
+selected by ``--sandbox module:Class``; it is made with the plugin's options.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from miles_environments.environment import EnvironmentFault
@@ -37,18 +38,17 @@ class Calls:
             EnvironmentFault: it raised, or takes too long; names ``what``.
         """
         async with self._free:
+            limit = asyncio.timeout(self.seconds)
             try:
-                async with asyncio.timeout(self.seconds):
+                async with limit:
                     return await in_thread(function)
-            except TimeoutError as error:
-                if isinstance(error.__cause__, BaseException) or str(error):  # raised by the function
-                    raise EnvironmentFault(f"{what} raised TimeoutError: {error}") from error
-                raise EnvironmentFault(
-                    f"{what} took longer than {self.seconds:g} seconds (--environment-seconds)"
-                ) from None
             except EnvironmentFault:
                 raise
             except Exception as error:
+                if limit.expired():
+                    raise EnvironmentFault(
+                        f"{what} took longer than {self.seconds:g} seconds (--environment-seconds)"
+                    ) from None
                 raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}".rstrip(": ")) from error
 
 
@@ -67,7 +67,8 @@ async def in_thread(function: Callable[[], T]) -> T:
             future.set_result(result)
 
     def call() -> None:
-        result, error = None, None
+        result: Any = None
+        error: Exception | None = None
         try:
             result = function()
         except StopIteration as stop:  # a future cannot hold it
@@ -78,10 +79,8 @@ async def in_thread(function: Callable[[], T]) -> T:
             error = RuntimeError(f"{type(raised).__name__}: {raised}")
         if os.getpid() != process:  # a fork of the environment came back
             os._exit(0)
-        try:
+        with suppress(RuntimeError):  # the run has ended
             loop.call_soon_threadsafe(finish, result, error)
-        except RuntimeError:
-            pass  # the run has ended
 
     threading.Thread(target=call, name=_NAME, daemon=True).start()
     return await future
@@ -107,7 +106,7 @@ def silence() -> Callable[[], None]:
     """Discard what threads of environments print; returns a function that restores the streams."""
     before = sys.stdout, sys.stderr
     mine = Quiet(before[0]), Quiet(before[1])
-    sys.stdout, sys.stderr = mine  # type: ignore[assignment]
+    sys.stdout, sys.stderr = mine
 
     def restore() -> None:
         if (sys.stdout, sys.stderr) == mine:

@@ -1,7 +1,7 @@
 """``--rm-type unit_tests``: 1 if the program in a response passes the tests of the label.
 
-The program is the last block of code in the response, or all of it. The label is Python code with ``assert`` statements, which runs after the program in the same
-file, in the sandbox of ``--sandbox``.
+The program is the last block of code in the response, or all of it. The label is Python code with ``assert`` statements, which runs after
+the program in the same file, in the sandbox of ``--sandbox``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``openenv:URL``: a server with OpenEnv's interface (github.com/meta-pytorch/OpenEnv), by its generic client.
 
-``action=message`` names the field of an action that the answer fills; ``observation=message`` the field of an observation that the model reads
-(default: ``text``, ``message``, ``output``, ``prompt`` or ``result``, whichever is there, else the observation as JSON). ``fields`` in a configuration file
-adds constant fields to each action.
+``action=message`` names the field of an action that the answer fills; ``observation=message`` the field of an observation that the model
+reads (default: ``text``, ``message``, ``output``, ``prompt`` or ``result``, whichever is there, else the observation as JSON). ``fields`` in
+a configuration file adds constant fields to each action.
 """
 
 from __future__ import annotations
