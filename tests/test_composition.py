@@ -6,6 +6,7 @@ Plugins are discovered, so a new one is covered when it is installed; a refusal 
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
@@ -28,17 +29,21 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 
+COMPOSED = Path(__file__).with_name("composed.py")
 #: Options a plugin needs on so small a model, or on any machine.
 OPTIONS: dict[str, dict[str, object]] = {
     "int4": {"int4_group_size": 32},
     "cpu_kernels": {"device": "cpu"},
     "distillation": {"advantage_estimator": "distillation"},
     "critic": {"advantage_estimator": "ppo"},
+    "tools": {"generate": "tools", "tools": f"{COMPOSED}:look", "tool_prompt": "text", "apply_chat_template": True},
+    "environments": {"environments": f"file:{COMPOSED}:Even", "prompt_data": None, "custom_rm_path": None},
 }
 
 #: Policies that a plugin needs in the configuration file.
 POLICIES = {"distillation": "policies: {{student: {{}}, teacher: {{role: frozen, hf_checkpoint: {other}}}}}"}
-SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}  # whole blocks of 32 weights
+#: Whole blocks of 32 weights, and a context with room for the schemas of tools.
+SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32, "max_position_embeddings": 1024}
 #: Plugins that draft, with a model of their own; they are tried with one family, in the cells that have one format on both sides.
 DRAFTS: dict[str, dict[str, object]] = {"speculative": {"spec_lookahead": 2, "online_sft_interval": 1}}
 EXPECTED = ("train/grad_norm", "mismatch/abs_log_prob", "speculative/accept_length")
@@ -52,8 +57,9 @@ def cells(names):
     return found or [("bf16", "bf16")]
 
 
-EXAMPLES = {"critic", "distillation", "endless", "lora", "mxfp6", "self_play"}
-#: A dense model runs every plugin in every precision, and every pair without an example in the first of its precisions.
+#: Examples, and plugins that change samples, not models: their pairs run with one family.
+EXAMPLES = {"critic", "distillation", "endless", "lora", "mxfp6", "self_play", "tools", "environments"}
+#: A dense model runs every plugin in every precision, and every other pair in the first of its precisions.
 CASES = [
     (names, cell, family)
     for names in TOGETHER
