@@ -8,8 +8,8 @@ async def look(where: str) -> str:
     return f"nothing {where}"
 
 
-class Even(Environment):
-    """Rewards answers with an even sum of characters."""
+class Letters(Environment):
+    """Rewards answers by the sum of their characters."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -18,4 +18,4 @@ class Even(Environment):
         return Task("abcdefgh"[number % 8])
 
     def score(self, number: int, level: int, answers):
-        return [float(sum(map(ord, answer or "")) % 2 == 0) for answer in answers]
+        return [sum(map(ord, answer or "")) % 7 / 7 for answer in answers]
