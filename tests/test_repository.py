@@ -42,6 +42,9 @@ TEXTS = [
 #: Plugins of this repository, backends, and the software behind them.
 FEATURES = {p.name for p in (ROOT / "plugins").iterdir() if (p / "pyproject.toml").is_file()}
 FEATURES |= {"embedded", "sglang", "megatron", "ray", "transformer_engine", "transformerengine"}
+#: Names that are also ordinary words (the ``tools`` of a chat template): there the plugin's package is looked for.
+ORDINARY = {"tools": "miles_tool_calls", "environments": "miles_environments"}
+FEATURES = {ORDINARY.get(name, name) for name in FEATURES}
 NAMED = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(FEATURES))})(?![a-z0-9])", re.IGNORECASE)
 
 PROJECTS = sorted(p for where in ("", "plugins/*/", "examples/*/") for p in ROOT.glob(f"{where}pyproject.toml"))
