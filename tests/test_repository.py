@@ -154,7 +154,8 @@ def test_public_names_exist_and_are_known_to_type_checkers(module):
 
 @pytest.mark.parametrize("name", list(discover()))
 def test_a_plugins_page_documents_its_flags(name):
-    manifest, home = discover()[name], next(ROOT.glob(f"*/*/miles_{name}"), ROOT / "miles_core").parent
+    own = (*ROOT.glob(f"plugins/{name}/miles_*"), *ROOT.glob(f"*/*/miles_{name}"), ROOT / "miles_core")
+    manifest, home = discover()[name], own[0].parent
     page = (home / "README.md").read_text(encoding="utf-8")
     flags = [*manifest.aliases]
     for field in dataclasses.fields(manifest.config) if manifest.config else ():
