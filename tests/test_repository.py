@@ -41,6 +41,7 @@ TEXTS = [
 ]
 #: Plugins of this repository, backends, and the software behind them.
 FEATURES = {p.name for p in (ROOT / "plugins").iterdir() if (p / "pyproject.toml").is_file()}
+FEATURES -= {"ppo"}  # its clipped loss is core's, as the loss of most estimators; the plugin adds the critic
 FEATURES |= {"embedded", "sglang", "megatron", "ray", "transformer_engine", "transformerengine"}
 #: Names that are also ordinary words (the ``tools`` of a chat template): there the plugin's package is looked for.
 ORDINARY = {"tools": "miles_tool_calls", "environments": "miles_environments"}

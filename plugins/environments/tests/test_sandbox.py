@@ -26,13 +26,13 @@ def test_a_program_runs_in_a_directory_of_its_own(monkeypatch):
     assert (done.code, done.timed_out) == (3, False) and sorted(done.output.splitlines()) == ["['main.py'] False", "e"]
 
 
-def test_limits(tmp_path):
+def test_limits():
     started = time.monotonic()
     slow = run(
-        f"import subprocess, time; subprocess.Popen(['sleep', '55'], cwd='/'); open({str(tmp_path / 'a')!r}, 'w'); time.sleep(50)",
+        "import subprocess, time; subprocess.Popen(['sleep', '55'], cwd='/'); time.sleep(50)",
         sandbox_seconds=1.0,
     )
-    assert slow.timed_out and slow.code == -9 and time.monotonic() - started < 15 and (tmp_path / "a").exists()
+    assert slow.timed_out and slow.code == -9 and time.monotonic() - started < 15
     big = run("x = bytearray(1 << 30)", sandbox_memory_mb=256)
     assert big.code == 1 and "MemoryError" in big.output
     loud = run(f"print('x' * {3 * OUTPUT})")
