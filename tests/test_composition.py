@@ -6,6 +6,7 @@ Plugins are discovered, so a new one is covered when it is installed; a refusal 
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,7 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 
+COMPOSED = Path(__file__).with_name("composed.py")
 #: Options a plugin needs on so small a model, or on any machine.
 OPTIONS: dict[str, dict[str, object]] = {
     "int4": {"int4_group_size": 32},
@@ -33,6 +35,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "ppo": {"advantage_estimator": "ppo"},
     "coevolution": {"co_evolution_strategy": "simultaneous"},
     "lora": {"lora_sync": "adapter"},  # the kind of sync that takes a format on both sides
+    "tools": {"generate": "tools", "tools": f"{COMPOSED}:look", "tool_prompt": "text", "apply_chat_template": True},
+    "environments": {"environments": f"file:{COMPOSED}:Letters", "prompt_data": None, "custom_rm_path": None},
 }
 
 #: Policies that a plugin needs in the configuration file.
@@ -40,13 +44,14 @@ POLICIES = {
     "distillation": "student: {{}}, teacher: {{role: frozen, hf_checkpoint: {other}}}",
     "coevolution": "one: {{}}, two: {{}}",
 }
-SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}  # whole blocks of 32 weights
+#: Whole blocks of 32 weights, and a context with room for the schemas of tools.
+SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32, "max_position_embeddings": 1024}
 #: Plugins that draft, with a model of their own; they are tried with one family, in the cells that have one format on both sides.
 DRAFTS: dict[str, dict[str, object]] = {"speculative": {"spec_lookahead": 2, "online_sft_interval": 1}}
 EXPECTED = ("train/grad_norm", "mismatch/abs_log_prob", "speculative/accept_length")
 DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64}
 #: Plugins without a part that depends on the model's family, tried in pairs with one family.
-ANY_FAMILY = {"coevolution", "distillation", "endless", "lora", "mxfp6", "ppo"}
+ANY_FAMILY = {"coevolution", "distillation", "endless", "environments", "lora", "mxfp6", "ppo", "tools"}
 #: The most plugins in one run: when it fails, the reason has to be found among them.
 GROUP = 5
 
