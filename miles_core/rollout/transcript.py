@@ -241,6 +241,7 @@ class Transcript:
         covered = np.zeros(len(sample.tokens), bool)
         for turn in complete:
             covered[turn.start : turn.end] = True
+        covered[: sample.prompt_length] = True  # a history that was rendered again may begin like an answer
         if sample.loss_mask is not None and len(sample.loss_mask) == sample.response_length:
             covered[sample.prompt_length :] |= np.asarray(sample.loss_mask) == 0
         inside = {id(turn) for turn in complete}

@@ -204,11 +204,12 @@ class Session:
                 reason = error.reason.replace(" ", "_")
             except DataError:
                 reason = "refused"
-        if reason:
-            self.counts[f"branch_{reason}"] += 1
-        else:
-            self.counts["conversations"] += 1
-        return None, self._render(call, tools)
+        tokens = self._render(call, tools)
+        parent = self.ask.transcript.find(tokens)
+        if parent is not None and parent is match.turn:  # rendered again, its tokens are the same
+            return parent, tokens[parent.end :]
+        self.counts[f"branch_{reason}" if reason else "conversations"] += 1
+        return None, tokens
 
     def _render(self, call: Call, tools: list[dict[str, Any]]) -> list[int]:
         """Render the whole conversation. The call arguments of earlier answers are passed as the template takes them."""
