@@ -105,31 +105,39 @@ class ProcessAgent(Agent):
             for name, value in os.environ.items()
             if not re.fullmatch(r"MILES_\w*(TOKEN|KEY|SECRET)\w*", name)
         }
-        process = await asyncio.create_subprocess_exec(
-            *self.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=inherited | task.environment,
-            start_new_session=True,
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(
+            lambda: _Exit(2**16, loop), *self.command, env=inherited | task.environment, start_new_session=True
         )
-        assert process.stdin and process.stdout and process.stderr
-        streams = [asyncio.ensure_future(_read_end(stream)) for stream in (process.stdout, process.stderr)]
+        assert protocol.stdin and protocol.stdout and protocol.stderr
+        streams = [asyncio.ensure_future(_read_end(stream)) for stream in (protocol.stdout, protocol.stderr)]
         try:
             with contextlib.suppress(ConnectionError):  # the agent need not read its input
-                process.stdin.write(json.dumps(task.row, default=str).encode() + b"\n")
-                await process.stdin.drain()
-                process.stdin.close()
-            status = await process.wait()
-            _kill(process.pid, signal.SIGKILL)  # processes that the agent left hold its streams open
+                protocol.stdin.write(json.dumps(task.row, default=str).encode() + b"\n")
+                await protocol.stdin.drain()
+                protocol.stdin.close()
+            await protocol.exited.wait()
+            _kill(transport.get_pid(), signal.SIGKILL)  # processes that the agent left hold its streams open
             output, errors = await asyncio.gather(*streams)
         finally:
-            await _end(process, streams)
-        if status != 0:
+            await _end(transport, protocol, streams)
+        if status := transport.get_returncode():
             last = next((line for line in reversed(errors.splitlines()) if line.strip()), "no message")
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
             raise AgentFailed(f"its process ended with {how}: {last.strip()[:300]}")
         return _result(output)
+
+
+class _Exit(asyncio.subprocess.SubprocessStreamProtocol):
+    """Streams of a process, and the event of its end. ``Process.wait`` also waits until all its children close the streams."""
+
+    def __init__(self, limit: int, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limit, loop)
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
 
 
 async def _read_end(stream: asyncio.StreamReader) -> str:
@@ -140,19 +148,19 @@ async def _read_end(stream: asyncio.StreamReader) -> str:
     return kept.decode(errors="replace")
 
 
-async def _end(process: asyncio.subprocess.Process, streams: Sequence[asyncio.Future[str]]) -> None:
+async def _end(transport: asyncio.SubprocessTransport, protocol: _Exit, streams: Sequence[asyncio.Future[str]]) -> None:
     """End the process and all processes that it started: politely, then by force."""
-    if process.returncode is None:
-        _kill(process.pid, signal.SIGTERM)
+    if not protocol.exited.is_set():
+        _kill(transport.get_pid(), signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE):
-                await process.wait()
-    _kill(process.pid, signal.SIGKILL)
+                await protocol.exited.wait()
+    _kill(transport.get_pid(), signal.SIGKILL)
     for stream in streams:
         stream.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
-    if process.returncode is None:
-        await process.wait()
+    await protocol.exited.wait()
+    transport.close()
 
 
 def _kill(group: int, number: int) -> None:
@@ -183,13 +191,12 @@ class FunctionAgent(Agent):
     async def run(self, task: Task) -> Any:
         try:
             if inspect.iscoroutinefunction(self.function):
-                return await asyncio.wrap_future(
-                    asyncio.run_coroutine_threadsafe(self.function(task), self._own_loop())
-                )
+                work = asyncio.run_coroutine_threadsafe(_contain(self.function, task), self._own_loop())
+                return await asyncio.wrap_future(work)
             return await asyncio.wrap_future(_call_in_thread(lambda: self.function(task)))
-        except asyncio.CancelledError:
+        except AgentFailed:
             raise
-        except BaseException as error:
+        except Exception as error:
             raise AgentFailed(f"it raised {type(error).__name__}: {str(error)[:300]}") from error
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
@@ -204,6 +211,18 @@ class FunctionAgent(Agent):
             self._loop = None
 
 
+async def _contain(function: Callable[[Task], Any], task: Task) -> Any:
+    """Call an async function; what would end the event loop of all agents, such as ``SystemExit``, ends this agent only."""
+    try:
+        return await function(task)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _left(error) from error
+
+
+def _left(error: BaseException) -> AgentFailed:
+    return AgentFailed(f"it raised {type(error).__name__}: {error}")
+
+
 def _call_in_thread(function: Callable[[], Any]) -> Future[Any]:
     """Call ``function`` in a new thread. A thread cannot be ended: one that hangs is left behind, and its API key no longer works."""
     future: Future[Any] = Future()
@@ -213,7 +232,7 @@ def _call_in_thread(function: Callable[[], Any]) -> Future[Any]:
             value = function()
         except BaseException as error:
             if not future.cancelled():
-                future.set_exception(error)
+                future.set_exception(error if isinstance(error, Exception) else _left(error))
         else:
             if not future.cancelled():
                 future.set_result(value)

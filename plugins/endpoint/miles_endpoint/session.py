@@ -243,6 +243,8 @@ class Session:
     async def close(self) -> None:
         """End the session: cancel what is in flight, and discard answers that no client received."""
         self.closed = True
+        for _ in range(2):  # what has just arrived reaches the engine, where it can be aborted
+            await asyncio.sleep(0)
         open_ = list(self._open)
         for task in open_:
             task.cancel()

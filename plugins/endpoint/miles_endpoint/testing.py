@@ -108,12 +108,14 @@ class Desk:
     def __init__(self, script: Sequence[Any], template: str = CHATML, end: str = "<|im_end|>", **limits: Any) -> None:
         self.tokenizer = make_tokenizer(template, end)
         self.renderer = Renderer(self.tokenizer)
-        self.script, self.requests = list(script), []
+        self.script = list(script)
+        self.requests: list[tuple[list[int], Sampling, str]] = []
         self.sample = Sample(prompt="sum", tokens=[1], index=7, policy="policy")
         self.server = Server(
             Models({"default": "", "policy": "policy", "judge": "judge"}, frozenset({"judge"})), "127.0.0.1", 0, 100_000
         )
-        self.session = self.token = None
+        self.session: Any = None
+        self.token = ""
         self.limits = Limits(**limits)
 
     def encode(self, text: str) -> list[int]:
@@ -201,7 +203,7 @@ class Desk:
 
     def samples(self) -> list[Sample]:
         """The samples of all leaves, after the checks that a run makes."""
-        made = self.transcript.samples(self.sample)
+        made: list[Sample] = self.transcript.samples(self.sample)
         for one in made:
             self.transcript.fill(one, ())
             one.validate()
@@ -213,8 +215,8 @@ class Desk:
         trained: list[tuple[int, float]] = []
         for one in made:
             response = one.tokens[one.prompt_length :]
-            trained += [(t, p) for t, p, m in zip(response, one.rollout_log_probs, one.mask, strict=True) if m]
-            assert all(p == 0.0 for p, m in zip(one.rollout_log_probs, one.mask, strict=True) if not m)
+            trained += [(t, p) for t, p, m in zip(response, one.rollout_log_probs or (), one.mask, strict=True) if m]
+            assert all(p == 0.0 for p, m in zip(one.rollout_log_probs or (), one.mask, strict=True) if not m)
         leaves = {id(turn) for leaf in self.transcript.leaves for turn in leaf.path}
         engine = [
             pair
