@@ -19,7 +19,7 @@ _COMMANDS = {
 }
 
 plugin = Plugin(
-    name="tools",
+    name="commands",
     summary="conversion, verification, reports and the demo, shipped with miles-core",
     version=__version__,
     core=f"=={__version__}",

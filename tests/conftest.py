@@ -99,7 +99,7 @@ def tensors(weight):
 @pytest.fixture
 def f6(tmp_path, monkeypatch):
     """A single-file plugin in an environment where nothing is installed but core."""
-    own = tuple(p for n in ("embedded", "tools") for p in entry_points(group="miles.plugins", name=n))
+    own = tuple(p for n in ("embedded", "commands") for p in entry_points(group="miles.plugins", name=n))
     monkeypatch.setattr(discovery, "entry_points", lambda group: own)
     path = tmp_path / "f6.py"
     path.write_text(SINGLE_FILE)

@@ -147,6 +147,16 @@ def test_a_rejected_answer_is_a_branch_and_no_error():
     assert sample.mask == [0, 1] and (record.branches, record.unused([sample])) == (1, 1)
 
 
+def test_a_history_that_was_rendered_again_may_begin_like_an_answer():
+    """A client that writes an argument differently: the first ids of the answer are the same, then others follow, all in the prompt."""
+    record = transcript()
+    answered(record, [5], response(7, 8, 9))
+    answered(record, [5, 7, 8, 6, 4], response(3))
+    sample = Sample(tokens=[5, 7, 8, 6, 4, 3], response_length=1)
+    record.fill(sample, ())
+    assert sample.rollout_log_probs == [-1.0] and record.unused([sample]) == 1
+
+
 def test_turns_form_a_tree_whose_paths_are_samples_and_train_each_turn_once():
     record = transcript()
     root = record.add(None, [1, 2], response(5, 6), "a")

@@ -1,0 +1,201 @@
+"""Loads the tools of ``--tools``: functions and classes from files and modules.
+
+A specification is ``FILE.py``, ``FILE.py:NAME``, ``package.module`` or ``package.module:NAME``. Without a name, all public functions that
+the file defines are tools. A class is instantiated for each sample, and its public methods are tools that share the instance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from miles_core.plugin import ConfigError
+from miles_tool_calls.schema import arguments_model, describe_arguments_error, make_schema
+
+FLAG = "--tools"
+
+
+@dataclass(frozen=True)
+class Function:
+    """One tool that is a Python function.
+
+    Attributes:
+        name: its name for the model.
+        function: the function; for a method the class's function, without instance.
+        schema: its JSON schema for the chat template.
+        arguments: pydantic model that checks the arguments of calls.
+        owner: the class whose instance of the sample it belongs to; None for a plain function.
+        is_async: whether calling it returns a coroutine.
+        spec: the specification that it was loaded from.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    schema: dict[str, Any]
+    arguments: Any
+    owner: type | None
+    is_async: bool
+    spec: str
+
+    def bind(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Convert the arguments of a call to the types of the function.
+
+        Raises:
+            ValueError: an argument is missing, unknown or of a wrong type; the message is for the model.
+        """
+        from pydantic import ValidationError
+
+        try:
+            checked = self.arguments.model_validate(arguments)
+        except ValidationError as error:
+            raise ValueError(describe_arguments_error(error)) from None
+        return {name: getattr(checked, name) for name in checked.model_fields_set}
+
+
+def load_functions(specs: tuple[str, ...]) -> list[Function]:
+    """Load all tools of ``--tools``.
+
+    Raises:
+        ConfigError: a file or name does not exist, an import fails, or a function cannot be a tool.
+    """
+    return [function for spec in specs for function in _load(spec)]
+
+
+def _load(spec: str) -> list[Function]:
+    path, separator, name = spec.rpartition(":")
+    path, name = (path, name) if separator else (spec, "")
+    module = _import(path, spec)
+    if name:
+        if not hasattr(module, name):
+            known = ", ".join(f.__name__ for f in _public(module)) or "none"
+            raise ConfigError(f"{FLAG} {spec}: there is no {name!r}; its functions are: {known}")
+        found = [getattr(module, name)]
+    else:
+        found = _public(module)
+        if not found:
+            raise ConfigError(
+                f"{FLAG} {spec}: it defines no public function; write {spec}:NAME to choose an imported one"
+            )
+    return [made for one in found for made in _make(one, spec)]
+
+
+def _public(module: ModuleType) -> list[Any]:
+    return [
+        value
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and not key.startswith("_") and value.__module__ == module.__name__
+    ]
+
+
+def _make(found: Any, spec: str) -> list[Function]:
+    if inspect.isclass(found):
+        methods = [
+            (key, value)
+            for key, value in inspect.getmembers(found, inspect.isfunction)
+            if not key.startswith("_") and key != "close"
+        ]
+        if not methods:
+            raise ConfigError(f"{FLAG} {spec}: the class {found.__name__} has no public method")
+        return [_describe(value, key, spec, found) for key, value in methods]
+    if not inspect.isfunction(found):
+        raise ConfigError(
+            f"{FLAG} {spec}: it is a {type(found).__name__}; a tool is a function, or a class with methods"
+        )
+    return [_describe(found, found.__name__, spec, None)]
+
+
+def _describe(function: Callable[..., Any], name: str, spec: str, owner: type | None) -> Function:
+    where = f"{name} ({FLAG} {spec})"
+    without_instance = _without_first(function) if owner is not None else function
+    return Function(
+        name,
+        function,
+        make_schema(without_instance, name, where),
+        arguments_model(without_instance, name, where),
+        owner,
+        inspect.iscoroutinefunction(function),
+        spec,
+    )
+
+
+def _without_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a stand-in for a method with the signature, hints and docstring of the bound method."""
+
+    def bound(**arguments: Any) -> None:
+        """Never called; it has the signature."""
+
+    signature = inspect.signature(function)
+    bound.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    bound.__doc__, bound.__module__ = function.__doc__, function.__module__
+    bound.__annotations__ = dict(function.__annotations__)
+    bound.__wrapped__ = function  # type: ignore[attr-defined]  # names in its hints are looked up in its module
+    return bound
+
+
+def _import(path: str, spec: str) -> ModuleType:
+    try:
+        if path.endswith(".py"):
+            return _import_file(Path(path).expanduser(), spec)
+        return importlib.import_module(path)
+    except ConfigError:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if isinstance(error, ModuleNotFoundError) and error.name == path.partition(".")[0]:
+            raise ConfigError(
+                f"{FLAG} {spec}: there is no module {path!r}; give a file FILE.py, or an installed module"
+            ) from None
+        raise ConfigError(f"{FLAG} {spec}: importing it raised {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path, spec: str) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{FLAG} {spec}: there is no file {path}")
+    name = f"miles_tools_of_users_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None and found.loader is not None  # a .py file
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def to_text(value: Any, limit: int) -> str:
+    """Convert the result of a tool to the text that the model reads, of at most ``limit`` characters.
+
+    A text stays as it is, other values become JSON; NaN and infinities are written as ``NaN`` and ``Infinity``.
+    """
+    if isinstance(value, str):
+        text = value
+    elif isinstance(value, float) and not math.isfinite(value):
+        text = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    else:
+        try:
+            text = json.dumps(value, ensure_ascii=False, default=str)
+        except (TypeError, ValueError, RecursionError):
+            text = str(value)
+    return cut(text, limit)
+
+
+def cut(text: str, limit: int) -> str:
+    """Cut a text to ``limit`` characters, with a note of how many are missing."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}\n[{len(text) - limit} more characters were cut]"

@@ -1,0 +1,31 @@
+"""Results of tool calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_core.plugin import DataError
+
+
+class ToolFault(DataError):
+    """The machinery of tools failed (a server is gone, an instance cannot be made): the sample fails, the run goes on."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the model receives for a call.
+
+    Attributes:
+        text: the result, or the description of the error.
+        failed: whether it is an error.
+        broken: the sample cannot go on, because the state of the tool's instance is unknown.
+    """
+
+    text: str
+    failed: bool = False
+    broken: bool = False
+
+    @classmethod
+    def error(cls, text: str) -> Outcome:
+        """Make an error for the model."""
+        return cls(f"Error: {text}", failed=True)

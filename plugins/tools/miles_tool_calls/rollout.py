@@ -1,0 +1,210 @@
+"""``--generate tools``: the model answers, its calls are carried out and their results are appended, until it answers without a call."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from miles_core.data import CannotExtend, Sample, Status
+from miles_core.plugin import Ask, Config, MilesError, RolloutFunction, Run, Turn
+from miles_tool_calls.budget import Budget
+from miles_tool_calls.call import Answer, Call
+from miles_tool_calls.config import ToolsConfig
+from miles_tool_calls.conversation import first_messages, result_messages
+from miles_tool_calls.outcome import Outcome, ToolFault
+from miles_tool_calls.template import Dialect, find_dialect
+from miles_tool_calls.toolbox import Session, Toolbox
+
+log = logging.getLogger(__name__)
+
+
+def make_generate(run: Run) -> ToolLoop:
+    """Provider of ``--generate tools``."""
+    options: ToolsConfig = run.config.tools
+    renderer = run.render.renderer
+    assert renderer is not None  # a rule of the manifest demands the chat template
+    dialect = find_dialect(renderer, options.format, options.prompt)
+    role = "tool" if options.prompt == "template" else "user"
+    if renderer.examine(role) != "appends":
+        log.warning(
+            "the chat template changes earlier text when a message of the role %s follows: after such an answer the whole conversation is "
+            "rendered again, as a new branch (rollout/branches)",
+            role,
+        )
+    return ToolLoop(run, options, Toolbox(options), dialect)
+
+
+class ToolLoop(RolloutFunction):
+    """Rollout function with tools.
+
+    Args:
+        run: for the context of the model.
+        options: the plugin's options.
+        box: the tools.
+        dialect: how the model writes calls.
+    """
+
+    def __init__(self, run: Run, options: ToolsConfig, box: Toolbox, dialect: Dialect) -> None:
+        self.options, self.box, self.dialect = options, box, dialect
+        self.context = context_of(run.config, run.plan.fact("model.context"))
+
+    async def start(self) -> None:
+        await self.box.start()
+        names = ", ".join(self.box.parameters)
+        log.info("tools: %s; the model writes calls in the format %s", names, self.dialect.name)
+
+    async def stop(self) -> None:
+        await self.box.stop()
+
+    async def __call__(self, sample: Sample, ask: Ask) -> list[Sample]:
+        rollout = Rollout(self, sample, ask)
+        fault = 0.0
+        try:
+            async with self.box.open(sample) as session:
+                await rollout.run(session)
+        except ToolFault as error:
+            log.warning("sample %s fails: %s", sample.index, error)
+            sample.status, fault = Status.FAILED, 1.0
+        ask.metrics |= rollout.budget.metrics() | {"tools/failed_samples": fault}
+        sample.metadata["tool_calls"] = rollout.record
+        made = ask.transcript.samples(sample)
+        return made or [sample]
+
+
+def context_of(config: Config, model: Any) -> int | None:
+    """Return the largest number of tokens of a conversation; None if it is unknown."""
+    return config.rollout.max_context_len or (int(model) if model is not None else None)
+
+
+class Rollout:
+    """The conversation of one sample.
+
+    Attributes:
+        budget: limits and counts.
+        record: the calls, for rewards and the report: turn, name, arguments, whether it failed, seconds.
+    """
+
+    def __init__(self, loop: ToolLoop, sample: Sample, ask: Ask) -> None:
+        self.loop, self.sample, self.ask = loop, sample, ask
+        self.budget = Budget(loop.options)
+        self.record: list[dict[str, Any]] = []
+        self._schemas = loop.box.schemas
+        self._parameters = loop.box.parameters
+        self._ids = 0
+
+    async def run(self, session: Session) -> None:
+        """Alternate answers and calls until an answer has no call or a limit of the sample is reached."""
+        mode = self.loop.options.prompt
+        messages = first_messages(self.sample.prompt, self._schemas, mode, self.ask.renderer)
+        tools = self._schemas if mode == "template" else None
+        tokens = self.ask.renderer.render(messages, tools)
+        turn: Turn | None = None
+        for number in range(self.loop.options.turns):
+            turn = await self._answer(tokens, turn)
+            if turn is None or turn.response.finish != "stop":
+                return
+            answer = self._read(turn)
+            if not answer.calls:
+                return
+            if number + 1 == self.loop.options.turns:
+                self._stop("turns")
+                return
+            ids, names = self._name(answer)
+            texts = await self._carry_out(session, answer, names, number)
+            new = result_messages(names, ids, texts, mode)
+            messages += [self._message(answer, ids, names, mode), *new]
+            try:
+                tokens = self.ask.renderer.extend(turn.tokens, new, tools)
+            except CannotExtend as error:
+                log.debug("sample %s: a new branch, because %s", self.sample.index, error)
+                tokens, turn = self.ask.renderer.render(messages, tools), None
+
+    async def _answer(self, tokens: list[int], after: Turn | None) -> Turn | None:
+        """Request the next answer; None if the conversation has no room for one."""
+        sampling, context = self.ask.sampling, self.loop.context
+        room = sampling.max_new_tokens if context is None else min(sampling.max_new_tokens, context - len(tokens))
+        if room < 1:
+            if after is None and not self.ask.transcript.turns:
+                raise ToolFault(
+                    f"its prompt of {len(tokens)} tokens, tools included, leaves no room for an answer within {context} tokens; shorten "
+                    "the prompt or offer fewer tools"
+                )
+            self._stop("context")
+            return None
+        stops = (*sampling.stop_token_ids, *self.loop.dialect.stops)
+        chosen = dataclasses.replace(sampling, max_new_tokens=room, stop_token_ids=stops)
+        if after is None:
+            return await self.ask(tokens, sampling=chosen)
+        return await self.ask(tokens[len(after.tokens) :], after=after, sampling=chosen)
+
+    def _stop(self, limit: str) -> None:
+        self.budget.reached.add(limit)
+        self.sample.status = Status.TRUNCATED
+
+    def _read(self, turn: Turn) -> Answer:
+        tokens, dialect = turn.response.tokens, self.loop.dialect
+        kept = tokens[:-1] if tokens and tokens[-1] in dialect.ends else tokens
+        before = str(self.ask.tokenizer.decode(list(turn.prompt[-8:])))
+        text = str(self.ask.tokenizer.decode(list(kept)))
+        return dialect.read(text, self._parameters, before.rstrip().endswith("<think>"))
+
+    def _name(self, answer: Answer) -> tuple[list[str], list[str]]:
+        """Number the calls of an answer; returns their ids and names."""
+        first, self._ids = self._ids, self._ids + len(answer.calls)
+        ids = [f"call{number:05d}" for number in range(first, self._ids)]
+        return ids, [call.name or "unknown" for call in answer.calls]
+
+    def _message(self, answer: Answer, ids: Sequence[str], names: Sequence[str], mode: str) -> dict[str, Any]:
+        if mode == "template":
+            return self.loop.dialect.message(answer, ids, names)
+        calls = [{"name": c.name, "arguments": c.arguments} for c in answer.calls if isinstance(c, Call)]
+        return {"role": "assistant", "content": "\n".join([answer.content, *(_tagged(c) for c in calls)]).strip()}
+
+    async def _carry_out(self, session: Session, answer: Answer, names: Sequence[str], turn: int) -> list[str]:
+        """Carry out the calls of an answer concurrently; returns the texts for the model, in order."""
+        started = time.monotonic()
+        tasks = [
+            asyncio.ensure_future(self._call(session, call, position)) for position, call in enumerate(answer.calls)
+        ]
+        try:
+            outcomes = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.budget.seconds += time.monotonic() - started
+        for call, name, (outcome, seconds) in zip(answer.calls, names, outcomes, strict=True):
+            arguments = call.arguments if isinstance(call, Call) else None
+            entry = {"turn": turn, "name": name, "arguments": arguments, "failed": outcome.failed}
+            self.record.append(entry | {"seconds": round(seconds, 4)})
+        if any(outcome.broken for outcome, _ in outcomes):
+            raise ToolFault(
+                f"a method that changes the state of its tool did not return within {self.loop.options.seconds_per_call:g} seconds "
+                "(--tool-seconds-per-call)"
+            )
+        self.budget.errors += sum(outcome.failed for outcome, _ in outcomes)
+        return [self.budget.cut(outcome.text) for outcome, _ in outcomes]
+
+    async def _call(self, session: Session, call: Any, position: int) -> tuple[Outcome, float]:
+        if refused := self.budget.refuse(position):
+            return Outcome.error(refused), 0.0
+        if not isinstance(call, Call):
+            self.budget.malformed += 1
+            return Outcome.error(f"{call.reason} in: {call.text}"), 0.0
+        started = time.monotonic()
+        try:
+            limits = (self.budget.seconds_of_call, self.loop.options.chars_per_call)
+            outcome = await session.call(call.name, call.arguments, *limits)
+        except MilesError as error:
+            raise error if isinstance(error, ToolFault) else ToolFault(str(error)) from error
+        return outcome, time.monotonic() - started
+
+
+def _tagged(call: dict[str, Any]) -> str:
+    import json
+
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False, default=str)}\n</tool_call>"
