@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles_chat.call import Call, Malformed, split_reasoning
-from miles_chat.template import Dialect, find_dialect
+from miles_chat import Call, Dialect, Malformed, find_dialect, split_reasoning
 from miles_core.data import Renderer
 from miles_core.plugin import ConfigError
 from miles_endpoint.api_error import refuse
@@ -69,7 +68,7 @@ class AnswerReader:
         self.dialect: Dialect | None = None
         self.no_tools = ""
         try:
-            self.dialect = find_dialect(renderer, "auto", "auto")
+            self.dialect = find_dialect(renderer)
         except ConfigError as error:
             self.no_tools = str(error)
 

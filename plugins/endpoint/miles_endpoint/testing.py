@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -137,7 +137,7 @@ class Desk:
             raise answer
         if isinstance(answer, Response):
             return answer
-        finish = "length" if answer.endswith("...") else "stop"
+        finish: Literal["length", "stop"] = "length" if answer.endswith("...") else "stop"
         ids = self.encode(answer)
         return Response(ids, [-0.5 - i / 100 for i in range(len(ids))], finish, answer, [(0, len(self.requests))])
 

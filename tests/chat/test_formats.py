@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from miles_tool_calls.call import Call, Malformed, split_reasoning
-from miles_tool_calls.formats import FORMATS
+from miles_chat import FORMATS, Call, Malformed, split_reasoning
 
 PARAMETERS = {
     "add": {
@@ -83,7 +82,7 @@ def test_an_answer_without_calls(name):
         ("qwen_xml", "<tool_call><function=add><parameter=a>True</parameter>", [Call("add", {"a": True})]),
         ("glm", "<tool_call>now</tool_call>", [Call("now", {})]),
         ("pythonic", "[now()]", [Call("now", {})]),
-        ("gpt_oss", f"<|channel|>analysis<|message|>think<|end|><|start|>assistant to=functions.add<|channel|>commentary<|message|>{ADD_JSON}", [ADD]),
+        ("gpt_oss", f"<|channel|>analysis<|message|>think<|end|><|start|>assistant to=functions.add<|channel|>commentary<|message|>{ADD_JSON}", [ADD]),  # noqa: E501
     ],
 )  # fmt: skip
 def test_variants(name, text, calls):
