@@ -118,6 +118,6 @@ def split_reasoning(text: str, open_: bool = False) -> tuple[str, str]:
     head, end, rest = text.rpartition("</think>")
     if end:
         return head.strip().removeprefix("<think>").strip(), rest
-    if open_ or text.lstrip().startswith("<think>"):  # the answer ended inside of the reasoning
+    if open_ or text.lstrip().startswith("<think>"):  # the answer ended inside the reasoning
         return text.strip().removeprefix("<think>").strip(), ""
     return "", text

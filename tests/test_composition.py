@@ -6,6 +6,7 @@ Plugins are discovered, so a new one is covered when it is installed; a refusal 
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"r3"}), "llama", "", "there is no router to replay in a dense model"),
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 quantises expert matrices only, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
+    (frozenset({"endpoint", "tools"}), "", "", "agents are run by this rollout function only"),
     (frozenset({"critic", "distillation"}), "", "", "do not read the critic's values"),
     *((frozenset({"lora", name}), "", f"{name}x{name}", "round the base and the adapter") for name in FORMATS),
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
@@ -32,6 +34,7 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
 OPTIONS: dict[str, dict[str, object]] = {
     "int4": {"int4_group_size": 32},
     "cpu_kernels": {"device": "cpu"},
+    "endpoint": {"generate": "endpoint", "agent": f"{Path(__file__).with_name('one_turn_agent.py')}:agent"},
     "distillation": {"advantage_estimator": "distillation"},
     "critic": {"advantage_estimator": "ppo"},
 }
@@ -53,13 +56,14 @@ def cells(names):
 
 
 EXAMPLES = {"critic", "distillation", "endless", "lora", "mxfp6", "self_play"}
+AGENTS = {"endpoint"}
 #: A dense model runs every plugin in every precision, and every pair without an example in the first of its precisions.
 CASES = [
     (names, cell, family)
     for names in TOGETHER
     for cell in cells(names)
     for family in ("qwen3_moe", "llama")
-    if family == "qwen3_moe" or len(names) == 1 or (cell == cells(names)[0] and not EXAMPLES & set(names))
+    if family == "qwen3_moe" or len(names) == 1 or (cell == cells(names)[0] and not (EXAMPLES | AGENTS) & set(names))
     if not DRAFTS.keys() & set(names) or (cell[0] == cell[1] and family == "qwen3_moe")
 ]
 

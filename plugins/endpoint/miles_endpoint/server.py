@@ -34,7 +34,7 @@ _INTERFACES: dict[str, Callable[[Mapping[str, Any], Session, Models], Reply]] = 
 }
 #: Seconds in which the body of a request must arrive, and seconds for which an idle connection is kept.
 BODY_SECONDS, IDLE_SECONDS = 60.0, 75
-#: Number of ended sessions that are remembered, so that a late request is told that its sample has ended.
+#: Number of ended sessions that are remembered, to answer late requests.
 REMEMBERED = 10_000
 _PLAIN = [(b"content-type", b"application/json")]
 
