@@ -82,7 +82,7 @@ def test_an_answer_without_calls(name):
         ("qwen_xml", "<tool_call><function=add><parameter=a>True</parameter>", [Call("add", {"a": True})]),
         ("glm", "<tool_call>now</tool_call>", [Call("now", {})]),
         ("pythonic", "[now()]", [Call("now", {})]),
-        ("gpt_oss", f"<|channel|>analysis<|message|>think<|end|><|start|>assistant to=functions.add<|channel|>commentary<|message|>{ADD_JSON}", [ADD]),  # noqa: E501
+        ("gpt_oss", f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.add<|channel|>commentary<|message|>{ADD_JSON}", [ADD]),
     ],
 )  # fmt: skip
 def test_variants(name, text, calls):

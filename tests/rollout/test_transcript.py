@@ -154,7 +154,7 @@ def test_a_history_that_was_rendered_again_may_begin_like_an_answer():
     answered(record, [5, 7, 8, 6, 4], response(3))
     sample = Sample(tokens=[5, 7, 8, 6, 4, 3], response_length=1)
     record.fill(sample, ())
-    assert sample.rollout_log_probs == [-1.0] and record.unused([sample]) == 1
+    assert sample.rollout_log_probs == [-3.0] and record.unused([sample]) == 1
 
 
 def test_turns_form_a_tree_whose_paths_are_samples_and_train_each_turn_once():

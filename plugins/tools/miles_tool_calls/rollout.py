@@ -96,6 +96,7 @@ class Rollout:
         self._schemas = loop.box.schemas
         self._parameters = loop.box.parameters
         self._ids = 0
+        self._short = False  # the context leaves less room for the answer than its own limit
 
     async def run(self, session: Session) -> None:
         """Alternate answers and calls until an answer has no call or a limit of the sample is reached."""
@@ -107,8 +108,11 @@ class Rollout:
         for number in range(self.loop.options.turns):
             turn = await self._answer(tokens, turn)
             if turn is None or turn.response.finish != "stop":
+                if turn is not None and self._short:
+                    self.budget.reached.add("context")
                 return
             answer = self._read(turn)
+            self.sample.metadata["answer"] = answer.content
             if not answer.calls:
                 return
             if number + 1 == self.loop.options.turns:
@@ -136,6 +140,7 @@ class Rollout:
                 )
             self._stop("context")
             return None
+        self._short = room < sampling.max_new_tokens
         stops = (*sampling.stop_token_ids, *self.loop.dialect.stops)
         chosen = dataclasses.replace(sampling, max_new_tokens=room, stop_token_ids=stops)
         if after is None:

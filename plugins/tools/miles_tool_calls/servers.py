@@ -139,6 +139,7 @@ class Server:
             ToolFault: the server is gone and cannot be connected to again.
         """
         from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
 
         try:
             json.dumps(arguments, allow_nan=False)
@@ -151,6 +152,8 @@ class Server:
         except TimeoutError:
             return Outcome.error(f"the call took longer than {seconds:g} seconds and was ended")
         except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                await self.stop()  # the next call connects again
             return Outcome.error(cut(str(error), limit))
         except Exception as error:  # the transport's own errors: the server has ended or closed the connection
             await self.stop()

@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,6 +20,7 @@ from miles_tool_calls.functions import Function, cut, load_functions, to_text
 from miles_tool_calls.outcome import Outcome, ToolFault
 from miles_tool_calls.pool import Pool
 from miles_tool_calls.servers import Server, read_servers
+from miles_tool_calls.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,6 @@ class Toolbox:
         specs = tuple(dict.fromkeys(f.spec for f in self.functions.values() if _runs_in_worker(f)))
         self.pool = Pool(specs, options.workers) if specs else None
         self._limit = asyncio.Semaphore(options.concurrency)
-        self._threads = ThreadPoolExecutor(options.concurrency, thread_name_prefix="tool")
 
     def _claim(self, name: str, origin: str) -> None:
         """Raise ConfigError if another tool has this name."""
@@ -91,8 +90,6 @@ class Toolbox:
         self.remote.clear()
         if self.pool is not None:
             await self.pool.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._threads = ThreadPoolExecutor(self._threads._max_workers, thread_name_prefix="tool")
 
     @asynccontextmanager
     async def open(self, sample: Sample) -> AsyncIterator[Session]:
@@ -103,13 +100,6 @@ class Toolbox:
         finally:
             await session.close()
 
-    async def in_thread(self, function: Callable[[], Any]) -> Any:
-        """Call a function in a thread; SystemExit and the like become errors of the call, not of the run."""
-        result, error = await asyncio.get_running_loop().run_in_executor(self._threads, _catch, function)
-        if error is not None:
-            raise error
-        return result
-
     async def limited(self, awaitable: Callable[[], Any], seconds: float) -> Any:
         """Await a call under the limit of concurrent calls; the time limit begins when it starts."""
         async with self._limit, asyncio.timeout(seconds):
@@ -118,15 +108,6 @@ class Toolbox:
 
 def _runs_in_worker(function: Function) -> bool:
     return function.owner is None and not function.is_async
-
-
-def _catch(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    try:
-        return function(), None
-    except Exception as error:
-        return None, error
-    except BaseException as error:
-        return None, RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class Session:
@@ -168,7 +149,7 @@ class Session:
             if function.is_async:
                 value = await self.box.limited(lambda: target(**bound), seconds)
             else:
-                value = await self.box.limited(lambda: self.box.in_thread(lambda: target(**bound)), seconds)
+                value = await self.box.limited(lambda: in_thread(lambda: target(**bound)), seconds)
             return Outcome(to_text(value, limit))
         except TimeoutError:
             text = f"Error: the call took longer than {seconds:g} seconds and was ended"
@@ -186,7 +167,7 @@ class Session:
             takes = [p for p in inspect.signature(owner).parameters.values() if p.default is p.empty]
             positional = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             given = (self.sample.metadata,) if positional else ()
-            self._instances[owner] = asyncio.ensure_future(self.box.in_thread(lambda: owner(*given)))
+            self._instances[owner] = asyncio.ensure_future(in_thread(lambda: owner(*given)))
         try:
             return await asyncio.shield(self._instances[owner])
         except Exception as error:
@@ -210,4 +191,4 @@ class Session:
         if inspect.iscoroutinefunction(close):
             await close()
         elif close is not None:
-            await self.box.in_thread(close)
+            await in_thread(close)

@@ -1,0 +1,48 @@
+"""Prompts and rewards from environment libraries for miles-core: task generators, task sets and text environments."""
+
+from miles_core.plugin import Hint, Plugin, Rule, Set, above
+from miles_environments.config import EnvironmentsConfig
+from miles_environments.environment import Environment, Episode, Step, Task
+
+__version__ = "0.1.0"
+__all__ = ["Environment", "Episode", "Step", "Task", "plugin"]
+
+_BECAUSE = "--environments supplies prompts and rewards"
+
+plugin = Plugin(
+    name="environments",
+    summary="prompts, episodes and rewards from environment libraries",
+    version=__version__,
+    core="~=0.1",
+    config=EnvironmentsConfig,
+    hooks={"": "miles_environments.hooks:Environments"},
+    provides={
+        "prompts": {"environments": "miles_environments.mixture:make_prompts"},
+        "generate": {"environments": "miles_environments.rollout:make_generate"},
+        "reward": {
+            "environments": "miles_environments.reward:make_reward",
+            "unit_tests": "miles_environments.unit_tests:make_reward",
+        },
+    },
+    sets={
+        "data.prompts": Set("environments", when="environments.mix", because=_BECAUSE),
+        "reward.rm_type": Set("environments", when="environments.mix and not reward.custom_rm_path", because=_BECAUSE),
+    },
+    requires=(
+        Rule(
+            needs="environments.mix",
+            when="data.prompts == environments or rollout.generate == environments or reward.rm_type == environments",
+            because="no environment is chosen: give --environments LIBRARY:TASK",
+        ),
+    ),
+    review="miles_environments.review:review",
+    hints=(
+        Hint(
+            "failed-episodes",
+            "environments/failed_episodes",
+            above(0.1),
+            "{metric}: {percent} of the episodes failed",
+            "see run.log for the reasons; raise --environment-seconds if steps take longer than that",
+        ),
+    ),
+)

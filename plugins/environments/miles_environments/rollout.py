@@ -1,0 +1,197 @@
+"""``--generate environments``: plays episodes; each answer of the model is an action."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import time
+from typing import Any
+
+from miles_core.data import CannotExtend, Sample, Status
+from miles_core.plugin import Ask, Config, RolloutFunction, Run, Turn
+from miles_environments.environment import EnvironmentFault, Episode, Step, find_answer, instructions_of
+from miles_environments.registry import KEY, Member, Registry, registry_of
+from miles_environments.threads import silence
+
+log = logging.getLogger(__name__)
+
+
+def make_generate(run: Run) -> EpisodeLoop:
+    """Provider of ``--generate environments``."""
+    return EpisodeLoop(run)
+
+
+class EpisodeLoop(RolloutFunction):
+    """Rollout function of environments. A task with a single turn is answered once."""
+
+    def __init__(self, run: Run) -> None:
+        self.registry = registry_of(run)
+        self.chat = bool(run.config.data.apply_chat_template)
+        self.context = context_of(run.config, run.plan.fact("model.context"))
+        self._restore: Any = None
+
+    async def start(self) -> None:
+        self._restore = silence()
+
+    async def stop(self) -> None:
+        if self._restore is not None:
+            self._restore()
+
+    async def __call__(self, sample: Sample, ask: Ask) -> list[Sample]:
+        member, info = self.registry.find(sample)
+        if not member.environment.several_turns:
+            await ask()
+            return ask.transcript.samples(sample)
+        play = Play(self, member, sample, ask)
+        fault = 0.0
+        try:
+            await play.run(info["number"], info["level"])
+        except EnvironmentFault as error:
+            log.warning("sample %s fails: %s", sample.index, error)
+            sample.status, fault = Status.FAILED, 1.0
+        finally:
+            await play.close()
+        ask.metrics |= {
+            "environments/turns": float(len(play.rewards)),
+            "environments/seconds": play.seconds,
+            "environments/finished": float(play.done),
+            "environments/failed_episodes": fault,
+        }
+        sample.metadata["episode"] = {"reward": math.fsum(play.rewards), "rewards": play.rewards, "done": play.done}
+        return ask.transcript.samples(sample) or [sample]
+
+
+def context_of(config: Config, model: Any) -> int | None:
+    """Return the largest number of tokens of a conversation; None if it is unknown."""
+    return config.rollout.max_context_len or (int(model) if model is not None else None)
+
+
+class Play:
+    """One episode.
+
+    Attributes:
+        rewards: the reward of each step.
+        seconds: time in the environment.
+        done: whether the episode came to its end.
+    """
+
+    def __init__(self, loop: EpisodeLoop, member: Member, sample: Sample, ask: Ask) -> None:
+        self.loop, self.member, self.sample, self.ask = loop, member, sample, ask
+        self.rewards: list[float] = []
+        self.seconds, self.done = 0.0, False
+        self._episode: Episode | None = None
+        self._broken = False
+
+    @property
+    def registry(self) -> Registry:
+        """The environments of the run."""
+        return self.loop.registry
+
+    async def run(self, number: int, level: int) -> None:
+        """Play until the episode ends or a limit is reached.
+
+        Raises:
+            EnvironmentFault: the environment raised, blocked, or returned something that is no observation or reward.
+        """
+        environment = self.member.environment
+        self._episode = await self._call("opening an episode", lambda: environment.open(number, level))
+        text = self._check_text(await self._call("reset", self._episode.reset))
+        system = instructions_of(self.member.entry, environment)
+        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
+        self.sample.prompt = messages
+        tokens, turn = self._render(messages), None
+        limit = self.member.entry.turns or self.registry.options.turns
+        for count in range(limit):
+            turn = await self._answer(tokens, turn)
+            if turn is None or turn.response.finish != "stop":
+                return
+            step = await self._step(turn)
+            if step.done:
+                self.done = True
+                return
+            if count + 1 < limit:
+                messages += [
+                    {"role": "assistant", "content": turn.response.text},
+                    {"role": "user", "content": step.text},
+                ]
+                tokens, turn = self._extend(turn, messages)
+        self.sample.status = Status.TRUNCATED
+
+    async def _step(self, turn: Turn) -> Step:
+        assert self._episode is not None  # made before the first turn
+        answer = turn.response.text.rpartition("</think>")[2]
+        action = find_answer(answer, self.member.answer) or ""
+        episode = self._episode
+        step = await self._call("step", lambda: episode.step(action))
+        if not isinstance(step, Step):
+            raise EnvironmentFault(f"{self._name}: step returned {step!r:.80}; it returns a Step")
+        if not isinstance(step.reward, (int, float)) or not math.isfinite(step.reward):
+            raise EnvironmentFault(
+                f"{self._name}: step returned the reward {step.reward!r:.40}; a reward is a finite number"
+            )
+        self.rewards.append(float(step.reward))
+        return dataclasses.replace(step, text=step.text if step.done else self._check_text(step.text))
+
+    def _check_text(self, text: Any) -> str:
+        if not isinstance(text, str):
+            raise EnvironmentFault(f"{self._name}: the observation is {text!r:.80}; it must be a text")
+        limit = self.registry.options.chars
+        return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters were cut]"
+
+    @property
+    def _name(self) -> str:
+        return f"the environment {self.member.entry.label}, task {self.sample.metadata[KEY]['number']}"
+
+    async def _call(self, what: str, function: Any) -> Any:
+        started = time.monotonic()
+        try:
+            return await self.registry.calls(f"{self._name}: {what}", function)
+        except BaseException:
+            self._broken = True  # its thread may still be inside
+            raise
+        finally:
+            self.seconds += time.monotonic() - started
+
+    async def close(self) -> None:
+        """Close the episode; one that does not close is reported and left."""
+        if self._episode is None:
+            return
+        try:
+            await asyncio.shield(self.registry.calls(f"{self._name}: close", self._episode.close))
+        except EnvironmentFault as error:
+            log.log(logging.DEBUG if self._broken else logging.WARNING, "sample %s: %s", self.sample.index, error)
+
+    def _render(self, messages: list[dict[str, Any]]) -> list[int]:
+        if self.loop.chat:
+            return self.ask.renderer.render(messages)
+        text = "\n".join(message["content"] for message in messages) + "\n"
+        return list(self.ask.tokenizer.encode(text))
+
+    def _extend(self, turn: Turn, messages: list[dict[str, Any]]) -> tuple[list[int], Turn | None]:
+        """Append the last observation; returns the tokens and the turn that they continue."""
+        if not self.loop.chat:
+            new = self.ask.tokenizer.encode(f"\n{messages[-1]['content']}\n", add_special_tokens=False)
+            return [*turn.tokens, *new], turn
+        try:
+            return self.ask.renderer.extend(turn.tokens, messages[-1:]), turn
+        except CannotExtend as error:
+            log.debug("sample %s: a new branch, because %s", self.sample.index, error)
+            return self.ask.renderer.render(messages), None
+
+    async def _answer(self, tokens: list[int], after: Turn | None) -> Turn | None:
+        """Request the next answer; None if the conversation has no room for one."""
+        sampling, context = self.ask.sampling, self.loop.context
+        room = sampling.max_new_tokens if context is None else min(sampling.max_new_tokens, context - len(tokens))
+        if room < 1:
+            if not self.ask.transcript.turns:
+                raise EnvironmentFault(
+                    f"{self._name}: its first observation leaves no room for an answer within {context} tokens"
+                )
+            self.sample.status = Status.TRUNCATED
+            return None
+        chosen = dataclasses.replace(sampling, max_new_tokens=room)
+        if after is None:
+            return await self.ask(tokens, sampling=chosen)
+        return await self.ask(tokens[len(after.tokens) :], after=after, sampling=chosen)

@@ -1,0 +1,81 @@
+"""Adapters with the real libraries, where they are installed."""
+
+import pytest
+
+from miles_core.plugin import ConfigError
+from miles_environments.adapters.gymnasium_text import GymEnvironment, to_text
+from miles_environments.entry import read_entry
+from miles_environments.libraries import make_environment
+
+
+def make(text, package):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    return make_environment(read_entry(text, "--environments"), 5)
+
+
+def test_reasoning_gym():
+    made = make("reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=2&max_digits=2", "reasoning_gym")
+    task = made.task(10**6, 0)
+    assert made.task(10**6, 0) == task and made.length is None
+    assert list(made.score(10**6, 0, [task.label, None])) == [1.0, 0.0]
+    hard = make("reasoning_gym:chain_sum?curriculum=1", "reasoning_gym")
+    lengths = [sum(len(hard.task(n, level).prompt) for n in range(20)) for level in (0, 4, hard.levels - 1)]
+    assert lengths == sorted(set(lengths))
+    with pytest.raises(ConfigError, match="the library refuses it .*'nope' not registered"):
+        make("reasoning_gym:nope", "reasoning_gym")
+
+
+def test_textarena():
+    made = make("textarena:GuessTheNumber-v0", "textarena")
+    episode = made.open(1, 0)
+    first = episode.reset()
+    assert "Guess The Number" in first
+    steps = [episode.step(f"[{guess}]") for guess in range(1, 11)]
+    assert first not in steps[0].text and steps[0].reward == 0.0  # only what is new
+    assert any(step.done for step in steps)
+
+
+def test_gymnasium():
+    made = make("gymnasium:FrozenLake-v1?render_mode=ansi&is_slippery=false", "gymnasium")
+    episode = made.open(0, 0)
+    assert "FFF" in episode.reset()
+    assert "whole number from 0 to 3" in episode.step("left").text and not episode.step("I go 2").done
+    episode.close()
+    with pytest.raises(ConfigError, match="its actions are Box"):
+        make("gymnasium:Pendulum-v1", "gymnasium")
+
+
+def test_verifiers(tmp_path, monkeypatch):
+    pytest.importorskip("verifiers", reason="verifiers is not installed")
+    (tmp_path / "their_sums.py").write_text(
+        "import verifiers.v1 as vf\nclass Data(vf.TaskData):\n    answer: str\n"
+        "class Sum(vf.Task[Data]):\n"
+        "    @vf.reward(weight=2.0)\n    async def right(self, trace: vf.Trace) -> float:\n"
+        "        return float(trace.last_reply.strip() == self.data.answer)\n"
+        "class Sums(vf.Taskset[Sum]):\n    def load(self):\n"
+        "        return [Sum(Data(prompt=f'{i}+1?', answer=str(i + 1), system_prompt='Add.'), self.config.task) for i in range(4)]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = make("verifiers:their_sums:Sums", "verifiers")
+    assert made.length == 4 and made.task(3, 0).prompt == [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "3+1?"},
+    ]
+    assert made.score(3, 0, ["4", "5", None]) == [2.0, 0.0, 0.0]
+
+
+def test_the_interface_of_gymnasium_without_the_library(gym):
+    made = GymEnvironment(read_entry(f"gymnasium:{gym}?largest=4", "x"), 5)
+    assert made.levels == 2 and made.instructions == "Guess."
+    episode = made.open(3, 1)
+    assert episode.reset() == "a number below 8"
+    secret = (5 * 1_000_003 + 3) % 8
+    assert not episode.step(str(secret + 1)).done
+    assert episode.step(str(secret)).reward == 1.0
+    episode.close()
+    with pytest.raises(ConfigError, match="the module guess_env has no class 'Nothing'"):
+        GymEnvironment(read_entry("gymnasium:guess_env:Nothing", "x"), 5)
+
+
+def test_observations_as_text():
+    assert [to_text(o) for o in ("a", {"text": "b"}, {"x": 1}, [1.5])] == ["a", "b", '{"x": 1}', "[1.5]"]

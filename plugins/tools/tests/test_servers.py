@@ -1,0 +1,153 @@
+"""MCP servers: the file that lists them, and real servers over standard streams and HTTP (where the package ``mcp`` is installed)."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from miles_core.data import Sample
+from miles_core.plugin import ConfigError
+from miles_tool_calls.config import ToolsConfig
+from miles_tool_calls.servers import read_servers
+from miles_tool_calls.toolbox import Toolbox
+
+SERVER = """
+import asyncio, os, sys
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("demo")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+@server.tool()
+def fail() -> str:
+    "Fail."
+    raise ValueError("no")
+
+@server.tool()
+async def wait() -> str:
+    "Wait."
+    await asyncio.sleep(30)
+
+@server.tool()
+def end() -> str:
+    "End the server."
+    os._exit(1)
+
+if len(sys.argv) > 1:
+    server.run("streamable-http", port=int(sys.argv[1]))
+else:
+    server.run("stdio")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot read it"),
+        ("{}", 'it must hold {"mcpServers"'),
+        ('{"mcpServers": {"a": {}}}', "the server 'a' needs either"),
+        ('{"mcpServers": {"a": {"command": "x", "url": "y"}}}', "the server 'a' needs either"),
+        ('{"mcpServers": {"a": {"command": "x", "arguments": []}}}', "has the key 'arguments'; the keys are args, command"),
+        ('{"mcpServers": {"a": {"command": "x", "args": "y"}}}', "args is 'y'; it must be a list"),
+        ('{"mcpServers": {"a": {"url": "x", "headers": {"A": "${NOT_SET_HERE}"}}}}', "the environment variable NOT_SET_HERE, which is not"),
+    ],
+)  # fmt: skip
+def test_files_that_are_refused(tmp_path, text, message):
+    (tmp_path / "mcp.json").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_servers(tmp_path / "mcp.json")
+    assert message in str(error.value)
+
+
+def test_variables_are_filled_in(tmp_path, monkeypatch):
+    monkeypatch.setenv("THE_TOKEN", "secret")
+    entry = {"url": "http://x", "headers": {"Authorization": "Bearer ${THE_TOKEN}"}}
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"a": entry}}))
+    assert read_servers(tmp_path / "mcp.json")["a"]["headers"] == {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture
+def box(tmp_path):
+    """``box(**entry)``: a toolbox with one server; by default the test's server over standard streams."""
+    pytest.importorskip("mcp", reason='no MCP client is installed: pip install "mcp>=2,<3"')
+    (tmp_path / "server.py").write_text(SERVER)
+
+    def make(**entry):
+        entry = entry or {
+            "command": sys.executable,
+            "args": [str(tmp_path / "server.py")],
+            "env": {"PYTHONPATH": ":".join(sys.path)},
+        }
+        (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"demo": entry}}))
+        return Toolbox(ToolsConfig(mcp_servers=tmp_path / "mcp.json"))
+
+    return make
+
+
+async def call_all(box, *calls):
+    await box.start()
+    try:
+        async with box.open(Sample()) as session:
+            return [await session.call(name, arguments, seconds, 40) for name, arguments, seconds in calls]
+    finally:
+        await box.stop()
+
+
+def test_a_server_over_standard_streams(box):
+    made = box()
+    results = asyncio.run(
+        call_all(
+            made,
+            ("add", {"a": 1, "b": 2}, 20),
+            ("fail", {}, 20),
+            ("wait", {}, 0.2),
+            ("add", {"a": "x"}, 20),
+            ("end", {}, 5),
+            ("add", {"a": 3, "b": 4}, 20),  # the server is started again
+        )
+    )
+    assert [r.failed for r in results] == [False, True, True, True, True, False]
+    assert results[0].text == "3" and results[-1].text == "7" and "longer than 0.2 seconds" in results[2].text
+    assert made.servers[0]._task is None
+
+
+def test_a_server_over_http(box, tmp_path):
+    made = box()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "server.py"), str(port)], env={"PYTHONPATH": ":".join(sys.path)}
+    )
+    try:
+        for _ in range(300):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        for headers in ({}, {"headers": {"X-Token": "a"}}):
+            made = box(url=f"http://127.0.0.1:{port}/mcp", tools=["add"], **headers)
+            assert [r.text for r in asyncio.run(call_all(made, ("add", {"a": 1, "b": 2}, 20)))] == ["3"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"command": "no-such-program"}, "the MCP server demo .no-such-program. cannot be reached"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "the MCP server demo .http://127.0.0.1:9/mcp. cannot be reached"),
+    ],
+)
+def test_servers_that_cannot_be_reached(box, entry, message):
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(call_all(box(**entry)))
