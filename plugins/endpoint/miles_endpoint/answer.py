@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from miles_endpoint.messages import ChatMessage, answer_digest, make_call
 
 if TYPE_CHECKING:
     from miles_core.plugin import Turn
+
+log = logging.getLogger(__name__)
 
 #: Number of tokens of a prompt's end that can hold the opening of the reasoning.
 _OPENING = 8
@@ -122,7 +125,13 @@ class AnswerReader:
             reasoning, content = split_reasoning(text, open_)
             return _make_answer(content.strip(), reasoning, (), 0)
         parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-        parsed = self.dialect.read(text, parameters, open_)
+        try:
+            parsed = self.dialect.read(text, parameters, open_)
+        except Exception as error:  # the text is the model's: a parser that fails on it must not end the run
+            log.warning(
+                "an answer cannot be read and is passed on as text (%s: %s): %.200r", type(error).__name__, error, text
+            )
+            return _make_answer(text.strip(), "", (), 1)
         valid = [call for call in parsed.calls if isinstance(call, Call)]
         malformed = [call for call in parsed.calls if isinstance(call, Malformed)]
         content = parsed.content

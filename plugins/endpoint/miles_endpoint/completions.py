@@ -40,7 +40,10 @@ def prepare(body: Mapping[str, Any], session: Session, models: Models) -> Reply:
     async def work() -> list[Turn]:
         turns: list[Turn] = []
         for prompt in prompts:
-            after, tokens = _place(prompt, session)
+            try:
+                after, tokens = _place(prompt, session)
+            except (TypeError, ValueError) as error:
+                raise refuse(f"the prompt cannot be tokenized ({type(error).__name__}: {error})") from error
             made = await session.generate(after, tokens, call)
             if isinstance(prompt, str):
                 for turn in made:

@@ -77,7 +77,7 @@ class EndpointFunction(RolloutFunction):
         task = Task(row, self.server.url, token, sample.policy or "default")
         try:
             result = await self._run_agent(task, session)
-            why, message = self._check(session, result)
+            why, message = self._check_reward(result)
         except AgentFailed as error:
             why, message = "crashed", str(error)
         except TimeoutError:
@@ -85,10 +85,10 @@ class EndpointFunction(RolloutFunction):
         finally:
             seconds = (session.engine_seconds, session.agent_seconds)
             await self.server.close(token)
+        if not why and not self._has_answers(session):
+            why, message = "silent", "it ended without an answer of a trained policy"
         self._measure(session, why, seconds)
-        if why:
-            return [self._fail(sample, why, message)]
-        return self._samples(sample, session, result)
+        return [self._fail(sample, why, message)] if why else self._samples(sample, session, result)
 
     async def _run_agent(self, task: Task, session: Session) -> Any:
         """Run the agent until it ends, its time is over, or an engine fails."""
@@ -106,13 +106,16 @@ class EndpointFunction(RolloutFunction):
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    def _check(self, session: Session, result: Any) -> tuple[str, str]:
+    def _check_reward(self, result: Any) -> tuple[str, str]:
         """Return why the sample fails although its agent ended, and a message; ("", "") if it does not."""
-        if not session.ask.transcript.turns:
-            return "silent", "it ended without a request to the model"
         if self.needs_reward and (fault := _find_fault(reward_of(result))):
             return "no_reward", f"--rm-type agent: {fault}"
         return "", ""
+
+    def _has_answers(self, session: Session) -> bool:
+        """Return whether a sample can be made of the answers."""
+        transcript = session.ask.transcript
+        return any(transcript.learns(turn.policy) for leaf in transcript.leaves for turn in leaf.path)
 
     def _fail(self, sample: Sample, why: str, message: str) -> Sample:
         self._failed += 1

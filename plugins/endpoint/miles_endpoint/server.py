@@ -174,7 +174,12 @@ class Server:
     ) -> None:
         raw = await self._read_body(scope, receive)
         body = _parse(raw)
-        reply = _INTERFACES[path](body, session, self.models)
+        try:
+            reply = _INTERFACES[path](body, session, self.models)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ApiError(
+                400, f"the request is malformed ({type(error).__name__}: {error})", "invalid_request"
+            ) from error
         idempotency = _header(scope, b"idempotency-key")
         retried = _header(scope, b"x-stainless-retry-count")
         digest = blake2b(path.encode() + idempotency.encode() + raw, digest_size=16).digest()

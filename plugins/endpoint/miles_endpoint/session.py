@@ -202,7 +202,7 @@ class Session:
                 return match.turn, self.ask.renderer.extend(start, new, tools)[len(start) :]
             except CannotExtend as error:
                 reason = error.reason.replace(" ", "_")
-            except DataError:
+            except Exception:  # templates and tokenizers raise errors of any type
                 reason = "refused"
         tokens = self._render(call, tools)
         parent = self.ask.transcript.find(tokens)
@@ -217,6 +217,9 @@ class Session:
             return self.ask.renderer.render(self.reader.for_template(call.messages), tools)
         except DataError as error:
             raise refuse(f"the model's chat template refuses this conversation: {error}", "template") from error
+        except Exception as error:  # templates and tokenizers raise errors of any type
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise refuse(f"this conversation cannot be rendered and tokenized: {why:.300}", "template") from error
 
     def _record(self, call: Call, turn: Turn) -> Generated:
         tools = call.tools if call.read_calls else ()

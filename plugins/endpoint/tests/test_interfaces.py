@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 import re
 
 import pytest
@@ -320,3 +322,68 @@ def test_time_is_divided_between_engine_and_agent(desk):
         assert 0.09 < d.session.engine_seconds < 0.5 and 0.04 < d.session.agent_seconds < 0.4
 
     desk([(gate, "3<|im_end|>")], main)
+
+
+def test_no_body_ends_more_than_its_request(desk):
+    """Bodies in which any value is replaced by another one: every reply is a sentence or an answer, and the session goes on."""
+    random_ = random.Random(0)
+    odd = [
+        None,
+        0,
+        -1,
+        1.5,
+        True,
+        "",
+        "x",
+        "\ud800",
+        [],
+        {},
+        [None],
+        [[]],
+        {"type": "function"},
+        [{"role": "assistant"}],
+        10**400,
+    ]
+    chat = {
+        "model": "policy", "n": 1, "stop": ["a"], "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True},
+        "tools": C.TOOLS, "logprobs": False,
+        "messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "b"}], "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}]}, {"role": "tool", "tool_call_id": "c", "content": "3"}],
+    }  # fmt: skip
+    items = [
+        USER,
+        {"type": "reasoning", "summary": [{"text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+    ]
+    response = {
+        "input": [*items, {"type": "function_call_output", "call_id": "c", "output": "3"}],
+        "tools": [{"type": "function", "name": "add"}],
+    }
+    bodies = [
+        ("/v1/chat/completions", chat),
+        ("/v1/responses", response),
+        ("/v1/completions", {"prompt": ["a", [1, 2]], "logprobs": 1}),
+    ]
+
+    def places(value):
+        for key, item in (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        ):
+            yield value, key
+            yield from places(item)
+
+    async def main(d):
+        seen = set()
+        for _ in range(400):
+            path, body = random_.choice(bodies)
+            body = json.loads(json.dumps(body))
+            holder, key = random_.choice(list(places(body)))
+            holder[key] = random_.choice(odd)
+            d.script = [CALL] * 200
+            reply = await d.post(body, path)
+            seen.add(reply.status)
+            assert reply.status in (200, 400, 404) and not d.session.failure.done(), (path, body, reply)
+            assert reply.status == 200 or "\n" not in reply.body["error"]["message"]
+        assert seen >= {200, 400}
+
+    desk([], main).check()
