@@ -1,6 +1,7 @@
 """Real agents for ``agents.py``: runs one library's agent for many samples. Needs only that library; started by ``agents.py``.
 
-Reads one JSON object per line, ``{"base_url", "api_key", "question", "number"}``, and writes one line per finished sample.
+Reads one JSON object per line, ``{"base_url", "api_key", "question", "number"}``, and writes one line per finished sample. With ``--one`` it is
+an agent of ``--agent``: it works on the row of its standard input.
 """
 
 from __future__ import annotations
@@ -91,5 +92,27 @@ async def main(library: str) -> None:
     await asyncio.gather(*tasks)
 
 
+async def one(library: str) -> None:
+    """Work on one row; the result is its reward, 1 if the agent finished."""
+    row = json.loads(sys.stdin.readline())
+    task = {
+        "base_url": os.environ["OPENAI_BASE_URL"],
+        "api_key": os.environ["OPENAI_API_KEY"],
+        "question": row["prompt"],
+        "number": row["sample"],
+    }
+    try:
+        if library == "smolagents":
+            smolagents(task)
+        elif library == "langgraph":
+            await langgraph(task)
+        else:
+            await openai_agents(task, chat=library == "openai-agents-chat")
+        print(1.0)
+    except Exception as error:  # a model that never calls a tool, or a conversation that is too long
+        print(f"{type(error).__name__}: {error}"[:300], file=sys.stderr)
+        print(0.0)
+
+
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(one(sys.argv[1]) if "--one" in sys.argv else main(sys.argv[1]))

@@ -3,10 +3,11 @@
 Runs agents of openai-agents (responses and chat completions), langgraph and smolagents, as their libraries are, against sessions whose engine
 is a double: it writes calls, reasoning and code whose text is divided into tokens otherwise than the tokenizer would, and its log-probs
 are a hash of the whole prefix, so a log-prob that is recorded with any other context or position is found. A fresh pass computes every
-log-prob again from the sample's tokens.
+log-prob again from the sample's tokens. With ``--checkpoint`` the embedded engine runs a real model for the same agents, in a training run of one
+step each, and the fresh pass is the trainer's: ``mismatch/abs_log_prob``.
 
-The agents need an interpreter with their libraries: ``--python``. The tokenizer is that of ``--tokenizer``, with a template that has tools (like Qwen2.5's)
-or also removes earlier reasoning (like Qwen3's, ``--template strips``).
+The agents need an interpreter with their libraries: ``--python``. The tokenizer is that of ``--tokenizer``, with a template that has
+tools (like Qwen2.5's) or also removes earlier reasoning (like Qwen3's, ``--template strips``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
+import tempfile
 import time
 import zlib
 from collections import Counter
@@ -31,6 +34,7 @@ from miles_endpoint.server import Server
 from miles_endpoint.service import Models
 from miles_endpoint.session import Limits, Session
 from miles_endpoint.testing import CHATML, STRIPS
+from miles_testing import toy_run
 
 AGENTS = ("openai-agents", "openai-agents-chat", "langgraph", "smolagents")
 NOTES = ("", "naïve café", "x  y", 'say \\"hi\\"', "\\u00e9", "日本語", "tab\\there", "a/b", "1e-5", " lead")
@@ -176,6 +180,32 @@ async def run_agent(agent: str, given: Any, tokenizer: Any, renderer: Renderer, 
     return counts
 
 
+def run_model(agent: str, given: Any) -> dict[str, float]:
+    """Train one step with one library's agent on a real model; return what the run measured."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "model"
+        shutil.copytree(given.checkpoint, model)
+        (model / "chat_template.jinja").write_text({"chatml": CHATML, "strips": STRIPS}[given.template])
+        rows = [json.dumps({"input": f"What is {i} + 5?"}) for i in range(8)]
+        (Path(directory) / "prompts.jsonl").write_text("\n".join(rows))
+        program = Path(__file__).with_name("agent_programs.py")
+        run = toy_run(
+            ["endpoint"], f"{directory}/run", 1, hf_checkpoint=model, prompt_data=f"{directory}/prompts.jsonl", custom_rm_path=None,
+            generate="endpoint", agent=f"{given.python} -P {program} {agent} --one", rm_type="agent", agent_timeout=600, agent_max_turns=8,
+            rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_response_len=given.max_tokens, rollout_max_context_len=2048,
+            dtype="float32", log_level="info",
+        )  # fmt: skip
+    kept = (
+        "mismatch/abs_log_prob",
+        "rollout/turns",
+        "rollout/samples",
+        "rollout/failed",
+        "endpoint/tool_calls",
+        "endpoint/branches",
+    )
+    return {name: run.metrics[0][name] for name in kept}
+
+
 def read_tokenizer(path: Path) -> Any:
     """Read a tokenizer (a checkpoint's directory, or a tokenizer.json); add the special tokens of the templates."""
     if path.is_dir():
@@ -195,13 +225,26 @@ def read_tokenizer(path: Path) -> Any:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--tokenizer", required=True, help="a checkpoint's directory, or a tokenizer.json")
+    parser.add_argument("--tokenizer", help="a checkpoint's directory, or a tokenizer.json")
     parser.add_argument("--template", choices=("chatml", "strips"), default="chatml")
     parser.add_argument("--python", required=True, help="interpreter with the agents' libraries")
     parser.add_argument("--agents", default=",".join(AGENTS))
     parser.add_argument("--transcripts", type=int, default=250, help="per agent")
+    parser.add_argument("--checkpoint", help="a model with the special tokens of the template; instead of the double")
+    parser.add_argument("--max-tokens", type=int, default=64, help="with --checkpoint: tokens per answer")
     parser.add_argument("--verbose", action="store_true", help="show the agents' own output")
     given = parser.parse_args()
+    if given.checkpoint:
+        models = {agent: run_model(agent, given) for agent in given.agents.split(",")}
+        finish(
+            "agents",
+            {"checkpoint": Path(given.checkpoint).name, "agents": models},
+            given.save,
+            lambda: installed("miles-core", "uvicorn"),
+        )
+        return
+    if not given.tokenizer:
+        parser.error("give --tokenizer or --checkpoint")
     tokenizer = read_tokenizer(Path(given.tokenizer))
     tokenizer.chat_template = {"chatml": CHATML, "strips": STRIPS}[given.template]
     renderer = Renderer(tokenizer)
