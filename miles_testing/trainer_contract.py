@@ -288,6 +288,19 @@ class TrainerContract:
             trainer.step(batch)
         assert all(torch.equal(t, weights(other)[n]) for n, t in weights(one).items())
 
+    def test_other_settings_apply_from_the_next_step(self, checkpoint: Path, batch: Batch) -> None:
+        trainer = self.trainer(checkpoint)
+        trainer.step(batch)
+        trainer.configure({"lr": 0.0, "weight_decay": 0.5, "clip_grad": 0.0})
+        before = {name: tensor.clone() for unit in trainer.units() for name, tensor in unit.tensors.items()}
+        assert trainer.step(batch)["train/lr"] == (0.0, 1.0)
+        after = {name: tensor for unit in trainer.units() for name, tensor in unit.tensors.items()}
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+        trainer.configure({"lr": 1e-2})
+        trainer.step(batch)
+        after = {name: tensor for unit in trainer.units() for name, tensor in unit.tensors.items()}
+        assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())
+
     def test_reset_forgets_the_moments_alone(self, checkpoint: Path, batch: Batch, tmp_path: Path) -> None:
         one = self.trainer(checkpoint)
         one.step(batch)

@@ -25,28 +25,37 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 quantises expert matrices only, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
     (frozenset({"endpoint", "tools"}), "", "", "agents are run by this rollout function only"),
-    (frozenset({"critic", "distillation"}), "", "", "do not read the critic's values"),
     *((frozenset({"lora", name}), "", f"{name}x{name}", "round the base and the adapter") for name in FORMATS),
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 
+COMPOSED = Path(__file__).with_name("composed.py")
 #: Options a plugin needs on so small a model, or on any machine.
 OPTIONS: dict[str, dict[str, object]] = {
     "int4": {"int4_group_size": 32},
     "cpu_kernels": {"device": "cpu"},
-    "endpoint": {"generate": "endpoint", "agent": f"{Path(__file__).with_name('one_turn_agent.py')}:agent"},
-    "distillation": {"advantage_estimator": "distillation"},
+    "endpoint": {"generate": "endpoint", "agent": f"{COMPOSED}:agent"},
     "critic": {"advantage_estimator": "ppo"},
+    "coevolution": {"co_evolution_strategy": "simultaneous"},
+    "tools": {"generate": "tools", "tools": f"{COMPOSED}:look", "tool_prompt": "text", "apply_chat_template": True},
+    "environments": {"environments": f"file:{COMPOSED}:Letters", "prompt_data": None, "custom_rm_path": None},
 }
 
 #: Policies that a plugin needs in the configuration file.
-POLICIES = {"distillation": "policies: {{student: {{}}, teacher: {{role: frozen, hf_checkpoint: {other}}}}}"}
-SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}  # whole blocks of 32 weights
+POLICIES = {
+    "distillation": "student: {{}}, teacher: {{role: frozen, hf_checkpoint: {other}}}",
+    "coevolution": "one: {{}}, two: {{}}",
+}
+#: Whole blocks of 32 weights, and a context with room for the schemas of tools.
+SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32, "max_position_embeddings": 1024}
 #: Plugins that draft, with a model of their own; they are tried with one family, in the cells that have one format on both sides.
 DRAFTS: dict[str, dict[str, object]] = {"speculative": {"spec_lookahead": 2, "online_sft_interval": 1}}
 EXPECTED = ("train/grad_norm", "mismatch/abs_log_prob", "speculative/accept_length")
 DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64}
-TOGETHER = [(name,) for name in MANIFESTS] + list(combinations(MANIFESTS, 2))
+#: Plugins without a part that depends on the model's family, tried in pairs with one family.
+ANY_FAMILY = {"coevolution", "critic", "distillation", "endless", "endpoint", "environments", "lora", "mxfp6", "tools"}
+#: The most plugins in one run: when it fails, the reason has to be found among them.
+GROUP = 5
 
 
 def cells(names):
@@ -55,25 +64,65 @@ def cells(names):
     return found or [("bf16", "bf16")]
 
 
-EXAMPLES = {"critic", "distillation", "endless", "lora", "mxfp6", "self_play"}
-AGENTS = {"endpoint"}
-#: A dense model runs every plugin in every precision, and every pair without an example in the first of its precisions.
-CASES = [
-    (names, cell, family)
-    for names in TOGETHER
-    for cell in cells(names)
-    for family in ("qwen3_moe", "llama")
-    if family == "qwen3_moe" or len(names) == 1 or (cell == cells(names)[0] and not (EXAMPLES | AGENTS) & set(names))
-    if not DRAFTS.keys() & set(names) or (cell[0] == cell[1] and family == "qwen3_moe")
-]
-
-
 def expected(names, family, rollout, train):
     return [
         why
         for some, model, precision, why in REFUSED
         if some <= set(names) and model in ("", family) and precision in ("", rollout, f"{rollout}x{train}")
     ]
+
+
+def is_tried(names, family, cell):
+    """Whether the family and the precision are among those in which these plugins are tried."""
+    if DRAFTS.keys() & set(names) and (cell[0] != cell[1] or family == "llama"):
+        return False
+    return family == "qwen3_moe" or len(names) == 1 or (cell == cells(names)[0] and not ANY_FAMILY & set(names))
+
+
+def runs_together(names, family, cell):
+    return len(POLICIES.keys() & set(names)) < 2 and not expected(names, family, *cell)
+
+
+def cover(pairs, family, cell):
+    """Group plugins so that each of ``pairs`` is part of a group: a run of five plugins tries ten pairs.
+
+    The first pair that no group has yet begins one; whoever adds the most such pairs joins it.
+    """
+    left = dict.fromkeys(map(frozenset, pairs))
+    while left:
+        group = list(next(iter(left)))
+        while len(group) < GROUP:
+            gains = {
+                name: sum(frozenset((name, member)) in left for member in group)
+                for name in MANIFESTS
+                if name not in group and runs_together([*group, name], family, cell)
+            }
+            best = max(gains, key=gains.__getitem__, default="")
+            if not best or not gains[best]:
+                break
+            group.append(best)
+        for pair in combinations(group, 2):
+            left.pop(frozenset(pair), None)
+        yield tuple(name for name in MANIFESTS if name in group)
+
+
+def list_cases():
+    """Every plugin alone, every pair that is refused, and all other pairs in groups."""
+    every_cell = list(dict.fromkeys(cell for name in MANIFESTS for cell in cells([name])))
+    for family in ("qwen3_moe", "llama"):
+        yield from (
+            ((name,), cell, family) for name in MANIFESTS for cell in cells([name]) if is_tried([name], family, cell)
+        )
+        for cell in every_cell:
+            pairs = [p for p in combinations(MANIFESTS, 2) if cell in cells(p) and is_tried(p, family, cell)]
+            yield from ((p, cell, family) for p in pairs if not runs_together(p, family, cell))
+            yield from (
+                (group, cell, family)
+                for group in cover((p for p in pairs if runs_together(p, family, cell)), family, cell)
+            )
+
+
+CASES = list(list_cases())
 
 
 @pytest.mark.parametrize(
@@ -85,12 +134,12 @@ def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, tmp_path, na
     options = {"rollout_precision": rollout, "train_precision": train, "emulate_precision": cell != ("bf16", "bf16")}
     for name in names:
         options |= OPTIONS.get(name, {})
-        if name in POLICIES:
-            other = toy_files(family, **SIZES, num_hidden_layers=3) / "model"
-            (tmp_path / "policies.yaml").write_text(POLICIES[name].format(other=other))
-            options["config"] = tmp_path / "policies.yaml"
         if name in DRAFTS:
             options |= DRAFTS[name] | {"draft_model_path": toy_files("llama", **DRAFT) / "model"}
+    if policies := [POLICIES[name] for name in names if name in POLICIES]:
+        other = toy_files(family, **SIZES, num_hidden_layers=3) / "model"
+        (tmp_path / "policies.yaml").write_text(f"policies: {{{', '.join(policies).format(other=other)}}}")
+        options["config"] = tmp_path / "policies.yaml"
     if reasons:
         with pytest.raises(PlanError) as refused:
             toy_run(names, family=family, steps=1, sizes=SIZES, **options)

@@ -156,9 +156,15 @@ class _Reader:
         else:  # saved defaults have lower precedence than values set in the same file
             self.assignments.append(replace(assignment, rank=-1))
 
+    def table(self, key: str) -> str:
+        """Return the table that a key names: ``-`` and ``_`` are equal in it, and may be left out (``my_plugin`` is ``myplugin``)."""
+        name = key.replace("-", "_")
+        joined = {group.replace("_", ""): group for group in self.schema.groups}
+        return name if name in self.schema.groups else joined.get(name.replace("_", ""), name)
+
     def read_top(self, entry: Entry, chosen: bool) -> None:
         """Read a top-level entry. ``chosen`` is False for saved defaults."""
-        name = entry.key.replace("-", "_")
+        name = self.table(entry.key)
         if name == policies.TABLE:
             self.read_policies(entry, chosen)
         elif entry.children is not None and (name in self.schema.groups or name in self.schema.passthrough.values()):

@@ -1,6 +1,6 @@
 """A policy: one model of a run.
 
-A run has one policy by default; self-play, critics and distillation use several. ``Policy`` holds the data that every process
+A run has one policy by default; self-play, critics and teachers use several. ``Policy`` holds the data that every process
 needs (checkpoint, role, version served by the engine); ``PolicyParts`` holds the engine and the learner.
 """
 

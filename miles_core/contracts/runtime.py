@@ -36,13 +36,18 @@ from miles_core.contracts.engine import Engine
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
-from miles_core.errors import ConfigError, WorkerLost
+from miles_core.errors import ConfigError, MilesError, WorkerLost
 from miles_core.precision.quantizer import SideParity
 from miles_core.precision.schedule import Precisions
 
 Metrics = dict[str, float]
 #: ``async learn(samples, step) -> Learned``, the function that ``wrap_learn`` wraps.
 Learn = Callable[[Sequence[Sample], int], Awaitable["Learned"]]
+#: Options that ``LearnerHandle.configure`` changes in a running trainer.
+CHANGEABLE = (
+    *("train.lr", "train.min_lr", "train.weight_decay", "train.clip_grad"),
+    *("algorithm.eps_clip", "algorithm.eps_clip_high", "algorithm.entropy_coef", "algorithm.kl_loss_coef"),
+)
 
 
 @dataclass(frozen=True)
@@ -93,12 +98,14 @@ class LearnerHandle(ABC):
 
     #: result of the last ``learn``; the loop reads from it the metrics of critics, which learn in another policy's ``wrap_learn``
     learned: Learned | None = None
+    #: whether ``load`` changed the weights since the last ``push``; the loop then pushes those of frozen policies too
+    unsynced: bool = False
 
     @abstractmethod
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
         """Train on one rollout of whole groups. ``step`` is the number of completed steps. Raises ConfigError for a frozen policy."""
 
-    async def intact(self) -> bool:
+    async def is_intact(self) -> bool:
         """Whether weights and optimiser are in the state after a completed ``learn``.
 
         Also True after a ``learn`` that failed before its first optimiser step. False if unknown; a failing run then saves nothing.
@@ -169,7 +176,19 @@ class LearnerHandle(ABC):
 
     @abstractmethod
     async def load(self, directory: Path) -> None:
-        """Read the trainer's state."""
+        """Read the state that a ``save`` wrote, possibly that of another policy with the same model.
+
+        A frozen policy reads the weights only. From then on it saves them, so that a resumed run has them; the loop pushes them to the
+        policy's engine after the step.
+        """
+
+    async def configure(self, options: Mapping[str, float]) -> None:
+        """Change options of the policy from the next ``learn`` on: path -> value, any of ``CHANGEABLE``.
+
+        Values are those of ``Policy.options`` afterwards. Checkpoints do not contain them; whoever sets them restores them after a
+        resume. Raises ConfigError for another option or an invalid value, MilesError if the trainer does not support this.
+        """
+        raise MilesError(f"{type(self).__name__} cannot change the options of a running trainer")
 
     @abstractmethod
     async def export(self, directory: Path) -> None:

@@ -230,6 +230,11 @@ class Trainer(ABC):
     def reset_optimizer(self) -> None:
         """Reset the optimiser's moments and the learning-rate schedule (after a warm start)."""
 
+    def configure(self, settings: Mapping[str, float]) -> None:
+        """Change the optimizer from the next step on: ``lr``, ``min_lr``, ``weight_decay``, ``clip_grad``. Moments and the position in the
+        schedule stay."""
+        raise MilesError(f"{type(self).__name__} cannot change the settings of its optimizer while running")
+
     @abstractmethod
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """Yield the model's weights for export; see ``Unit``. A collective: every rank must consume its iterator to the end.
@@ -243,7 +248,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Restore the state that ``save`` wrote."""
+        """Restore the state that ``save`` wrote; a trainer of a frozen model restores its weights only."""
 
     @abstractmethod
     def export(
@@ -258,7 +263,7 @@ class Trainer(ABC):
                 A collective: every rank must consume it to the end, even after a failure.
         """
 
-    def emulating(
+    def emulate(
         self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
     ) -> AbstractContextManager[None]:
         """Context in which ``log_probs`` of the policy applies ``emulation``.

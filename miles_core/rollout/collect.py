@@ -108,10 +108,10 @@ class Collector:
         for prompt in self.prompts.next(max(0, count - len(self.pending) - len(self.ready))):
             samples = prompt.samples(self.run.config.rollout.n_samples_per_prompt)
             task = asyncio.create_task(self._group(samples))
-            task.add_done_callback(self._finished)
+            task.add_done_callback(self._finish)
             self.pending[task] = prompt
 
-    def _finished(self, task: asyncio.Task[Group]) -> None:
+    def _finish(self, task: asyncio.Task[Group]) -> None:
         self._done.append(task)
         self._news.set()
 

@@ -78,9 +78,10 @@ async def build_parts(run: Run, runtime: Runtime | None = None) -> AsyncIterator
 def wrap_learn(run: Run, parts: Sequence[PolicyParts]) -> None:
     """Set ``learn`` of each trained policy to the learner's method with the ``wrap_learn`` hooks applied."""
     handles = {each.policy.name: each.learner for each in parts}
+    engines = {each.policy.name: each.engine for each in parts if each.engine is not None}
     for each in parts:
         if each.policy.role == "train":
-            chain = run.hooks.chain("wrap_learn", run=run, policy=each.policy, handles=handles)
+            chain = run.hooks.chain("wrap_learn", run=run, policy=each.policy, handles=handles, engines=engines)
             each.learn = compose(each.learner.learn, chain)
 
 

@@ -6,7 +6,7 @@ loss weights, the trainer's step. For a critic: values -> advantages -> returns 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from miles_core.algorithm.overlong import overlong_penalty
 from miles_core.algorithm.reduction import loss_weights
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.runtime import TrainedTokens
-from miles_core.contracts.trainer import Callbacks, Trainer
+from miles_core.contracts.trainer import Callbacks, LossFunction, Trainer
 from miles_core.data.batch import Batch, collate
 from miles_core.data.means import add, as_floats
 from miles_core.data.sample import Sample
@@ -50,7 +50,7 @@ class Learner:
     """
 
     def __init__(self, run: Run, policy: Policy, trainer: Trainer) -> None:
-        self.intact = True
+        self.intact, self._replaced = True, False
         self.run, self.policy, self.trainer = run, policy, trainer
         self.config = run.config_of(policy)
         self.is_critic = policy.role == "critic"
@@ -74,8 +74,9 @@ class Learner:
         )
         self.advantage_needs: Needs = getattr(self.advantage, "needs", NOTHING)
         forward = compose(trainer.forward, hooks.chain("wrap_forward", run=run, policy=policy))
-        own = policy_loss(options, self.correct if self.corrections else None)
-        loss = compose(value_loss(options) if self.is_critic else own, hooks.chain("wrap_loss", run=run, policy=policy))
+        self._loss = self._make_loss()
+        chain = hooks.chain("wrap_loss", run=run, policy=policy)
+        loss = compose(lambda output, batch, ctx: self._loss(output, batch, ctx), chain)
         trainer.bind(
             Callbacks(
                 forward=forward,
@@ -155,17 +156,32 @@ class Learner:
         stream: Iterator[Unit] = compose(lambda: self.trainer.units(everywhere), chain)()
         return stream
 
+    def configure(self, options: Mapping[str, float]) -> None:
+        """See ``LearnerHandle.configure``."""
+        self.policy.options = {**self.policy.options, **options}
+        self.config = self.run.config_of(self.policy)
+        self._loss = self._make_loss()
+        self.trainer.configure(
+            {path.removeprefix("train."): v for path, v in options.items() if path.startswith("train.")}
+        )
+
+    def _make_loss(self) -> LossFunction:
+        options = self.config.algorithm
+        return (
+            value_loss(options) if self.is_critic else policy_loss(options, self.correct if self.corrections else None)
+        )
+
     def export(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint of the weights as transformed by plugins. This is a collective."""
         self.trainer.export(directory, self.run.tokenizer, self.units("export", everywhere=True))
 
     def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint; for a frozen policy, only the plugins' state.
+        """Write this rank's part of a checkpoint; for a frozen policy with its initial weights, only the plugins' state.
 
         Raises:
             NonFiniteError: a weight is not finite; raised on every rank.
         """
-        if self.policy.learns:
+        if self.policy.learns or self._replaced:
             check_finite(self.trainer, self.run.step)
             self.trainer.save(directory / "trainer")
         self.run.hooks.on(
@@ -174,8 +190,9 @@ class Learner:
 
     def load(self, directory: Path) -> None:
         """Inverse of ``save``."""
-        if self.policy.learns:
+        if self.policy.learns or (directory / "trainer").is_dir():
             self.trainer.load(directory / "trainer")
+            self._replaced = True
         self.run.hooks.on(
             "on_load", run=self.run, policy=self.policy, store=Store(directory / "plugins", self.trainer.world)
         )

@@ -51,11 +51,17 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) 
 
 
 def load(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) -> None:
-    """Load the files that ``save`` wrote, on any number of ranks. CheckpointError if files are missing, damaged or of another model."""
+    """Load the files that ``save`` wrote, on any number of ranks; for a frozen model only its weights.
+
+    Raises:
+        CheckpointError: files are missing, damaged or of another model.
+    """
     noted = _read_step(directory)
     try:
         with ExitStack() as stack:
             weights = _ShardedFiles(directory, WEIGHTS, noted["files"], stack)
+            if not optimizer.masters:
+                return _load_weights(model, weights)
             moments = _ShardedFiles(directory, MOMENTS, noted["files"], stack)
             if len(moments) != noted["tensors"]:
                 raise CheckpointError(

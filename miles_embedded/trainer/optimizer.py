@@ -8,7 +8,8 @@ the local shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,6 +72,14 @@ class Optimizer:
 
         copy.register_post_accumulate_grad_hook(collect)
         return master
+
+    def configure(self, settings: Mapping[str, float]) -> None:
+        """See ``Trainer.configure``. Weight decay changes where the group has no value of its own."""
+        self.config = replace(self.config, **settings)  # type: ignore[arg-type]
+        for each in self._inner.param_groups if self._inner is not None else ():
+            own = each["miles_group"]
+            if each["weight_decay"] and (own is None or own.weight_decay is None):
+                each["weight_decay"] = self.config.weight_decay
 
     def reset(self) -> None:
         """Drop the optimizer state and restart the schedule; masters do not change."""

@@ -37,7 +37,7 @@ def test_options_of_a_policy_take_the_place_of_the_runs(tmp_path):
 def test_a_configuration_with_policies_is_read_back_equal(tmp_path):
     config = loaded(tmp_path, TWO)
     assert loads(config.to_yaml(), {}) == config
-    assert config.activated(()).policies == config.policies == config.replace({"train.lr": 1.0}).policies
+    assert config.with_plugins(()).policies == config.policies == config.replace({"train.lr": 1.0}).policies
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,11 @@ def test_a_policy_that_a_plugin_adds_has_options_too(tmp_path):
     assert (own.train.lr, own.train.clip_grad, own.model.hf_checkpoint) == (1e-3, 0.5, "elsewhere")
     with pytest.raises(ConfigError, match=r"policies.critic: a policy has no option 'lrr'; did you mean lr"):
         config.for_policy("critic", {"lrr": 1})
+
+
+def test_whether_a_policy_generates_is_a_fact(tmp_path):
+    facts = {
+        fact.name: fact.value
+        for fact in loaded(tmp_path, "policies: {a: {}, b: {role: frozen}, c: {role: frozen, generates: true}}").facts()
+    }
+    assert [facts[f"policies.{name}.generates"] for name in "abc"] == [True, False, True]

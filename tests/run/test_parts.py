@@ -156,3 +156,92 @@ def test_a_critic_is_asked_for_values_only(toy_run, tmp_path):
     )
     with pytest.raises(MilesError, match="this model computes values and not log_probs"):
         toy_run([str(tmp_path / "ask.py")], steps=1)
+
+
+COPY = """
+from miles_core.plugin import Plugin, Policy, hookimpl
+
+plugin = Plugin(name="copies", summary="an opponent of the past", version="1", core=">=0", hooks={"": ""})
+
+@hookimpl
+def on_start(run):
+    run.policies.append(Policy(run.policy.hf_checkpoint, "past", "frozen", generates=True))
+    run.stash["synced"], run.stash["engines"] = [], {}
+
+@hookimpl
+def wrap_learn(run, policy, handles, engines):
+    run.stash["engines"] = dict(engines)
+    def wrap(inner):
+        async def learn(samples, step):
+            if step == 1:
+                await handles["policy"].save(run.directory / "copy")
+                await handles["past"].load(run.directory / "copy")
+            own, past = await handles["policy"].log_probs(samples), await handles["past"].log_probs(samples)
+            gaps = [abs(a - b).max() for a, b in zip(own, past, strict=True)]
+            run.stash["gap"] = float(max(gaps))
+            return await inner(samples, step)
+        return learn
+    return wrap
+
+@hookimpl
+def on_step(run, metrics):
+    metrics["copies/gap"] = run.stash["gap"]
+
+@hookimpl
+def on_weights_synced(run, policy, version):
+    run.stash["synced"].append((policy.name, version))
+"""
+
+CONFIGURE = """
+from miles_core.plugin import hookimpl
+
+@hookimpl
+def wrap_learn(run, policy, handles):
+    def wrap(inner):
+        async def learn(samples, step):
+            if step:
+                await handles[policy.name].configure(OPTIONS)
+            return await inner(samples, step)
+        return learn
+    return wrap
+"""
+
+
+@pytest.mark.parametrize("runtime", ["inline", "apart"])
+def test_a_frozen_policy_takes_weights_and_its_engine_gets_them(toy_run, tmp_path, runtime):
+    (tmp_path / "copies.py").write_text(COPY)
+    plugins = [str(tmp_path / "copies.py"), *([apart.__file__] if runtime == "apart" else [])]
+    done = toy_run(plugins, steps=3, lr=1e-2, runtime=runtime, directory=tmp_path / "run")
+    stash = done.run.stash
+    assert [s for s in stash["synced"] if s[0] == "past"] == [("past", 0), ("past", 2)]
+    assert sorted(stash["engines"]) == ["past", "policy"]
+    gaps = [record["copies/gap"] for record in done.metrics]
+    assert gaps[0] == gaps[1] == 0.0 or gaps[1] == 0.0 < gaps[2]
+    if runtime == "inline":
+        again = toy_run(plugins, steps=4, lr=1e-2, directory=tmp_path / "run", load=tmp_path / "run")
+        assert again.metrics[-1]["copies/gap"] > gaps[2] > 0  # the weights of step 1, not those of the checkpoint
+
+
+@pytest.mark.parametrize("runtime", ["inline", "apart"])
+def test_options_change_while_the_trainer_runs(toy_run, tmp_path, runtime):
+    options = {"train.lr": 2e-3, "algorithm.eps_clip": 0.01}
+    (tmp_path / "changes.py").write_text(CONFIGURE.replace("OPTIONS", repr(options)))
+    plugins = [str(tmp_path / "changes.py"), *([apart.__file__] if runtime == "apart" else [])]
+    done = toy_run(plugins, steps=2, lr=1e-3, runtime=runtime, num_steps_per_rollout=2, directory=tmp_path / runtime)
+    assert [record["train/lr"] for record in done.metrics] == [1e-3, 2e-3]
+    assert done.run.config_of(done.run.policy).algorithm.eps_clip == 0.01
+    clipped = [record["train/clip_fraction_high"] + record["train/clip_fraction_low"] for record in done.metrics]
+    assert clipped[1] > clipped[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout.temperature": 0.5}, "rollout.temperature of the policy policy cannot change"),
+        ({"train.lr": -1.0}, "train.lr|--lr"),
+    ],
+)
+def test_an_option_that_cannot_change_is_refused(toy_run, tmp_path, options, message):
+    (tmp_path / "changes.py").write_text(CONFIGURE.replace("OPTIONS", repr(options)))
+    with pytest.raises(ConfigError, match=message):
+        toy_run([str(tmp_path / "changes.py")], steps=2)

@@ -21,7 +21,7 @@ def test_reasoning_gym():
     hard = make("reasoning_gym:chain_sum?curriculum=1", "reasoning_gym")
     lengths = [sum(len(hard.task(n, level).prompt) for n in range(20)) for level in (0, 4, hard.levels - 1)]
     assert lengths == sorted(set(lengths))
-    with pytest.raises(ConfigError, match="the library refuses it .*'nope' not registered"):
+    with pytest.raises(ConfigError, match=r"the library refuses it .*'nope' not registered"):
         make("reasoning_gym:nope", "reasoning_gym")
 
 

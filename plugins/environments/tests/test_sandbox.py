@@ -23,7 +23,7 @@ def test_a_program_runs_in_a_directory_of_its_own(monkeypatch):
     done = run(
         "import os, sys; print(os.listdir('.'), 'SECRET_TOKEN' in os.environ); print('e', file=sys.stderr); sys.exit(3)"
     )
-    assert (done.code, done.timed_out) == (3, False) and done.output == "['main.py'] False\ne\n"
+    assert (done.code, done.timed_out) == (3, False) and sorted(done.output.splitlines()) == ["['main.py'] False", "e"]
 
 
 def test_limits(tmp_path):

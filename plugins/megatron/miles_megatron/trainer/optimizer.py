@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,6 +64,12 @@ class Optimizer:
         # start_groups creates gloo groups only without CUDA
         gloo = not torch.cuda.is_available()
         self.inner: ChainedOptimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=gloo)
+
+    def configure(self, settings: Mapping[str, float]) -> None:
+        """See ``Trainer.configure``."""
+        self.settings = replace(self.settings, **settings)  # type: ignore[arg-type]
+        for part in self.inner.chained_optimizers:
+            part.config.clip_grad = self.settings.clip_grad
 
     @property
     def rate(self) -> float:
