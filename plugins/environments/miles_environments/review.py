@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from miles_core.plugin import ConfigError, Facts, Problem, Review, described
+from miles_core.plugin import ConfigError, Facts, Problem, Review, describe_fact
 from miles_environments.entry import LIBRARIES, read_entries
 
 
@@ -20,7 +20,9 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
             entries += read_entries(split_fact(str(found.value or "")), flag)
         except ConfigError as error:
             problems.append(
-                Problem("environments", str(error), "this entry cannot be read", (described(found),), verb="refuses")
+                Problem(
+                    "environments", str(error), "this entry cannot be read", (describe_fact(found),), verb="refuses"
+                )
             )
     function = facts.lookup("rollout.generate")
     free = facts.lookup("rollout.generate_key").value or facts.lookup("rollout.custom_generate_function_path").value
@@ -31,7 +33,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
                 "environments",
                 "rollout.generate == environments",
                 f"an episode of {', '.join(several)} has several turns, and this rollout function plays them",
-                (described(function),),
+                (describe_fact(function),),
                 choices=("rollout.generate",),
                 tries=lambda: [{"rollout.generate": "environments"}],
             )
