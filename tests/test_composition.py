@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "int4": {"int4_group_size": 32},
     "cpu_kernels": {"device": "cpu"},
     "endpoint": {"generate": "endpoint", "agent": f"{COMPOSED}:agent"},
-    "critic": {"advantage_estimator": "ppo"},
+    "ppo": {"advantage_estimator": "ppo"},
     "coevolution": {"co_evolution_strategy": "simultaneous"},
     "tools": {"generate": "tools", "tools": f"{COMPOSED}:look", "tool_prompt": "text", "apply_chat_template": True},
     "environments": {"environments": f"file:{COMPOSED}:Letters", "prompt_data": None, "custom_rm_path": None},
@@ -53,7 +53,7 @@ DRAFTS: dict[str, dict[str, object]] = {"speculative": {"spec_lookahead": 2, "on
 EXPECTED = ("train/grad_norm", "mismatch/abs_log_prob", "speculative/accept_length")
 DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64}
 #: Plugins without a part that depends on the model's family, tried in pairs with one family.
-ANY_FAMILY = {"coevolution", "critic", "distillation", "endless", "endpoint", "environments", "lora", "mxfp6", "tools"}
+ANY_FAMILY = {"coevolution", "distillation", "endless", "endpoint", "environments", "lora", "mxfp6", "ppo", "tools"}
 #: The most plugins in one run: when it fails, the reason has to be found among them.
 GROUP = 5
 

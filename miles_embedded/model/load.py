@@ -44,7 +44,7 @@ from miles_embedded.model.indexer import KNOWN
 from miles_embedded.model.joint_linear import join_linear
 from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.temperature import tune_by_position
-from miles_embedded.model.value_head import add_value_head
+from miles_embedded.model.value_head import replace_output
 
 NAME = "miles"
 FLAG = "--hf-checkpoint"
@@ -77,7 +77,7 @@ def build_model(run: Any, policy: Any, role: str) -> nn.Module:
     name = run.hooks.find_provided("model")[0]
     model: nn.Module = run.hooks.make("model", name, run=run, policy=policy, role=role)
     if role == "critic":
-        add_value_head(run, policy, model)
+        replace_output(run, policy, model)
     run.hooks.on("on_model", run=run, policy=policy, model=model, role=role)
     return model
 
