@@ -44,6 +44,9 @@ TEXTS = [
 FEATURES = {p.name for p in (ROOT / "plugins").iterdir() if (p / "pyproject.toml").is_file()}
 FEATURES -= {"ppo"}  # its clipped loss is core's, as the loss of most estimators; the plugin adds the critic
 FEATURES |= {"embedded", "sglang", "megatron", "ray", "transformer_engine", "transformerengine"}
+#: Names that are also ordinary words (the ``tools`` of a chat template): there the plugin's package is looked for.
+ORDINARY = {"tools": "miles_tool_calls", "environments": "miles_environments"}
+FEATURES = {ORDINARY.get(name, name) for name in FEATURES}
 NAMED = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(FEATURES))})(?![a-z0-9])", re.IGNORECASE)
 
 PROJECTS = sorted(p for where in ("", "plugins/*/", "examples/*/") for p in ROOT.glob(f"{where}pyproject.toml"))
@@ -153,7 +156,8 @@ def test_public_names_exist_and_are_known_to_type_checkers(module):
 
 @pytest.mark.parametrize("name", list(discover()))
 def test_a_plugins_page_documents_its_flags(name):
-    manifest, home = discover()[name], next(ROOT.glob(f"*/*/miles_{name}"), ROOT / "miles_core").parent
+    own = (*ROOT.glob(f"plugins/{name}/miles_*"), *ROOT.glob(f"*/*/miles_{name}"), ROOT / "miles_core")
+    manifest, home = discover()[name], own[0].parent
     page = (home / "README.md").read_text(encoding="utf-8")
     flags = [*manifest.aliases]
     for field in dataclasses.fields(manifest.config) if manifest.config else ():

@@ -39,7 +39,7 @@ def test_an_answer_that_cannot_be_scored_is_masked(run, own, scripted, caplog, a
     assert len(removed) == 1 and done.metrics[0]["environments/masked"] == 1
     assert f"sample {removed[0]['index']} is masked: " in caplog.text and reason in caplog.text
     others = [s["reward"] for s in done.samples if s["group"] == removed[0]["group"] and not s["removed"]]
-    assert removed[0]["reward"] == others[0]  # the mean, so that nobody's advantage changes
+    assert removed[0]["reward"] == others[0]  # the mean, so that the advantage of the others stays
 
 
 def test_a_reward_of_the_group(run, own, scripted):
