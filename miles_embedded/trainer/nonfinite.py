@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from miles_core.data.batch import Batch
-from miles_core.train.auxiliary import with_auxiliary
+from miles_core.train.loss import with_auxiliary
 from miles_embedded.model.nonfinite import NonFiniteWatch, is_finite
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ def first_nonfinite_in_step(trainer: EmbeddedTrainer, batch: Batch, loss: LossFu
             output = trainer.parallel.call(trainer.callbacks.forward, trainer.model, micro_batch, ctx)
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             found = watch.first or _column(micro_batch)
+            if not found and output.log_probs is not None and not is_finite(output.log_probs):
+                found = "the log-probs that the forward returned, from finite outputs of all modules,"
             if not found and not is_finite(share.value):
                 found = "the loss itself, from finite log-probs and columns,"
             if share.value.requires_grad:
