@@ -26,11 +26,13 @@ ORDER = (
     "miles_runtime",
     "miles_schedules",
     "miles_mismatch",
+    "miles_chat",
     "miles_core",
 )
 SUBTITLES = {
     "miles_testing": "the test kit for plugin authors",
     "miles_embedded": "the backend that ships with core, a plugin like any other",
+    "miles_chat": "how models write tool calls",
     "miles_transport": "weights between processes",
     "miles_runtime": "where trainer and engines run",
     "miles_schedules": "schedules that generate while they train",

@@ -1,4 +1,7 @@
-"""A tool and an environment for ``test_composition``."""
+"""A tool, an agent and an environment for ``test_composition``."""
+
+import json
+import urllib.request
 
 from miles_environments import Environment, Task
 
@@ -6,6 +9,14 @@ from miles_environments import Environment, Task
 async def look(where: str) -> str:
     """Look somewhere."""
     return f"nothing {where}"
+
+
+def agent(task):
+    """Ask the model once."""
+    body = json.dumps({"messages": [{"role": "user", "content": task.row["prompt"]}]}).encode()
+    headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{task.base_url}/chat/completions", body, headers)):
+        return None
 
 
 class Letters(Environment):

@@ -24,6 +24,7 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"r3"}), "llama", "", "there is no router to replay in a dense model"),
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 quantises expert matrices only, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
+    (frozenset({"endpoint", "tools"}), "", "", "agents are run by this rollout function only"),
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 
@@ -32,6 +33,7 @@ COMPOSED = Path(__file__).with_name("composed.py")
 OPTIONS: dict[str, dict[str, object]] = {
     "int4": {"int4_group_size": 32},
     "cpu_kernels": {"device": "cpu"},
+    "endpoint": {"generate": "endpoint", "agent": f"{COMPOSED}:agent"},
     "ppo": {"advantage_estimator": "ppo"},
     "coevolution": {"co_evolution_strategy": "simultaneous"},
     "lora": {"lora_sync": "adapter"},  # the kind of sync that takes a format on both sides
@@ -51,7 +53,7 @@ DRAFTS: dict[str, dict[str, object]] = {"speculative": {"spec_lookahead": 2, "on
 EXPECTED = ("train/grad_norm", "mismatch/abs_log_prob", "speculative/accept_length")
 DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64}
 #: Plugins without a part that depends on the model's family, tried in pairs with one family.
-ANY_FAMILY = {"coevolution", "distillation", "endless", "environments", "lora", "mxfp6", "ppo", "tools"}
+ANY_FAMILY = {"coevolution", "distillation", "endless", "endpoint", "environments", "lora", "mxfp6", "ppo", "tools"}
 #: The most plugins in one run: when it fails, the reason has to be found among them.
 GROUP = 5
 

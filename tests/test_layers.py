@@ -103,6 +103,13 @@ TRANSPORT: list[dict[str, str]] = [
     },
 ]
 
+#: How models write tool calls, one layer in itself.
+CHAT: list[dict[str, str]] = [
+    {
+        "chat": "core: lookup miles_core.data miles_core.plugin",
+    },
+]
+
 #: Engine against trainer, one layer in itself.
 MISMATCH: list[dict[str, str]] = [
     {
@@ -161,6 +168,7 @@ TESTING: list[dict[str, str]] = [
 #: Import package -> its layers. Packages with one layer count as a whole.
 TABLES: dict[str, list[dict[str, str]]] = {
     "miles_core": LAYERS,
+    "miles_chat": CHAT,
     "miles_mismatch": MISMATCH,
     "miles_runtime": RUNTIME,
     "miles_schedules": SCHEDULES,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.run.rollouts import KINDS, read_file, rollout_files
+from miles_tools.report.conversation import turns_of
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ def _entry(row: Mapping[str, Any], kind: str, reward_key: str | None) -> dict[st
         "engine": _shorten(engine),
         "trainer": _shorten(trainer),
         "advantages": _shorten(advantages),
+        "turns": turns_of(row),
     }
 
 

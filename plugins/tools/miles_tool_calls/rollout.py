@@ -9,17 +9,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from miles_chat import Answer, Call, Dialect, find_dialect
 from miles_core.data import CannotExtend, Sample, Status
 from miles_core.plugin import Ask, Config, MilesError, RolloutFunction, Run, Turn
 from miles_tool_calls.budget import Budget
-from miles_tool_calls.call import Answer, Call
 from miles_tool_calls.config import ToolsConfig
 from miles_tool_calls.conversation import first_messages, result_messages
 from miles_tool_calls.outcome import Outcome, ToolFault
-from miles_tool_calls.template import Dialect, find_dialect
 from miles_tool_calls.toolbox import Session, Toolbox
 
 log = logging.getLogger(__name__)
+
+_ALTERNATIVE = "give --tool-prompt text, which writes schemas and results as text, or add a chat_template.jinja with tools to the checkpoint"
 
 
 def make_generate(run: Run) -> ToolLoop:
@@ -27,7 +28,7 @@ def make_generate(run: Run) -> ToolLoop:
     options: ToolsConfig = run.config.tools
     renderer = run.render.renderer
     assert renderer is not None  # a rule of the manifest demands the chat template
-    dialect = find_dialect(renderer, options.format, options.prompt)
+    dialect = find_dialect(renderer, options.format, options.prompt, _ALTERNATIVE)
     role = "tool" if options.prompt == "template" else "user"
     if renderer.examine(role) != "appends":
         log.warning(

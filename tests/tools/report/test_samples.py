@@ -53,6 +53,34 @@ def test_a_sample_is_told_with_its_parts_gap_and_advantage(tmp_path):
     assert held["gap"] is None and held["trainer"] is None
 
 
+def test_turns_of_a_conversation_are_told_with_calls_and_rewards(tmp_path):
+    call = {"name": "add", "arguments": {"a": 1, "note": "x" * 1000}}
+    turns = [
+        {
+            "start": 0,
+            "end": 1,
+            "reward": 0.5,
+            "calls": [call, {"name": "odd", "arguments": "{bad"}],
+            "errors": 1,
+            "seconds": 0.25,
+        },
+        {"start": 1, "end": 2, "reward": "none", "calls": "?"},
+        {"start": 2, "end": 1},
+        {"start": -1, "end": 1},
+        "no turn",
+    ]
+    keep(tmp_path, 1, [sample(0, metadata={"turns": turns}), sample(1, metadata={"turns": 3}), sample(2)])
+    found = json.loads(browser(tmp_path, "even")["data"])
+    first, second = found[0]["turns"]
+    assert (
+        first["calls"][0].startswith('add({"a": 1, "note": "xxx')
+        and len(first["calls"][0]) < 320
+        and first["calls"][1] == "odd({bad)"
+    )
+    assert (first["reward"], first["errors"], first["seconds"]) == (0.5, 1, 0.25) and second == {"start": 1, "end": 2}
+    assert found[1]["turns"] == found[2]["turns"] == []
+
+
 def test_the_page_stays_small_and_keeps_the_extremes(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "BUDGET", 12 * 2_000)
     for step in range(1, 31):

@@ -1,7 +1,7 @@
 """Formats in which models write tool calls, one module per family of formats.
 
 A ``Format`` reads the calls of an answer; ``FORMATS`` is the table of all. The format of a model is detected by rendering a call with its
-chat template and reading it back (``miles_tool_calls.template``).
+chat template and reading it back (``miles_chat.template``).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miles_tool_calls.call import Answer
-from miles_tool_calls.formats import harmony, json_lists, json_tags, marked, pythonic, xml_tags
+from miles_chat.call import Answer
+from miles_chat.formats import harmony, json_lists, json_tags, marked, pythonic, xml_tags
 
 #: ``(text, parameters) -> Answer``; ``parameters`` maps a tool's name to its JSON schema of parameters. The text holds special tokens
 #: and neither reasoning nor the final stop token (except for ``gpt_oss``, which separates its reasoning itself).

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from miles_tool_calls.call import SHOWN, Answer, Call, Malformed, load_first_json, make_call
-from miles_tool_calls.formats.json_tags import to_call
+from miles_chat.call import SHOWN, Answer, Call, Malformed, load_first_json, make_call
+from miles_chat.formats.json_tags import to_call
 
 _MISTRAL = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([\w.\-/]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from miles_tool_calls.call import SHOWN, Answer, Call, Malformed, load_json, make_call
+from miles_chat.call import SHOWN, Answer, Call, Malformed, load_json, make_call
 
 Parameters = Mapping[str, Mapping[str, Any]]
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from miles_tool_calls.call import Answer, Call, Malformed, make_call
+from miles_chat.call import Answer, Call, Malformed, make_call
 
 _MESSAGE = re.compile(
     r"(?P<header>(?:(?!<\|message\|>|<\|end\|>|<\|call\|>|<\|return\|>).)*)<\|message\|>"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from miles_tool_calls.call import SHOWN, Answer, Call, Malformed, make_call
+from miles_chat.call import SHOWN, Answer, Call, Malformed, make_call
 
 _DEEPSEEK = {
     mark: f"<｜tool▁{mark.replace('_', '▁')}｜>"

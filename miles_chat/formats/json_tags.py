@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from miles_tool_calls.call import SHOWN, Answer, Call, Malformed, load_json, make_call
+from miles_chat.call import SHOWN, Answer, Call, Malformed, load_json, make_call
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 

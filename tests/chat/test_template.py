@@ -2,9 +2,9 @@
 
 import pytest
 
+from miles_chat import find_dialect
 from miles_core.data import Renderer
 from miles_core.plugin import ConfigError
-from miles_tool_calls.template import find_dialect
 from miles_tools.demo.model import make_tokenizer
 
 START = "{%- if tools -%}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif -%}"
@@ -41,10 +41,10 @@ def test_the_format_is_detected(calls, name, as_text):
 @pytest.mark.parametrize(
     ("render", "name", "message"),
     [
-        (renderer(HERMES, start=""), "auto", "ignores tools: their schemas do not appear in the prompt; give --tool-prompt text"),
-        (renderer(""), "auto", "does not write the calls of an answer; give --tool-prompt text"),
-        (renderer(HERMES), "glm", "--tool-format glm: a call that the chat template of .* is not read back in this format"),
-        (renderer(OTHER), "auto", "--tool-format auto: a call .*it writes '!!qzj_tool.*the formats are: hermes"),
+        (renderer(HERMES, start=""), "auto", "ignores tools: their schemas do not appear in the prompt; add a chat_template.jinja"),
+        (renderer(""), "auto", "does not write the calls of an answer; add a chat_template.jinja"),
+        (renderer(HERMES), "glm", "the tool-call format glm: a call that the chat template of .* is not read back in this format"),
+        (renderer(OTHER), "auto", "the tool-call format auto: a call .*it writes '!!qzj_tool.*the formats are: hermes"),
         (
             renderer(HERMES, loop=LOOP.replace("{{ m.content }}", "{%- if m.role != 'tool' -%}{{ m.content }}{%- endif -%}")),
             "auto",

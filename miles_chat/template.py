@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from miles_chat.call import Answer, Call, split_reasoning
+from miles_chat.formats import FORMATS, Format
 from miles_core.data import Renderer
 from miles_core.plugin import ConfigError, DataError
-from miles_tool_calls.call import Answer, Call, split_reasoning
-from miles_tool_calls.formats import FORMATS, Format
 
 _QUESTION = "qzjQuestionqzj"
 _RESULT = "qzjResultqzj"
@@ -30,7 +30,8 @@ _TOOL = {
 }
 _PROBE = Call("qzj_tool", {"text": "a b", "count": 3})
 _ID = "call00000"
-_ALTERNATIVE = "give --tool-prompt text, which writes schemas and results as text, or add a chat_template.jinja with tools to the checkpoint"
+#: What a user can do if the template does not support tools.
+ADD_TEMPLATE = "add a chat_template.jinja with tools to the checkpoint"
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,16 @@ def _message_call(name: str, arguments: dict[str, Any], id_: str, as_text: bool)
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": given}}
 
 
-def find_dialect(renderer: Renderer, name: str, mode: str) -> Dialect:
+def find_dialect(
+    renderer: Renderer, name: str = "auto", mode: str = "template", otherwise: str = ADD_TEMPLATE
+) -> Dialect:
     """Determine the dialect of a chat template.
 
     Args:
         renderer: the chat template.
-        name: ``--tool-format``.
-        mode: ``--tool-prompt``.
+        name: a key of ``FORMATS``, or auto.
+        mode: ``template``, or ``text`` if the caller writes schemas, calls and results as text, in Hermes' format.
+        otherwise: what a user can do if the template does not support tools, for messages.
 
     Raises:
         ConfigError: the template does not support tools, or writes calls in another format.
@@ -97,9 +101,9 @@ def find_dialect(renderer: Renderer, name: str, mode: str) -> Dialect:
         return _make_dialect(renderer, "hermes", False)
     model = renderer.tokenizer.name_or_path or "this model"
     user = [{"role": "user", "content": _QUESTION}]
-    if "qzj_tool" not in _text(renderer, user, model, [_TOOL]):
+    if "qzj_tool" not in _text(renderer, user, model, otherwise):
         raise ConfigError(
-            f"the chat template of {model} ignores tools: their schemas do not appear in the prompt; {_ALTERNATIVE}"
+            f"the chat template of {model} ignores tools: their schemas do not appear in the prompt; {otherwise}"
         )
     names = list(FORMATS) if name == "auto" else [name]
     rendered = {as_text: _render_call(renderer, as_text) for as_text in (False, True)}
@@ -108,13 +112,13 @@ def find_dialect(renderer: Renderer, name: str, mode: str) -> Dialect:
             dialect = _make_dialect(renderer, candidate, as_text)
             parameters = {"qzj_tool": _PARAMETERS}
             if any(dialect.read(text, parameters).calls == [_PROBE] for text in texts):
-                _check_result(renderer, dialect, model)
+                _check_result(renderer, dialect, model, otherwise)
                 return dialect
     shown = next((text for texts in rendered.values() for text in texts[:1]), "")
     if not any("qzj_tool" in text for texts in rendered.values() for text in texts):
-        raise ConfigError(f"the chat template of {model} does not write the calls of an answer; {_ALTERNATIVE}")
+        raise ConfigError(f"the chat template of {model} does not write the calls of an answer; {otherwise}")
     raise ConfigError(
-        f"--tool-format {name}: a call that the chat template of {model} writes is not read back in this format; it writes "
+        f"the tool-call format {name}: a call that the chat template of {model} writes is not read back in this format; it writes "
         f"{shown!r:.200}; the formats are: {', '.join(FORMATS)}"
     )
 
@@ -128,11 +132,11 @@ def _make_dialect(renderer: Renderer, name: str, as_text: bool) -> Dialect:
     return Dialect(name, FORMATS[name], as_text, stops, frozenset(int(end) for end in ends))
 
 
-def _text(renderer: Renderer, messages: list[dict[str, Any]], model: str, tools: list[Any]) -> str:
+def _text(renderer: Renderer, messages: list[dict[str, Any]], model: str, otherwise: str) -> str:
     try:
-        return renderer.text(messages, tools)
+        return renderer.text(messages, [_TOOL])
     except DataError as error:
-        raise ConfigError(f"the chat template of {model} refuses tools ({error}); {_ALTERNATIVE}") from error
+        raise ConfigError(f"the chat template of {model} refuses tools ({error}); {otherwise}") from error
 
 
 def _render_call(renderer: Renderer, as_text: bool) -> list[str]:
@@ -156,7 +160,7 @@ def _render_call(renderer: Renderer, as_text: bool) -> list[str]:
     return [text.rstrip().removesuffix(end) for text in texts]
 
 
-def _check_result(renderer: Renderer, dialect: Dialect, model: str) -> None:
+def _check_result(renderer: Renderer, dialect: Dialect, model: str, otherwise: str) -> None:
     """Raise ConfigError if the template does not show a tool's result."""
     call = _message_call(_PROBE.name, _PROBE.arguments, _ID, dialect.as_text)
     messages: list[dict[str, Any]] = [
@@ -164,5 +168,5 @@ def _check_result(renderer: Renderer, dialect: Dialect, model: str) -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": _PROBE.name, "tool_call_id": _ID, "content": _RESULT},
     ]
-    if _RESULT not in _text(renderer, messages, model, [_TOOL]):
-        raise ConfigError(f"the chat template of {model} does not show the results of tools; {_ALTERNATIVE}")
+    if _RESULT not in _text(renderer, messages, model, otherwise):
+        raise ConfigError(f"the chat template of {model} does not show the results of tools; {otherwise}")

@@ -9,7 +9,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from miles_tool_calls.call import SHOWN, Answer, Call, Malformed, make_call
+from miles_chat.call import SHOWN, Answer, Call, Malformed, make_call
 
 _BEGIN, _END = "<|tool_call_start|>", "<|tool_call_end|>"
 _TAGS = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from miles_tool_calls.call import Call, Malformed, split_reasoning
-from miles_tool_calls.formats import FORMATS
+from miles_chat import FORMATS, Call, Malformed, split_reasoning
 
 PARAMETERS = {
     "add": {

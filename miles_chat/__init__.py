@@ -1,0 +1,24 @@
+"""How models write reasoning and tool calls: one parser per family, and detection of the format from a chat template.
+
+Plugins that let a model call tools use this package. The tokens of an answer are never changed; ``Dialect.read`` reads their text.
+"""
+
+from typing import TYPE_CHECKING
+
+from miles_core.lookup import make_lazy_exports
+
+if TYPE_CHECKING:
+    from miles_chat.call import Answer, Call, Malformed, split_reasoning
+    from miles_chat.formats import FORMATS, Format
+    from miles_chat.template import Dialect, find_dialect
+
+__all__ = ["FORMATS", "Answer", "Call", "Dialect", "Format", "Malformed", "find_dialect", "split_reasoning"]
+
+__getattr__, __dir__ = make_lazy_exports(
+    __name__,
+    {
+        "miles_chat.call": "Answer Call Malformed split_reasoning",
+        "miles_chat.formats": "FORMATS Format",
+        "miles_chat.template": "Dialect find_dialect",
+    },
+)

@@ -1,0 +1,54 @@
+"""Agents that speak the OpenAI protocol as rollout functions for miles-core: an exact endpoint with one session per sample."""
+
+from miles_core.plugin import Hint, Plugin, Rule, above
+from miles_endpoint.config import EndpointConfig
+
+__version__ = "0.1.0"
+
+plugin = Plugin(
+    name="endpoint",
+    summary="an OpenAI-compatible endpoint in front of the engine: trains agents in any language with exact tokens",
+    version=__version__,
+    core="~=0.1",
+    config=EndpointConfig,
+    provides={
+        "generate": {"endpoint": "miles_endpoint.rollout:make_generate"},
+        "reward": {"agent": "miles_endpoint.rollout:make_reward"},
+    },
+    requires=(
+        Rule(
+            needs="endpoint.agent",
+            because="there is no agent to run: give --agent 'COMMAND', MODULE:FUNCTION or FILE.py:FUNCTION",
+        ),
+        Rule(
+            needs="rollout.generate == endpoint",
+            when="not rollout.generate_key and not rollout.custom_generate_function_path",
+            because="agents are run by this rollout function only",
+        ),
+    ),
+    hints=(
+        Hint(
+            "agents-fail",
+            "rollout/failed",
+            above(0.1),
+            "{metric}: {percent} of the rollouts failed",
+            "see run.log for the agents' errors; give slow agents more time (--agent-timeout), or run fewer at once "
+            "(--max-concurrent-samples)",
+        ),
+        Hint(
+            "edited-histories",
+            "endpoint/branch_edited",
+            above(1.0),
+            "{metric}: {value} requests per rollout show answers that were changed, and begin a new branch",
+            "let the agent send earlier messages back as it received them; each branch is rendered and computed again",
+        ),
+        Hint(
+            "rewriting-template",
+            "endpoint/branch_reasoning",
+            above(1.0),
+            "{metric}: {value} requests per rollout begin a new branch because the chat template removes earlier reasoning",
+            "switch that off if the template can (--chat-template-kwargs clear_thinking=false, truncate_history_thinking=false or "
+            "preserve_thinking=true), or use an instruct model",
+        ),
+    ),
+)
