@@ -9,7 +9,8 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
   inside a layer ``active_context``;
 - to wrap an engine or a trainer: ``make_engine``, ``make_trainer``;
 - to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``;
-- to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``;
+- to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``; a value head next to
+  the output layer: ``new_value_head``, ``add_value_head``, ``VALUE_HEAD``;
 - to build a second model: ``checkpoint_config``, ``unloaded_model``, ``prepare``;
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
@@ -34,7 +35,7 @@ for _noisy in ("torchao", "torch.utils._pytree"):
 if TYPE_CHECKING:
     from miles_embedded.engine.attention import DecodeCall
     from miles_embedded.engine.build import make_engine
-    from miles_embedded.engine.cached_rows import CachedRows
+    from miles_embedded.engine.cache import CachedRows
     from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
     from miles_embedded.engine.prompts import Prompts
     from miles_embedded.engine.sampling import pick
@@ -42,13 +43,11 @@ if TYPE_CHECKING:
     from miles_embedded.memory.usage import engines_gpus, longest_sample, size_of, wanted_rows
     from miles_embedded.model.attention import AttentionOptions
     from miles_embedded.model.call import Call, active_context
-    from miles_embedded.model.configuration import text_configuration
+    from miles_embedded.model.experts import Routed, find_routed, routed_blocks
     from miles_embedded.model.export import export_checkpoint
     from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
     from miles_embedded.model.load import (
-        backbone,
         checkpoint_config,
-        decoder_layers,
         has_windows,
         is_embedded,
         load_model,
@@ -65,16 +64,17 @@ if TYPE_CHECKING:
         operations_of,
         use_operations,
     )
+    from miles_embedded.model.parts import backbone, decoder_layers, text_configuration
     from miles_embedded.model.released import Released
-    from miles_embedded.model.routers import Routed, find_routed, routed_blocks
-    from miles_embedded.model.sharded import gather_tensor, local_shard
-    from miles_embedded.model.views import views
+    from miles_embedded.model.value_head import VALUE_HEAD, add_value_head, new_value_head
+    from miles_embedded.model.views import gather_tensor, local_shard, views
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
     from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
     from miles_embedded.trainer.packing import Packing
 
 __all__ = [
+    "VALUE_HEAD",
     "Attention",
     "AttentionOptions",
     "CachedRows",
@@ -94,6 +94,7 @@ __all__ = [
     "Routed",
     "active_context",
     "add_layer",
+    "add_value_head",
     "available",
     "backbone",
     "checkpoint_config",
@@ -112,6 +113,7 @@ __all__ = [
     "make_trainer",
     "model_size",
     "new_layer",
+    "new_value_head",
     "operations_of",
     "optimizer_group",
     "pick",
@@ -134,7 +136,7 @@ __getattr__, __dir__ = make_lazy_exports(
     {
         "miles_embedded.engine.attention": "DecodeCall",
         "miles_embedded.engine.build": "make_engine",
-        "miles_embedded.engine.cached_rows": "CachedRows",
+        "miles_embedded.engine.cache": "CachedRows",
         "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.sampling": "pick",
@@ -144,15 +146,15 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
-        "miles_embedded.model.configuration": "text_configuration",
-        "miles_embedded.model.load": "backbone checkpoint_config decoder_layers has_windows is_embedded load_model prepare unloaded_model",
+        "miles_embedded.model.parts": "backbone decoder_layers text_configuration",
+        "miles_embedded.model.load": "checkpoint_config has_windows is_embedded load_model prepare unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
         "miles_embedded.model.released": "Released",
-        "miles_embedded.model.routers": "Routed find_routed routed_blocks",
-        "miles_embedded.model.sharded": "gather_tensor local_shard",
-        "miles_embedded.model.views": "views",
+        "miles_embedded.model.experts": "Routed find_routed routed_blocks",
+        "miles_embedded.model.value_head": "VALUE_HEAD add_value_head new_value_head",
+        "miles_embedded.model.views": "gather_tensor local_shard views",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",
         "miles_embedded.trainer.optimizer_group": "OptimizerGroup optimizer_group",

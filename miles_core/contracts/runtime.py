@@ -16,7 +16,7 @@ per GPU works as follows (``miles_runtime`` implements everything except startin
   one for all requests of a group); every other call goes to all of them.
 - Weights do not pass through the driver: ``push`` runs export, encoding and transport in the trainer ranks. A rank's transport
   has its own engine front, through which it calls ``receive`` of the engines. Tensors passed to that front are sent as bytes.
-- With ``--colocate``, ranks and engines share devices. Core makes them take turns (``miles_runtime.turns``). The runtime places
+- With ``--colocate``, ranks and engines share devices. Core makes them take turns (``miles_runtime.learner_front``). The runtime places
   them on the devices and uses the same calls to free memory while it builds each of them.
 - A process that dies or stops responding raises ``WorkerLost``. The engine front replaces a lost engine. A lost trainer rank loses the
   training since the last checkpoint: the driver calls ``recover`` of the runtime and repeats the steps from that checkpoint.
@@ -25,7 +25,7 @@ per GPU works as follows (``miles_runtime`` implements everything except startin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,8 @@ import numpy as np
 
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
-from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Policy
+from miles_core.contracts.trainer import Pass
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, MilesError, WorkerLost
@@ -126,6 +127,18 @@ class LearnerHandle(ABC):
 
         Entries are 0 where the loss mask is 0. The computation is that of a training step (pass ``verify``), changed by
         ``emulation``. It uses the fields present in the samples, as training does; fields may be absent.
+        """
+
+    @abstractmethod
+    async def columns(
+        self, samples: Sequence[Sample], kind: Pass, wanted: Collection[str]
+    ) -> list[dict[str, np.ndarray]]:
+        """Compute several columns of each sample's response tokens in one pass: name -> [response_length].
+
+        Args:
+            samples: the samples.
+            kind: ``old``, ``ref`` (the reference weights) or ``verify``.
+            wanted: ``log_probs``, ``entropy`` and ``values``, as for ``Trainer.columns``.
         """
 
     @abstractmethod

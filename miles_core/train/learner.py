@@ -16,14 +16,12 @@ from torch import Tensor
 
 from miles_core.algorithm.advantage import ADVANTAGES, KL_IN_REWARD, AdvantageInputs, whiten
 from miles_core.algorithm.correction import NOTHING, Needs, identity, needs_of
-from miles_core.algorithm.kl import engine_gap, kl_estimate
 from miles_core.algorithm.overlong import overlong_penalty
-from miles_core.algorithm.reduction import loss_weights
+from miles_core.algorithm.policy_loss import engine_gap, kl_estimate, loss_weights
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.runtime import TrainedTokens
-from miles_core.contracts.trainer import Callbacks, LossFunction, Trainer
-from miles_core.data.batch import Batch, collate
-from miles_core.data.means import add, as_floats
+from miles_core.contracts.trainer import Callbacks, Context, Loss, LossFunction, Output, Pass, Trainer
+from miles_core.data.batch import Batch, add, as_floats, collate
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
 from miles_core.errors import ConfigError, DataError, NonFiniteError, PluginError
@@ -31,13 +29,65 @@ from miles_core.plugin.load import compose
 from miles_core.train.correction import check_rollout_log_probs, correction_inputs
 from miles_core.train.finite import check_finite
 from miles_core.train.loss import policy_loss, supervised_loss, value_loss
-from miles_core.train.recorder import TokenRecorder
 from miles_core.train.share import Pairs, Share
 
 if TYPE_CHECKING:
     from miles_core.contracts.hooks import Purpose
-    from miles_core.contracts.policy import Policy
-    from miles_core.contracts.run import Run
+    from miles_core.contracts.run import Policy, Run
+
+
+#: Batch scalar with the index of each sample in the rollout.
+POSITION = "position"
+
+
+class TokenRecorder:
+    """Records advantages and the log-probabilities of the policy before the rollout's first optimiser step.
+
+    If a separate pass computed the old policy's log-probabilities, these are used. Otherwise the rollout has a single optimiser
+    step, and the loss wrapped with ``wrap_loss`` records the log-probabilities of that step.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._old: np.ndarray | None = None
+
+    def wrap_loss(self, loss: LossFunction) -> LossFunction:
+        """Wrap ``loss`` to record the log-probabilities of batches that have the scalar ``POSITION``."""
+
+        def recording_loss(output: Output, batch: Batch, ctx: Context) -> Loss:
+            if POSITION in batch.scalars and output.log_probs is not None:
+                self._seen.append((batch.scalars[POSITION], batch.lengths, output.log_probs.detach()))
+            return loss(output, batch, ctx)
+
+        return recording_loss
+
+    def start(self, batch: Batch, old: Tensor | None) -> None:
+        """Start a rollout. ``old`` holds the old policy's log-probabilities, [T]; if None, the wrapped loss records them."""
+        self._seen, self._old = [], None if old is None else old.float().cpu().numpy()
+        if old is None:
+            batch.scalars[POSITION] = torch.arange(len(batch))
+
+    def tokens(self, batch: Batch) -> list[TrainedTokens]:
+        """Return the recorded values of each sample; log-probabilities are None on a rank that computes no loss."""
+        bounds = [0, *batch.lengths.cumsum(0).tolist()]
+        log_probs = self._recorded_log_probs(len(batch)) if self._old is None else np.split(self._old, bounds[1:-1])
+        advantages = np.split(batch.column("advantages").float().cpu().numpy(), bounds[1:-1])
+        prompts = batch.prompt_lengths.tolist()
+        self._seen, self._old = [], None
+        return [
+            TrainedTokens(None if own is None else own[prompt:], advantage[prompt:])
+            for own, advantage, prompt in zip(log_probs[: len(batch)], advantages[: len(batch)], prompts, strict=True)
+        ]
+
+    def _recorded_log_probs(self, count: int) -> list[np.ndarray | None]:
+        result: list[np.ndarray | None] = [None] * count
+        for positions, lengths, log_probs in self._seen:
+            parts = np.split(log_probs.float().cpu().numpy(), lengths.cumsum(0).cpu().numpy()[:-1])
+            for position, part in zip(positions.tolist(), parts, strict=True):
+                # a padding micro-batch without trained tokens repeats a sample; it comes last and is ignored
+                if position < count and result[position] is None:
+                    result[position] = part
+        return result
 
 
 class Learner:
@@ -137,14 +187,14 @@ class Learner:
         return metrics
 
     def columns(
-        self, samples: Sequence[Sample], wanted: Collection[str], top_k: int = 0
+        self, samples: Sequence[Sample], wanted: Collection[str], top_k: int = 0, kind: Pass = "verify"
     ) -> list[dict[str, np.ndarray]]:
         """Compute columns for the response tokens of each sample: name -> [response_length, ...]; names as for ``Trainer.columns``."""
         batch = collate(samples, self.run.fields)
         self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
         arrays = {
             name: column.float().cpu().numpy() if column.is_floating_point() else column.cpu().numpy()
-            for name, column in self.trainer.columns(batch, "verify", wanted, top_k).items()
+            for name, column in self.trainer.columns(batch, kind, wanted, top_k).items()
         }
         starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
         spans = [slice(s + p, s + n) for s, p, n in zip(starts, batch.prompt_lengths.tolist(), lengths, strict=True)]
@@ -227,7 +277,7 @@ class Learner:
         )
 
     def _log_probs(self, batch: Batch, steps: int, metrics: Pairs) -> None:
-        """Add the columns ``old_log_probs`` and ``ref_log_probs`` where needed.
+        """Add the columns ``old_log_probs`` and ``ref_log_probs`` where needed, unless ``wrap_learn`` has attached them.
 
         Old log-probabilities are computed if they differ from the current ones, or if the whole step is needed before the first
         backward pass. Otherwise the only step is its own old policy, and the pass is skipped.
@@ -237,18 +287,33 @@ class Learner:
         in_reward = bool(options.kl_coef) and not own
         if options.use_rollout_logprobs:
             batch.columns["old_log_probs"] = batch.rollout_log_probs
-        elif steps > 1 or self.needs.whole_step or in_reward or self.advantage_needs.old:
-            old = self.trainer.log_probs(batch, "old")["log_probs"]
-            batch.columns["old_log_probs"] = old
+        elif (
+            (attached := self._has_column(batch, "old_log_probs"))
+            or steps > 1
+            or self.needs.whole_step
+            or in_reward
+            or self.advantage_needs.old
+        ):
+            if not attached:
+                batch.columns["old_log_probs"] = self.trainer.log_probs(batch, "old")["log_probs"]
+            old = batch.column("old_log_probs")
             if "rollout_log_probs" in batch.columns:
                 add(metrics, as_floats(engine_gap(old, batch.column("rollout_log_probs"), batch.mask)))
-        if options.kl_coef or options.kl_loss_coef:
+        if (options.kl_coef or options.kl_loss_coef) and not self._has_column(batch, "ref_log_probs"):
             batch.columns["ref_log_probs"] = self.trainer.log_probs(batch, "ref")["log_probs"]
 
     def _values(self, batch: Batch) -> None:
         """Add a critic's values before its first step, unless ``wrap_learn`` has attached them."""
-        if "values" not in batch.columns:
+        if not self._has_column(batch, "values"):
             batch.columns["values"] = self.trainer.columns(batch, "old", {"values"})["values"]
+
+    def _has_column(self, batch: Batch, name: str) -> bool:
+        """Whether ``wrap_learn`` attached the column to the samples of any rank. Adds it on a rank without samples, because all ranks
+        must make the same passes. A collective."""
+        if not bool(self.trainer.sum(torch.tensor(float(name in batch.columns)))):
+            return False
+        batch.columns.setdefault(name, torch.zeros_like(batch.mask))
+        return True
 
     def _advantages(self, batch: Batch) -> Tensor:
         options, name = self.config.algorithm, self.config.algorithm.advantage_estimator
