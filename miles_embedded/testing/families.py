@@ -7,6 +7,7 @@ tests and the table of ``docs/families.md`` use it.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -315,8 +316,9 @@ def _compare_generation(engine: EmbeddedEngine, reference: Any) -> tuple[float, 
 
 def _placeholders(model: Any) -> set[int]:
     """Return the token ids that a model with towers replaces by images, sounds and videos."""
-    named = {n: v for n, v in model.config.to_dict().items() if n.endswith(("_token_id", "_token_index"))}
-    return {v for n, v in named.items() if isinstance(v, int) and not n.startswith(("bos", "eos", "pad", "decoder"))}
+    config = model.config.to_dict()
+    names = [n for n in config if re.search(r"^(bo|eo)[aiv]_|image|video|audio|vision|speech", n)]
+    return {config[n] for n in names if n.endswith(("_token_id", "_token_index")) and isinstance(config[n], int)}
 
 
 def small_groups() -> list[Sample]:
