@@ -8,7 +8,7 @@ Python lists, and ``None`` leaves an option unset.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ class Result:
     """
 
     directory: Path
-    metrics: list[dict[str, Any]]
+    metrics: list[dict[str, Any]] = field(repr=False)
     step: int
     of: int
     why: str

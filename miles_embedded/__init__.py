@@ -23,10 +23,15 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 ``miles_embedded.testing`` is public too.
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 from miles_core.lookup import make_lazy_exports
 from miles_embedded.manifest import plugin
+
+# Transformers imports torchao wherever it is installed, and that warns of kernels for other devices in every process.
+for _noisy in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
     from miles_embedded.engine.attention import DecodeCall

@@ -24,7 +24,6 @@ _OWN_ATTENTION = (
     "its attention is incompatible with packed sequences or cached keys (two attentions in one cache slot, its own mask or positions, "
     "a compressed or indexed cache); use another engine and trainer"
 )
-_UNEXPLAINED = "a comparison with Transformers' own code found other log-probs or gradients, and the cause is unknown; use another engine and trainer"
 #: Reason -> refused model types. ``docs/families.md`` lists them and the tested ones. A type in neither list is untested; its scores
 #: are compared with plain forwards when an engine is built.
 REFUSED: dict[str, tuple[str, ...]] = {
@@ -82,7 +81,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("pegasus", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm", "xlm-roberta"),
         *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm"),
     ),
-    _UNEXPLAINED: ("gemma4_unified", "gemma4_unified_text", "muse_glimmer"),
     _OWN_ATTENTION: (
         *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "modernbert-decoder"),
     ),

@@ -126,4 +126,5 @@ def explain_value(option: Option, value: object, schema: Schema) -> str | None:
 def explain_plugin(name: str, schema: Schema) -> str:
     """Return an error message for a requested plugin that is not installed."""
     nearest = did_you_mean(name, schema.manifests, "; ")
-    return f"no plugin {name!r} is installed{nearest}; `miles plugins` lists those that are"
+    package = f"miles-plugin-{name.replace('_', '-')}"
+    return f"no plugin {name!r} is installed{nearest}; `miles plugins` lists those that are; its package is usually named {package}"

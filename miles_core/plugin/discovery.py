@@ -101,7 +101,10 @@ class Catalogue(Mapping[str, Plugin]):
         if wanted.endswith(".py") or "/" in wanted or "\\" in wanted:
             return self.add_file(Path(wanted))
         if wanted not in self:
-            hint = did_you_mean(wanted, self.names) or "install the package that provides it"
+            hint = (
+                did_you_mean(wanted, self.names)
+                or f"install the package that provides it (usually miles-plugin-{wanted.replace('_', '-')})"
+            )
             raise PluginError(f"no plugin {wanted!r} is installed; {hint}")
         return self[wanted].name
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 #: Hint for an unknown name. It suggests no install command, because a package with the typed name may belong to anyone.
-COMES_WITH = "others come with plugins; install the package that provides it"
+COMES_WITH = "others come with plugins; install the package that provides it (usually miles-plugin-NAME)"
 
 
 #: Prefix of the names of facts about installed packages.

@@ -156,8 +156,9 @@ def _linear(module: nn.Linear, input: Tensor) -> Tensor:
         return _few_rows(module, input, rows)
     if not use_onednn(input, rows):
         return nn.Linear.forward(module, input)
-    out: Tensor = _Linear.apply(input, module.weight, module.bias)
-    return out
+    # of a matrix the result is a new tensor; a view that a custom function returns could not be changed in place (Gemma 3n does)
+    out: Tensor = _Linear.apply(input.reshape(rows, -1), module.weight, module.bias)
+    return out.view(*input.shape[:-1], -1)
 
 
 def _is_decoding(x: Tensor) -> bool:

@@ -40,7 +40,8 @@ def test_an_absent_part_names_the_plugin_that_is_called_like_it(manifests):
     schema = collect(manifests)
     message = elsewhere.explain_value(schema.find("engine"), "vllm", schema)
     assert message == (
-        "engine cannot be 'vllm'; it is one of embedded or server; others come with plugins; install the package that provides it"
+        "engine cannot be 'vllm'; it is one of embedded or server; others come with plugins; "
+        "install the package that provides it (usually miles-plugin-NAME)"
     )
     assert "nothing provides one" in elsewhere.explain_value(collect([]).find("engine"), "vllm", collect([]))
     assert elsewhere.explain_value(schema.find("engine"), "servr", schema) is None  # the check says: did you mean

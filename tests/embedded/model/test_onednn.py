@@ -115,3 +115,19 @@ def test_onednn_is_chosen_by_the_width_of_the_processors_units(vendor, family, w
     text = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
     assert onednn.has_wide_units(text) is wide
     assert not onednn.has_wide_units("processor\t: 0\n")
+
+
+@needs_fast_path
+def test_the_result_can_be_changed_in_place_where_gradients_are_needed():
+    """Gemma 3n multiplies what its projection returned in place."""
+    torch.manual_seed(0)
+    plain, fast = (torch.nn.Linear(64, 96, bias=False) for _ in range(2))
+    fast.load_state_dict(plain.state_dict())
+    onednn.use_fast_linear(fast)
+    x, results = torch.randn(1, 64, 64), []
+    for module in (plain, fast):
+        out = module(x)
+        out *= 2.0
+        out.square().sum().backward()
+        results.append(module.weight.grad)
+    torch.testing.assert_close(*results)
