@@ -206,7 +206,7 @@ def _left(run: Path, fault: str, phase: str) -> list[str]:
         completed -= 1  # it was being written down
     if fault == "second writer":
         completed = STEPS
-    last = Checkpoints(run / "checkpoints").latest() or 0
+    last = Checkpoints(run / "checkpoints").find_latest() or 0
     return [f"the last checkpoint is of step {last}, {completed} were complete"] if last < completed else []
 
 

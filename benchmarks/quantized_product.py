@@ -32,7 +32,7 @@ from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import Batch, collate
 from miles_core.data.sample import Sample
 from miles_core.precision.codec import Codec
-from miles_core.precision.product import Products, emulated
+from miles_core.precision.product import Products, emulate_product
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import NAME, prepare
@@ -102,7 +102,7 @@ def products(given: argparse.Namespace) -> list[dict[str, Any]]:
 def distances(format: Any, product: Any, x: torch.Tensor, parts: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative RMS distances, of up to 256 rows."""
     exact = format.fake_quantize_activation(x.float()).double() @ format.dequantize(parts).double().T
-    native, near = product(x, product.prepare(parts)).double(), emulated(format, x, parts).double()
+    native, near = product(x, product.prepare(parts)).double(), emulate_product(format, x, parts).double()
     return {
         "native_from_exact": float(f"{(native - exact).norm() / exact.norm():.2e}"),
         "emulated_from_exact": float(f"{(near - exact).norm() / exact.norm():.2e}"),

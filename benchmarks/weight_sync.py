@@ -105,7 +105,7 @@ def through_buckets(
 
             def send() -> None:
                 nonlocal sent
-                sent = runner.run(sender.send(stream(sender.room), engine.receive, 1))
+                sent = runner.run(sender.send(stream(sender.reserve), engine.receive, 1))
                 sender.in_force()
 
             def count() -> dict[str, Any]:

@@ -24,11 +24,11 @@ from miles_core.loop import train
 from miles_core.observe import log as logs
 from miles_core.observe.progress import Progress
 from miles_core.plugin.manifest import Plugin
-from miles_core.plugin.render import notices
+from miles_core.plugin.render import list_notices
 from miles_core.redact import redact
 from miles_core.run.checks import check_inputs
 from miles_core.run.directory import claim_directory
-from miles_core.run.ending import ENDING, Ending, ending
+from miles_core.run.ending import ENDING, Ending, record_ending
 from miles_core.run.make import make_log, packages
 from miles_core.run.prepare import set_environment
 from miles_core.run.stopping import Deadline, OutOfTime
@@ -86,7 +86,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         console = logs.configure(config.run.log_level, directory, console, packages(plan, manifests))
         _write_start(run)
         log.info("%s", plan.header)
-        for line in notices(plan):
+        for line in list_notices(plan):
             log.info("%s", line)
         log.info("run directory: %s", directory)
         for change in changes(resume_from, plan.record()) if resume_from else ():
@@ -106,9 +106,9 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
                 parts = []
             except Exception as error:
                 log.error("the run ended", exc_info=error, extra=logs.FILE_ONLY)
-                _report_ending(ending(run, error=error), error)
+                _report_ending(record_ending(run, error=error), error)
                 raise
-        end = ending(run, signal=stopped.name)
+        end = record_ending(run, signal=stopped.name)
         _report_ending(end)
         return Launched(run, parts, end, stopped.signals[-1] if stopped.signals else 0)
 
@@ -119,7 +119,7 @@ def _open_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, sta
         return make_log(run, manifests, progress, start)
     except MilesError as error:
         run.step = start or 0
-        _report_ending(ending(run, error=error), error)
+        _report_ending(record_ending(run, error=error), error)
         raise
 
 
@@ -168,7 +168,7 @@ class StopSignals:
             self.run.config.run.stop_within,
             self.name,
         )
-        _report_ending(ending(self.run, signal=self.name))
+        _report_ending(record_ending(self.run, signal=self.name))
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def _write_start(run: Run) -> None:
         (run.directory / ENDING).unlink(missing_ok=True)  # how an earlier process of this run ended
         (run.directory / "config.yaml").write_text(redact(run.config.to_yaml()), encoding="utf-8")
         (run.directory / "plan.json").write_text(json.dumps(run.plan.record()), encoding="utf-8")
-        for name in run.hooks.provided("record"):
+        for name in run.hooks.find_provided("record"):
             run.hooks.builder("record", name)[1](run.directory)
     except OSError as error:
         raise ConfigError(

@@ -101,20 +101,20 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
             part.learner.learned = None
         for part in parts:
             if part.policy.role == "train":
-                own = run.own(part.policy, groups)
+                own = run.select_policy(part.policy, groups)
                 learned = await learn(part, own, run.step)
                 trained += zip_longest(own, learned.tokens)
-                metrics |= run.named(part.policy, learned.metrics)
+                metrics |= run.prefix_metrics(part.policy, learned.metrics)
         for part in parts:
             if part.policy.role == "critic" and part.learner.learned is not None:
-                metrics |= run.named(part.policy, part.learner.learned.metrics)
+                metrics |= run.prefix_metrics(part.policy, part.learner.learned.metrics)
         run.step += 1
         log.record_trained(run.step, trained)
         log.progress.phase("sync")
         await evaluation.complete()  # before the sync replaces the weights being evaluated
         for part in parts:
             if part.engine is not None and (part.policy.learns or part.learner.unsynced):
-                metrics |= run.named(part.policy, await sync(run, schedule, part))
+                metrics |= run.prefix_metrics(part.policy, await sync(run, schedule, part))
     metrics |= run.clock.metrics() | log.workers()
     if schedule.seconds:
         metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / schedule.seconds
@@ -143,7 +143,7 @@ async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, fl
     with run.clock.phase("sync"):
         if not switch_is_due(run, parts):
             await stage(parts, run.step)
-        async with schedule.quiet(parts):
+        async with schedule.pause_for_push(parts):
             await switch_when_due(run, parts)
             report = await push(parts, run.step)
     policy.version = report.version

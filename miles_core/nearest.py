@@ -10,7 +10,7 @@ from difflib import SequenceMatcher, get_close_matches
 _SAME = 0.92
 
 
-def nearest(word: str, known: Iterable[str]) -> list[str]:
+def find_nearest(word: str, known: Iterable[str]) -> list[str]:
     """Return up to three ``known`` names similar to ``word``.
 
     Similarly spelled names come first, best match first; if some are almost identical to ``word``, only those. Names that end with
@@ -31,5 +31,5 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
 
 def did_you_mean(word: str, known: Iterable[str], before: str = "") -> str:
     """Return ``{before}did you mean a or b?``, or an empty string if no known name is similar to ``word``."""
-    names = nearest(word, known)
+    names = find_nearest(word, known)
     return f"{before}did you mean {' or '.join(names)}?" if names else ""

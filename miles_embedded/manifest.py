@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles_core import __version__
-from miles_core.plugin import Facts, Plugin, Problem, Review, described, option
+from miles_core.plugin import Facts, Plugin, Problem, Review, describe_fact, option
 
 _STATE = (
     "its layers keep a recurrent state (linear attention, Mamba, convolutions), but the embedded backend caches keys and values only, "
@@ -113,12 +113,12 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         or _refuse_layers(model or {})
         or _refuse_installation(kind.value, model or {}, trusted)
     )
-    problems = [Problem("embedded", *found, (described(kind),), "cannot run")] if found else []
+    problems = [Problem("embedded", *found, (describe_fact(kind),), "cannot run")] if found else []
     device, gpus = facts.lookup("model.device"), facts.lookup("gpu.count")
     if device.value == "cuda" and gpus.value == 0 and facts.value("runtime") == "inline":
         why = "this process can use none; --device cpu runs without a GPU"
         problems.append(
-            Problem("embedded", "a GPU", why, (described(device), described(gpus)), choices=("model.device",))
+            Problem("embedded", "a GPU", why, (describe_fact(device), describe_fact(gpus)), choices=("model.device",))
         )
     return Review(problems=tuple(problems))
 
@@ -227,7 +227,7 @@ plugin = Plugin(
             "entropy",
             "sampling_support",
             "routing_replay",
-            "further_layers",
+            "mtp_layers",
             "rebuild",
             "sleep",
             "values",

@@ -46,7 +46,7 @@ class Side:
     rounds_inputs: bool = False
     cache: str = ""
 
-    def rounding(self, other: Side) -> float:
+    def estimate_error(self, other: Side) -> float:
         """Return the relative error of a layer's output compared with ``other``. Two sides with the same format have the same weight
         codes, so their weights contribute no error."""
         inputs = self.error * self.rounds_inputs
@@ -70,7 +70,7 @@ class Allowance:
     stretch: float
     slope: float
 
-    def exceeded(self, found: Agreement) -> list[str]:
+    def find_exceeded(self, found: Agreement) -> list[str]:
         """Describe each statistic that exceeds its limit, with both numbers; [] if the sides agree."""
         if not found.finite:
             return ["some log-probabilities are not finite numbers"]
@@ -94,5 +94,5 @@ class Allowance:
 
 def allowance(engine: Side, trainer: Side) -> Allowance:
     """Compute the limits for two sides."""
-    total = math.hypot(engine.rounding(trainer), trainer.rounding(engine))
+    total = math.hypot(engine.estimate_error(trainer), trainer.estimate_error(engine))
     return Allowance(_FLOOR + _MEDIAN * total, _FLOOR + _STRETCH * total, _SLOPE_FLOOR + _SLOPE * total)

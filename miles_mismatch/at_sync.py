@@ -84,7 +84,7 @@ async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
     moved = None if last is None else await movement(run, parts, last)
     samples = await probe(run, parts, run.stash[_PROMPTS], key=policy.version * len(run.stash[_PROMPTS]))
     check_versions_of(samples, policy)
-    gap = measure(_engine(samples), await parts.learner.log_probs(samples), samples, run.text)
+    gap = measure(_engine(samples), await parts.learner.log_probs(samples), samples, run.decode)
     if gap.mean_abs > options.verify_logprobs_tolerance:
         raise MismatchError(await _sentence(run, parts, gap, options.verify_logprobs_tolerance), gap)
     older = trains_on_older(run)

@@ -123,10 +123,10 @@ class _Chain:
 
     async def walk(self) -> Budget:
         start = await self.score()
-        await self.recorded()
+        await self.replay_fields()
         if self.quantised:
             await self.switch(WEIGHTS, encoded=True)
-        here = not self.older() and await self.switch(STALE, held=self.parts.serving)
+        here = not self.is_older() and await self.switch(STALE, held=self.parts.serving)
         if here and self.mixed and self.parts.serving.native_products:
             await self.switch(ACTIVATIONS, through=self.parts.serving, emulated_products=True)
             await self.switch(PRODUCTS, emulated_products=False)
@@ -136,20 +136,20 @@ class _Chain:
             await self.elsewhere()
         if self.parts.serving.kv_cache_dtype:
             await self.switch(CACHE, kv_dtype=self.parts.serving.kv_cache_dtype)
-        remaining = [field.name for field in self._fields() if self._corrected(field.name)]
+        remaining = [field.name for field in self._fields() if self._is_corrected(field.name)]
         trained = await self.parts.learner.log_probs([bare(s, remaining) for s in self.samples])
         return self.result(start, trained, KERNELS if here else UNEXPLAINED)
 
-    async def recorded(self) -> None:
+    async def replay_fields(self) -> None:
         """Replay the engine's recorded fields: sampling supports, then the plugins' input fields."""
         fields = self._fields()
         for field in fields:
             self.replayed.append(field.name)
-            self.passes.append((field.label or field.name, self._corrected(field.name), await self.score()))
+            self.passes.append((field.label or field.name, self._is_corrected(field.name), await self.score()))
         if self.run.plan.fact("model.moe", False) and ROUTING not in {field.label for field in fields}:
             self.missing.append(Cause(ROUTING, why="no active plugin records and replays the engine's routes"))
 
-    def older(self) -> bool:
+    def is_older(self) -> bool:
         """Return whether samples come from another version than the engine serves, according to the engine."""
         return any(version != self.parts.policy.version for s in self.samples for _, version in s.weight_versions)
 
@@ -189,9 +189,9 @@ class _Chain:
         self.stale[:] = False
         changes = [e - n for e, n in zip(self.engine, now, strict=True)]
         steps = [o - n for o, n in zip(old, now, strict=True)]
-        if not _flat(steps, self.samples).any():  # the same weights
+        if not _flatten(steps, self.samples).any():  # the same weights
             return self.stale
-        whole, error = along(_flat(changes, self.samples), _flat(steps, self.samples))
+        whole, error = along(_flatten(changes, self.samples), _flatten(steps, self.samples))
         if not error < KNOWN:
             raise MilesError(f"the step since version {kept} is too small to be told from the rest of the gap")
         none, all_of_it = whole < 3 * error, whole > 1 - 3 * error
@@ -199,7 +199,8 @@ class _Chain:
             return np.full(len(self.samples), all_of_it and not (none and whole < 0.5))
         # decide per sample, because only some workers may have applied the update
         each = [
-            along(_flat([c], [s]), _flat([d], [s]))[0] for c, d, s in zip(changes, steps, self.samples, strict=True)
+            along(_flatten([c], [s]), _flatten([d], [s]))[0]
+            for c, d, s in zip(changes, steps, self.samples, strict=True)
         ]
         return np.array(each) > 0.5
 
@@ -225,11 +226,11 @@ class _Chain:
 
     def result(self, start: LogProbs, trained: LogProbs, rest: str) -> Budget:
         steps = [*self.passes, (rest, False, self.engine)]
-        gap = _flat(self.engine, self.samples) - _flat(start, self.samples)
+        gap = _flatten(self.engine, self.samples) - _flatten(start, self.samples)
         scale = float(gap @ gap)
         causes, before = [], start
         for name, corrected, after in steps:
-            change = _flat(after, self.samples) - _flat(before, self.samples)
+            change = _flatten(after, self.samples) - _flatten(before, self.samples)
             size = measure(before, after, self.samples).mean_abs
             kl = measure(self.engine, before, self.samples).kl_k3 - measure(self.engine, after, self.samples).kl_k3
             causes.append(Cause(name, size, kl, float(gap @ change) / scale if scale else 0.0, corrected))
@@ -243,10 +244,10 @@ class _Chain:
         inputs = [f for f in self.run.fields if f.align in ("token", "token-1")]
         return [f for f in (SAMPLING_SUPPORT, *inputs) if f.name in present]
 
-    def _corrected(self, name: str) -> bool:
+    def _is_corrected(self, name: str) -> bool:
         return name != SAMPLING_SUPPORT.name or not self.run.config.rollout.full_vocab_logprobs
 
 
-def _flat(values: LogProbs, samples: Sequence[Sample]) -> np.ndarray:
+def _flatten(values: LogProbs, samples: Sequence[Sample]) -> np.ndarray:
     parts = [np.asarray(v, np.float64)[np.asarray(s.mask, bool)] for v, s in zip(values, samples, strict=True)]
     return np.concatenate([np.zeros(0), *parts])

@@ -69,7 +69,7 @@ class FirstSync:
             return {}
         engine, trainer = precisions(self._run, parts)
         try:  # imitating the engine's precision reduces the differences due to rounding
-            found = await self._compare(parts, imitating(engine, trainer))
+            found = await self._compare(parts, imitate_engine(engine, trainer))
             trainer = replace(engine, dtype=trainer.dtype)
         except MilesError:
             found = await self._compare(parts, AS_TRAINED)
@@ -137,7 +137,7 @@ class FirstSync:
         if not found.tokens:
             log.warning("%s were not compared: the probe has no tokens", sides)
             return
-        exceeded = allowance(*declared).exceeded(found)
+        exceeded = allowance(*declared).find_exceeded(found)
         if not exceeded:
             log.info("%s agree: median |delta log p| %.2g over %d tokens", sides, found.median, found.tokens)
             return
@@ -151,7 +151,7 @@ class FirstSync:
         log.warning("%s (--allow-mismatch was given)", message)
 
 
-def imitating(engine: Side, trainer: Side) -> Emulation:
+def imitate_engine(engine: Side, trainer: Side) -> Emulation:
     """Return the emulation with which the trainer computes in the engine's precision.
 
     Raises:

@@ -94,8 +94,8 @@ def measure(engine: LogProbs, trainer: LogProbs, samples: Sequence[Sample] = (),
         text: decodes token ids; if None, no worst tokens are listed.
     """
     masks = [np.asarray(s.mask, bool) for s in samples] or [np.ones(len(e), bool) for e in engine]
-    e = _flat(engine, masks)
-    delta = _flat(trainer, masks) - e
+    e = _flatten(engine, masks)
+    delta = _flatten(trainer, masks) - e
     size = np.where(np.isfinite(delta), np.abs(delta), np.inf)
     if not len(size):
         return Gap(0, 0.0, 0.0, 0.0, 0.0, {str(q): 0.0 for q in QUANTILES})
@@ -108,7 +108,7 @@ def measure(engine: LogProbs, trainer: LogProbs, samples: Sequence[Sample] = (),
         kl_k1=float(-bounded.mean()),
         kl_k3=float((np.expm1(bounded) - bounded).mean()),
         quantiles={str(q): float(v) for q, v in zip(QUANTILES, quantiles, strict=True)},
-        worst=() if text is None else _worst(size, engine, trainer, masks, samples, text),
+        worst=() if text is None else _find_worst(size, engine, trainer, masks, samples, text),
     )
 
 
@@ -135,12 +135,12 @@ def along(change: np.ndarray, shift: np.ndarray) -> tuple[float, float]:
     return moved, math.sqrt(float(rest @ rest) / max(len(shift) - 1, 1) / length)
 
 
-def _flat(values: LogProbs, masks: Sequence[np.ndarray]) -> np.ndarray:
+def _flatten(values: LogProbs, masks: Sequence[np.ndarray]) -> np.ndarray:
     parts = [np.asarray(v, np.float64)[m] for v, m in zip(values, masks, strict=True)]
     return np.concatenate([np.zeros(0), *parts])
 
 
-def _worst(
+def _find_worst(
     size: np.ndarray,
     engine: LogProbs,
     trainer: LogProbs,

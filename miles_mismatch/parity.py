@@ -71,7 +71,7 @@ def measure(format: Format, quantizer: Quantizer, matrices: Mapping[str, Tensor]
         weights.append(_compare(name, same, format.dequantize(own), format.dequantize(expected)))
         read, rounded = quantizer.activation(matrix), format.fake_quantize_activation(matrix)
         activations.append(_compare(name, _same_bytes(read, rounded), read, rounded))
-    return _worst(weights), _worst(activations)
+    return _find_worst(weights), _find_worst(activations)
 
 
 def check(
@@ -139,7 +139,7 @@ def _compare(name: str, same_bytes: bool, found: Tensor, expected: Tensor) -> Me
     return Measured(name, bounded(eps), float((found != expected).float().mean()))
 
 
-def _worst(found: list[Measured]) -> Measured:
+def _find_worst(found: list[Measured]) -> Measured:
     worst = found[0]
     for measured in found[1:]:
         if not worst.parity.covers(measured.parity):

@@ -83,7 +83,7 @@ async def probe(
         response = await engine.generate(request)
         sample = Sample(tokens=list(tokens) + response.tokens, response=response.text, index=i, group_index=i)
         sample.response_length = len(response.tokens)
-        transcript = Transcript(i, run.text)
+        transcript = Transcript(i, run.decode)
         transcript.add(None, tokens, response, "")
         transcript.fill(sample, run.fields)
         sample.validate(run.fields)

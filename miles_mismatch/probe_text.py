@@ -56,7 +56,7 @@ def probe_text(
     reached = [length + BEHIND for length in lengths.values() if length + BEHIND <= most]
     longest = min(max([FEWEST, *reached]), most)
     draw = np.random.default_rng(0)
-    special = _special(config)
+    special = _find_special(config)
     usual = np.array([token for token in range(vocabulary) if token not in special])
     text = [token for prompt in prompts for token in prompt][: longest // 2]
     first = text + usual[draw.integers(0, len(usual), longest - len(text))].tolist()
@@ -64,7 +64,7 @@ def probe_text(
     return ProbeText([first, *short], {name: length for name, length in lengths.items() if length >= longest})
 
 
-def _special(config: Mapping[str, Any]) -> set[int]:
+def _find_special(config: Mapping[str, Any]) -> set[int]:
     """Return the ids of tokens that represent an image, an end or padding."""
     given = [value for name, value in entries(config) if name.endswith(_SPECIAL)]
     return {token for value in given for token in (value if isinstance(value, list) else [value]) if token is not None}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from miles_core.errors import MilesError
 from miles_core.precision.format import Format
-from miles_core.precision.product import FLAG, Product, emulated
+from miles_core.precision.product import FLAG, Product, emulate_product
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _distance(
     backend: str, format: Format, product: Product, name: str, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> float:
     parts = format.quantize(weight)
-    expected = emulated(format, x, parts, bias)
+    expected = emulate_product(format, x, parts, bias)
     try:
         found = product(x, product.prepare(parts), bias)
         if found.is_cuda:

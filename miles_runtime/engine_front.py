@@ -98,7 +98,7 @@ class EngineFront(Engine):
             try:
                 return await self._mail[number].ask(request)
             except WorkerLost as lost:
-                self.lost(lost)
+                self.replace_lost(lost)
             finally:
                 self._in_flight[number] -= 1
                 group[1] -= 1
@@ -112,7 +112,7 @@ class EngineFront(Engine):
                 found: list[np.ndarray] = await self.engines.call(number, "score", sequences, temperature)
                 return found
             except WorkerLost as lost:
-                self.lost(lost)
+                self.replace_lost(lost)
 
     async def score_each(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
@@ -124,7 +124,7 @@ class EngineFront(Engine):
                 scores = await self.engines.call(number, "score", sequences, temperature)
                 found[self.engines.names[number]] = scores
             except WorkerLost as lost:
-                self.lost(lost)
+                self.replace_lost(lost)
 
         await gather_in_order(one(number) for number in sorted(self.serving))
         return found
@@ -202,7 +202,7 @@ class EngineFront(Engine):
         """
         self._replace, self._resend = replace, resend
 
-    def lost(self, lost: WorkerLost) -> None:
+    def replace_lost(self, lost: WorkerLost) -> None:
         """Start the replacement of a lost engine; raise ``lost`` if engines are not replaced."""
         if self._replace is None or lost.worker not in self.engines.names:
             raise lost
@@ -221,7 +221,7 @@ class EngineFront(Engine):
         if self._mending is not None:
             await asyncio.shield(self._mending)
 
-    async def served(self, version: int) -> None:
+    async def check_served(self, version: int) -> None:
         """Check that all engines serve ``version``, and accept generation requests again.
 
         Raises:
@@ -254,7 +254,7 @@ class EngineFront(Engine):
                     except WorkerLost as lost:
                         if lost.trains:  # the trainer is rebuilt and pushes afterwards
                             return
-                        self.lost(lost)
+                        self.replace_lost(lost)
         finally:
             self._news.set()
 
@@ -275,7 +275,7 @@ class EngineFront(Engine):
             try:
                 await self.engines.call(number, method, *args)
             except WorkerLost as lost:
-                self.lost(lost)
+                self.replace_lost(lost)
 
         await gather_in_order(one(number) for number in sorted(self._alive if to is None else to))
 

@@ -21,7 +21,7 @@ from miles_core.data.sample import Sample
 from miles_core.data.world import World, shares
 from miles_core.errors import ConfigError, MilesError, SyncError, WorkerLost
 from miles_core.precision.schedule import Precisions
-from miles_core.train.share import combined, divided, in_order
+from miles_core.train.share import merge_metrics, merge_recorded, split_by_replica
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.rank import Rank
 from miles_runtime.turns import TakingTurns, Turns
@@ -83,19 +83,19 @@ class LearnerFront(LearnerHandle):
             raise ConfigError(
                 f"the policy {self.policy.name} is frozen and cannot learn; give it the role train or critic"
             )
-        divided_to = divided(samples, self.run.config_of(self.policy).train, self.replicas)
+        divided_to = split_by_replica(samples, self.run.config_of(self.policy).train, self.replicas)
         sent = [self.ranks.share(share) for share in divided_to]
-        async with self.turns.training():
+        async with self.turns.train():
             answers = await self._each(lambda rank, world: rank.learn(sent[world.replica], step))
         self._holds = step + 1
         tokens = [self._first([seen for _, seen in answers], replica) for replica in range(self.replicas)]
-        metrics = combined([pairs for pairs, _ in self._one_per_replica(answers)])
+        metrics = merge_metrics([pairs for pairs, _ in self._one_per_replica(answers)])
         steps = divided_to[0].count
         self.policy.trained += steps
-        self.learned = Learned(metrics, steps, in_order(divided_to, tokens))
+        self.learned = Learned(metrics, steps, merge_recorded(divided_to, tokens))
         return self.learned
 
-    async def intact(self) -> bool:
+    async def is_intact(self) -> bool:
         if self._lost:
             return False
         try:
@@ -105,14 +105,14 @@ class LearnerFront(LearnerHandle):
             return False
 
     async def supervise(self, samples: Sequence[Sample], lr: float) -> dict[str, float]:
-        async with self.turns.training():
+        async with self.turns.train():
             answers = await self._each(
                 lambda rank, world: rank.supervise(list(samples[world.replica :: self.replicas]), lr)
             )
-        return combined(self._one_per_replica(answers))
+        return merge_metrics(self._one_per_replica(answers))
 
     async def reset_optimizer(self) -> None:
-        async with self.turns.holding(ALL_PARTS):
+        async with self.turns.read(ALL_PARTS):
             await self._each(lambda rank, _: rank.reset_optimizer())
 
     async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
@@ -127,17 +127,17 @@ class LearnerFront(LearnerHandle):
         return await self._scores(samples, lambda rank, mine: rank.top_log_probs(mine, k))
 
     async def take_snapshot(self, version: int) -> None:
-        async with self.turns.holding(("weights",)):
+        async with self.turns.read(("weights",)):
             await self._each(lambda rank, _: rank.take_snapshot(version))
         self.snapshot_version = version
 
     async def rebuild(self, precisions: Precisions) -> None:
-        async with self.turns.holding(("weights",)):
+        async with self.turns.read(("weights",)):
             await self._each(lambda rank, _: rank.rebuild(precisions))
 
     async def push(self, version: int, plain: bool = False) -> SyncReport:
         """Send the weights to every engine; if an engine is lost in the meantime, send them again after its replacement."""
-        async with self.turns.pushing():
+        async with self.turns.push():
             while True:
                 if self.engines is None:
                     return await self._push(version, plain)
@@ -145,7 +145,7 @@ class LearnerFront(LearnerHandle):
                 try:
                     return await self._push(version, plain)
                 except WorkerLost as lost:
-                    self.engines.lost(lost)
+                    self.engines.replace_lost(lost)
 
     async def stage(self, version: int | None) -> None:
         if self.turns.taken:  # the engine does not generate during training, so staging has no benefit
@@ -159,7 +159,7 @@ class LearnerFront(LearnerHandle):
             push = await self.engines.begin_push(self.ranks.names)
             await self._each(lambda rank, _: rank.stage(version, push))
         except WorkerLost as lost:
-            self.engines.lost(lost)
+            self.engines.replace_lost(lost)
             raise SyncError(str(lost)) from lost
 
     async def hold(self, parts: Sequence[TrainerPart]) -> None:
@@ -167,11 +167,11 @@ class LearnerFront(LearnerHandle):
         await self._each(lambda rank, _: rank.hold(parts))
 
     async def save(self, directory: Path) -> None:
-        async with self.turns.holding(ALL_PARTS):
+        async with self.turns.read(ALL_PARTS):
             await self._each(lambda rank, _: rank.save(directory.absolute()))
 
     async def load(self, directory: Path) -> None:
-        async with self.turns.training():
+        async with self.turns.train():
             await self._each(lambda rank, _: rank.load(directory.absolute()))
         self._holds, self.unsynced = None, True
 
@@ -185,14 +185,14 @@ class LearnerFront(LearnerHandle):
         self.policy.options = {**self.policy.options, **options}
 
     async def export(self, directory: Path) -> None:
-        async with self.turns.holding(("weights",)):
+        async with self.turns.read(("weights",)):
             await self._each(lambda rank, _: rank.export(directory.absolute()))
 
     async def resend(self) -> None:
         """Send the current weights to the engines again, outside the training loop."""
         await self._push(self.run.step if self._holds is None else self._holds)
 
-    def renewed(self, worlds: Sequence[World]) -> None:
+    def reset_ranks(self, worlds: Sequence[World]) -> None:
         """Reset this handle after all ranks were replaced by new ones without state."""
         self.worlds, self._connected, self._holds, self._lost = tuple(worlds), None, None, False
         self._turn = asyncio.Lock()
@@ -204,7 +204,7 @@ class LearnerFront(LearnerHandle):
             push = await self.engines.begin_push(self.ranks.names)
         reports = await self._each(lambda rank, _: rank.push(version, plain, push))
         if self.engines is not None:
-            await self.engines.served(version)
+            await self.engines.check_served(version)
         self._holds, self.unsynced = None, False
         return SyncReport(
             version,
@@ -224,7 +224,7 @@ class LearnerFront(LearnerHandle):
     async def _scores(self, samples: Sequence[Sample], ask: Callable[[Rank, list[Sample]], list[T]]) -> list[T]:
         """Compute values per sample on the ranks; return them in the order of the samples."""
         mine = shares(samples, [0] * len(samples), self.replicas)
-        async with self.turns.holding(("weights",)):
+        async with self.turns.read(("weights",)):
             answers = await self._each(lambda rank, world: ask(rank, [samples[i] for i in mine[world.replica]]))
         found: dict[int, T] = {}
         for at, rows in zip(mine, self._one_per_replica(answers), strict=True):
@@ -271,7 +271,7 @@ class LearnerFront(LearnerHandle):
         """Attribute the driver's waiting time to the phases of the slowest rank."""
         names = {name: None for clock in clocks for name in clock}
         if names:
-            self.run.clock.waited({name: max(clock.get(name, 0.0) for clock in clocks) for name in names})
+            self.run.clock.add_waiting({name: max(clock.get(name, 0.0) for clock in clocks) for name in names})
 
     def _first(self, answers: Sequence[Any], replica: int) -> Any:
         """Return the first non-empty result of the ranks of this replica."""

@@ -37,7 +37,7 @@ class Mailbox:
         self._collecting: asyncio.Task[None] | None = None
 
     async def ask(self, request: Request) -> Response:
-        """Send a request and return the response. Raises the engine's error, or WorkerLost as ``Workers.in_time`` does."""
+        """Send a request and return the response. Raises the engine's error, or WorkerLost as ``Workers.await_result`` does."""
         ticket = next(self._tickets)
         if not self._outgoing:
             post = asyncio.create_task(self._post())  # runs after all requests of this event-loop iteration were added
@@ -48,7 +48,7 @@ class Mailbox:
         if self._collecting is None or self._collecting.done():
             self._collecting = asyncio.create_task(self._collect())
         try:
-            with self._engines.naming(self._number), self._engines.busy.at(self._engines.names[self._number]):
+            with self._engines.name_errors(self._number), self._engines.busy.at(self._engines.names[self._number]):
                 response: Response = await answer
             return response
         finally:
@@ -66,7 +66,9 @@ class Mailbox:
         letters, self._outgoing = self._outgoing, {}
         try:
             if letters:
-                await self._engines.in_time(self._number, self._engines.send(self._number, "post", letters), "generate")
+                await self._engines.await_result(
+                    self._number, self._engines.send(self._number, "post", letters), "generate"
+                )
         except Exception as error:
             self._fail(list(letters), error)
 
@@ -75,7 +77,7 @@ class Mailbox:
             # the timeout restarts with each response: an engine that responds is not lost, however long its queue
             while self._open:
                 coming = self._engines.send(self._number, "answers")
-                answers: Answers = await self._engines.in_time(self._number, coming, "generate")
+                answers: Answers = await self._engines.await_result(self._number, coming, "generate")
                 for ticket, (response, error) in answers.items():
                     if response is None:
                         self._fail([ticket], error or RuntimeError("an answer without a response"))

@@ -70,7 +70,7 @@ class Rank(Learner):
 
     def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
         """See ``LearnerHandle.log_probs``."""
-        with self.trainer.emulating(emulation, self.codec, self.snapshot):
+        with self.trainer.emulate(emulation, self.codec, self.snapshot):
             return [columns["log_probs"] for columns in self.columns(samples, {"log_probs"})]
 
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
@@ -108,7 +108,7 @@ class Rank(Learner):
         needed: list[TrainerPart] = ["weights", *held]
         self.hold(needed)
         units = self.units("sync", transport.everywhere)
-        report = await transport.send(self.codec.encode(units, transport.room), version)
+        report = await transport.send(self.codec.encode(units, transport.reserve), version)
         self.hold([*held])
         return report
 
@@ -118,7 +118,7 @@ class Rank(Learner):
         transport.unstage()
         if version is not None:
             units = self.units("sync", transport.everywhere)
-            await transport.stage(self.codec.encode(units, transport.room), version)
+            await transport.stage(self.codec.encode(units, transport.reserve), version)
 
     def hold(self, parts: Sequence[TrainerPart]) -> None:
         """Keep only these parts of the trainer in device memory, plus weights that the engine reads in place."""

@@ -122,7 +122,7 @@ class RemoteRuntime(Runtime):
                 self.restarts.spend(lost)
                 await self._start_all(ranks)
                 worlds, _ = await self._trainer(ranks)
-                learner.renewed(worlds)
+                learner.reset_ranks(worlds)
                 parts.precisions = precisions(self.run.config_of(parts.policy), 0)
                 return
         raise lost

@@ -25,17 +25,17 @@ class Turns:
     taken = False
 
     @asynccontextmanager
-    async def training(self) -> AsyncIterator[None]:
+    async def train(self) -> AsyncIterator[None]:
         """Context for calls that change the weights. A push must follow before the engine generates again."""
         yield
 
     @asynccontextmanager
-    async def holding(self, parts: Sequence[TrainerPart]) -> AsyncIterator[None]:
+    async def read(self, parts: Sequence[TrainerPart]) -> AsyncIterator[None]:
         """Context for calls that read these parts of the trainer and change no weights."""
         yield
 
     @asynccontextmanager
-    async def pushing(self) -> AsyncIterator[None]:
+    async def push(self) -> AsyncIterator[None]:
         """Context for a push of the weights."""
         yield
 
@@ -56,7 +56,7 @@ class TakingTurns(Turns):
         self._generates = False  # nothing was pushed yet
 
     @asynccontextmanager
-    async def training(self) -> AsyncIterator[None]:
+    async def train(self) -> AsyncIterator[None]:
         self._generates = False
         with self.run.clock.phase("colocate"):
             await self.engine.sleep()
@@ -64,7 +64,7 @@ class TakingTurns(Turns):
         yield
 
     @asynccontextmanager
-    async def holding(self, parts: Sequence[TrainerPart]) -> AsyncIterator[None]:
+    async def read(self, parts: Sequence[TrainerPart]) -> AsyncIterator[None]:
         """During the engine's turn, the engine releases the memory of its cache: requests in flight are aborted, and their callers
         continue them later."""
         if not self._generates:
@@ -80,7 +80,7 @@ class TakingTurns(Turns):
         await self.engine.resume()
 
     @asynccontextmanager
-    async def pushing(self) -> AsyncIterator[None]:
+    async def push(self) -> AsyncIterator[None]:
         with self.run.clock.phase("colocate"):
             await self.engine.sleep(["cache"])
             await self.hold(("weights",))

@@ -155,7 +155,7 @@ class Workers(ABC):
         self._down.pop(number, None)
         self.gone.pop(number, None)
         self.waits.pop(number, None)
-        await self.answered(number, self.renew(number), "make")
+        await self.await_answer(number, self.renew(number), "make")
         self.watch(number)
 
     def watch(self, number: int) -> None:
@@ -171,14 +171,14 @@ class Workers(ABC):
 
     async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
         """Call ``send`` with a timeout; raise WorkerLost when it expires. Messages refer to the call as ``named``."""
-        return await self.answered(number, self.send(number, method, *args), named or method)
+        return await self.await_answer(number, self.send(number, method, *args), named or method)
 
-    async def answered(self, number: int, answer: Awaitable[Any], named: str) -> Any:
-        """Call ``in_time``, count the time as busy, and add the worker's name to errors."""
-        with self.naming(number), self.busy.at(self.names[number]):
-            return await self.in_time(number, answer, named)
+    async def await_answer(self, number: int, answer: Awaitable[Any], named: str) -> Any:
+        """Call ``await_result``, count the time as busy, and add the worker's name to errors."""
+        with self.name_errors(number), self.busy.at(self.names[number]):
+            return await self.await_result(number, answer, named)
 
-    async def in_time(self, number: int, answer: Awaitable[Any], named: str) -> Any:
+    async def await_result(self, number: int, answer: Awaitable[Any], named: str) -> Any:
         """Await the result of a call with its timeout; messages refer to the call as ``named``.
 
         Raises:
@@ -200,7 +200,7 @@ class Workers(ABC):
             raise WorkerLost(name, lost.cause, lost.lines, self.trains) from None
 
     @contextmanager
-    def naming(self, number: int) -> Iterator[None]:
+    def name_errors(self, number: int) -> Iterator[None]:
         """Add the worker's name to errors of the body."""
         try:
             yield

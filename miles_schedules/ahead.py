@@ -18,8 +18,8 @@ from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.versions import staleness
-from miles_core.schedule.paused import paused
-from miles_core.schedule.wrapped import wrapped
+from miles_core.schedule.paused import pause_engine
+from miles_core.schedule.wrapped import wrap_collect
 from miles_schedules.uncorrected import warn_uncorrected
 
 
@@ -30,7 +30,7 @@ class AheadSchedule(Schedule):
 
     def __init__(self, run: Run, collector: Collector) -> None:
         self.run, self.collector = run, collector
-        self._wrapped = wrapped(run, collector.rollout)
+        self._wrapped = wrap_collect(run, collector.rollout)
         self._next: asyncio.Task[list[Group]] | None = None
         self._held: list[Group] | None = None
         self._taken: dict[str, float] = {}
@@ -46,12 +46,12 @@ class AheadSchedule(Schedule):
         return groups
 
     @asynccontextmanager
-    async def quiet(self, parts: PolicyParts) -> AsyncIterator[None]:
+    async def pause_for_push(self, parts: PolicyParts) -> AsyncIterator[None]:
         if self._next is not None:
             collected, self._next = self._next, None
             with suppress(Interrupted):  # the collector has put its prompts back
                 self._held = await collected
-        async with paused(self.run, parts):
+        async with pause_engine(self.run, parts):
             yield
 
     def metrics(self) -> dict[str, float]:

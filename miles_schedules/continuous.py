@@ -24,8 +24,8 @@ from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.partial import partial_rollout
 from miles_core.rollout.versions import age, current_version, staleness
-from miles_core.schedule.paused import paused
-from miles_core.schedule.wrapped import wrapped
+from miles_core.schedule.paused import pause_engine
+from miles_core.schedule.wrapped import wrap_collect
 from miles_schedules.uncorrected import warn_uncorrected
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class AsyncSchedule(Schedule):
     def __init__(self, run: Run, collector: Collector) -> None:
         self.run, self.collector = run, collector
         self.bound = run.config.rollout.max_weight_staleness or STALENESS
-        self._wrapped = wrapped(run, self._oldest)
+        self._wrapped = wrap_collect(run, self._oldest)
         self._generation: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._taken_steps = run.step
@@ -71,10 +71,10 @@ class AsyncSchedule(Schedule):
         return groups
 
     @asynccontextmanager
-    async def quiet(self, parts: PolicyParts) -> AsyncIterator[None]:
+    async def pause_for_push(self, parts: PolicyParts) -> AsyncIterator[None]:
         if not partial_rollout(self.run.config):
             await self._drained()
-        async with paused(self.run, parts):
+        async with pause_engine(self.run, parts):
             yield
         self._learning = self._draining = False
         self._refill()

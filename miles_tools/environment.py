@@ -68,7 +68,7 @@ def environment() -> Environment:
         processor=_processor(),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=_memory(),
-        packages={name: found for name in PACKAGES if (found := installed(name))},
+        packages={name: found for name in PACKAGES if (found := find_version(name))},
         gpus=gpus,
         no_gpu=no_gpu,
     )
@@ -80,7 +80,7 @@ def write_environment(run_dir: Path | str) -> None:
     (Path(run_dir) / FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def installed(distribution: str) -> str:
+def find_version(distribution: str) -> str:
     """Return the version of a distribution, or "" if it is not installed."""
     try:
         return version(distribution)

@@ -1,6 +1,6 @@
 """Hints about the metrics that every run writes; ``miles_core.observe.hints`` follows them."""
 
-from miles_core.plugin import Hint, above, below, fell, jumped, not_finite
+from miles_core.plugin import Hint, above, below, detect_fall, detect_jump, not_finite
 
 SOLVED = ("reward/mean", above(0.9))
 #: Gradient norms below it come from rounding alone.
@@ -17,7 +17,7 @@ HINTS = (
     Hint(
         "gradient-jump",
         "train/grad_norm",
-        jumped(20, least=1.0),  # where clipping begins; where nothing is left to learn any gradient is a jump
+        detect_jump(20, least=1.0),  # where clipping begins; where nothing is left to learn any gradient is a jump
         "the gradient norm jumped to {value}",
         UNSTABLE,
         trouble="instability",
@@ -33,7 +33,7 @@ HINTS = (
     Hint(
         "mismatch-jump",
         "mismatch/kl_k3",
-        jumped(10, least=1e-5),  # far under any bfloat16 model's, and over what float32 rounds
+        detect_jump(10, least=1e-5),  # far under any bfloat16 model's, and over what float32 rounds
         "the KL between engine and trainer jumped to {value}, over ten times its median: collapse often follows",
         f"lower --lr; {MISMATCH}",
         trouble="mismatch",
@@ -41,7 +41,7 @@ HINTS = (
     Hint(
         "verify-jump",
         "verify/abs_log_prob",
-        jumped(10, 3, least=1e-4),
+        detect_jump(10, 3, least=1e-4),
         "after the last sync engine and trainer disagree by {value} nats a token, ten times more than before it",
         "a part of the weights did not arrive, or one side changed its number format; miles verify --budget --load RUN "
         "says which",
@@ -49,7 +49,7 @@ HINTS = (
     Hint(
         "entropy-collapse",
         "train/entropy",
-        fell(0.1),
+        detect_fall(0.1),
         "the policy's entropy fell to {value}, under a tenth of where it began, before the task was solved",
         "raise --eps-clip-high (0.28) or --entropy-coef (0.001 to 0.01), or lower --lr",
         unless=(SOLVED,),

@@ -65,7 +65,7 @@ class Bucket:
         """Whether a tensor returned by ``room`` has not been added yet."""
         return bool(self._rooms)
 
-    def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
+    def reserve(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
         """Reserve tensors in the bucket for an encoded weight, to be written before ``add``; None if they do not fit."""
         given = self._given.get((name, self.end))
         if given is None or given.stored is not stored:

@@ -22,7 +22,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from miles_core.precision.gpu_kernel import usable
+from miles_core.precision.gpu_kernel import runs_kernels
 from miles_transport import checksum_native
 
 #: Bytes per block; sizes of pieces are multiples of it.
@@ -59,7 +59,7 @@ MULTIPLIERS = (pseudo_random(torch.arange(WORDS)) >> 33 & (1 << 31) - 1 | 1).int
 def checksum(*pieces: Tensor) -> int:
     """Return the checksum of bytes [n] uint8 on any device, n a multiple of ``BLOCK``; several pieces count as concatenated."""
     nbytes = sum(map(len, pieces))
-    if usable(pieces[0]) and _aligned(*pieces):
+    if runs_kernels(pieces[0]) and _aligned(*pieces):
         return KernelSum(pieces[0].device, *pieces).of(nbytes)
     sums = torch.empty(nbytes // BLOCK, dtype=torch.int64, device=pieces[0].device)
     at = 0
@@ -299,14 +299,14 @@ class KernelSum(Sum):
 
 def make_sum(*pieces: Tensor) -> Sum:
     """Make the fastest ``Sum`` for these bytes; on a CPU they must be one piece."""
-    if usable(pieces[0]) and _aligned(*pieces):
+    if runs_kernels(pieces[0]) and _aligned(*pieces):
         return KernelSum(pieces[0].device, *pieces)
     return CpuSum(pieces[0]) if pieces[0].device.type == "cpu" else Sum(*pieces)
 
 
 def make_read_sum(first: Tensor) -> Sum:
     """Make the fastest ``Sum`` for memory passed to ``read``, all of it aligned to ``ALIGNED`` and on the device of ``first``."""
-    return KernelSum(first.device) if usable(first.detach()) else Sum()
+    return KernelSum(first.device) if runs_kernels(first.detach()) else Sum()
 
 
 def _same_layout(to: Tensor, source: Tensor) -> bool:

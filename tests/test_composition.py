@@ -45,7 +45,10 @@ SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}  # whole blocks o
 DRAFTS: dict[str, dict[str, object]] = {"speculative": {"spec_lookahead": 2, "online_sft_interval": 1}}
 EXPECTED = ("train/grad_norm", "mismatch/abs_log_prob", "speculative/accept_length")
 DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64}
-TOGETHER = [(name,) for name in MANIFESTS] + list(combinations(MANIFESTS, 2))
+#: Plugins without a part that depends on the model's family, tried in pairs with one family.
+ANY_FAMILY = {"coevolution", "critic", "distillation", "endless", "lora", "mxfp6"}
+#: The most plugins in one run: when it fails, the reason has to be found among them.
+GROUP = 5
 
 
 def cells(names):
@@ -54,25 +57,65 @@ def cells(names):
     return found or [("bf16", "bf16")]
 
 
-#: Plugins without a number format or a part that depends on the model's family.
-EXAMPLES = {"coevolution", "critic", "distillation", "endless", "lora", "mxfp6"}
-#: A dense model runs every plugin in every precision, and every pair without one of ``EXAMPLES`` in the first of its precisions.
-CASES = [
-    (names, cell, family)
-    for names in TOGETHER
-    for cell in cells(names)
-    for family in ("qwen3_moe", "llama")
-    if family == "qwen3_moe" or len(names) == 1 or (cell == cells(names)[0] and not EXAMPLES & set(names))
-    if not DRAFTS.keys() & set(names) or (cell[0] == cell[1] and family == "qwen3_moe")
-]
-
-
 def expected(names, family, rollout, train):
     return [
         why
         for some, model, precision, why in REFUSED
         if some <= set(names) and model in ("", family) and precision in ("", rollout, f"{rollout}x{train}")
     ]
+
+
+def is_tried(names, family, cell):
+    """Whether the family and the precision are among those in which these plugins are tried."""
+    if DRAFTS.keys() & set(names) and (cell[0] != cell[1] or family == "llama"):
+        return False
+    return family == "qwen3_moe" or len(names) == 1 or (cell == cells(names)[0] and not ANY_FAMILY & set(names))
+
+
+def runs_together(names, family, cell):
+    return len(POLICIES.keys() & set(names)) < 2 and not expected(names, family, *cell)
+
+
+def cover(pairs, family, cell):
+    """Group plugins so that each of ``pairs`` is part of a group: a run of five plugins tries ten pairs.
+
+    The first pair that no group has yet begins one; whoever adds the most such pairs joins it.
+    """
+    left = dict.fromkeys(map(frozenset, pairs))
+    while left:
+        group = list(next(iter(left)))
+        while len(group) < GROUP:
+            gains = {
+                name: sum(frozenset((name, member)) in left for member in group)
+                for name in MANIFESTS
+                if name not in group and runs_together([*group, name], family, cell)
+            }
+            best = max(gains, key=gains.__getitem__, default="")
+            if not best or not gains[best]:
+                break
+            group.append(best)
+        for pair in combinations(group, 2):
+            left.pop(frozenset(pair), None)
+        yield tuple(name for name in MANIFESTS if name in group)
+
+
+def list_cases():
+    """Every plugin alone, every pair that is refused, and all other pairs in groups."""
+    every_cell = list(dict.fromkeys(cell for name in MANIFESTS for cell in cells([name])))
+    for family in ("qwen3_moe", "llama"):
+        yield from (
+            ((name,), cell, family) for name in MANIFESTS for cell in cells([name]) if is_tried([name], family, cell)
+        )
+        for cell in every_cell:
+            pairs = [p for p in combinations(MANIFESTS, 2) if cell in cells(p) and is_tried(p, family, cell)]
+            yield from ((p, cell, family) for p in pairs if not runs_together(p, family, cell))
+            yield from (
+                (group, cell, family)
+                for group in cover((p for p in pairs if runs_together(p, family, cell)), family, cell)
+            )
+
+
+CASES = list(list_cases())
 
 
 @pytest.mark.parametrize(

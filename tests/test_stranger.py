@@ -42,8 +42,8 @@ class Everything:
         calls.append(f"on_model({role})")
 
     @hookimpl
-    def on_further_layers(self, run, policy, wishes):
-        calls.append("on_further_layers")
+    def on_mtp_layers(self, run, policy, wishes):
+        calls.append("on_mtp_layers")
 
     @hookimpl
     def wrap_rollout(self, run):

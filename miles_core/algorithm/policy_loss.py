@@ -79,7 +79,7 @@ def ppo(inputs: PolicyLossInputs, clip: Clip) -> tuple[Tensor, Metrics]:
     """Compute the clipped surrogate with a ratio per token: ([tokens] loss, metrics as (sum, count))."""
     log_ratio = _log_ratio(inputs)
     ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    return _clipped(ratio, log_ratio, inputs, clip)
+    return _clip(ratio, log_ratio, inputs, clip)
 
 
 def gspo(inputs: PolicyLossInputs, clip: Clip) -> tuple[Tensor, Metrics]:
@@ -87,7 +87,7 @@ def gspo(inputs: PolicyLossInputs, clip: Clip) -> tuple[Tensor, Metrics]:
     log_ratio = _log_ratio(inputs)
     mean = _segment_mean(log_ratio, inputs)
     ratio = mean.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    return _clipped(ratio, log_ratio, inputs, clip)
+    return _clip(ratio, log_ratio, inputs, clip)
 
 
 def cispo(inputs: PolicyLossInputs, clip: Clip) -> tuple[Tensor, Metrics]:
@@ -148,7 +148,7 @@ def _segment_mean(values: Tensor, inputs: PolicyLossInputs) -> Tensor:
     return (segment_sum(values, lengths) / counts)[segments].to(values.dtype)
 
 
-def _clipped(ratio: Tensor, log_ratio: Tensor, inputs: PolicyLossInputs, clip: Clip) -> tuple[Tensor, Metrics]:
+def _clip(ratio: Tensor, log_ratio: Tensor, inputs: PolicyLossInputs, clip: Clip) -> tuple[Tensor, Metrics]:
     mask = inputs.mask.bool()
     advantages = torch.where(mask, inputs.advantages.detach(), 0.0).to(ratio.dtype)
     plain = -advantages * ratio

@@ -82,7 +82,7 @@ class Checkpoints:
         matches = (_STEP.fullmatch(entry.name) for entry in entries)  # an empty directory is not a checkpoint
         return sorted(int(match[1]) for match in matches if match)
 
-    def latest(self) -> int | None:
+    def find_latest(self) -> int | None:
         """Return the last step that has a checkpoint, or None."""
         return max(self.steps(), default=None)
 

@@ -91,11 +91,11 @@ def _help() -> str:
 
 
 def _explain_unknown(name: str, commands: Commands) -> str:
-    from miles_core.nearest import nearest
+    from miles_core.nearest import find_nearest
 
     if name.startswith("-"):
         return f"unknown option {name}: a command comes first, e.g. miles train {name}"
-    close = nearest(name, commands)
+    close = find_nearest(name, commands)
     hint = f"did you mean miles {close[0]}?" if close else f"commands are {', '.join(commands)}"
     return f"unknown command {name!r}; {hint}"
 

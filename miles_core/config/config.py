@@ -25,7 +25,7 @@ class Config:
 
     Attributes:
         requested: requested plugin -> origin of the request (``"--plugins mine,yours"``), in order.
-        plugins: names of the enabled plugins: the requested ones and, after ``activated``, their requirements.
+        plugins: names of the enabled plugins: the requested ones and, after ``with_plugins``, their requirements.
         policies: name of each policy in the configuration file -> its own values (``miles_core.config.policies``).
     """
 
@@ -115,7 +115,7 @@ class Config:
             return self._origins[path]
         return self._origins.get(self._find(path).path, "default")
 
-    def chosen(self, path: str) -> bool:
+    def is_set(self, path: str) -> bool:
         """Whether a user set this value by a flag, file or environment variable."""
         return path in self._chosen or (path not in self._passthrough and self._find(path).path in self._chosen)
 
@@ -232,7 +232,7 @@ class Config:
             named,
         )
 
-    def activated(self, names: Iterable[str]) -> Config:
+    def with_plugins(self, names: Iterable[str]) -> Config:
         """Return a copy of this configuration with the plugins of the accepted plan, including requirements.
 
         Raises:

@@ -152,6 +152,11 @@ class Data:
     label_key: str | None = option(None, help="column with the expected answer, given to the reward")
     metadata_key: str = option("metadata", help="column with a mapping that is attached to each sample")
     apply_chat_template: bool = option(False, help="render prompts with the tokenizer's chat template")
+    chat_template_kwargs: tuple[str, ...] = option(
+        (),
+        help="variables for the chat template, such as enable_thinking=false; values are JSON, otherwise text",
+        metavar="NAME=VALUE,...",
+    )
     shuffle: bool = option(
         False, flag="--rollout-shuffle", help="shuffle the prompts again every epoch (seeded by --seed)"
     )

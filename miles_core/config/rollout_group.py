@@ -77,6 +77,11 @@ class Rollout:
         help="metadata entry with the name of a prompt's rollout function, if it differs from --generate",
         metavar="KEY",
     )
+    max_concurrent_samples: int | None = option(
+        None,
+        help="maximum number of samples that rollout functions generate at the same time (default: no limit)",
+        ge=1,
+    )
     full_vocab_logprobs: bool = option(
         False, help="log-probs over the full vocabulary on both sides even with top-p or top-k (biased)"
     )

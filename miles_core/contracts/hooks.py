@@ -3,7 +3,7 @@
 Each name below is a hook, listed next to the phase of the run that calls it::
 
     start            on_start                                   every process
-      build          make_runtime make_model make_head on_model on_further_layers make_trainer make_optimizer make_engine make_decoder make_transport
+      build          make_runtime make_model make_head on_model on_mtp_layers make_trainer make_optimizer make_engine make_decoder make_transport
                      wrap_forward wrap_loss wrap_correction wrap_optimizer_step      (called once; they return plain functions)
                      make_prompts make_schedule wrap_rollout wrap_generate
       first sync     wrap_weights -> encode -> transport -> on_weights_synced -> make_check
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from miles_core.checkpoint.store import Store
     from miles_core.config.config import Config
     from miles_core.contracts.engine import Engine, Request
-    from miles_core.contracts.further_layer import FurtherLayer
+    from miles_core.contracts.mtp_layer import MtpLayer
     from miles_core.contracts.policy import Policy
     from miles_core.contracts.run import Run
     from miles_core.contracts.runtime import Learn, LearnerHandle
@@ -123,10 +123,10 @@ class HookSpecs:
         Runs in: the process that owns the model, once per instance."""
 
     @hookspec
-    def on_further_layers(self, run: Run, policy: Policy, wishes: list[FurtherLayer]) -> None:
-        """Request training of the checkpoint's multi-token prediction layer: append a ``FurtherLayer`` to ``wishes``.
+    def on_mtp_layers(self, run: Run, policy: Policy, wishes: list[MtpLayer]) -> None:
+        """Request training of the checkpoint's multi-token prediction layer: append a ``MtpLayer`` to ``wishes``.
 
-        Called by trainers with the capability ``further_layers``, to whose models plugins cannot add layers. Without a request, such a
+        Called by trainers with the capability ``mtp_layers``, to whose models plugins cannot add layers. Without a request, such a
         trainer does not build the layer. Runs in: every trainer rank, before its model is built."""
 
     @hookspec

@@ -341,7 +341,7 @@ def check_added_metrics(state: dict[str, Any], arguments: Mapping[str, Any]) -> 
 BOUNDARIES: dict[str, Boundary] = {
     "on_start": UNCHECKED,
     "on_model": Boundary(before=record_model, after=check_model),
-    "on_further_layers": UNCHECKED,  # the trainer checks the requests against its model
+    "on_mtp_layers": UNCHECKED,  # the trainer checks the requests against its model
     "wrap_rollout": Boundary(call=check_groups, kind="async"),
     "wrap_generate": Boundary(call=check_samples, kind="async"),
     "on_request": Boundary(after=check_request),

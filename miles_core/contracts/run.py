@@ -80,7 +80,7 @@ class Run:
         config: Config = self._configs[policy.name][1]
         return config
 
-    def own(self, policy: Policy, groups: list[list[Sample]]) -> list[Sample]:
+    def select_policy(self, policy: Policy, groups: list[list[Sample]]) -> list[Sample]:
         """Return the samples of a policy (``Sample.policy``). Samples without a policy name belong to the first policy that trains.
 
         Raises:
@@ -97,16 +97,16 @@ class Run:
                 )
         return [s for s in samples if (s.policy or self.policy.name) == policy.name]
 
-    def text(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int]) -> str:
         """Decode token ids to text, including special tokens."""
         return str(self.tokenizer.decode(tokens))
 
-    def named(self, policy: Policy, metrics: dict[str, float]) -> dict[str, float]:
+    def prefix_metrics(self, policy: Policy, metrics: dict[str, float]) -> dict[str, float]:
         """Prefix the metric names of a policy with its name, unless it is the only policy that trains."""
-        if self.alone(policy):
+        if self.is_only_trained(policy):
             return metrics
         return {f"{policy.name}/{name}": value for name, value in metrics.items()}
 
-    def alone(self, policy: Policy) -> bool:
+    def is_only_trained(self, policy: Policy) -> bool:
         """Whether ``policy`` is the only policy with the role ``train``; other policies only score samples or are critics."""
         return [p for p in self.policies if p.role == "train"] == [policy]

@@ -105,7 +105,7 @@ class LearnerHandle(ABC):
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
         """Train on one rollout of whole groups. ``step`` is the number of completed steps. Raises ConfigError for a frozen policy."""
 
-    async def intact(self) -> bool:
+    async def is_intact(self) -> bool:
         """Whether weights and optimiser are in the state after a completed ``learn``.
 
         Also True after a ``learn`` that failed before its first optimiser step. False if unknown; a failing run then saves nothing.

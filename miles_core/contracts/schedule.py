@@ -1,7 +1,7 @@
 """The schedule contract: decides when samples are generated relative to training and weight updates.
 
 The loop takes the groups of a step (``take``), trains on them, and pushes new weights while the schedule pauses the engine
-(``quiet``). During training a schedule may run nothing (``sync``), the rollout of the next step (``ahead``), or continuous
+(``pause_for_push``). During training a schedule may run nothing (``sync``), the rollout of the next step (``ahead``), or continuous
 generation into a bounded buffer (``async``). ``docs/schedules.md`` compares them.
 """
 
@@ -50,7 +50,7 @@ class Schedule(ABC):
         """
 
     @abstractmethod
-    def quiet(self, parts: PolicyParts) -> AbstractAsyncContextManager[None]:
+    def pause_for_push(self, parts: PolicyParts) -> AbstractAsyncContextManager[None]:
         """Context for pushing one policy's weights: its engine is paused, and no request of this schedule generates tokens.
 
         Never raises Interrupted, because the step whose weights are pushed has been trained and must be completed.

@@ -263,7 +263,7 @@ class Trainer(ABC):
                 A collective: every rank must consume it to the end, even after a failure.
         """
 
-    def emulating(
+    def emulate(
         self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
     ) -> AbstractContextManager[None]:
         """Context in which ``log_probs`` of the policy applies ``emulation``.

@@ -44,7 +44,7 @@ class Transport(ABC):
     #: whether the engine reads the weights from the trainer's memory; with ``--colocate`` they then stay awake
     shares: bool = False
 
-    def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
+    def reserve(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
         """Return tensors into which the encoder writes the next weight to send, stored name -> tensor.
 
         None makes the encoder allocate new tensors, which ``send`` copies.

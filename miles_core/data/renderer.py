@@ -53,18 +53,19 @@ class Renderer:
 
     Args:
         tokenizer: the model's tokenizer.
+        variables: variables for the chat template (``--chat-template-kwargs``), such as ``enable_thinking``.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> None:
         if not tokenizer.chat_template:
             name = tokenizer.name_or_path or "this model"
             raise ConfigError(
                 f"the tokenizer of {name} has no chat template; add chat_template.jinja to the checkpoint, or use no chat messages"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self.variables = tokenizer, dict(variables or {})
         self._special = sorted(map(str, tokenizer.all_special_tokens), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
         self._effects: dict[str, Effect] = {}
@@ -83,6 +84,7 @@ class Renderer:
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=generate,
+                **self.variables,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise DataError(f"the chat template refuses the prompt {messages!r:.200}: {error}") from error
@@ -173,8 +175,12 @@ class Renderer:
                 )
 
     def _has_reasoning(self, tokens: Sequence[int]) -> bool:
-        end = self.tokenizer.encode("</think>", add_special_tokens=False)
-        return end[0] in tokens if len(end) == 1 else "</think>" in str(self.tokenizer.decode(list(tokens)))
+        """Return whether ``tokens`` hold reasoning, complete or cut off before its end."""
+        marks = [self.tokenizer.encode(mark, add_special_tokens=False) for mark in ("<think>", "</think>")]
+        if all(len(mark) == 1 for mark in marks):
+            return any(mark[0] in tokens for mark in marks)
+        text = str(self.tokenizer.decode(list(tokens)))
+        return "<think>" in text or "</think>" in text
 
     @cached_property
     def _closing(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles_core.data.renderer import Renderer
@@ -23,12 +25,18 @@ class PromptTemplate:
     Args:
         tokenizer: tokenizer of the trained model.
         apply_chat_template: ``--apply-chat-template``.
+        variables: variables for the chat template.
 
     Raises:
         ConfigError: ``apply_chat_template`` is set but the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        apply_chat_template: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
         if apply_chat_template and not tokenizer.chat_template:
             name = tokenizer.name_or_path or "this model"
@@ -36,7 +44,7 @@ class PromptTemplate:
                 f"--apply-chat-template: the tokenizer of {name} has no chat template; leave the flag out (prompts are "
                 "then taken as they are), or add chat_template.jinja to the checkpoint"
             )
-        self.renderer = Renderer(tokenizer) if tokenizer.chat_template else None
+        self.renderer = Renderer(tokenizer, variables) if tokenizer.chat_template else None
 
     def __call__(self, prompt: str | list[dict[str, Any]]) -> list[int]:
         """Convert ``prompt`` to token ids; the result is never empty.
@@ -62,3 +70,21 @@ class PromptTemplate:
         if end is not None and tokens and tokens[-1] == end and not text.endswith(self.tokenizer.eos_token):
             return tokens[:-1]
         return tokens
+
+
+def parse_variables(items: Iterable[str]) -> dict[str, Any]:
+    """Parse the values of ``--chat-template-kwargs``: ``NAME=VALUE``, where VALUE is JSON (also True and False) or else text.
+
+    Raises:
+        ConfigError: an item has no name or no value.
+    """
+    variables: dict[str, Any] = {}
+    for item in items:
+        name, separator, text = item.partition("=")
+        if not separator or not name.strip().isidentifier():
+            raise ConfigError(f"--chat-template-kwargs: {item!r} must be NAME=VALUE, such as enable_thinking=false")
+        try:
+            variables[name.strip()] = json.loads({"True": "true", "False": "false"}.get(text, text))
+        except json.JSONDecodeError:
+            variables[name.strip()] = text
+    return variables

@@ -25,7 +25,7 @@ _MARK = "miles"
 FILE_ONLY = {"file_only": True}
 
 
-def debugging() -> bool:
+def is_debugging() -> bool:
     """True when ``MILES_DEBUG`` asks for debug output and for tracebacks of user errors."""
     return os.environ.get("MILES_DEBUG", "0") not in ("", "0")
 
@@ -69,7 +69,7 @@ def configure(
 
     if level not in LEVELS:
         raise ConfigError(f"--log-level {level}: choose one of {', '.join(LEVELS)}")
-    number = logging.DEBUG if debugging() else getattr(logging, level.upper())
+    number = logging.DEBUG if is_debugging() else getattr(logging, level.upper())
     console = console or Console(stderr=True)
     root = logging.getLogger()
     for handler in [h for h in root.handlers if h.get_name() == _MARK]:
@@ -101,7 +101,7 @@ def _terminal(console: Console) -> logging.Handler:
         return logging.NullHandler()
     handler: logging.Handler
     if console.is_terminal:
-        handler = RichHandler(console=console, show_path=debugging(), log_time_format="[%X]", markup=False)
+        handler = RichHandler(console=console, show_path=is_debugging(), log_time_format="[%X]", markup=False)
         handler.setFormatter(RedactingFormatter("%(message)s"))
     else:
         handler = logging.StreamHandler(console.file)

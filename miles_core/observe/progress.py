@@ -106,7 +106,7 @@ class Progress:
         self._shown |= {name: metrics[name] for name in SHOWN if name in metrics}
         if self._bars is not None:
             text = _brief({k: v for k, v in self._shown.items() if k in ON_BAR})
-            eta = _duration(self.remaining()) if self._durations else "?"
+            eta = _duration(self.estimate_remaining()) if self._durations else "?"
             self._bars.update(self._steps, completed=self.done, text=f"{text}  {took:.2f} s  eta {eta}")
             log.debug("%s", self.line(metrics, took))
             return
@@ -115,7 +115,7 @@ class Progress:
             self._last_line = now
             log.info("%s", self.line(metrics, took))
 
-    def remaining(self) -> float:
+    def estimate_remaining(self) -> float:
         """Return the estimated seconds for the remaining steps, from the median of recent steps; 0 before the first step."""
         if not self._durations:
             return 0.0
@@ -130,18 +130,18 @@ class Progress:
             f"step {self.done:>{len(str(self.total))}}/{self.total}",
             _brief(metrics, aligned=True),
             f"{took:.2f} s" + (f" ({phases})" if phases else ""),
-            f"eta {_duration(self.remaining())}" if self._durations and self.done < self.total else "",
+            f"eta {_duration(self.estimate_remaining())}" if self._durations and self.done < self.total else "",
         ]
         return "  ".join(part for part in parts if part)
 
 
-def graded(metrics: Mapping[str, float]) -> bool:
+def is_graded(metrics: Mapping[str, float]) -> bool:
     """Whether held-out rewards are more than right or wrong, so that their mean says more than the share of right answers."""
     return "eval/reward" in metrics and metrics["eval/reward"] != metrics.get("eval/accuracy")
 
 
 def _brief(metrics: Mapping[str, float], aligned: bool = False) -> str:
-    hidden = "eval/accuracy" if graded(metrics) else "eval/reward"
+    hidden = "eval/accuracy" if is_graded(metrics) else "eval/reward"
     return "  ".join(
         f"{label} {form.format(metrics[name]):>{width if aligned else 0}}"
         for name, (label, form, width) in SHOWN.items()

@@ -43,7 +43,7 @@ class Clock:
         """Add ``seconds`` to a phase that was measured elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
-    def waited(self, elsewhere: Mapping[str, float]) -> None:
+    def add_waiting(self, elsewhere: Mapping[str, float]) -> None:
         """Move waiting time of the innermost open phase to the phases that used it in another process; ``elsewhere`` maps these to
         seconds."""
         self._switch()

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
         Remedy as Remedy,
         above as above,
         below as below,
-        fell as fell,
-        jumped as jumped,
+        detect_fall as detect_fall,
+        detect_jump as detect_jump,
         not_finite as not_finite,
     )
     from miles_core.plugin.manifest import (
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from miles_core.plugin.number_format import format_plugin as format_plugin
     from miles_core.plugin.options import option as option
     from miles_core.plugin.panel import Panel as Panel
-    from miles_core.plugin.problem import Problem as Problem, Review as Review, described as described
+    from miles_core.plugin.problem import Problem as Problem, Review as Review, describe_fact as describe_fact
     from miles_core.redact import redact as redact
     from miles_core.reward.reward import compares_label as compares_label, group_reward as group_reward
     from miles_core.rollout.ask import Ask as Ask
@@ -85,14 +85,14 @@ __getattr__, __dir__ = make_lazy_exports(
         "PluginError SyncError WorkerLost",
         "miles_core.plugin.detect": "config_facts model_facts moe_layers",
         "miles_core.plugin.facts": "Fact Facts",
-        "miles_core.plugin.hint": "Hint Remedy above below fell jumped not_finite",
+        "miles_core.plugin.hint": "Hint Remedy above below detect_fall detect_jump not_finite",
         "miles_core.plugin.manifest": "Capability Command Package Pair Plugin Rule Set",
         "miles_core.plugin.marker": "hookimpl",
         "miles_core.plugin.memory": "Parts Usage",
         "miles_core.plugin.number_format": "format_plugin",
         "miles_core.plugin.options": "option",
         "miles_core.plugin.panel": "Panel",
-        "miles_core.plugin.problem": "Problem Review described",
+        "miles_core.plugin.problem": "Problem Review describe_fact",
         "miles_core.redact": "redact",
         "miles_core.reward.reward": "compares_label group_reward",
         "miles_core.rollout.ask": "Ask",

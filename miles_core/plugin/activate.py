@@ -15,7 +15,7 @@ from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import COMES_WITH, Fact, Facts, State, default_facts, show
 from miles_core.plugin.manifest import Plugin, Set
 from miles_core.plugin.plan import Setting
-from miles_core.plugin.problem import Problem, described
+from miles_core.plugin.problem import Problem, describe_fact
 from miles_core.plugin.rule import Compare, RuleError, Truth, conjuncts, evaluate, parse, same
 
 #: The kinds of parts whose selected name activates the plugin that provides it.
@@ -113,8 +113,8 @@ def derive(
         before = extra.get(s.path) or facts.lookup(s.path)
         extra[s.path] = replace(before, value=s.value, origin=f"set by {s.plugin}", state=State.KNOWN)
     inactive = {n for n in manifests if n not in active and n != "core"}
-    derived = facts.having(extra.values(), inactive)
-    return derived.having(_hide_driver_gpu(derived, manifests))
+    derived = facts.with_facts(extra.values(), inactive)
+    return derived.with_facts(_hide_driver_gpu(derived, manifests))
 
 
 def _capability_users(
@@ -122,7 +122,7 @@ def _capability_users(
 ) -> Iterator[tuple[str, str, list[str]]]:
     """Yield (kind, capability, active plugins that use it) for every declared capability."""
     for kind in BACKENDS:
-        declared = {c.name for m in [*manifests.values(), CORE] for c in m.declared(kind)}
+        declared = {c.name for m in [*manifests.values(), CORE] for c in m.list_capabilities(kind)}
         for capability in sorted(declared):
             spelt = {capability, f"{kind}.{capability}"}
             yield kind, capability, [p.name for p in active.values() if spelt & p.uses.keys()]
@@ -244,7 +244,7 @@ def _check_setting(
             yield Problem(setting.plugin, needs, reason, values)
     elif user.chosen and not same(user.value, value):
         reason = because or f"{setting.plugin} sets this value itself and does not work with another"
-        yield Problem(setting.plugin, needs, reason, (described(user),), choices=(path,))
+        yield Problem(setting.plugin, needs, reason, (describe_fact(user),), choices=(path,))
     else:
         first[path] = setting
         yield setting

@@ -23,7 +23,7 @@ from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.plugin.memory import Usage, review_memory
 from miles_core.plugin.model_config import MOST_LAYERS, model_config
 from miles_core.plugin.plan import Active, Deferred, HookTarget, Plan, Setting, plain
-from miles_core.plugin.problem import Problem, Review, described
+from miles_core.plugin.problem import Problem, Review, describe_fact
 from miles_core.plugin.rule import Compare, RuleError, Truth, UnknownFact, conjuncts, evaluate, names, parse
 from miles_core.version import __version__
 
@@ -128,7 +128,7 @@ def _check_rule(result: CheckResult, who: str, rule: Rule, facts: Facts) -> None
         return
     involved = [*names(parse(rule.needs)), *(names(parse(rule.when)) if rule.when else ())]
     result.consulted.update(involved)
-    values = tuple(described(facts.lookup(n)) for n in dict.fromkeys(involved))
+    values = tuple(describe_fact(facts.lookup(n)) for n in dict.fromkeys(involved))
     unknown = needs is Truth.UNKNOWN or (needs is Truth.FALSE and when is Truth.UNKNOWN)
     if rule.hardware and facts.value("precision.emulated") is True:
         if needs is not Truth.TRUE:
@@ -191,7 +191,7 @@ def _check_packages(result: CheckResult, plugin: Plugin) -> None:
             result.consulted.add(fact.name)
             result.advice.append(f"{plugin.name} needs {needs} where the run starts: {package.install}")
         elif not package.fits(fact.value):
-            problem = Problem(plugin.name, needs, package.install, (described(fact),))
+            problem = Problem(plugin.name, needs, package.install, (describe_fact(fact),))
             result.problems.append(problem)
 
 
@@ -201,7 +201,10 @@ def _check_uses(result: CheckResult, plugin: Plugin) -> None:
         kinds, capability = backends_of(wanted, result.manifests)
         if not kinds:
             everything = {
-                c.name for m in [*result.manifests.values(), CORE] for kind in m.capabilities for c in m.declared(kind)
+                c.name
+                for m in [*result.manifests.values(), CORE]
+                for kind in m.capabilities
+                for c in m.list_capabilities(kind)
             }
             because = did_you_mean(capability, everything) or reason
             result.problems.append(Problem(plugin.name, f"capability {wanted}, which no backend has", because))
@@ -218,8 +221,8 @@ def _check_capability(result: CheckResult, who: str, kind: str, capability: str,
     declared = owner.capability(kind, capability)
     needs = f"the {kind} capability {capability}"
     if declared is None:
-        has = ", ".join(c.name for c in owner.declared(kind)) or "none"
-        values = (described(backend), (f"capabilities of {backend.value}", has, f"manifest of {owner.name}"))
+        has = ", ".join(c.name for c in owner.list_capabilities(kind)) or "none"
+        values = (describe_fact(backend), (f"capabilities of {backend.value}", has, f"manifest of {owner.name}"))
         result.problems.append(Problem(who, needs, reason, values, choices=(kind,)))
     elif declared.when:
         because = f"{backend.value} has {capability} only when {declared.when}; {reason}"
@@ -300,7 +303,9 @@ def _run_reviews(result: CheckResult) -> None:
     layers = result.facts.lookup("model.layers")
     if isinstance(layers.value, int) and layers.value > MOST_LAYERS:
         because = "no model has so many layers, and planning enumerates them; correct the number in config.json"
-        result.problems.append(Problem("this run", f"at most {MOST_LAYERS:,} layers", because, (described(layers),)))
+        result.problems.append(
+            Problem("this run", f"at most {MOST_LAYERS:,} layers", because, (describe_fact(layers),))
+        )
         return
     model = model_config(result.facts.value("model.hf_checkpoint"))
     usages: list[Usage] = []
@@ -337,7 +342,7 @@ def _check_inactive_options(result: CheckResult, facts: Facts) -> None:
             continue
         if fact.chosen and owner in result.manifests and owner not in active and fact.flag not in shared:
             because = f"{fact.name} belongs to {owner}, which is not active: add it with --plugins {owner}"
-            result.problems.append(Problem(fact.origin, f"plugin.{owner}", because, (described(fact),)))
+            result.problems.append(Problem(fact.origin, f"plugin.{owner}", because, (describe_fact(fact),)))
 
 
 def _check_backends(result: CheckResult) -> None:
@@ -350,5 +355,5 @@ def _check_backends(result: CheckResult) -> None:
             hint = did_you_mean(str(fact.value), known) or COMES_WITH
             because = f"installed plugins provide {', '.join(sorted(known))}; {hint}"
             result.problems.append(
-                Problem("this run", f"a {kind} {fact.value!r}", because, (described(fact),), choices=(kind,))
+                Problem("this run", f"a {kind} {fact.value!r}", because, (describe_fact(fact),), choices=(kind,))
             )

@@ -11,7 +11,7 @@ from miles_core.nearest import did_you_mean
 from miles_core.plugin.activate import SIDES, provider
 from miles_core.plugin.facts import COMES_WITH, Facts, State
 from miles_core.plugin.manifest import Pair, Plugin
-from miles_core.plugin.problem import Problem, described
+from miles_core.plugin.problem import Problem, describe_fact
 
 BASE = "bf16"  # the format every model has
 
@@ -35,14 +35,14 @@ def precision(
             hint = did_you_mean(str(side.value), known) or COMES_WITH
             because = f"installed formats are {', '.join(sorted(known))}; {hint}"
             problems.append(
-                Problem("this run", f"a number format {side.value!r}", because, (described(side),), choices=SIDES)
+                Problem("this run", f"a number format {side.value!r}", because, (describe_fact(side),), choices=SIDES)
             )
     if problems:
         return None, problems, []
     cells = {(pair.rollout, pair.train): (pair, p.name) for p in active.values() for pair in p.pairs}
     if (rollout, train) not in cells:
         offered = ", ".join(f"{r} x {t} ({name})" for (r, t), (_, name) in sorted(cells.items()))
-        values = tuple(described(side) for side in sides)
+        values = tuple(describe_fact(side) for side in sides)
         return (
             None,
             [

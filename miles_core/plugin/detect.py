@@ -16,7 +16,7 @@ from miles_core.errors import CheckpointError, ConfigError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.model_config import EXPERTS, EXPERTS_PER_TOKEN, model_config
-from miles_core.plugin.rule import literal
+from miles_core.plugin.rule import parse_literal
 
 #: GPU -> (compute capability x 10, memory in GB), for ``--fact gpu=NAME``. AMD GPUs have no compute capability (0).
 KNOWN_GPUS: dict[str, tuple[int, int]] = {
@@ -326,12 +326,12 @@ def override(facts: Facts, given: Sequence[str]) -> Facts:
             replaced.append(Fact(name, None, origin, State.UNKNOWN, chosen=True))
         else:
             replaced.append(Fact(name, _value(name, word, origin), origin, chosen=True))
-    return facts.having(replaced)
+    return facts.with_facts(replaced)
 
 
 def _value(name: str, word: str, origin: str) -> Any:
     """Parse the value of a fact. Raises ConfigError for an invalid value of a host or model fact; facts of plugins accept any value."""
-    value = literal(word)
+    value = parse_literal(word)
     least = _LEAST.get(name)
     if least is not None and (type(value) is not int or value < least):
         raise ConfigError(f"{origin}: {name} is a whole number of at least {least}, or unknown")

@@ -118,7 +118,7 @@ class Facts(Mapping[str, Fact]):
         hosts = (f for f in self._facts.values() if f.chosen and not f.flag)
         return any(fact.name.partition(".")[0] not in ("env", "model", PACKAGE) for fact in hosts)
 
-    def having(self, facts: Iterable[Fact], inactive: Iterable[str] | None = None) -> Facts:
+    def with_facts(self, facts: Iterable[Fact], inactive: Iterable[str] | None = None) -> Facts:
         """Return a copy with facts added or replaced."""
         return Facts([*self._facts.values(), *facts], self._inactive if inactive is None else inactive)
 
@@ -126,7 +126,7 @@ class Facts(Mapping[str, Fact]):
         """Return the facts of one policy, in which ``policies.NAME.x`` replaces ``x``."""
         prefix = f"policies.{policy}."
         own = [f for f in self._facts.values() if f.name.startswith(prefix)]
-        return self.having(dataclasses.replace(f, name=f.name.removeprefix(prefix)) for f in own) if own else self
+        return self.with_facts(dataclasses.replace(f, name=f.name.removeprefix(prefix)) for f in own) if own else self
 
     @property
     def policies(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
 from typing import Any
 
-from miles_core.nearest import nearest
+from miles_core.nearest import find_nearest
 from miles_core.plugin.activate import BACKENDS, SIDES
 from miles_core.plugin.check import CheckResult, check
 from miles_core.plugin.core import CORE
@@ -103,7 +103,7 @@ class _Search:
             fact = self.rejected.facts.get(name) or self.rejected.facts.lookup(name)
             origin = _format_option(fact.flag, value)
             changed.append(replace(fact, value=value, origin=origin, state=State.KNOWN, chosen=True))
-        fix = Fix(change.text, requested, self.facts.having(changed))
+        fix = Fix(change.text, requested, self.facts.with_facts(changed))
         checked = check(fix.requested, self.manifests, fix.facts)
         return fix, {p.headline for p in checked.problems} | set(self.startable(checked.facts))
 
@@ -204,7 +204,7 @@ def _propose_plugins(origins: dict[str, str], rejected: CheckResult) -> Iterator
             yield Change(f"add {name} to --plugins", add=(name,), keeps=True)
     for name, why in origins.items():
         if name not in rejected.manifests:
-            for other in nearest(name, rejected.manifests)[:2]:
+            for other in find_nearest(name, rejected.manifests)[:2]:
                 yield Change(f"{other} instead of {name} in --plugins", (name,), (other,), keeps=True)
         yield Change(_describe_drop(name, why), drop=(name,))
 

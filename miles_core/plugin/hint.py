@@ -33,7 +33,7 @@ def below(limit: float, steps: int = 3) -> Behaviour:
     return lambda values: len(values) >= steps and fmean(values[-steps:]) < limit
 
 
-def jumped(factor: float, steps: int = 20, least: float = 0.0) -> Behaviour:
+def detect_jump(factor: float, steps: int = 20, least: float = 0.0) -> Behaviour:
     """Behaviour: the last value is above ``least`` and above ``factor`` times the median of the ``steps`` values before it.
 
     ``least`` excludes values that are too small to matter.
@@ -41,12 +41,12 @@ def jumped(factor: float, steps: int = 20, least: float = 0.0) -> Behaviour:
     return lambda values: len(values) > steps and values[-1] > max(factor * abs(median(values[-steps - 1 : -1])), least)
 
 
-def fell(fraction: float, steps: int = 5) -> Behaviour:
+def detect_fall(fraction: float, steps: int = 5) -> Behaviour:
     """Behaviour: the mean of the last ``steps`` values is below ``fraction`` times the mean of the first ``steps``."""
     return lambda values: len(values) >= 2 * steps and fmean(values[-steps:]) < fraction * fmean(values[:steps])
 
 
-def oscillates(swing: float, steps: int = 12) -> Behaviour:
+def detect_oscillation(swing: float, steps: int = 12) -> Behaviour:
     """Behaviour: at least three quarters of the last ``steps`` changes reverse direction, and their mean size exceeds ``swing``."""
 
     def check(values: Sequence[float]) -> bool:
@@ -66,7 +66,7 @@ class Hint:
     Attributes:
         name: identifies the hint; it is shown once per run and metric.
         metric: a metric name, or a glob that matches several.
-        behaviour: condition on the metric's values so far (NaN for values that were not finite): ``above(2e-3)``, ``jumped(10)``.
+        behaviour: condition on the metric's values so far (NaN for values that were not finite): ``above(2e-3)``, ``detect_jump(10)``.
         seen: description of the observation, with ``{metric}``, ``{value}`` (the last value), ``{percent}`` (the last value as a
             percentage) and ``{step}``.
         advice: what usually helps, most likely first.

@@ -117,7 +117,9 @@ class Hooks:
         for plugin in self._active:
             if name in plugin.provides.get(kind, {}):
                 return plugin, import_target(plugin.name, plugin.provides[kind][name])
-        raise PluginError(f"no active plugin provides the {kind} {name!r}; {_suggest_name(self.provided(kind), name)}")
+        raise PluginError(
+            f"no active plugin provides the {kind} {name!r}; {_suggest_name(self.find_provided(kind), name)}"
+        )
 
     def provider(self, kind: str, name: str) -> str:
         """Return the plugin from which ``make`` builds the part ``name`` of a kind; "" if there is none."""
@@ -134,7 +136,7 @@ class Hooks:
                 return bool(select_arguments(import_target(plugin.name, target), {argument: None}))
         return False
 
-    def provided(self, kind: str) -> tuple[str, ...]:
+    def find_provided(self, kind: str) -> tuple[str, ...]:
         """Return the names of the parts of a kind (``format`` for number formats) that active plugins provide, core's last."""
         parts = (p.formats if kind == "format" else p.provides.get(kind, {}) for p in self._active)
         return tuple(dict.fromkeys(name for names in parts for name in names))
@@ -148,7 +150,7 @@ class Hooks:
         for plugin in self._active:
             if name in plugin.formats:
                 return import_target(plugin.name, plugin.formats[name])
-        hint = _suggest_name(self.provided("format"), name)
+        hint = _suggest_name(self.find_provided("format"), name)
         raise PluginError(f"no active plugin has the number format {name!r}; {hint}")
 
     def _implementations(self, name: str, arguments: Mapping[str, Any]) -> list[Implementation]:

@@ -214,8 +214,8 @@ class Plugin:
 
     def capability(self, kind: str, name: str) -> Capability | None:
         """Return the declaration of a capability for the plugin's backends of a kind; None if they do not have it."""
-        return next((c for c in self.declared(kind) if c.name == name), None)
+        return next((c for c in self.list_capabilities(kind) if c.name == name), None)
 
-    def declared(self, kind: str) -> tuple[Capability, ...]:
+    def list_capabilities(self, kind: str) -> tuple[Capability, ...]:
         """Return all capabilities of the plugin's backends of a kind, including conditional ones."""
         return tuple(c if isinstance(c, Capability) else Capability(c) for c in self.capabilities.get(kind, ()))

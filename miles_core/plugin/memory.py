@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from miles_core.plugin.facts import Facts
-from miles_core.plugin.problem import Problem, described
+from miles_core.plugin.problem import Problem, describe_fact
 
 GB = 1e9
 #: Fraction of a GPU's memory that PyTorch's allocator can use; fragmentation makes the rest unusable.
@@ -152,7 +152,7 @@ def _problem(peak: _Peak, usages: Sequence[Usage], gpu: float, facts: Facts) -> 
     usage = peak.usage
     extra = f", and {peak.extra / GB:.1f} for {peak.why}" if peak.extra else ""
     values = [
-        described(facts.lookup("gpu.memory_gb")),
+        describe_fact(facts.lookup("gpu.memory_gb")),
         (f"{usage.kind}, {usage.label}", f"{usage.parts.total / GB:.1f} GB", _format_parts(usage.parts) + extra),
     ]
     others = {other.kind: other for other in usages if other.kind != usage.kind and peak.extra}

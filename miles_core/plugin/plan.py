@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import CheckpointError, PlanError
 from miles_core.plugin.facts import Fact, Facts, State, show
-from miles_core.plugin.problem import Problem, described, refusal
+from miles_core.plugin.problem import Problem, describe_fact, refusal
 from miles_core.plugin.rule import Truth, UnknownFact, evaluate, names, parse
 from miles_core.redact import redact_values
 
@@ -211,13 +211,13 @@ class Plan:
         Raises:
             PlanError: holds one problem for each rule that does not hold, or that the worker cannot decide either.
         """
-        here = self._facts.having(facts)
+        here = self._facts.with_facts(facts)
         problems = []
         for rule in self.deferred:
             if evaluate(rule.when, here.lookup) not in (Truth.TRUE, Truth.UNKNOWN):
                 continue
             if evaluate(rule.needs, here.lookup) in (Truth.FALSE, Truth.UNKNOWN):
-                values = tuple(described(here.lookup(n)) for n in dict.fromkeys(names(parse(rule.needs))))
+                values = tuple(describe_fact(here.lookup(n)) for n in dict.fromkeys(names(parse(rule.needs))))
                 problems.append(Problem(rule.who, rule.needs, rule.because, values))
         if problems:
             raise PlanError(refusal(problems, None, "this worker cannot start"), tuple(problems))
@@ -273,7 +273,7 @@ def _freeze(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fact_values(facts: Iterable[Fact], wanted: set[str]) -> dict[str, Any]:
-    return {f.name: described(f)[1] for f in facts if f.name in wanted}
+    return {f.name: describe_fact(f)[1] for f in facts if f.name in wanted}
 
 
 def _differences(what: str, mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

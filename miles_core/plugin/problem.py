@@ -51,7 +51,7 @@ class Review:
     problems: tuple[Problem, ...] = ()
 
 
-def described(fact: Fact) -> tuple[str, str, str]:
+def describe_fact(fact: Fact) -> tuple[str, str, str]:
     """Return (name, value, origin) of a fact, as used in ``Problem.values``."""
     value = show(fact.value) if fact.state is State.KNOWN else fact.state.value
     return fact.name, value, fact.origin

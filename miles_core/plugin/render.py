@@ -40,13 +40,13 @@ def describe(plan: Plan, implemented: Mapping[str, Sequence[str]]) -> str:
     if hooks:
         blocks.append("hooks\n" + "\n".join(f"  {line}" for line in hooks))
     blocks += plan.reviews
-    notes = notices(plan)
+    notes = list_notices(plan)
     if notes:
         blocks.append("\n".join(notes))
     return "\n\n".join(blocks)
 
 
-def notices(plan: Plan) -> list[str]:
+def list_notices(plan: Plan) -> list[str]:
     """Return the notes of an accepted plan: advice, emulation, and rules deferred to workers."""
     later = [d for d in plan.deferred if not d.holds_here]
     return [

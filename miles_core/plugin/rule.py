@@ -116,7 +116,7 @@ def parse(text: str) -> Condition:
     return _Reader(text).read()
 
 
-def literal(word: str) -> Any:
+def parse_literal(word: str) -> Any:
     """Convert a word of the language to its value: ``true``, ``false``, ``none``, a number, or the word itself."""
     if word in _WORDS:
         return _WORDS[word]
@@ -188,7 +188,7 @@ class _Reader:
         if not word or word in "(){}," or word in _COMPARISONS or word in _KEYWORDS - _WORDS.keys():
             raise self.make_error("a value")
         self.at += 1
-        return literal(word)
+        return parse_literal(word)
 
     def peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""

@@ -211,7 +211,7 @@ class Codec:
                 for name, weight in zip(names, weights, strict=True):
                     finite.add(name, weight, waiting.lasting)
             for name, part in zip(names, parts, strict=True):
-                yield Encoded(name, named(name, part), format.name)
+                yield Encoded(name, name_parts(name, part), format.name)
         waiting.lasting = True
 
     def _experts(self, name: str, shape: Shape) -> list[Expert]:
@@ -238,7 +238,7 @@ class Codec:
         return self.format.dequantize({part.rpartition(".")[2]: t for part, t in encoded.parts.items()})
 
 
-def named(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+def name_parts(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename a format's parts from suffixes to stored names."""
     return {part_name(name, suffix): tensor for suffix, tensor in parts.items()}
 
@@ -285,20 +285,22 @@ class _Waiting:
 
 
 def _quantized(format: Format, name: str, weight: Tensor, stats: Tensor | None, room: Room | None) -> Encoded:
-    return Encoded(name, named(name, format.quantize(weight, stats, _room(format, name, weight, room))), format.name)
+    return Encoded(
+        name, name_parts(name, format.quantize(weight, stats, _room(format, name, weight, room))), format.name
+    )
 
 
 def _room(format: Format, name: str, weight: Tensor, room: Room | None) -> Parts | None:
     """Return the output tensors for a weight's parts; None to allocate new ones."""
     if room is None:
         return None
-    stored = _stored(format, name, weight.shape[0], weight.shape[1])
+    stored = _name_stored(format, name, weight.shape[0], weight.shape[1])
     given = room(name, stored)
     return None if given is None else {s.suffix: given[part] for part, s in stored.items()}
 
 
 @lru_cache(1 << 16)
-def _stored(format: Format, name: str, rows: int, columns: int) -> Mapping[str, Stored]:
+def _name_stored(format: Format, name: str, rows: int, columns: int) -> Mapping[str, Stored]:
     """Return the stored tensors of a weight by stored name; they are the same at every sync."""
     return {part_name(name, s.suffix): s for s in format.storage((rows, columns))}
 
@@ -314,7 +316,7 @@ def _shared_stats(format: Format, chosen: dict[str, Tensor], present: list[str])
     """Return each weight's statistics, reduced over its coupled weights."""
     stats: dict[str, Tensor | None] = {name: format.stats(tensor) for name, tensor in chosen.items()}
     for name in chosen:
-        members = coupled(format, name)
+        members = find_coupled(format, name)
         absent = [m for m in members if m not in chosen]
         if absent:
             how = "is left alone by a selector" if absent[0] in present else "did not come with it"
@@ -328,7 +330,7 @@ def _shared_stats(format: Format, chosen: dict[str, Tensor], present: list[str])
     return stats
 
 
-def coupled(format: Format, name: str) -> list[str]:
+def find_coupled(format: Format, name: str) -> list[str]:
     """Return the names of the weights that are encoded with ``name``, including itself; [] if it is encoded on its own."""
     stem, _, leaf = name.rpartition(".")
     parent, _, last = stem.rpartition(".")

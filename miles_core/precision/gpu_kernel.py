@@ -2,7 +2,7 @@
 
 A format has a reference implementation in tensor operations that run on every device. It may also have a GPU kernel, which reads a
 weight once and writes its codes, many times faster. A kernel must return the same bytes as the reference for every input, so that
-the choice never affects results; ``FormatContract`` compares both. Formats call ``usable`` to choose.
+the choice never affects results; ``FormatContract`` compares both. Formats call ``runs_kernels`` to choose.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ READABLE = (torch.float32, torch.bfloat16, torch.float16)
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 
 
-def usable(tensor: Tensor, capability: tuple[int, int] = (8, 0)) -> bool:
+def runs_kernels(tensor: Tensor, capability: tuple[int, int] = (8, 0)) -> bool:
     """Return whether to use a Triton kernel for this tensor: it is on an NVIDIA GPU of at least this compute capability, Triton is
     installed, the tensor is not empty and needs no gradient, and ``reference_only`` is not active."""
     if not tensor.is_cuda or _reference_only.get() or torch.version.hip is not None or tensor.numel() == 0:
@@ -51,12 +51,12 @@ def reference_only() -> Iterator[None]:
         _reference_only.reset(token)
 
 
-def readable(tensor: Tensor) -> Tensor:
+def convert_for_kernel(tensor: Tensor) -> Tensor:
     """Convert the tensor to a dtype that kernels read, without changing its FP32 values."""
     return tensor if tensor.dtype in READABLE else tensor.float()
 
 
-def room(format: Format, shape: tuple[int, int], device: torch.device, out: Parts | None) -> Parts:
+def allocate_output(format: Format, shape: tuple[int, int], device: torch.device, out: Parts | None) -> Parts:
     """Return a kernel's output tensors for a weight [N, K]: ``out`` if possible, else new tensors that ``store`` copies to ``out``."""
     if out is not None and all(t.is_contiguous() and t.device == device for t in out.values()):
         return out

@@ -67,7 +67,7 @@ class Product(ABC):
         ``bias`` is [N] in ``dtype``."""
 
 
-def emulated(format: Format, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
+def emulate_product(format: Format, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
     """Compute the emulated product of x [M, K] and a stored weight [N, K]; return [M, N] in x's dtype."""
     return nn.functional.linear(format.fake_quantize_activation(x), format.dequantize(weight).to(x.dtype), bias)
 

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from miles_core.errors import ConfigError
-from miles_core.nearest import nearest
+from miles_core.nearest import find_nearest
 
 Shape = tuple[int, ...]
 
@@ -119,7 +119,7 @@ def routers(shapes: Mapping[str, Shape]) -> frozenset[str]:
             counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
         elif found and len(shape) == 3:
             counts[found[1]] = shape[0]
-        elif stacked(name, shape):
+        elif is_stacked(name, shape):
             counts[name.removesuffix(".weight").rpartition(".")[0]] = shape[0]
     beside: dict[tuple[str, str], list[str]] = {}
     for name, shape in shapes.items():
@@ -136,7 +136,7 @@ def routers(shapes: Mapping[str, Shape]) -> frozenset[str]:
     )
 
 
-def stacked(name: str, shape: Shape) -> bool:
+def is_stacked(name: str, shape: Shape) -> bool:
     """Return whether a tensor holds matrices of several experts under an unknown name; convolution kernels with one input channel do
     not count."""
     return (
@@ -236,7 +236,7 @@ class Selector:
             ConfigError: a selector matches no tensor; names the nearest.
         """
         notes = []
-        joined = [name for name, shape in shapes.items() if stacked(name, shape)]
+        joined = [name for name, shape in shapes.items() if is_stacked(name, shape)]
         if joined:
             notes.append(
                 f"{len(joined)} tensors hold the experts of a layer in a layout that is not supported, and keep their precision; "
@@ -270,5 +270,5 @@ def _nearest(selector: str, names: Iterable[str]) -> str:
     """Return ``; nearest: a, b`` with the closest whole names or name parts; "" if none is similar."""
     wanted = selector.replace("*", "").strip(".")
     pieces = {piece for name in names for piece in (name, *name.split(".")) if not piece.isdigit()}
-    close = nearest(wanted, sorted(pieces))
+    close = find_nearest(wanted, sorted(pieces))
     return f"; nearest: {', '.join(close)}" if close else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ class Ask:
         self.transcript = Transcript(sample.index, decode, learns)
         self.metrics: dict[str, float] = {}
         self.failures: list[Exception] = []
+        self.abandoned = False  # whether a call was cancelled while its engine may still compute it
 
     @property
     def renderer(self) -> Renderer:
@@ -112,6 +114,9 @@ class Ask:
     async def _record(self, parent: Turn | None, tokens: list[int], policy: str, answer: Awaitable[Response]) -> Turn:
         try:
             response = await answer
+        except asyncio.CancelledError:
+            self.abandoned = True
+            raise
         except Exception as error:
             self.failures.append(error)  # marks it as an error of the engine, not of the rollout function
             raise

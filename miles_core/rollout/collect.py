@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from miles_core.rollout.queue import Prompt, PromptQueue
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
 
+log = logging.getLogger(__name__)
+
 Group = list[Sample]
 Rollout = Callable[[int], Awaitable[list[Group]]]
 Pairs = dict[str, tuple[float, float]]
@@ -25,6 +28,9 @@ Score = Callable[[list[Sample]], Awaitable[None]]
 
 #: Interval in seconds at which a stop request is checked while no group finishes (a slow tool, a slow judge).
 PATIENCE = 0.5
+
+#: The run stops after this many consecutive groups whose samples all failed.
+FAILED_GROUPS = 20
 
 
 class Interrupted(Exception):
@@ -71,7 +77,7 @@ class Collector:
         self.pending: dict[asyncio.Task[Group], Prompt] = {}
         self.ready: list[tuple[Prompt, Group]] = []
         self.popped: list[Prompt] = []
-        self._refused = 0
+        self._refused = self._failed = 0
         self._news = asyncio.Event()
         self._done: list[asyncio.Task[Group]] = []
 
@@ -102,10 +108,10 @@ class Collector:
         for prompt in self.prompts.next(max(0, count - len(self.pending) - len(self.ready))):
             samples = prompt.samples(self.run.config.rollout.n_samples_per_prompt)
             task = asyncio.create_task(self._group(samples))
-            task.add_done_callback(self._finished)
+            task.add_done_callback(self._finish)
             self.pending[task] = prompt
 
-    def _finished(self, task: asyncio.Task[Group]) -> None:
+    def _finish(self, task: asyncio.Task[Group]) -> None:
         self._done.append(task)
         self._news.set()
 
@@ -114,7 +120,7 @@ class Collector:
 
         Raises:
             Interrupted: the user requested a stop.
-            DataError: the filter rejected too many groups in succession.
+            DataError: the filter rejected, or the rollout function failed on, too many groups in succession.
         """
         if self.run.stop_requested:
             raise Interrupted
@@ -130,7 +136,11 @@ class Collector:
             task = self._done.pop()
             prompt, group = self.pending[task], task.result()
             del self.pending[task]
-            if self.accept is None or self.accept(self.run.config.args, group):
+            self._failed = 0 if group else self._failed + 1
+            if not group:
+                self.prompts.mark_used([prompt])
+                self._check_samples_succeed(prompt)
+            elif self.accept is None or self.accept(self.run.config.args, group):
                 self.ready.append((prompt, group))
             else:
                 self.prompts.mark_used([prompt])
@@ -201,15 +211,23 @@ class Collector:
             self.prompts.put_back(held)
 
     async def _group(self, samples: Group) -> Group:
+        """Generate and score one group. The result lacks the samples that failed; it is empty if all of them did."""
         made = await asyncio.gather(*(self.generate(s) for s in samples))
         group = [s for siblings in made for s in siblings]
         usable = [s for s in group if s.status is not Status.FAILED]
-        if not usable:
-            raise DataError(f"every sample of group {samples[0].group_index} failed; see run.log for the tools' errors")
-        if not any(s.status is Status.ABORTED for s in usable):
+        if usable and not any(s.status is Status.ABORTED for s in usable):
             await self.score(usable)
         self.progress.advance(len(group))
         return usable
+
+    def _check_samples_succeed(self, prompt: Prompt) -> None:
+        """Raise DataError if every sample of the last ``FAILED_GROUPS`` groups failed."""
+        log.warning("every sample of group %d failed; another prompt replaces it", prompt.group_index)
+        if self._failed >= FAILED_GROUPS:
+            raise DataError(
+                f"every sample of the last {FAILED_GROUPS} groups failed, most recently of group {prompt.group_index}; see run.log for "
+                "the errors of tools, environments or agents"
+            )
 
     def _check_filter_accepts(self) -> None:
         """Raise DataError if the filter rejected 20 batches of groups and accepted none."""

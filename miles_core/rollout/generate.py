@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TYPE_CHECKING
@@ -84,6 +86,8 @@ class Generator:
         extras = {"sampling_support"} if sampling.truncated and not run.config.rollout.full_vocab_logprobs else set()
         self.extras, self.keys = extras, RequestKeys()
         self.policies = {policy.name: policy for policy in run.policies}
+        limit = run.config.rollout.max_concurrent_samples
+        self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
 
     def release_keys(self, generate: Generate) -> Generate:
         """Wrap ``generate``, which calls this generator one or more times per sample, to reset the sample's keys afterwards."""
@@ -98,17 +102,21 @@ class Generator:
 
     async def abort(self, samples: Collection[int]) -> None:
         """Make the engines abort all requests of these samples. The caller has cancelled the samples' tasks."""
+        await self._abort_requests(samples)
+        self.keys.forget(samples)
+
+    async def _abort_requests(self, samples: Collection[int]) -> None:
         keys = self.keys.keys_of(samples)
         for engine in self.engines.values():
             await engine.abort(keys)
-        self.keys.forget(samples)
 
     async def __call__(self, sample: Sample) -> list[Sample]:
         """Generate the samples for ``sample``. Each returned sample is validated; ``on_sample`` runs for each complete one."""
         name, function = self.functions.of(sample)
         sample.policy = sample.policy or self.run.policy.name
         ask = self._ask(sample)
-        samples = await self._call_function(function, name, sample, ask)
+        async with self._slots:
+            samples = await self._call_function(function, name, sample, ask)
         for one in samples:
             ask.transcript.fill(one, self.run.fields)
             if self.run.config.rollout.mask_offpolicy_in_partial_rollout:
@@ -146,6 +154,8 @@ class Generator:
         number, group, label = sample.index, sample.group_index, f"the rollout function {name}"
         try:
             made = await function(sample, ask)
+            if ask.abandoned:
+                await self._abort_requests([number])
         except DataError as error:
             raise DataError(f"{label}, on sample {number}: {error}") from error
         except Exception as error:
@@ -168,6 +178,7 @@ class Generator:
             "rollout/turns": len(transcript.turns),
             "rollout/branches": transcript.branches,
             "rollout/unused_turns": transcript.unused(samples),
+            "rollout/failed": any(sample.status is Status.FAILED for sample in samples),
         }
         add(self.answers, {name: (float(value), 1.0) for name, value in (counts | ask.metrics).items()})
 

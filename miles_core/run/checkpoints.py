@@ -57,7 +57,7 @@ class RunCheckpoints:
         """
         run = self.run
         try:
-            intact = all([await each.learner.intact() for each in self.parts])
+            intact = all([await each.learner.is_intact() for each in self.parts])
             if run.step > self._step:
                 self._mark()
             elif not intact or self._trained != [policy.trained for policy in run.policies]:
@@ -83,7 +83,7 @@ class RunCheckpoints:
         if target := self.run.config.run.export_hf:
             for each in self.parts:
                 if each.policy.role == "train":
-                    alone = self.run.alone(each.policy)
+                    alone = self.run.is_only_trained(each.policy)
                     await each.learner.export(Path(target) if alone else Path(target) / each.policy.name)
 
     async def save(self) -> None:

@@ -158,7 +158,7 @@ def refuse_to_overwrite(config: Config) -> None:
         raise ConfigError(f"--save {directory}: it is a file; name a directory")
     if load is not None and run_of(load).resolve() == directory.resolve():
         return
-    if Checkpoints(directory / "checkpoints").latest() is not None:
+    if Checkpoints(directory / "checkpoints").find_latest() is not None:
         raise ConfigError(
             f"--save {directory} already holds a run; continue it with --load {directory}, or choose another directory"
         )

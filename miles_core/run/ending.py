@@ -57,7 +57,7 @@ class Ending:
         return lines
 
 
-def ending(run: Run, signal: str | None = None, error: BaseException | None = None) -> Ending:
+def record_ending(run: Run, signal: str | None = None, error: BaseException | None = None) -> Ending:
     """Describe the end of ``run`` and write it to ``ending.json``.
 
     Args:
@@ -71,7 +71,7 @@ def ending(run: Run, signal: str | None = None, error: BaseException | None = No
     elif signal is not None:
         why = f"stopped by {signal}"
     checkpoints = Checkpoints(run.directory / "checkpoints")
-    last, target = checkpoints.latest(), run.config.run.export_hf
+    last, target = checkpoints.find_latest(), run.config.run.export_hf
     exported = target is not None and any(Path(target).glob("**/config.json"))
     found = Ending(
         why=redact(" ".join(why.split())),

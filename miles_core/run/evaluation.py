@@ -56,7 +56,11 @@ class Evaluation:
         """Evaluate the initial weights of the run if an evaluation is due, unless the run of the checkpoint ``resume_from`` has
         already evaluated them."""
         directories = () if resume_from is None else {self.run.directory, run_of(resume_from)}
-        return {} if any(_scored(directory, self.run.step) for directory in directories) else await self.run_if_due()
+        return (
+            {}
+            if any(_has_evaluation(directory, self.run.step) for directory in directories)
+            else await self.run_if_due()
+        )
 
     async def complete(self) -> None:
         """Wait for a concurrent evaluation, even after a stop request, because its weights are about to be replaced."""
@@ -108,6 +112,6 @@ class Evaluation:
         self.log.record(step, result.metrics | {"time/evaluation": time.perf_counter() - start})
 
 
-def _scored(directory: Path, step: int) -> bool:
+def _has_evaluation(directory: Path, step: int) -> bool:
     """Return whether the metrics of the run in ``directory`` contain an evaluation of ``step``."""
     return any(r["step"] == step and "eval/reward" in r for r in read(directory / "metrics.jsonl"))

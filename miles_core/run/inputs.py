@@ -138,7 +138,7 @@ class Inputs:
         """
         options = run.config
         name = options.reward.rm_type
-        if name is not None and name in run.hooks.provided("reward"):
+        if name is not None and name in run.hooks.find_provided("reward"):
             own = run.hooks.takes("reward", name, "policy")
             learning = [policy for policy in run.policies if policy.role == "train"]
             found = {policy.name: _reward(run, name, policy) for policy in (learning if own else learning[:1])}
@@ -221,7 +221,7 @@ class Inputs:
                 await score(samples, reward, run.config.args)
                 return
             for policy in run.policies:
-                if policy.role == "train" and (mine := run.own(policy, [samples])):
+                if policy.role == "train" and (mine := run.select_policy(policy, [samples])):
                     await score(mine, self.reward_of[policy.name], run.config.args)
 
         return score_all
@@ -234,7 +234,7 @@ def wrap_generator(run: Run, generator: Generator) -> Generate:
 
 def _compares_label(run: Run, name: str | None) -> bool:
     """Whether the reward of this name compares a response with a label."""
-    if name is None or name not in run.hooks.provided("reward"):
+    if name is None or name not in run.hooks.find_provided("reward"):
         return name in RULES
     return getattr(run.hooks.builder("reward", name)[1], "compares_label", False)
 
@@ -260,7 +260,7 @@ def _functions(run: Run, custom: Callable[..., Any] | None) -> Functions:
 
     options = run.config.rollout
     named = options.custom_generate_function_path
-    wanted = run.hooks.provided("generate") if options.generate_key else (options.generate,)
+    wanted = run.hooks.find_provided("generate") if options.generate_key else (options.generate,)
     made = {name: to_rollout_function(run.hooks.make("generate", name, run=run), name) for name in wanted}
     if custom is not None:
         made[str(named)] = CustomGenerate(custom, run.config.args)

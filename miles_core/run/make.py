@@ -11,7 +11,7 @@ from miles_core.contracts.hooks import load_hooks
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
-from miles_core.data.template import PromptTemplate
+from miles_core.data.template import PromptTemplate, parse_variables
 from miles_core.data.tokenizer import load_tokenizer
 from miles_core.observe.hints import Hints, hints_of
 from miles_core.observe.metrics import MetricLog, Sink
@@ -37,7 +37,9 @@ def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], direct
         fields=(SAMPLING_SUPPORT, CANDIDATES, *(f for p in plan.plugins for f in manifests[p.name].fields)),
         directory=directory,
         tokenizer=tokenizer,
-        render=PromptTemplate(tokenizer, config.data.apply_chat_template),
+        render=PromptTemplate(
+            tokenizer, config.data.apply_chat_template, parse_variables(config.data.chat_template_kwargs)
+        ),
         policies=policies_of(config),
     )
 

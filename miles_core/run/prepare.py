@@ -64,8 +64,8 @@ def facts_for(config: Config, given: Sequence[str] = ()) -> Facts:
     manifests = list(config.schema.manifests.values())
     result = override(Facts([*facts, *package_facts(manifests, elsewhere=False)]), given)
     assumed = package_facts(manifests, elsewhere=True) if result.elsewhere else ()
-    result = result.having(fact for fact in assumed if not result[fact.name].chosen)
-    return result.having(_base_precisions(result))
+    result = result.with_facts(fact for fact in assumed if not result[fact.name].chosen)
+    return result.with_facts(_base_precisions(result))
 
 
 def _base_precisions(facts: Facts) -> Iterator[Fact]:
@@ -154,7 +154,7 @@ def find_violations(config: Config, facts: Facts) -> list[str]:
 
 def apply_plan(config: Config, plan: Plan) -> Config:
     """Return ``config`` with the plan's plugins activated and the values that they set."""
-    result = config.activated(plan.order)
+    result = config.with_plugins(plan.order)
     for setting in plan.sets:
         if not setting.path.startswith(ENVIRONMENT):
             result = result.replace({setting.path: setting.value}, origin=f"set by {setting.plugin}")
@@ -199,7 +199,7 @@ def requested_plugins(config: Config, facts: Facts, manifests: Mapping[str, Plug
     origins = {}
     for name, spec in zip(config.plugins, config.run.plugins, strict=True):
         by_option = [f.origin for f in facts.values() if f.chosen and f.name.startswith(f"{name}.")]
-        named = config.chosen("plugins") and (not origin.startswith("--") or spec in re.split(r"[,\s=]+", origin))
+        named = config.is_set("plugins") and (not origin.startswith("--") or spec in re.split(r"[,\s=]+", origin))
         if named:
             origins[name] = "--plugins" if origin.startswith("--") else origin
         elif by_option or name not in selected:

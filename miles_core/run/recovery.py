@@ -33,7 +33,7 @@ async def recover(
     """
     await await_unless_stopped(run, runtime.recover(lost))
     own = Checkpoints(run.directory / "checkpoints")
-    last = own.load() if own.latest() is not None else resume_from
+    last = own.load() if own.find_latest() is not None else resume_from
     at, run.step = run.step, checkpoint_step(last) if last is not None else 0
     if last is None:
         seed_generators(run.config.train.seed)

@@ -24,7 +24,7 @@ async def check_synced(run: Run, parts: PolicyParts) -> dict[str, float]:
         MilesError: a check failed and stops the run.
     """
     if _CHECKS not in run.stash:
-        made = (run.hooks.make("check", name, run=run) for name in run.hooks.provided("check"))
+        made = (run.hooks.make("check", name, run=run) for name in run.hooks.find_provided("check"))
         run.stash[_CHECKS] = [check for check in made if check is not None]
     metrics: dict[str, float] = {}
     for check in run.stash[_CHECKS]:

@@ -37,8 +37,8 @@ async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog, samples: l
             batch, queue = queue[: options.batch_size], queue[options.batch_size :]
             for each in parts:
                 found = await each.learner.supervise(batch, lr=options.lr)
-                first = run.named(each.policy, {"sft/loss_first": found["sft/loss"]}) | first
-                metrics |= run.named(each.policy, found)
+                first = run.prefix_metrics(each.policy, {"sft/loss_first": found["sft/loss"]}) | first
+                metrics |= run.prefix_metrics(each.policy, found)
             log.progress.advance(1)
             if run.stop_requested:
                 raise Interrupted

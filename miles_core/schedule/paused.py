@@ -10,7 +10,7 @@ from miles_core.contracts.runtime import PolicyParts
 
 
 @asynccontextmanager
-async def paused(run: Run, parts: PolicyParts) -> AsyncIterator[None]:
+async def pause_engine(run: Run, parts: PolicyParts) -> AsyncIterator[None]:
     """Pause the engine with ``--pause-generation-mode`` during the body. It is resumed only if the body succeeds, because after a failed
     push the engine's weights are incomplete."""
     await parts.serving.pause(run.config.rollout.pause_generation_mode)

@@ -16,8 +16,8 @@ from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group
 from miles_core.rollout.partial import partial_rollout
 from miles_core.rollout.versions import staleness
-from miles_core.schedule.paused import paused
-from miles_core.schedule.wrapped import wrapped
+from miles_core.schedule.paused import pause_engine
+from miles_core.schedule.wrapped import wrap_collect
 
 
 class SyncSchedule(Schedule):
@@ -25,7 +25,7 @@ class SyncSchedule(Schedule):
 
     def __init__(self, run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> None:
         self.run, self.collector, self.parts = run, collector, parts
-        self._collect = wrapped(run, collector.rollout)
+        self._collect = wrap_collect(run, collector.rollout)
         self._taken: dict[str, float] = {}
 
     async def take(self, step: int) -> list[Group]:
@@ -41,8 +41,8 @@ class SyncSchedule(Schedule):
         return groups
 
     @asynccontextmanager
-    async def quiet(self, parts: PolicyParts) -> AsyncIterator[None]:
-        async with paused(self.run, parts):
+    async def pause_for_push(self, parts: PolicyParts) -> AsyncIterator[None]:
+        async with pause_engine(self.run, parts):
             yield
 
     def metrics(self) -> dict[str, float]:

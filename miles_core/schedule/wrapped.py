@@ -7,6 +7,6 @@ from miles_core.plugin.chain import compose
 from miles_core.rollout.collect import Rollout
 
 
-def wrapped(run: Run, collect: Rollout) -> Rollout:
+def wrap_collect(run: Run, collect: Rollout) -> Rollout:
     """Return ``collect(step)`` wrapped with the plugins' ``wrap_rollout`` hooks."""
     return compose(collect, run.hooks.chain("wrap_rollout", run=run))

@@ -22,14 +22,14 @@ class CopyTransport(Transport):
     async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:
         started, nbytes, tensors = time.perf_counter(), 0, 0
 
-        def counted() -> Iterator[Encoded]:
+        def count_sizes() -> Iterator[Encoded]:
             nonlocal nbytes, tensors
             for unit in units:
                 nbytes += unit.nbytes
                 tensors += len(unit.parts)
                 yield unit
 
-        await self.engine.update_weights(counted(), version)
+        await self.engine.update_weights(count_sizes(), version)
         return SyncReport(version, nbytes, tensors, time.perf_counter() - started)
 
 

@@ -38,23 +38,23 @@ def first_nonfinite(units: Iterable[Unit]) -> str | None:
     names: list[str] = []
     norms: list[Tensor] = []
     first: str | None = None
-    for name, tensor in _floating(units):
+    for name, tensor in _select_floating(units):
         names.append(name)
         norms.append(torch.linalg.vector_norm(tensor.detach(), ord=float("inf"), dtype=torch.float32))
         if len(norms) == SYNC_EVERY:
-            first = first or _first(names, norms)
+            first = first or _find_first(names, norms)
             names, norms = [], []
-    return first or _first(names, norms)
+    return first or _find_first(names, norms)
 
 
-def _floating(units: Iterable[Unit]) -> Iterator[tuple[str, Tensor]]:
+def _select_floating(units: Iterable[Unit]) -> Iterator[tuple[str, Tensor]]:
     for unit in units:
         for name, tensor in unit.tensors.items():
             if tensor.is_floating_point() and tensor.numel():
                 yield name, tensor
 
 
-def _first(names: list[str], norms: list[Tensor]) -> str | None:
+def _find_first(names: list[str], norms: list[Tensor]) -> str | None:
     if not norms:
         return None
     finite = torch.stack(norms).isfinite().tolist()

@@ -36,7 +36,7 @@ class Share:
     positions: list[int]
 
 
-def divided(samples: Sequence[Sample], options: TrainOptions, replicas: int) -> list[Share]:
+def split_by_replica(samples: Sequence[Sample], options: TrainOptions, replicas: int) -> list[Share]:
     """Split samples into one share per replica. Groups stay whole, and all shares have the same number of optimizer steps."""
     step_of, count = optimiser_steps(samples, options)
     return [
@@ -45,7 +45,7 @@ def divided(samples: Sequence[Sample], options: TrainOptions, replicas: int) -> 
     ]
 
 
-def in_order(parts: Sequence[Share], seen: Sequence[Sequence[TrainedTokens]]) -> list[TrainedTokens]:
+def merge_recorded(parts: Sequence[Share], seen: Sequence[Sequence[TrainedTokens]]) -> list[TrainedTokens]:
     """Merge the replicas' recorded tokens ``seen`` in the order of the rollout; empty if nothing was recorded."""
     merged: dict[int, TrainedTokens] = {}
     for share, tokens in zip(parts, seen, strict=True):
@@ -53,7 +53,7 @@ def in_order(parts: Sequence[Share], seen: Sequence[Sequence[TrainedTokens]]) ->
     return [merged[at] for at in sorted(merged)]
 
 
-def combined(replicas: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+def merge_metrics(replicas: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
     """Merge metrics, name -> (sum, weight), of one rank per replica to name -> sum / weight. Metrics of weight 0 are omitted."""
     totals: dict[str, tuple[float, float]] = {}
     for pairs in replicas:

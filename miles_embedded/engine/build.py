@@ -41,7 +41,7 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
         cuda_graphs=not config.embedded.disable_cuda_graph,
     )
     engine = EmbeddedEngine(model, settings)
-    name = run.hooks.provided("decoder")[0]
+    name = run.hooks.find_provided("decoder")[0]
     engine.decoder = run.hooks.make("decoder", name, run=run, policy=policy, engine=engine)
     if not isinstance(engine.decoder, PlainDecoder):
         check_rope_switch(model, engine.max_context)

@@ -41,7 +41,7 @@ from miles_embedded.quantized.linear import linear_shapes
 class EmbeddedEngine(Engine):
     """Engine that generates with ``model``, as prepared by ``miles_embedded.model.load``, on the model's device."""
 
-    capabilities = frozenset(c.name for c in EMBEDDED.declared("engine"))
+    capabilities = frozenset(c.name for c in EMBEDDED.list_capabilities("engine"))
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings

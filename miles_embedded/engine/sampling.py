@@ -183,7 +183,7 @@ def _support(log_probs: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> t
             keep &= (torch.arange(ranks, device=keep.device) < top_k) | (top_k <= 0)
         elif top_k > 0:
             keep[:, top_k:] = False
-        if ranks == vocab or _settled(values, keep):
+        if ranks == vocab or _is_settled(values, keep):
             break
     keep[:, 0] = True  # top_p = 0 still keeps the most likely token
     full = torch.ones_like(keep[:, :1])
@@ -202,7 +202,7 @@ def _support(log_probs: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> t
     return support, capped
 
 
-def _settled(values: Tensor, keep: Tensor) -> bool:
+def _is_settled(values: Tensor, keep: Tensor) -> bool:
     """Whether the cut is inside the sorted ranks and not between equal probabilities."""
     if bool(keep[:, -1].any()):
         return False

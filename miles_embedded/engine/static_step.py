@@ -78,9 +78,9 @@ class StaticStep:
     def _by_kernel(self, logits: Tensor) -> bool:
         if not (logits.is_cuda and kernels_run(logits.device)):
             return False
-        from miles_embedded.kernels.draw import drawable
+        from miles_embedded.kernels.draw import can_draw
 
-        return drawable(logits)
+        return can_draw(logits)
 
     def _draw(self, logits: Tensor) -> None:
         from miles_embedded.kernels.draw import draw_rows

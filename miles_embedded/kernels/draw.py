@@ -110,6 +110,6 @@ def draw_rows(logits: Tensor, batch: Batch, start: int) -> None:
     _draw[(rows,)](logits, *fixed, *moved, start, vocab, *strides, BLOCK=block, num_warps=8 if block > 1024 else 4)
 
 
-def drawable(logits: Tensor) -> bool:
+def can_draw(logits: Tensor) -> bool:
     """Whether ``draw_rows`` takes these."""
     return logits.is_cuda and logits.stride(1) == 1 and logits.dtype in (torch.bfloat16, torch.float16, torch.float32)

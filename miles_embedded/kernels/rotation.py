@@ -52,10 +52,10 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         out: Tensor = _Rotation.apply(x, cosine, sine)
         return out
-    return _rotated(x, cosine, sine, False)
+    return _rotate_pairs(x, cosine, sine, False)
 
 
-def _rotated(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool) -> Tensor:
+def _rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool) -> Tensor:
     if x.stride(3) != 1:
         x = x.contiguous()
     out = torch.empty_like(x)
@@ -73,9 +73,9 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _rotated(x, cosine, sine, False)
+        return _rotate_pairs(x, cosine, sine, False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cosine, sine = ctx.saved_tensors
-        return _rotated(grads[0], cosine, sine, True), None, None
+        return _rotate_pairs(grads[0], cosine, sine, True), None, None

@@ -56,7 +56,7 @@ def choose(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
     return weights, index
 
 
-def chooses(logits: Tensor, k: int) -> bool:
+def can_choose(logits: Tensor, k: int) -> bool:
     """Whether ``choose`` takes these."""
     return (
         logits.shape[1] <= MOST_EXPERTS and k <= MOST_CHOSEN and not (torch.is_grad_enabled() and logits.requires_grad)

@@ -52,10 +52,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         out: Tensor = _SwiGLU.apply(gate, up)
         return out
-    return _gated(gate, up)
+    return _gate(gate, up)
 
 
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
+def _gate(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     a, b = _rows(gate), _rows(up)
     if len(a):
@@ -77,7 +77,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _gated(gate, up)
+        return _gate(gate, up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

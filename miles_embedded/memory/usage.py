@@ -229,12 +229,12 @@ def _engine(facts: Facts, size: ModelSize) -> Usage:
     if not weights:
         note += "; it shares the trainer's weights"
 
-    def fitting(budget: float, alone: float) -> Iterator[dict[str, Any]]:
+    def find_fitting(budget: float, alone: float) -> Iterator[dict[str, Any]]:
         left = int((budget - (parts.total - parts.cache)) // row)
         if 1 <= left < rows:
             yield {"rollout.max_running_requests": left}
 
-    return Usage("engine", "GPU", parts, parts.other, note=note, fitting=fitting)
+    return Usage("engine", "GPU", parts, parts.other, note=note, fitting=find_fitting)
 
 
 def shares_storage(facts: Facts) -> bool:

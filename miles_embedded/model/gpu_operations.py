@@ -41,9 +41,9 @@ def _experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, do
 
 def _route(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
     """See ``Operations.route``."""
-    from miles_embedded.kernels.route import choose, chooses
+    from miles_embedded.kernels.route import can_choose, choose
 
-    if logits.is_cuda and chooses(logits, k):
+    if logits.is_cuda and can_choose(logits, k):
         return choose(logits, k, normalized)
     weights, index = logits.softmax(-1, dtype=torch.float32).topk(k, dim=-1)
     if normalized:

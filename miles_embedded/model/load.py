@@ -74,7 +74,7 @@ def checkpoint_config(path: str | Path, trust_remote_code: bool = False, flag: s
 
 def build_model(run: Any, policy: Any, role: str) -> nn.Module:
     """Make a model for engine or trainer with the first plugin that provides one (default ``transformers``), then call ``on_model``."""
-    name = run.hooks.provided("model")[0]
+    name = run.hooks.find_provided("model")[0]
     model: nn.Module = run.hooks.make("model", name, run=run, policy=policy, role=role)
     if role == "critic":
         add_value_head(run, policy, model)

@@ -40,7 +40,7 @@ class Routed:
 
     def on_logits(self, see: Callable[[Tensor], None]) -> None:
         """Call ``see`` with the logits [rows, experts] of every forward."""
-        self.scores.register_forward_hook(lambda module, args, output: see(first(output)))
+        self.scores.register_forward_hook(lambda module, args, output: see(get_first(output)))
 
     def on_choice(self, see: Callable[[Tensor], None]) -> None:
         """Call ``see`` with the chosen experts [rows, k] of every forward."""
@@ -79,6 +79,6 @@ def _find_scores(router: nn.Module, count: int) -> Iterator[nn.Module]:
         yield from (module for module, _ in found)
 
 
-def first(output: Any) -> Tensor:
+def get_first(output: Any) -> Tensor:
     """Return the tensor that a module returned, or the first of several."""
     return output if isinstance(output, Tensor) else output[0]

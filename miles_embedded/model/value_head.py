@@ -31,7 +31,7 @@ def add_value_head(run: Any, policy: Any, model: nn.Module) -> None:
 
     The output layer is not used, and is frozen unless its weight is the embedding.
     """
-    name = run.hooks.provided("head")[0]
+    name = run.hooks.find_provided("head")[0]
     made = run.hooks.make("head", name, run=run, policy=policy, model=model)
     if not isinstance(made, nn.Module):
         raise PluginError(f"the head {name!r} is {made!r:.80}; make_head must return a torch.nn.Module")

@@ -34,7 +34,11 @@ class ProcessEngine(Engine):
         limits: ``seed``, ``max_context`` and ``max_running_requests`` of ``miles_embedded.engine.settings.Settings``.
     """
 
-    capabilities = frozenset(c.name for c in EMBEDDED.declared("engine")) - {"draft", "rebuild", "shared_storage"}
+    capabilities = frozenset(c.name for c in EMBEDDED.list_capabilities("engine")) - {
+        "draft",
+        "rebuild",
+        "shared_storage",
+    }
 
     def __init__(self, checkpoint: str | Path, device: str = "cpu", **limits: int) -> None:
         self._config = {"checkpoint": str(checkpoint), "device": device, **limits}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def emulating(
+def emulate_properties(
     trainer: EmbeddedTrainer, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
 ) -> Iterator[None]:
     """Give ``trainer.log_probs`` of the policy's model the requested properties inside this context.

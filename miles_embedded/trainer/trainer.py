@@ -44,7 +44,7 @@ from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
 from miles_embedded.trainer.columns import check_columns, gather_columns
 from miles_embedded.trainer.data_parallel import Alone
-from miles_embedded.trainer.emulate import emulating
+from miles_embedded.trainer.emulate import emulate_properties
 from miles_embedded.trainer.expert_loads import Loads
 from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
 from miles_embedded.trainer.optimizer import MakeOptimizer, Optimizer
@@ -313,11 +313,11 @@ class EmbeddedTrainer(Trainer):
         finally:
             self._scored, self._attached = before
 
-    def emulating(
+    def emulate(
         self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
     ) -> AbstractContextManager[None]:
-        """See ``Trainer.emulating``."""
-        return emulating(self, emulation, codec, snapshot)
+        """See ``Trainer.emulate``."""
+        return emulate_properties(self, emulation, codec, snapshot)
 
     def rebuild(self, precision: str) -> None:
         """See ``Trainer.rebuild``."""

@@ -88,7 +88,7 @@ class ApartWorkers(Workers):
     async def renew(self, number: int) -> None:
         await self.kill(number)
         self.made += 1
-        with self.naming(number):
+        with self.name_errors(number):
             _ALIVE[self.number, self.names[number]] = Process(self.kind, self.order, self.policy)
 
     async def kill(self, number: int) -> None:

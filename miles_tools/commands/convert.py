@@ -142,14 +142,14 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
             raise ConfigError(f"{rest[0]}: dequantising takes no options; the checkpoint says how it is stored")
         return _plan_plain(options.model_dir)
     from miles_core.config.load import load, schema_for
-    from miles_tools.convert.installed import format_class, providers, unknown
+    from miles_tools.convert.installed import describe_unknown, format_class, providers
 
     manifests = schema_for(rest).manifests
     known = providers(manifests)
     if options.to not in known:
-        raise ConfigError(unknown(options.to, known))
+        raise ConfigError(describe_unknown(options.to, known))
     config = load(["--rollout-precision", options.to, *rest])
-    named = [manifests[name] for name in config.plugins if name in manifests] if config.chosen("plugins") else []
+    named = [manifests[name] for name in config.plugins if name in manifests] if config.is_set("plugins") else []
     changing = [plugin for plugin in named if options.to not in plugin.formats]
     _refuse_foreign(config, known[options.to], *changing)
     from miles_core.checkpoint.hf_files import CheckpointFiles
@@ -205,7 +205,7 @@ def _refuse_foreign(config: Config, *plugins: Plugin) -> None:
     for path, option in config.schema.options.items():
         allowed = SHARED.fullmatch(option.flag) or option.flag == "--rollout-precision"
         owners = config.schema.flag_of(path).owners
-        if config.chosen(path) and not allowed and not {*owners} & {plugin.name for plugin in plugins}:
+        if config.is_set(path) and not allowed and not {*owners} & {plugin.name for plugin in plugins}:
             raise ConfigError(f"{config.origin(path)}: it has no effect on a checkpoint's conversion; leave it out")
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_tools.environment import Environment, bytes_text, environment, installed
+from miles_tools.environment import Environment, bytes_text, environment, find_version
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -124,7 +124,7 @@ def requirements() -> list[Requirement]:
     rows = [Requirement("python", version, str(wanted), wanted.contains(version, prereleases=True))]
     for line in map(Line, requires("miles-core") or ()):
         if line.marker is None or line.marker.evaluate({"extra": ""}):
-            here = installed(line.name)
+            here = find_version(line.name)
             ok = bool(here) and line.specifier.contains(here, prereleases=True)
             rows.append(Requirement(line.name, here, str(line.specifier), ok))
     return rows

@@ -104,7 +104,7 @@ def _check(argv: Sequence[str]) -> int:
         list(argv)
     )
     from miles_core.contracts.hooks import HOOKS
-    from miles_core.plugin.render import notices
+    from miles_core.plugin.render import list_notices
     from miles_core.plugin.resolve import resolve
     from miles_core.run.prepare import requested_plugins
     from miles_tools.authoring.explain import lint
@@ -117,7 +117,7 @@ def _check(argv: Sequence[str]) -> int:
     ]
     found += [f"{name}: {why}" for name, why in catalogue.broken.items()]
     plan = resolve(requested_plugins(config, facts, catalogue), catalogue, facts)
-    print("\n".join([f"ok: {plan.header}", *notices(plan)]))
+    print("\n".join([f"ok: {plan.header}", *list_notices(plan)]))
     if found:
         raise PluginError("these manifests have mistakes:\n" + "\n".join(f"  {line}" for line in found))
     print(f"{len(catalogue)} manifests checked")

@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     from miles_tools.verify.page import tables, verdict, write_page
     from miles_tools.verify.verify import Verification, verify
 
-    logs.configure(config.run.log_level if config.chosen("log_level") else "warning")
+    logs.configure(config.run.log_level if config.is_set("log_level") else "warning")
     directory = output_directory(config)
     resume = locate_checkpoint(config.run.load, plan.record()) if config.run.load else None
     made_run = make_run(config, plan, catalogue, directory)

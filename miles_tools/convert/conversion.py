@@ -148,7 +148,7 @@ def run(
         with _pool(workers) as pool:
             for shard, positions in shards:
                 jobs = [conversion.jobs[p] for p in positions]
-                if work.finished(shard):
+                if work.is_finished(shard):
                     done = sum(job.before for job in jobs)
                     resumed += done
                     advance(done)
@@ -246,7 +246,7 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 
 
 def _refuse_small_disk(work: WorkDirectory, shards: list[Shard]) -> None:
-    needed, free = work.needed(shards), shutil.disk_usage(work.path).free
+    needed, free = work.count_missing(shards), shutil.disk_usage(work.path).free
     if needed > free:
         raise CheckpointError(
             f"the disk of {work.final} is too small: {needed:,} bytes are to be written and {free:,} are free; "

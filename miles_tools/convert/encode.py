@@ -16,7 +16,7 @@ from torch import Tensor
 from miles_core.checkpoint.hf_files import CheckpointFiles, Entry
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, ConfigError
-from miles_core.precision.codec import COPY, Codec, coupled
+from miles_core.precision.codec import COPY, Codec, find_coupled
 from miles_core.precision.format import Format, part_name
 from miles_core.precision.fused_experts import Expert, Family, is_joined
 from miles_tools.convert.conversion import Conversion, Item, Job, Piece, copy_pieces
@@ -79,7 +79,7 @@ def to_format(files: CheckpointFiles, codec: Codec, shape: Shape | None = None) 
     rounded = sum(weights[name].entry.dtype != COPY for name in chosen)
     if rounded:
         notes.append(f"{rounded} weights are not stored in BF16 and are rounded to it first: BF16 is what is quantised")
-    notes += _divided(shapes, wanted)
+    notes += _list_divided(shapes, wanted)
     notes += _cautions(format, chosen, shapes)
     if codec.family.joining and codec.family.joining.caution and any(w.expert for w in weights.values()):
         notes.append(codec.family.joining.caution)
@@ -141,7 +141,7 @@ def _cautions(format: Format, chosen: list[str], shapes: dict[str, tuple[int, ..
     return [f"{name} {list(shapes[name])} as {format.name}: {why}{more}"]
 
 
-def _divided(shapes: dict[str, tuple[int, ...]], chosen: set[str]) -> list[str]:
+def _list_divided(shapes: dict[str, tuple[int, ...]], chosen: set[str]) -> list[str]:
     """Return notes on fused projections (one matrix in engines) that are only partly quantised."""
     for name in shapes:
         if not name.endswith((".q_proj.weight", ".gate_proj.weight")):
@@ -168,7 +168,7 @@ def _units(codec: Codec, weights: dict[str, _Weight], wanted: set[str]) -> list[
     for weight in weights.values():
         if weight.name in units:
             continue
-        members = coupled(codec.format, weight.name) if weight.name in wanted else []
+        members = find_coupled(codec.format, weight.name) if weight.name in wanted else []
         absent = next((m for m in members if m not in wanted), None)
         if absent is not None:
             how = "is left alone by a selector" if absent in weights else "is not in the checkpoint"
@@ -203,7 +203,7 @@ def _shaped_jobs(source: ShapedFiles, codec: Codec, weights: dict[str, _Weight],
         members = [w for w in weights.values() if w.entry.name in unit]
         names = {w.name for w in members}
         for name in names & chosen:
-            if absent := next((m for m in coupled(codec.format, name) if m not in names & chosen), None):
+            if absent := next((m for m in find_coupled(codec.format, name) if m not in names & chosen), None):
                 raise CheckpointError(
                     f"{name}: {codec.format.name} encodes it together with {absent}, which is left alone or not in the same unit of the "
                     "plugins' wrap_weights; keep both in one Unit"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import CheckpointError, ConfigError
-from miles_core.nearest import nearest
+from miles_core.nearest import find_nearest
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import COMES_WITH
 from miles_core.plugin.load import import_target
@@ -31,14 +31,14 @@ def format_class(name: str, manifests: Mapping[str, Plugin] | None = None) -> ty
     """
     known = providers(manifests)
     if name not in known:
-        raise ConfigError(unknown(name, known))
+        raise ConfigError(describe_unknown(name, known))
     made: type[Format] = import_target(known[name].name, known[name].formats[name])
     return made
 
 
-def unknown(name: str, known: Mapping[str, Plugin]) -> str:
+def describe_unknown(name: str, known: Mapping[str, Plugin]) -> str:
     """Return the error message for a format that no installed plugin provides."""
-    close = nearest(name, [*known, "bf16"])
+    close = find_nearest(name, [*known, "bf16"])
     have = f"installed: {', '.join(sorted(known))}" if known else "none is installed"
     return f"there is no number format {name!r} ({have}); {f'did you mean {close[0]}?' if close else COMES_WITH}"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from miles_core.checkpoint.hf_files import CheckpointFiles, Entry
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError
-from miles_core.precision.codec import Codec, coupled
+from miles_core.precision.codec import Codec, find_coupled
 
 Units = Callable[[], Iterator[Unit]]
 #: Puts what plugins do around the stream of a checkpoint's weights.
@@ -46,7 +46,7 @@ class ShapedFiles:
     def __init__(self, files: CheckpointFiles, codec: Codec, shape: Shape) -> None:
         self.directory, self.config, self.files = files.directory, files.config, files.files
         self._sources, self._shape = (files, codec), shape
-        self.units: list[Described] = [_described(unit) for unit in self._open("meta")]
+        self.units: list[Described] = [_describe(unit) for unit in self._open("meta")]
         self.entries: dict[str, Entry] = {}
         for unit in self.units:
             for name, (size, dtype) in unit.items():
@@ -84,7 +84,7 @@ class ShapedFiles:
             self._stream = self._open("cpu")
         unit = next(self._stream, Unit({}))
         planned = self.units[self._next]
-        if _described(unit) != planned:
+        if _describe(unit) != planned:
             raise CheckpointError(
                 f"the plugins' wrap_weights yields {', '.join(unit.tensors) or 'nothing'} where it yielded {', '.join(planned)} when the "
                 "conversion was planned on the meta device; names, shapes, dtypes and order must not depend on the weights"
@@ -93,7 +93,7 @@ class ShapedFiles:
         return unit
 
 
-def _described(unit: Unit) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _describe(unit: Unit) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in unit.tensors.items()}
 
 
@@ -103,7 +103,7 @@ def _units(files: CheckpointFiles, codec: Codec, device: str) -> Iterator[Unit]:
     for name in files.entries:
         if name in done:
             continue
-        members = coupled(codec.format, name) if codec.format is not None else []
+        members = find_coupled(codec.format, name) if codec.format is not None else []
         together = [member for member in members if member in files.entries] or [name]
         done.update(together)
         yield Unit({member: _tensor(files, member, device) for member in together})

@@ -153,7 +153,7 @@ class WorkDirectory:
     def __exit__(self, *_: object) -> None:
         os.close(self._lock)
 
-    def finished(self, shard: Shard) -> bool:
+    def is_finished(self, shard: Shard) -> bool:
         """Whether an earlier attempt finished this file and it is unchanged."""
         known = self._done.get(shard.file)
         path = self.path / shard.file
@@ -161,7 +161,7 @@ class WorkDirectory:
             return False
         return bool(known["sha256"] == _digest(path))
 
-    def needed(self, shards: Iterable[Shard]) -> int:
+    def count_missing(self, shards: Iterable[Shard]) -> int:
         """Return the number of bytes still to write."""
         return sum(s.nbytes for s in shards if s.file not in self._done)
 

@@ -18,7 +18,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.observe.metrics import names, series
-from miles_core.observe.progress import graded
+from miles_core.observe.progress import is_graded
 from miles_core.plugin.panel import Panel
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def panels(records: Records, declared: Iterable[Panel] = ()) -> list[Panel]:
     present = names(records)
     flat = _flat(records, present)
     chosen = []
-    mean = any(graded(record) for record in records)
+    mean = any(is_graded(record) for record in records)
     for panel in MAIN:
         if panel.name == "reward" and mean:
             lines = {"reward/mean": "mean reward", "eval/reward": "mean held-out reward"}
@@ -117,7 +117,9 @@ def panels(records: Records, declared: Iterable[Panel] = ()) -> list[Panel]:
     shown = {m for panel in chosen for m in panel.lines} | {"time/step", "reward/std"} | flat
     rest = [m for m in present if m not in shown]
     chosen += [_single(m, "More metrics") for m in rest if _prefix(m) in CORE]
-    return _distinct(chosen + [_single(m, _prefix(m)) for m in sorted(rest, key=_prefix) if _prefix(m) not in CORE])
+    return _make_distinct(
+        chosen + [_single(m, _prefix(m)) for m in sorted(rest, key=_prefix) if _prefix(m) not in CORE]
+    )
 
 
 def moves(panel: Panel, records: Records) -> bool:
@@ -135,7 +137,7 @@ def moves(panel: Panel, records: Records) -> bool:
     return False
 
 
-def _distinct(chosen: list[Panel]) -> list[Panel]:
+def _make_distinct(chosen: list[Panel]) -> list[Panel]:
     """Return the panels with unique names that are valid file names."""
     used: set[str] = set()
     found = []
@@ -176,7 +178,7 @@ def make_figure(panel: Panel, records: Records) -> Figure:
 
 def _lines(axes: Axes, panel: Panel, records: Records) -> None:
     for color, (metric, label) in zip(_colors(len(panel.lines)), panel.lines.items(), strict=True):
-        steps, values = _drawable(*series(records, metric))
+        steps, values = _drop_huge(*series(records, metric))
         few = len(steps) <= 30 or metric in panel.marked
         marker: dict[str, Any] = {"marker": "o", "markersize": 4.5 if len(steps) < 12 else 3} if few else {}
         if len(steps) >= SMOOTH_FROM and metric not in panel.marked and _noisy(values):
@@ -191,7 +193,7 @@ def _lines(axes: Axes, panel: Panel, records: Records) -> None:
             _band(axes, records, metric, panel.band, color)
 
 
-def _drawable(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+def _drop_huge(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
     """Treat values that are too large for matplotlib's axes as not finite."""
     return steps, [v if abs(v) < 1e100 else math.nan for v in values]
 

@@ -21,7 +21,7 @@ from typing import Any
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.observe.hints import hints_of, review
 from miles_core.observe.metrics import names, read, series
-from miles_core.observe.progress import graded
+from miles_core.observe.progress import is_graded
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.panel import Panel
 from miles_core.plugin.plan import Plan
@@ -87,7 +87,7 @@ def report(run_dir: Path | str) -> Path:
         budget=_budget(run_dir),
         rows=[_row(name, records) for name in names(records)],
         samples=browser(run_dir, _lookup(config, "reward", "reward_key")),
-        changed=_changed(config),
+        changed=_list_changed(config),
         version=__version__,
         made=time.strftime("%Y-%m-%d %H:%M"),
     )
@@ -159,7 +159,7 @@ def _budget(run_dir: Path) -> dict[str, Any]:
 def _status(run_dir: Path, records: Sequence[Mapping[str, Any]], total: int | None) -> str:
     """Describe the progress of the run in one sentence."""
     if not records:
-        return "This run has not completed a step yet, so there is nothing to plot." + _ended(run_dir, 0.0)
+        return "This run has not completed a step yet, so there is nothing to plot." + _describe_end(run_dir, 0.0)
     last = records[-1]["step"]
     if total is not None and last >= total:
         return f"Finished: {total} of {total} steps are complete."
@@ -167,7 +167,7 @@ def _status(run_dir: Path, records: Sequence[Mapping[str, Any]], total: int | No
     gaps = [_time(b) - _time(a) for a, b in pairwise(records)]
     running = age < max(60.0, 5 * statistics.median(gaps or [0.0]))
     of = f"{last} of {total} steps are complete" if total is not None else f"{last} steps are complete"
-    ended = _ended(run_dir, _time(records[-1]))
+    ended = _describe_end(run_dir, _time(records[-1]))
     state = "Still running" if running and not ended else "Not running"
     return f"{state}: {of}, the last one {_duration(age)} ago.{ended}"
 
@@ -180,7 +180,7 @@ def _time(record: Mapping[str, Any]) -> float:
         return 0.0
 
 
-def _ended(run_dir: Path, since: float) -> str:
+def _describe_end(run_dir: Path, since: float) -> str:
     """Describe how the run ended, if it ended after ``since`` (a resumed run ends again)."""
     found = _json(run_dir / ENDING)
     return f" It {found['why']}." if found.get("why") and _time(found) >= since else ""
@@ -193,7 +193,7 @@ def _cards(records: Sequence[Mapping[str, Any]], total: int | None) -> list[dict
     done = records[-1]["step"]
     cards = [{"label": "steps", "value": str(done), "note": f"of {total}" if total is not None else ""}]
     held_out = ("eval/accuracy", "held-out accuracy", "{:.1%}")
-    if any(graded(record) for record in records):
+    if any(is_graded(record) for record in records):
         held_out = ("eval/reward", "held-out reward", "{:.3f}")
     for metric, label, form in (held_out, ("reward/mean", "reward", "{:.3f}")):
         values = [v for v in series(records, metric)[1] if not math.isnan(v)]
@@ -226,7 +226,7 @@ def _row(name: str, records: Sequence[Mapping[str, Any]]) -> Row:
     return Row(name, _number(values[0]), _number(values[-1]), best_text, _number(low[0]), _number(high[0]), note)
 
 
-def _changed(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _list_changed(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the options that the user set (the effective configuration lists others under ``defaults``)."""
     rows = []
     for table, values in config.items():

@@ -97,13 +97,13 @@ def _entry(row: Mapping[str, Any], kind: str, reward_key: str | None) -> dict[st
         "length": len(pieces),
         "pieces": pieces[:TOKENS],
         "mask": mask[:TOKENS] if mask and not all(mask) else None,
-        "engine": _shortened(engine),
-        "trainer": _shortened(trainer),
-        "advantages": _shortened(advantages),
+        "engine": _shorten(engine),
+        "trainer": _shorten(trainer),
+        "advantages": _shorten(advantages),
     }
 
 
-def _shortened(values: Sequence[float | None] | None) -> list[float | None] | None:
+def _shorten(values: Sequence[float | None] | None) -> list[float | None] | None:
     return None if values is None else [None if v is None else float(f"{v:.5g}") for v in values[:TOKENS]]
 
 

@@ -103,7 +103,7 @@ async def verify_policy(
     return Verification(
         policy=policy.name,
         tolerance=run.config.run.verify_logprobs_tolerance,
-        gap=measure(engine, trainer, samples, run.text),
+        gap=measure(engine, trainer, samples, run.decode),
         decoding=None if scored is None else measure(engine, scored, samples),
         budget=await budget(run, parts, await probe(run, parts, prompts, support=True)) if with_budget else None,
         samples=samples,

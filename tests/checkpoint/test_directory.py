@@ -25,7 +25,7 @@ def save(checkpoints, step, text="weights", plan=None):
 
 def test_saved_directory_is_complete_and_latest(tmp_path):
     checkpoints = Checkpoints(tmp_path / "ckpt")
-    assert checkpoints.latest() is None
+    assert checkpoints.find_latest() is None
     save(checkpoints, 2)
     save(checkpoints, 12, "newer")
     assert checkpoints.steps() == [2, 12]

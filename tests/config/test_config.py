@@ -57,7 +57,7 @@ def test_the_saved_configuration_reads_back_equal(manifests, tmp_path, words):
     assert again == config
     assert again.to_dict() == config.to_dict()
     for option in config.schema.options:
-        assert again.chosen(option) == config.chosen(option) or option == "run.plugins"
+        assert again.is_set(option) == config.is_set(option) or option == "run.plugins"
 
 
 def test_equality_sees_a_difference(loaded):
@@ -70,7 +70,7 @@ def test_equality_sees_a_difference(loaded):
 def test_a_saved_default_is_nobodys_choice_and_weaker_than_choices(loaded, written):
     path = written(loaded("--lr", "3").to_yaml())
     again = loaded("--config", path, "--rollout-top-k", "5")
-    assert again.chosen("train.lr") and not again.chosen("train.min_lr")
+    assert again.is_set("train.lr") and not again.is_set("train.min_lr")
     assert again.origin("train.min_lr").startswith("default, saved in ")
     assert again.rollout.top_k == 5
 
@@ -84,7 +84,7 @@ def test_replace_keeps_the_origin_and_is_not_the_users_choice(loaded):
     before = loaded("--lr", "1")
     after = before.replace({"rollout.top_k": 5, "engine": "embedded", "server.verbose": True}, origin="set by replay")
     assert (after.rollout.top_k, before.rollout.top_k) == (5, -1)
-    assert after.origin("rollout.top_k") == "set by replay" and not after.chosen("rollout.top_k")
+    assert after.origin("rollout.top_k") == "set by replay" and not after.is_set("rollout.top_k")
     assert after.origin("engine") == "set by replay"
     assert after.passthrough("server") == {"verbose": True} and before.passthrough("server") == {}
     assert after.train.lr == 1
@@ -99,11 +99,11 @@ def test_replace_checks_names_and_values(loaded):
 
 def test_activated_adds_required_plugins_and_refuses_options_outside_the_plan(loaded):
     config = loaded("--plugins", "fan", "--weights-threshold", "2")
-    active = config.activated(["fan", "weights"])
+    active = config.with_plugins(["fan", "weights"])
     assert active.plugins == ("fan", "weights") and active.requested == {"fan": "--plugins fan"}
     assert active.args.weights_threshold == 2
     with pytest.raises(ConfigError, match="--weights-threshold 2: weights is not part of this run"):
-        config.activated(["fan"])
+        config.with_plugins(["fan"])
 
 
 def test_facts_carry_value_origin_flag_choices_and_choice(loaded):

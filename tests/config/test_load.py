@@ -31,7 +31,7 @@ def test_every_value_says_where_it_came_from(loaded, written):
     assert config.origin("train.lr") == "--lr 1e-4"
     assert config.origin("small.group_size") == "environment variable SMALL_GROUP_SIZE=64"
     assert config.origin("rollout.top_p") == "default"
-    assert config.chosen("train.lr") and not config.chosen("rollout.top_p")
+    assert config.is_set("train.lr") and not config.is_set("rollout.top_p")
 
 
 def test_everything_wrong_is_reported_at_once(loaded, written):

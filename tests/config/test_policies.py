@@ -37,7 +37,7 @@ def test_options_of_a_policy_take_the_place_of_the_runs(tmp_path):
 def test_a_configuration_with_policies_is_read_back_equal(tmp_path):
     config = loaded(tmp_path, TWO)
     assert loads(config.to_yaml(), {}) == config
-    assert config.activated(()).policies == config.policies == config.replace({"train.lr": 1.0}).policies
+    assert config.with_plugins(()).policies == config.policies == config.replace({"train.lr": 1.0}).policies
 
 
 @pytest.mark.parametrize(

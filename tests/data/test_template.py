@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from miles_core.data.template import PromptTemplate
+from miles_core.data.template import PromptTemplate, parse_variables
 from miles_core.errors import ConfigError, DataError
 
 CHAT = "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
@@ -55,3 +55,20 @@ def test_what_cannot_be_rendered():
         PromptTemplate(tokenizer(CHAT), True)([{"role": "bad", "content": "two"}])
     with pytest.raises(DataError, match="has no token"):
         PromptTemplate(tokenizer())(" ")
+
+
+def test_variables_of_the_template():
+    chat = "{% for m in messages %}{{ m.content }} {% endfor %}{{ 'two' if thinking is false else three }}"
+    variables = parse_variables(["thinking=False", "three= add", "n=3", "text=a=b"])
+    assert variables == {"thinking": False, "three": " add", "n": 3, "text": "a=b"}
+    assert PromptTemplate(tokenizer(chat), True, variables)("add") == ids("add", "two")
+    with pytest.raises(
+        ConfigError, match="--chat-template-kwargs: 'thinking' must be NAME=VALUE, such as enable_thinking=false"
+    ):
+        parse_variables(["thinking"])
+
+
+def test_variables_of_the_template_as_an_option(toy_run):
+    assert toy_run(steps=1, chat_template_kwargs="a=1,b=x").run.render.renderer.variables == {"a": 1, "b": "x"}
+    with pytest.raises(ConfigError, match="'a' must be NAME=VALUE"):
+        toy_run(chat_template_kwargs="a")

@@ -37,9 +37,9 @@ def test_codes_of_one_format_are_the_same_on_both_sides():
     ],
 )
 def test_what_exceeds_is_named(agreement, words):
-    (phrase,) = allowance(Side("bfloat16"), Side("bfloat16")).exceeded(agreement)
+    (phrase,) = allowance(Side("bfloat16"), Side("bfloat16")).find_exceeded(agreement)
     assert words in phrase
-    assert not allowance(Side("bfloat16"), Side("bfloat16")).exceeded(found(slope=-0.03, error=0.01))
+    assert not allowance(Side("bfloat16"), Side("bfloat16")).find_exceeded(found(slope=-0.03, error=0.01))
 
 
 def test_a_side_says_its_precision():

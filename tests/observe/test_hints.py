@@ -7,7 +7,7 @@ from miles_core.config.schema import collect
 from miles_core.errors import MismatchError, NonFiniteError
 from miles_core.observe.hints import Hints, for_error, hints_of, review
 from miles_core.plugin.discovery import discover
-from miles_core.plugin.hint import Hint, Remedy, above, fell
+from miles_core.plugin.hint import Hint, Remedy, above, detect_fall
 from miles_core.plugin.manifest import Plugin
 from miles_tools import plugin as tools
 from miles_tools.report.report import report
@@ -102,7 +102,7 @@ def test_a_solved_task_needs_no_advice():
 
 
 def test_history_is_bounded_but_remembers_the_start():
-    hints = Hints([Hint("r", "x", fell(0.5, 5), "{value}", "a")], keep=10)
+    hints = Hints([Hint("r", "x", detect_fall(0.5, 5), "{value}", "a")], keep=10)
     for _ in range(500):
         assert hints.of({"x": 1.0}) == []
     assert len(hints._history["x"]) <= 30

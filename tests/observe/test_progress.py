@@ -49,7 +49,7 @@ def test_lines_come_at_intervals_and_at_evaluations(caplog, monkeypatch):
     assert "  2.00 s (" in caplog.records[0].getMessage()
     assert "eval  75.0%" in caplog.records[3].getMessage()
     assert len({r.getMessage().index("length") for r in caplog.records}) == 1
-    assert progress.remaining() == 140.0
+    assert progress.estimate_remaining() == 140.0
 
 
 def test_graded_rewards_are_shown_as_their_mean_and_columns_keep_their_places(caplog):

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from miles_core.plugin.hint import Remedy, above, below, fell, jumped, not_finite, oscillates
+from miles_core.plugin.hint import Remedy, above, below, detect_fall, detect_jump, detect_oscillation, not_finite
 
 
 @pytest.mark.parametrize(
@@ -11,12 +11,12 @@ from miles_core.plugin.hint import Remedy, above, below, fell, jumped, not_finit
         (not_finite(), [1.0, 2.0], [1.0, math.nan]),
         (above(1.0, 2), [3.0], [0.0, 1.5, 1.5]),
         (below(1.0, 2), [0.0, 3.0], [5.0, 0.5, 0.5]),
-        (jumped(10, 3), [1.0, 1.0, 1.0, 9.0], [1.0, 1.0, 1.0, 11.0]),
-        (jumped(10, 3, least=2.0), [0.0, 0.0, 0.0, 1.9], [0.0, 0.0, 0.0, 2.1]),
-        (jumped(10, 3), [11.0], [-1.0, -1.0, -1.0, 11.0]),
-        (oscillates(0.1, 4), [0.0, 0.1, 0.2, 0.3, 0.4], [0.0, 0.5, 0.0, 0.5, 0.0]),
-        (oscillates(0.5, 4), [0.0, 0.3, 0.0, 0.3, 0.0], [0.0, 0.7, 0.0, 0.7, 0.0]),
-        (fell(0.5, 2), [1.0, 1.0, 0.6, 0.6], [1.0, 1.0, 0.4, 0.4]),
+        (detect_jump(10, 3), [1.0, 1.0, 1.0, 9.0], [1.0, 1.0, 1.0, 11.0]),
+        (detect_jump(10, 3, least=2.0), [0.0, 0.0, 0.0, 1.9], [0.0, 0.0, 0.0, 2.1]),
+        (detect_jump(10, 3), [11.0], [-1.0, -1.0, -1.0, 11.0]),
+        (detect_oscillation(0.1, 4), [0.0, 0.1, 0.2, 0.3, 0.4], [0.0, 0.5, 0.0, 0.5, 0.0]),
+        (detect_oscillation(0.5, 4), [0.0, 0.3, 0.0, 0.3, 0.0], [0.0, 0.7, 0.0, 0.7, 0.0]),
+        (detect_fall(0.5, 2), [1.0, 1.0, 0.6, 0.6], [1.0, 1.0, 0.4, 0.4]),
     ],
 )
 def test_behaviours(behaviour, no, yes):

@@ -227,7 +227,7 @@ def test_parts_are_made_by_name_with_the_arguments_they_take(load, monkeypatch):
     provides = {kind: {"mine": "miles_parts_by_test:build"} for kind in ("engine", "decoder")}
     hooks = load({"a": recording("a", [])}, provides=provides, formats={"f": "miles_parts_by_test:build"})
     assert hooks.make("decoder", "mine", run="run", policy="policy") == ("run", None)
-    assert hooks.provided("engine") == ("mine",) and hooks.provider("engine", "mine") == "a"
+    assert hooks.find_provided("engine") == ("mine",) and hooks.provider("engine", "mine") == "a"
     assert hooks.format("f") is build
     with pytest.raises(PluginError, match="no active plugin provides the engine 'mien'; did you mean mine"):
         hooks.make("engine", "mien", run=None)

@@ -193,7 +193,7 @@ def test_a_rule_whose_when_does_not_hold_may_name_what_is_not_installed():
 
 def test_a_rule_on_the_gpu_is_left_to_the_workers_where_the_host_does_not_know():
     unknown = Fact("gpu.sm", None, "declared", State.UNKNOWN)
-    plan = resolve([], ALL, facts(rollout="mxfp8", train="mxfp8").having([unknown]))
+    plan = resolve([], ALL, facts(rollout="mxfp8", train="mxfp8").with_facts([unknown]))
     (rule,) = plan.deferred
     assert (rule.needs, rule.holds_here) == ("gpu.sm >= 100", False)
     with pytest.raises(PlanError, match="this worker cannot start") as refused:
@@ -300,7 +300,7 @@ def test_hooks_are_chosen_by_their_condition():
     given_facts = Facts([Fact("gpu.sm", None, "declared", State.UNKNOWN)])
     found = resolve(["a"], manifests, given_facts).hooks
     assert [(h.target, h.deferred) for h in found] == [("m:Always", False), ("m:Fast", True)]
-    found = resolve(["a"], manifests, given_facts.having([chosen("engine", "sglang")])).hooks
+    found = resolve(["a"], manifests, given_facts.with_facts([chosen("engine", "sglang")])).hooks
     assert [h.target for h in found] == ["m:Always", "m:One", "m:Two", "m:Fast"]
 
 

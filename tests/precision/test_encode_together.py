@@ -105,7 +105,7 @@ def test_a_group_ends_where_its_room_does(expected):
     """In a bucket for three weights and the norm: what has no room is encoded alone, and copied into the next bucket."""
     format, found = Halves(), []
     bucket = Bucket(torch.zeros(7 * 1024, dtype=torch.uint8))
-    for encoded in Codec(format).encode(units(10, norm=5), bucket.room):
+    for encoded in Codec(format).encode(units(10, norm=5), bucket.reserve):
         if not bucket.add(encoded):
             assert not bucket.awaits
             bucket.clear()

@@ -5,11 +5,11 @@ import torch
 
 from miles_core.precision import gpu_kernel
 from miles_core.precision.format import Format, Stored
-from miles_core.precision.gpu_kernel import readable, reference_only, room, usable
+from miles_core.precision.gpu_kernel import allocate_output, convert_for_kernel, reference_only, runs_kernels
 
 
 class OnAGpu:
-    """What ``usable`` asks a tensor, answered as an H200's would."""
+    """What ``runs_kernels`` asks a tensor, answered as an H200's would."""
 
     is_cuda, requires_grad, device = True, False, torch.device("cuda", 0)
 
@@ -38,53 +38,53 @@ class Halves(Format):
 
 
 def test_a_tensor_on_the_cpu_takes_the_reference():
-    assert not usable(torch.ones(2, 2))
+    assert not runs_kernels(torch.ones(2, 2))
 
 
 def test_the_capability_decides(hopper):
-    assert usable(hopper) and usable(hopper, (8, 9)) and usable(hopper, (9, 0))
-    assert not usable(hopper, (10, 0))
+    assert runs_kernels(hopper) and runs_kernels(hopper, (8, 9)) and runs_kernels(hopper, (9, 0))
+    assert not runs_kernels(hopper, (10, 0))
 
 
 def test_without_triton_or_on_an_amd_gpu_the_reference_runs(hopper, monkeypatch):
     monkeypatch.setattr(gpu_kernel, "has_triton", lambda: False)
-    assert not usable(hopper)
+    assert not runs_kernels(hopper)
     monkeypatch.setattr(gpu_kernel, "has_triton", lambda: True)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert not usable(hopper)
+    assert not runs_kernels(hopper)
 
 
 def test_a_gradient_to_record_needs_the_reference(hopper):
     hopper.requires_grad = True
-    assert not usable(hopper)
+    assert not runs_kernels(hopper)
     with torch.no_grad():
-        assert usable(hopper)
+        assert runs_kernels(hopper)
 
 
 def test_an_empty_tensor_takes_the_reference(hopper):
     hopper.numel = lambda: 0
-    assert not usable(hopper)
+    assert not runs_kernels(hopper)
 
 
 def test_reference_only_ends_with_its_block(hopper):
     with pytest.raises(ValueError, match="inside"), reference_only():
-        assert not usable(hopper)
+        assert not runs_kernels(hopper)
         raise ValueError("inside")
-    assert usable(hopper)
+    assert runs_kernels(hopper)
 
 
 def test_dtypes_a_kernel_cannot_read_are_widened():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.ones(2, dtype=dtype)
-        assert readable(x) is x
-    assert readable(torch.ones(2, dtype=torch.float64)).dtype == torch.float32
+        assert convert_for_kernel(x) is x
+    assert convert_for_kernel(torch.ones(2, dtype=torch.float64)).dtype == torch.float32
 
 
 def test_a_kernel_writes_into_given_tensors_where_it_can():
     out = {"weight": torch.zeros(4, 6, dtype=torch.float16)}
-    assert room(Halves(), (4, 6), torch.device("cpu"), out) is out
+    assert allocate_output(Halves(), (4, 6), torch.device("cpu"), out) is out
     turned = {"weight": torch.zeros(6, 4, dtype=torch.float16).T}
-    made = room(Halves(), (4, 6), torch.device("cpu"), turned)
+    made = allocate_output(Halves(), (4, 6), torch.device("cpu"), turned)
     assert made is not turned and made["weight"].is_contiguous()
-    assert room(Halves(), (4, 6), torch.device("cpu"), None)["weight"].shape == (4, 6)
-    assert room(Halves(), (4, 6), torch.device("meta"), out)["weight"].device.type == "meta"
+    assert allocate_output(Halves(), (4, 6), torch.device("cpu"), None)["weight"].shape == (4, 6)
+    assert allocate_output(Halves(), (4, 6), torch.device("meta"), out)["weight"].device.type == "meta"

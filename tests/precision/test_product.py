@@ -9,7 +9,7 @@ from torch import nn
 from miles_core.config.load import load
 from miles_core.errors import ConfigError
 from miles_core.precision import scaled_mm
-from miles_core.precision.product import NoProduct, Products, emulated
+from miles_core.precision.product import NoProduct, Products, emulate_product
 from miles_fp8.format import Fp8
 from miles_testing.doubles.product import ExactProduct
 
@@ -113,4 +113,4 @@ def test_the_emulated_product_is_that_of_the_dequantised_codes():
     format, x, weight = Fp8(), torch.randn(3, 200).bfloat16(), torch.randn(20, 200)
     parts = format.quantize(weight)
     expected = format.fake_quantize_activation(x).float() @ format.dequantize(parts).bfloat16().float().T
-    torch.testing.assert_close(emulated(format, x, parts).float(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(emulate_product(format, x, parts).float(), expected, rtol=1e-2, atol=1e-2)

@@ -47,10 +47,31 @@ def test_groups_are_trained_in_the_order_of_their_prompts_however_they_finish(to
     assert run.run.stash["index"].tolist() == list(range(8))
 
 
-def test_a_group_whose_every_sample_failed_ends_the_run(toy_run, tmp_path):
-    (tmp_path / "broken.py").write_text(
-        "from miles_core.data import Status\n\nasync def generate(args, sample, sampling_params):\n"
-        "    sample.status = Status.FAILED\n    return sample\n"
-    )
-    with pytest.raises(DataError, match=r"every sample of group [01] failed"):
+FAILING = """
+from miles_core.data import Status
+
+async def generate(args, sample, sampling_params):
+    if WHEN:
+        sample.status = Status.FAILED
+        return sample
+    answer = await args.generate(sample.tokens)
+    sample.tokens = sample.tokens + answer.tokens
+    sample.response_length = len(answer.tokens)
+    return sample
+"""
+
+
+def test_a_group_whose_every_sample_failed_is_replaced(toy_run, tmp_path):
+    (tmp_path / "broken.py").write_text(FAILING.replace("WHEN", "sample.group_index in (0, 3) or sample.index == 4"))
+    run = toy_run(steps=2, rollout_batch_size=2, custom_generate_function_path=tmp_path / "broken.py")
+    assert [m["rollout/samples"] for m in run.metrics] == [7.0, 8.0]  # groups 1 and 2, 4 and 5
+    assert run.metrics[0]["rollout/failed"] == pytest.approx(5 / 12)
+    assert {sample["group"] for sample in run.samples} <= {1, 2, 4, 5}
+
+
+def test_a_function_that_always_fails_ends_the_run(toy_run, tmp_path):
+    (tmp_path / "broken.py").write_text(FAILING.replace("WHEN", "True"))
+    with pytest.raises(
+        DataError, match=r"every sample of the last 20 groups failed, most recently of group \d+; see run.log"
+    ):
         toy_run(custom_generate_function_path=tmp_path / "broken.py")

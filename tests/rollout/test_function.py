@@ -179,3 +179,26 @@ def test_messages_continue_a_turn_token_by_token(run):
         assert sample.metadata["text"].endswith("<|start|>tool: 4<|end|><|end|><|start|>assistant: ")
         assert sample.mask.count(0) > 0
     assert done.metrics[0]["mismatch/abs_log_prob"] < 1e-4
+
+
+@pytest.mark.parametrize("limit", [3, None])
+def test_at_most_max_concurrent_samples_are_generated_at_once(run, limit):
+    body = f"""EVENTS.append(EVENTS.count("open") - EVENTS.count("close"))
+            await ask()
+            return ask.transcript.samples(sample)  # {limit}"""  # a text of its own is a module of its own
+    counts = [event for event in run(body, max_concurrent_samples=limit).run.stash["events"] if isinstance(event, int)]
+    assert max(counts) == (limit or 8) and len(counts) == 8
+
+
+def test_requests_of_cancelled_calls_are_aborted_when_their_function_returns(run):
+    done = run(
+        "import asyncio\n"
+        "            lost = asyncio.ensure_future(ask(sampling={'max_new_tokens': 400, 'ignore_eos': True}))\n"
+        "            await ask()\n"
+        "            lost.cancel()\n"
+        "            await asyncio.gather(lost, return_exceptions=True)\n"
+        "            assert ask.abandoned and len(ask.transcript.turns) == 1\n"
+        "            return ask.transcript.samples(sample)"
+    )
+    assert not done.engine.rows and not done.engine.scheduler.waiting
+    assert max(sample.response_length for sample in done.run.stash["samples"]) <= 4

@@ -112,7 +112,7 @@ def mended(front, workers, resent):
 
     async def resend():
         resent.append(True)
-        await front.served(5)
+        await front.check_served(5)
 
     front.replace_with(replace, resend)
     return front
@@ -130,7 +130,7 @@ def test_requests_of_a_lost_engine_are_sent_again_and_it_comes_back_with_the_nex
         assert sorted(found) == [(1, key) for key in range(6)] and not resent
         await front.whole()
         assert front.serving == {1} and front.renewed == 1
-        await front.served(5)
+        await front.check_served(5)
         assert front.serving == {0, 1} and front.version == 5
 
     run(main)
@@ -176,6 +176,6 @@ def test_engines_that_serve_different_versions_are_named(recorded, said):
     async def main():
         front = EngineFront(recorded(NAMES, {"version": lambda number: 4 - number // 2}), said, 1)
         with pytest.raises(MismatchError, match="version 4 was sent, but engine-2 serves 3"):
-            await front.served(4)
+            await front.check_served(4)
 
     run(main)

@@ -148,7 +148,7 @@ def test_the_lost_rank_is_named_even_when_its_peers_complain_first(front):
     made = front({"learn": broken})
     with pytest.raises(WorkerLost, match="trainer-1"):
         asyncio.run(made.learn(samples(), 0))
-    assert not asyncio.run(made.intact())
+    assert not asyncio.run(made.is_intact())
 
 
 @pytest.mark.parametrize(("answers", "intact"), [([True] * 4, True), ([True, True, False, True], False)])
@@ -159,7 +159,7 @@ def test_after_a_step_that_failed_the_ranks_say_what_their_weights_are(front, an
     made = front({"learn": broken, "is_intact": lambda number: answers[number]})
     with pytest.raises(NonFiniteError):
         asyncio.run(made.learn(samples(), 0))
-    assert asyncio.run(made.intact()) is intact and made.policy.trained == 0
+    assert asyncio.run(made.is_intact()) is intact and made.policy.trained == 0
 
 
 def test_a_frozen_policy_does_not_learn(front):

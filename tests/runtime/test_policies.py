@@ -84,14 +84,14 @@ def test_samples_are_divided_by_the_policy_that_they_name():
     two = SimpleNamespace(policies=[judge, first, second], policy=first)
     plain = Sample(index=0, group_index=0, prompt="", tokens=[1])
     named = dataclasses.replace(plain, policy="second")
-    assert [Run.own(two, each, [[plain, named], [named]]) for each in (first, second, judge)] == [
+    assert [Run.select_policy(two, each, [[plain, named], [named]]) for each in (first, second, judge)] == [
         [plain],
         [named, named],
         [],
     ]
     for stray in ("third", "judge"):
         with pytest.raises(DataError, match=f"sample 0 names the policy '{stray}', .*are: policy, second"):
-            Run.own(two, first, [[named], [dataclasses.replace(plain, policy=stray)]])
+            Run.select_policy(two, first, [[named], [dataclasses.replace(plain, policy=stray)]])
 
 
 def test_the_policies_of_a_file_have_options_of_their_own(toy_run, tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles_tools.environment import bytes_text, detect_gpus, environment, installed, write_environment
+from miles_tools.environment import bytes_text, detect_gpus, environment, find_version, write_environment
 
 
 class NVMLError(Exception):
@@ -54,7 +54,7 @@ def test_environment_is_plain_data(tmp_path):
     written = json.loads((tmp_path / "environment.json").read_text())
     here = environment()
     assert written["cpus"] == here.cpus >= 1
-    assert written["packages"]["torch"] == installed("torch")
+    assert written["packages"]["torch"] == find_version("torch")
     assert written["command"] == sys.argv
 
 

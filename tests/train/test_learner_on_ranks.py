@@ -11,7 +11,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import DataError
 from miles_core.run.make import make_run
 from miles_core.run.prepare import apply_plan, prepare
-from miles_core.train.share import Share, combined, divided
+from miles_core.train.share import Share, merge_metrics, split_by_replica
 from miles_runtime.rank import Rank
 from miles_testing.toy import toy_arguments
 from miles_testing.yardstick import copy_weights
@@ -59,7 +59,7 @@ def made(words, directory):
 
 def learned(words, directory, groups):
     rank, samples = made(words, directory), rollout(groups)
-    mine = divided(samples, rank.run.config.train, rank.world.replicas)[rank.world.replica]
+    mine = split_by_replica(samples, rank.run.config.train, rank.world.replicas)[rank.world.replica]
     before = rank.log_probs(mine.samples)
     rank.take_snapshot(0)
     pairs, _ = rank.learn(mine, 0)
@@ -76,7 +76,7 @@ def test_two_ranks_learn_what_one_process_learns(ranks, groups, strategy, tmp_pa
     words = toy_arguments(["tis"], tmp_path, sharding_strategy=strategy, **OPTIONS)
     pairs, weights = learned(words, tmp_path, groups)
     found = ranks.run(learned, words, tmp_path, groups)
-    metrics, expected = combined([p for p, _ in found]), means(pairs)
+    metrics, expected = merge_metrics([p for p, _ in found]), means(pairs)
     assert metrics.keys() == expected.keys()
     assert {"tis/weight_square_mean", "train/load_balance", "sft/loss"} <= metrics.keys()
     for name, value in expected.items():
@@ -110,4 +110,4 @@ def test_an_advantage_finds_its_columns_on_a_rank_without_samples(tmp_path):
     pairs, seen = rank.learn(Share([], [], 1, []), 0)
     assert pairs["train/grad_norm"][0] == 0 and seen == []
     with pytest.raises(DataError, match="reads the column 'seen', which no sample has"):
-        rank.learn(divided(rollout(1), rank.run.config.train, 1)[0], 0)
+        rank.learn(split_by_replica(rollout(1), rank.run.config.train, 1)[0], 0)

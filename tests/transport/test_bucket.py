@@ -54,17 +54,17 @@ def test_tensors_come_out_as_they_went_in_whatever_their_layout():
 def test_codes_are_written_where_they_are_sent_from():
     bucket = Bucket(torch.zeros(4 * BLOCK, dtype=torch.uint8))
     stored = {"q.weight": Stored("weight", torch.uint8, (4, 8)), "q.scale": Stored("scale", torch.float32, (1,))}
-    room = bucket.room("q.weight", stored)
+    room = bucket.reserve("q.weight", stored)
     room["q.weight"].fill_(7)
     room["q.scale"].fill_(0.5)
     end = bucket.end
     assert bucket.add(Encoded("q.weight", room, "mine")) and bucket.end == end  # found there, not copied
     (found,) = unpack(bucket.header(), bucket.filled)
     assert found.parts["q.weight"].unique().tolist() == [7] and found.parts["q.scale"].tolist() == [0.5]
-    assert bucket.room("big", {"big": Stored("big", torch.uint8, (4 * BLOCK,))}) is None
+    assert bucket.reserve("big", {"big": Stored("big", torch.uint8, (4 * BLOCK,))}) is None
     other = Encoded("q.weight", {"q.weight": torch.zeros(4, 8, dtype=torch.uint8), "q.scale": torch.ones(1)}, "mine")
     bucket.clear()
-    bucket.room("q.weight", stored)
+    bucket.reserve("q.weight", stored)
     assert bucket.add(other)  # codes that came from elsewhere are copied
     assert next(unpack(bucket.header(), bucket.filled)).parts["q.scale"].tolist() == [1.0]
 
@@ -131,7 +131,7 @@ def test_every_format_writes_its_codes_into_the_bucket(name):
     }
     bucket = Bucket(torch.zeros(256 * BLOCK, dtype=torch.uint8))
     expected = list(codec.encode([Unit(dict(weights))]))
-    sent = list(codec.encode([Unit(dict(weights))], bucket.room))
+    sent = list(codec.encode([Unit(dict(weights))], bucket.reserve))
     assert all(unit.format == name and bucket.add(unit) for unit in sent)
     assert all(map(same, unpack(bucket.header(), bucket.filled), expected))
 

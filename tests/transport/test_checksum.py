@@ -69,7 +69,7 @@ def jobs(monkeypatch):
     kernel = Jobs([source, to])
     monkeypatch.setitem(sys.modules, "miles_transport.checksum_kernel", kernel)
     monkeypatch.setattr("miles_transport.checksum_kernel", kernel, raising=False)
-    monkeypatch.setattr(module, "usable", lambda flat: True)
+    monkeypatch.setattr(module, "runs_kernels", lambda flat: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     return source, to, kernel
 

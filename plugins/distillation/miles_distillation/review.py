@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from miles_core.plugin import Facts, Problem, Review, described
+from miles_core.plugin import Facts, Problem, Review, describe_fact
 
 CHECKPOINT = "model.hf_checkpoint"
 
@@ -39,7 +39,7 @@ def _problems(facts: Facts) -> Iterator[Problem]:
             f"a frozen policy as its teacher{''.join(f', and {name} is none' for name in named if name not in frozen)}",
             f"the configuration file has the frozen policies: {', '.join(frozen) or 'none'}\nadd one there, for example policies: "
             "{student: {}, teacher: {role: frozen, hf_checkpoint: DIR}}, and name several after --distillation-teacher",
-            (described(facts["distillation.teacher"]),),
+            (describe_fact(facts["distillation.teacher"]),),
         )
         return
     weights = split(facts.value("distillation.weights"))
@@ -48,7 +48,7 @@ def _problems(facts: Facts) -> Iterator[Problem]:
             "distillation",
             f"one weight for each of its {len(teachers)} teachers, and a sum above 0",
             f"--distillation-weights has {len(weights)} values for {', '.join(teachers)}",
-            (described(facts["distillation.weights"]),),
+            (describe_fact(facts["distillation.weights"]),),
         )
     students = [name for name, role in roles.items() if role == "train"]
     for teacher in teachers:
@@ -58,7 +58,7 @@ def _problems(facts: Facts) -> Iterator[Problem]:
                 f"an engine for the teacher {teacher}",
                 f"--distillation-score-with engine asks it for log-probabilities; write policies: {{{teacher}: {{role: frozen, generates: "
                 "true}}",
-                (described(facts[f"policies.{teacher}.generates"]),),
+                (describe_fact(facts[f"policies.{teacher}.generates"]),),
             )
         for student in students:
             yield from _compare(facts, student, teacher)
@@ -67,7 +67,7 @@ def _problems(facts: Facts) -> Iterator[Problem]:
             "distillation",
             "one student to refresh its teachers from",
             f"--distillation-refresh-interval copies its weights, and the policies {', '.join(students)} train",
-            (described(facts["distillation.refresh_interval"]),),
+            (describe_fact(facts["distillation.refresh_interval"]),),
         )
 
 

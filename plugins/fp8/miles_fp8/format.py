@@ -37,10 +37,10 @@ from miles_core.format import (
     NoProduct,
     Parts,
     Stored,
-    readable,
-    room,
+    allocate_output,
+    convert_for_kernel,
+    runs_kernels,
     store,
-    usable,
 )
 
 if TYPE_CHECKING:
@@ -119,11 +119,11 @@ class Fp8(Format):
         )
 
     def quantize(self, weight: Tensor, stats: Tensor | None = None, out: Parts | None = None) -> Parts:
-        if usable(weight, KERNEL_CAPABILITY):
+        if runs_kernels(weight, KERNEL_CAPABILITY):
             from miles_fp8 import kernels  # needs Triton
 
-            parts = room(self, (weight.shape[0], weight.shape[1]), weight.device, out)
-            kernels.quantize(readable(weight), parts[CODES], parts[SCALES], self.power_of_two_scales)
+            parts = allocate_output(self, (weight.shape[0], weight.shape[1]), weight.device, out)
+            kernels.quantize(convert_for_kernel(weight), parts[CODES], parts[SCALES], self.power_of_two_scales)
             return store(parts, out)
         tiles = in_tiles(weight.float())
         amax = tiles.abs().amax((1, 3))
@@ -136,8 +136,12 @@ class Fp8(Format):
         found: list[Parts | None] = [None] * len(weights)
         alike: dict[Any, list[int]] = {}
         for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
-            if usable(weight, KERNEL_CAPABILITY) and weight.dtype in READABLE and weight.data_ptr() % ALIGNED == 0:
-                parts = room(self, (weight.shape[0], weight.shape[1]), weight.device, out)
+            if (
+                runs_kernels(weight, KERNEL_CAPABILITY)
+                and weight.dtype in READABLE
+                and weight.data_ptr() % ALIGNED == 0
+            ):
+                parts = allocate_output(self, (weight.shape[0], weight.shape[1]), weight.device, out)
                 if parts[CODES].data_ptr() % ALIGNED == 0:
                     found[i] = parts
                     alike.setdefault((weight.dtype, weight.shape, weight.stride(), weight.device), []).append(i)
@@ -154,7 +158,7 @@ class Fp8(Format):
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         codes, scale = parts[CODES], parts[SCALES]
-        if usable(codes, KERNEL_CAPABILITY):
+        if runs_kernels(codes, KERNEL_CAPABILITY):
             from miles_fp8 import kernels  # needs Triton
 
             return kernels.dequantize(codes.contiguous(), scale.contiguous())
@@ -167,10 +171,10 @@ class Fp8(Format):
 
             return activation_form.fake_quantize(x, self.activation_form)
         columns = x.shape[-1]
-        if usable(x, KERNEL_CAPABILITY):
+        if runs_kernels(x, KERNEL_CAPABILITY):
             from miles_fp8 import kernels  # needs Triton
 
-            found = kernels.fake_quantize(readable(x.reshape(-1, columns)), self.power_of_two_scales)
+            found = kernels.fake_quantize(convert_for_kernel(x.reshape(-1, columns)), self.power_of_two_scales)
             return found.reshape(x.shape).to(x.dtype)
         codes, scale = self.quantize_activation(x.reshape(-1, columns))
         blocks = torch.nn.functional.pad(codes.float(), (0, -columns % TILE)).view(*scale.shape, TILE)
@@ -181,10 +185,10 @@ class Fp8(Format):
 
         A block with a non-finite value has the scale NaN."""
         rows, columns = x.shape
-        if usable(x, KERNEL_CAPABILITY):
+        if runs_kernels(x, KERNEL_CAPABILITY):
             from miles_fp8 import kernels  # needs Triton
 
-            codes, scale = kernels.activation_codes(readable(x), self.power_of_two_scales)
+            codes, scale = kernels.activation_codes(convert_for_kernel(x), self.power_of_two_scales)
             return codes[:rows], scale[:rows]
         padded = torch.nn.functional.pad(x.float(), (0, -columns % TILE))
         blocks = padded.reshape(rows, padded.shape[1] // TILE, TILE)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from miles_core.format import Parts, Product, need_scaled_mm, readable
+from miles_core.format import Parts, Product, convert_for_kernel, need_scaled_mm
 from miles_fp8.format import CODES, SCALES
 
 HOPPER = range(9, 10)
@@ -48,7 +48,7 @@ class Fp8Product(Product):
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
         from miles_fp8 import kernels  # needs Triton
 
-        codes, scales = kernels.activation_codes(readable(x), self.power_of_two_scales)
+        codes, scales = kernels.activation_codes(convert_for_kernel(x), self.power_of_two_scales)
         kinds = torch.nn.functional.ScalingType
         y = torch.nn.functional.scaled_mm(
             codes,

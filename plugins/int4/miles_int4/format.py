@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.format import Config, Format, Parts, Stored, readable, room, store, usable
+from miles_core.format import Config, Format, Parts, Stored, allocate_output, convert_for_kernel, runs_kernels, store
 
 LARGEST = 7.0
 OFFSET = 8
@@ -100,12 +100,12 @@ class Int4(Format):
 
     def quantize(self, weight: Tensor, stats: Tensor | None = None, out: Parts | None = None) -> Parts:
         rows, columns = weight.shape
-        if usable(weight):
+        if runs_kernels(weight):
             from miles_int4 import kernels  # needs Triton
 
             if kernels.suits(self.group_size):
-                parts = room(self, (rows, columns), weight.device, out)
-                kernels.quantize(readable(weight), parts[CODES], parts[SCALES], self.group_size)
+                parts = allocate_output(self, (rows, columns), weight.device, out)
+                kernels.quantize(convert_for_kernel(weight), parts[CODES], parts[SCALES], self.group_size)
                 parts[SHAPE].copy_(torch.tensor([rows, columns], dtype=torch.int32))
                 return store(parts, out)
         groups = weight.float().reshape(rows, columns // self.group_size, self.group_size)
@@ -117,7 +117,7 @@ class Int4(Format):
         return store({CODES: pack(codes.reshape(rows, columns)), SCALES: scale, SHAPE: shape}, out)
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
-        if usable(parts[CODES]):
+        if runs_kernels(parts[CODES]):
             from miles_int4 import kernels  # needs Triton
 
             return kernels.dequantize(parts[CODES].contiguous(), parts[SCALES].contiguous())

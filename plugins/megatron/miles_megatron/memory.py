@@ -41,7 +41,7 @@ class Work:
         recompute: what the backward pass recomputes: "full", "selective" or "".
         recompute_layers: number of layers recomputed together with "full".
         recompute_modules: modules that "selective" recomputes.
-        further: the checkpoint's MTP layer is trained.
+        mtp: the checkpoint's MTP layer is trained.
     """
 
     tokens: int
@@ -54,7 +54,7 @@ class Work:
     recompute: str = ""
     recompute_layers: int = 1
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    further: bool = False
+    mtp: bool = False
     step: int = 0
     longest: int = 0
     limit: int = 0
@@ -98,8 +98,8 @@ def memory(a: Architecture, s: Sizes, w: Work) -> list[Stage]:
     found, at = [], 0
     for number, layers in enumerate(s.stages(a.layers)):
         held = _parameters(a, s, number, range(at, at + layers))
-        further = w.further and number == s.pp - 1
-        if further:
+        mtp = w.mtp and number == s.pp - 1
+        if mtp:
             held += count.mtp_layer(a)
         mine = held.split / s.tp + held.whole
         experts = held.experts / (s.ep * s.etp)
@@ -108,7 +108,7 @@ def memory(a: Architecture, s: Sizes, w: Work) -> list[Stage]:
             Stage(
                 number,
                 layers,
-                weights=(w.width + w.seen) * (mine + experts) + w.width * (_table(a, s) if further else 0),
+                weights=(w.width + w.seen) * (mine + experts) + w.width * (_table(a, s) if mtp else 0),
                 gradients=w.gradient * (mine + experts),
                 optimiser=state,
                 activations=_activations(a, s, w, number, range(at, at + layers)),
@@ -186,7 +186,7 @@ def _activations(a: Architecture, s: Sizes, w: Work, number: int, layers: range)
     if number == s.pp - 1:
         bytes_of += w.width * 3 * a.hidden * tokens
         bytes_of += LOGIT_BYTES * min(LOGITS, tokens * a.vocab / s.tp)
-        if w.further:  # the MTP layer, never recomputed as a whole; its inputs and projection; its logits
+        if w.mtp:  # the MTP layer, never recomputed as a whole; its inputs and projection; its logits
             bytes_of += w.width * (layer_elements(a, s, bool(a.sparse) and a.sparse[-1]) + 6 * a.hidden) * tokens
             bytes_of += LOGIT_BYTES * min(LOGITS, tokens * a.vocab / s.tp)
     return bytes_of

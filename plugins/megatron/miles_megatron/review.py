@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_core.plugin import CheckpointError, Facts, Problem, Review, described
+from miles_core.plugin import CheckpointError, Facts, Problem, Review, describe_fact
 from miles_megatron import families
 from miles_megatron.architecture import Architecture
 from miles_megatron.recipes import RECIPES, TILES, cuts
 from miles_megatron.sizes import EXPERT_TENSOR, Misfit, Sizes, misfits, ranks_of, sizes_of
 from miles_megatron.trainable import find_unsupported
-from miles_megatron.work import FURTHER
+from miles_megatron.work import MTP
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
@@ -21,7 +21,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     try:
         a = families.read(model)
     except CheckpointError as error:
-        values = (described(facts.lookup("model.type")),)
+        values = (describe_fact(facts.lookup("model.type")),)
         return Review(problems=(Problem("megatron", "a supported model family", str(error), values),))
     problems = tuple(Problem("megatron", "a model that it can build", why) for why in find_unsupported(a))
     s = sizes_of(facts)
@@ -30,7 +30,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         return Review(problems=problems)
     problems += (*_format(facts, a, s), *_local(facts, a, s))
     note: tuple[str, ...] = ()
-    if untrained := a.mtp - bool(facts.value(FURTHER)):
+    if untrained := a.mtp - bool(facts.value(MTP)):
         note = (f"{untrained} MTP layers are not trained; an export contains them unchanged",)
     return Review(note, problems)
 
@@ -39,7 +39,7 @@ def _misfit(facts: Facts, s: Sizes, m: Misfit) -> Problem:
     """Convert a misfit to a problem with the involved options and values that would work."""
     paths = [f"megatron.{name}" for name in m.options]
     because = f"{m.because}; {m.options[0]} may be {', '.join(map(str, m.fit))}" if m.fit else m.because
-    values = [described(facts.lookup(path)) for path in paths]
+    values = [describe_fact(facts.lookup(path)) for path in paths]
     if EXPERT_TENSOR in m.options and facts.value(f"megatron.{EXPERT_TENSOR}") is None:
         values[m.options.index(EXPERT_TENSOR)] = (
             f"megatron.{EXPERT_TENSOR}",
@@ -59,7 +59,7 @@ def _local(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
             "without a GPU, Megatron-Core's local modules do not sum the gradient of latent attention's shared keys over tensor-parallel "
             "ranks; use pipeline, expert or context parallelism"
         )
-        values = (described(facts.lookup(name)), described(facts.lookup("gpu.count")))
+        values = (describe_fact(facts.lookup(name)), describe_fact(facts.lookup("gpu.count")))
         yield Problem("megatron", "--tensor-model-parallel-size 1", why, values, choices=(name,))
 
 
@@ -68,7 +68,7 @@ def _format(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
     name = facts.value("train.precision")
     if name == "bf16":
         return
-    values = (described(facts.lookup("train.precision")), described(facts.lookup("gpu.sm")))
+    values = (describe_fact(facts.lookup("train.precision")), describe_fact(facts.lookup("gpu.sm")))
     tile = TILES.get(str(name))
     if tile is None:
         known = ", ".join(TILES)
@@ -80,7 +80,7 @@ def _format(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
         yield Problem("megatron", f"a GPU with {name} tensor cores, or no GPU at all", why, values)
     if facts.value("gpu.sm") and facts.value(f"{name}.transformer_impl") == "local":
         why = "the local modules are for machines without a GPU; on a GPU, TransformerEngine computes in this format"
-        flag = (described(facts.lookup(f"{name}.transformer_impl")),)
+        flag = (describe_fact(facts.lookup(f"{name}.transformer_impl")),)
         yield Problem("megatron", "--transformer-impl transformer_engine", why, flag)
     if a.mlp_bias:
         why = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from miles_core.format import Codec
-from miles_core.trainer import FurtherLayer, OptimizerConfig
+from miles_core.trainer import MtpLayer, OptimizerConfig
 from miles_megatron import families
 from miles_megatron.sizes import Sizes
 from miles_testing import Setup
@@ -24,7 +24,7 @@ def make(
     setup: Setup,
     balance: float = 0.0,
     codec: Codec | None = None,
-    further: FurtherLayer | None = None,
+    mtp: MtpLayer | None = None,
     dtype: torch.dtype = torch.float32,
     **sizes: Any,
 ) -> MegatronTrainer:
@@ -35,7 +35,7 @@ def make(
         setup: see ``TrainerContract``.
         balance: coefficient of the load-balancing loss.
         codec: codec of the number format.
-        further: how to train the MTP layer.
+        mtp: how to train the MTP layer.
         dtype: dtype of parameters and activations.
         sizes: fields of ``Sizes``.
     """
@@ -52,7 +52,7 @@ def make(
         path = Path(checkpoint)
         a = families.read(json.loads((path / "config.json").read_text()))
         settings = _make_settings(setup, balance, dtype)
-        return MegatronTrainer(a, s, world, path, settings, path, codec=codec, further=further)
+        return MegatronTrainer(a, s, world, path, settings, path, codec=codec, mtp=mtp)
 
 
 def _make_settings(setup: Setup, balance: float, dtype: torch.dtype) -> Settings:

@@ -14,7 +14,7 @@ from miles_megatron import count, families
 from miles_megatron.architecture import Architecture
 from miles_megatron.memory import Stage, Work, memory
 from miles_megatron.sizes import Sizes, candidates, misfits, ranks_of, sizes_of
-from miles_megatron.work import FURTHER, context, work_of
+from miles_megatron.work import MTP, context, work_of
 
 #: Fractions of the optimizer state in host memory to try.
 _OFFLOADED = (0.25, 0.5, 0.75, 1.0)
@@ -38,7 +38,7 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     if any(misfits(s, a)):
         return
     w = work_of(facts, s)
-    total = count.model(a, int(bool(facts.value(FURTHER)))).total
+    total = count.model(a, int(bool(facts.value(MTP)))).total
     size = f"{total / 1e9:,.3g} billion" if total > 1e7 else f"{total:,}"
     note = (
         f"trainer: {a.family}, {size} parameters on {s.ranks} rank{'s' * (s.ranks > 1)} ({ranks_of(facts)[1]}), {s.dp} replicas; "

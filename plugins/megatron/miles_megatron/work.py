@@ -11,7 +11,7 @@ from miles_megatron.recipes import RECIPES
 from miles_megatron.sizes import Sizes
 
 #: Fact: whether a plugin trains the checkpoint's MTP layer.
-FURTHER = "trainer.uses.further_layers"
+MTP = "trainer.uses.mtp_layers"
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 
@@ -44,7 +44,7 @@ def work_of(facts: Facts, s: Sizes) -> Work:
         recompute=recompute,
         recompute_layers=value("megatron.recompute_num_layers", 1),
         recompute_modules=tuple(str(value("megatron.recompute_modules", "core_attn")).split(",")),
-        further=bool(facts.value(FURTHER)),
+        mtp=bool(facts.value(MTP)),
     ).split_over(s)  # fmt: skip
 
 

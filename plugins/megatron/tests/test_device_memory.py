@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from miles_core.trainer import Callbacks, FurtherLayer
+from miles_core.trainer import Callbacks, MtpLayer
 from miles_megatron.testing import make, may_have_children
 from miles_testing import Setup, tiny_checkpoint, toy_run
 from miles_testing.yardstick import make_batch, weighted
@@ -29,7 +29,7 @@ def stepped(checkpoint, **how):
 
 def held(trainer, part):
     """Tensors of a part that Megatron-Core holds, found by its own attributes."""
-    parts = [trainer] if trainer.further is None else [trainer, trainer.further]
+    parts = [trainer] if trainer.mtp is None else [trainer, trainer.mtp]
     buffers = [b for w in trainer.wrapped for b in (*w.buffers, *w.expert_parallel_buffers)]
     if part == "weights":
         return [p.data for c in trainer.chunks for p in c.parameters()] + [b.param_data for b in buffers]
@@ -97,12 +97,12 @@ def compare(checkpoint, sizes):
 
 
 def test_an_mtp_layer_sleeps_too(with_mtp):
-    wish = FurtherLayer("mtp", "mtp", 0.2, None, 1.0)
+    wish = MtpLayer("mtp", "mtp", 0.2, None, 1.0)
     model = with_mtp("deepseek_v3", copies=True)
-    trainer = stepped(model, further=wish)
+    trainer = stepped(model, mtp=wish)
     trainer.sleep()
     assert memory(held(trainer, "weights")) == memory(held(trainer, "optimizer")) == 0
-    assert memory([p.data for p in trainer.further.layer.parameters()]) == 0
+    assert memory([p.data for p in trainer.mtp.layer.parameters()]) == 0
     trainer.wake()
     trainer.step(make_batch())
 

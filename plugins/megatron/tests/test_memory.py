@@ -74,11 +74,11 @@ def test_recomputation_keeps_a_layer_s_input():
 
 def test_an_mtp_layer_is_on_the_last_stage_with_a_copy_of_the_embedding():
     sizes, plain = Sizes(ranks=4, pp=4, first=16, last=15), Work(tokens=1000, micro_batches=1)
-    without, trained = (memory(DEEPSEEK, sizes, w) for w in (plain, replace(plain, further=True)))
+    without, trained = (memory(DEEPSEEK, sizes, w) for w in (plain, replace(plain, mtp=True)))
     assert without[:3] == trained[:3]
     layer, table = count.mtp_layer(DEEPSEEK).total, DEEPSEEK.vocab * DEEPSEEK.hidden
     more = {name: vars(trained[3])[name] - vars(without[3])[name] for name in vars(trained[3])}
     assert more["weights"] == 2 * (layer + table)
     assert (more["gradients"], more["optimiser"]) == (4 * layer, 12 * layer)
     assert more["activations"] > 2 * 1000 * layer_elements(DEEPSEEK, Sizes(), True)
-    assert memory(DEEPSEEK, Sizes(), replace(plain, further=True))[0].weights == 2 * count.model(DEEPSEEK, 1).total
+    assert memory(DEEPSEEK, Sizes(), replace(plain, mtp=True))[0].weights == 2 * count.model(DEEPSEEK, 1).total

@@ -12,7 +12,7 @@ import torch
 
 from miles_core.format import Codec, Format, Stored, store
 from miles_core.plugin import ConfigError
-from miles_core.train.share import combined
+from miles_core.train.share import merge_metrics
 from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Callbacks, OptimizerConfig
 from miles_megatron.sizes import Sizes
 from miles_megatron.testing import make, may_have_children
@@ -142,7 +142,9 @@ def test_two_ranks_compute_what_one_computes(ranks, four_layers, alone, sizes):
             torch.testing.assert_close(tensor, alone["units"][name], rtol=0, atol=2e-5)
     for rank in range(2):  # any rank of a replica may be asked
         replicas = {found["replica"]: found["metrics"] for found in everyone[:: -1 if rank else 1]}
-        assert combined(list(replicas.values())) == pytest.approx(combined([alone["metrics"]]), rel=2e-5, abs=1e-6)
+        assert merge_metrics(list(replicas.values())) == pytest.approx(
+            merge_metrics([alone["metrics"]]), rel=2e-5, abs=1e-6
+        )
 
 
 def worked_with(checkpoint, sizes):
@@ -205,11 +207,11 @@ def test_the_embedded_trainer_computes_the_same(alone, four_layers):
     trainer = EmbeddedTrainer(load_model(four_layers, torch.float32), config)
     trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
     found = trainer.log_probs(make_batch(), "old", entropy=True)
-    metrics = combined([trainer.step(make_batch())])
+    metrics = merge_metrics([trainer.step(make_batch())])
     found["after"] = trainer.log_probs(make_batch(), "old")["log_probs"]
     for name, column in found.items():
         torch.testing.assert_close(column, alone["columns"][name], rtol=0, atol=5e-5)
-    other = combined([alone["metrics"]])
+    other = merge_metrics([alone["metrics"]])
     assert metrics == pytest.approx({name: other[name] for name in metrics}, rel=2e-5)
     assert {"train/load_balance", "train/expert_imbalance"} <= metrics.keys()
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from miles_core.format import Config, Format, Parts, Stored, readable, room, store, usable
+from miles_core.format import Config, Format, Parts, Stored, allocate_output, convert_for_kernel, runs_kernels, store
 
 if TYPE_CHECKING:
     from miles_mxfp8.product import Mxfp8Product
@@ -86,11 +86,11 @@ class Mxfp8(Format):
         )
 
     def quantize(self, weight: Tensor, stats: Tensor | None = None, out: Parts | None = None) -> Parts:
-        if usable(weight, KERNEL_CAPABILITY):
+        if runs_kernels(weight, KERNEL_CAPABILITY):
             from miles_mxfp8 import kernels  # needs Triton
 
-            parts = room(self, (weight.shape[0], weight.shape[1]), weight.device, out)
-            kernels.quantize(readable(weight), parts[CODES], parts[SCALES])
+            parts = allocate_output(self, (weight.shape[0], weight.shape[1]), weight.device, out)
+            kernels.quantize(convert_for_kernel(weight), parts[CODES], parts[SCALES])
             return store(parts, out)
         blocks = in_blocks(weight.float())
         scale = scale_byte(blocks.abs().amax(-1))
@@ -99,7 +99,7 @@ class Mxfp8(Format):
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         codes, scale = parts[CODES], parts[SCALES]
-        if usable(codes, KERNEL_CAPABILITY):
+        if runs_kernels(codes, KERNEL_CAPABILITY):
             from miles_mxfp8 import kernels  # needs Triton
 
             return kernels.dequantize(codes.contiguous(), scale.contiguous())
@@ -107,10 +107,10 @@ class Mxfp8(Format):
 
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if usable(rows, KERNEL_CAPABILITY):
+        if runs_kernels(rows, KERNEL_CAPABILITY):
             from miles_mxfp8 import kernels  # needs Triton
 
-            return kernels.fake_quantize(readable(rows)).reshape(x.shape).to(x.dtype)
+            return kernels.fake_quantize(convert_for_kernel(rows)).reshape(x.shape).to(x.dtype)
         return self.dequantize(self.quantize(rows)).reshape(x.shape).to(x.dtype)
 
     def product(self, device: torch.device, dtype: torch.dtype) -> Mxfp8Product:

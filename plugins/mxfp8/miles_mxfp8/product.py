@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from miles_core.format import Parts, Product, need_scaled_mm, readable
+from miles_core.format import Parts, Product, convert_for_kernel, need_scaled_mm
 from miles_mxfp8.format import BLOCK, CODES, E4M3, SCALES
 
 BLACKWELL = range(10, 100)
@@ -46,7 +46,7 @@ class Mxfp8Product(Product):
 
         codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
         scales = torch.empty((x.shape[0], x.shape[1] // BLOCK), dtype=torch.uint8, device=x.device)
-        kernels.quantize(readable(x), codes, scales)
+        kernels.quantize(convert_for_kernel(x), codes, scales)
         kind, order = torch.nn.functional.ScalingType.BlockWise1x32, torch.nn.functional.SwizzleType.SWIZZLE_32_4_4
         return torch.nn.functional.scaled_mm(
             codes,

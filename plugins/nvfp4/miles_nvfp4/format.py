@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.format import Config, Format, Parts, Stored, readable, room, store, usable
+from miles_core.format import Config, Format, Parts, Stored, allocate_output, convert_for_kernel, runs_kernels, store
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -102,19 +102,19 @@ class Nvfp4(Format):
 
     def stats(self, weight: Tensor) -> Tensor:
         """Return the matrix's largest magnitude, an FP32 scalar."""
-        if usable(weight):
+        if runs_kernels(weight):
             from miles_nvfp4 import kernels  # needs Triton
 
-            return kernels.largest(readable(weight))
+            return kernels.largest(convert_for_kernel(weight))
         return weight.float().abs().amax() if weight.numel() else weight.new_zeros((), dtype=torch.float32)
 
     def quantize(self, weight: Tensor, stats: Tensor | None = None, out: Parts | None = None) -> Parts:
         amax = self.stats(weight) if stats is None else stats
-        if not self.four_over_six and usable(weight, KERNEL_CAPABILITY):
+        if not self.four_over_six and runs_kernels(weight, KERNEL_CAPABILITY):
             from miles_nvfp4 import kernels  # needs Triton
 
-            parts = room(self, (weight.shape[0], weight.shape[1]), weight.device, out)
-            kernels.quantize(readable(weight), amax.contiguous(), parts[CODES], parts[SCALES], parts[SCALE])
+            parts = allocate_output(self, (weight.shape[0], weight.shape[1]), weight.device, out)
+            kernels.quantize(convert_for_kernel(weight), amax.contiguous(), parts[CODES], parts[SCALES], parts[SCALE])
             parts[INPUT_SCALE].fill_(1)
             return store(parts, out)
         codes, scales, scale = self._encode(weight.float(), amax)
@@ -122,7 +122,7 @@ class Nvfp4(Format):
         return store(parts, out)
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
-        if usable(parts[CODES], KERNEL_CAPABILITY):
+        if runs_kernels(parts[CODES], KERNEL_CAPABILITY):
             from miles_nvfp4 import kernels  # needs Triton
 
             return kernels.dequantize(parts[CODES].contiguous(), parts[SCALES].contiguous(), parts[SCALE])
@@ -131,10 +131,10 @@ class Nvfp4(Format):
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
         """See ``Format.fake_quantize_activation``; blocks of 1 x 16 and an FP32 scale per token."""
         rows = x.reshape(-1, x.shape[-1])
-        if not self.four_over_six and usable(rows, KERNEL_CAPABILITY):
+        if not self.four_over_six and runs_kernels(rows, KERNEL_CAPABILITY):
             from miles_nvfp4 import kernels  # needs Triton
 
-            return kernels.fake_quantize(readable(rows)).reshape(x.shape).to(x.dtype)
+            return kernels.fake_quantize(convert_for_kernel(rows)).reshape(x.shape).to(x.dtype)
         rows = rows.float()
         codes, scales, scale = self._encode(rows, rows.abs().amax(-1, keepdim=True))
         return _decode(codes, scales, scale).reshape(x.shape).to(x.dtype)

@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from miles_core.plugin import Facts, Problem, Review, described
+from miles_core.plugin import Facts, Problem, Review, describe_fact
 from miles_ray.config import RayConfig
 from miles_ray.sizes import Sizes
 
@@ -80,7 +80,7 @@ def _check_planned_hardware(facts: Facts, sizes: Sizes) -> list[Problem]:
                     "ray",
                     f"{processes} GPUs in one machine",
                     f"{what} are on one machine",
-                    (described(facts.lookup(f"ray.{option}")), described(facts.lookup("gpu.count"))),
+                    (describe_fact(facts.lookup(f"ray.{option}")), describe_fact(facts.lookup("gpu.count"))),
                     choices=(f"ray.{option}",),
                     tries=lambda option=option: [{f"ray.{option}": count}],  # type: ignore[misc]
                 )
@@ -95,7 +95,7 @@ def _too_many(facts: Facts, sizes: Sizes, have: int, hardware: tuple[str, ...]) 
     engines = "on the same ones" if sizes.colocate else f"and {sizes.engines} x {sizes.per_engine} to generate"
     because = f"the trainer takes {sizes.nodes} x {sizes.per_node} {engines}, and there are {have}"
     names = ("ray.actor_num_nodes", "ray.actor_num_gpus_per_node", "ray.rollout_num_gpus", *hardware)
-    values = tuple(described(facts.lookup(name)) for name in names)
+    values = tuple(describe_fact(facts.lookup(name)) for name in names)
     left = (have - sizes.engines * sizes.per_engine) // sizes.nodes
     tries: list[dict[str, Any]] = [{"colocate": True}]
     tries += [{"ray.actor_num_gpus_per_node": left}] if left > 0 and not sizes.colocate else []
@@ -128,7 +128,7 @@ def _unreachable(facts: Facts, address: str) -> Problem:
 
 def _problem(facts: Facts, needs: str, because: str, *names: str) -> Problem:
     paths = tuple(f"ray.{name}" for name in names)
-    return Problem("ray", needs, because, tuple(described(facts.lookup(path)) for path in paths), choices=paths)
+    return Problem("ray", needs, because, tuple(describe_fact(facts.lookup(path)) for path in paths), choices=paths)
 
 
 @lru_cache

@@ -218,7 +218,7 @@ def _capabilities(translator: Translator, choices: Choices) -> frozenset[str]:
         "draft": choices.drafts,
         "sleep": bool(choices.arguments.get("enable_memory_saver")),
     }
-    return frozenset(c.name for c in plugin.declared("engine") if holds.get(c.name, True))
+    return frozenset(c.name for c in plugin.list_capabilities("engine") if holds.get(c.name, True))
 
 
 #: Core's names of KV cache dtypes -> SGLang's names.

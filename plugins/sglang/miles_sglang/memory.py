@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_core.plugin import Facts, Parts, Problem, Usage, described
+from miles_core.plugin import Facts, Parts, Problem, Usage, describe_fact
 from miles_embedded import ModelSize, longest_sample, model_size, size_of, wanted_rows
 
 GB = 1e9
@@ -167,7 +167,7 @@ def find_size_problems(facts: Facts, model: Mapping[str, Any] | None) -> Iterato
         return
     precision = str(facts.value("rollout.precision") or "bf16")
     values = (
-        described(facts.lookup("gpu.memory_gb")),
+        describe_fact(facts.lookup("gpu.memory_gb")),
         (
             f"{precision} weights",
             f"{weight_bytes(size, precision) / GB:.1f} GB",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from miles_core.plugin import Facts, Problem, Review, described
+from miles_core.plugin import Facts, Problem, Review, describe_fact
 from miles_sglang.config import server_fields
 from miles_sglang.memory import find_size_problems, server_of
 
@@ -31,7 +31,7 @@ def _gpus(facts: Facts) -> Iterator[Problem]:
     names = ("sglang.tp_size", "sglang.pp_size", name)
     why = "SGLang splits a model across tensor x pipeline ranks and uses one GPU per rank"
     needs = f"--sglang-tp-size x --sglang-pp-size = {given}, the GPUs of an engine"
-    values = tuple(described(facts.lookup(each)) for each in names)
+    values = tuple(describe_fact(facts.lookup(each)) for each in names)
     tries = [{"sglang.tp_size": given // server.pp}] if not given % server.pp else []
     tries.append({name: server.gpus})
     yield Problem("sglang", needs, why, values, choices=names, tries=lambda: tries)
@@ -41,7 +41,7 @@ def _address(facts: Facts) -> Iterator[Problem]:
     url = facts.value("sglang.url")
     if url and not _is_address(url):
         why = "the run connects to the server over HTTP at this host and port"
-        yield Problem("sglang", "an address like http://host:30000", why, (described(facts.lookup("sglang.url")),))
+        yield Problem("sglang", "an address like http://host:30000", why, (describe_fact(facts.lookup("sglang.url")),))
 
 
 def _is_address(url: str) -> bool:
@@ -70,7 +70,7 @@ def _draft(facts: Facts) -> Iterator[Problem]:
             "sglang",
             "a draft model without an MTP layer",
             why,
-            (described(facts.lookup("sglang.speculative_draft_model_path")),),
+            (describe_fact(facts.lookup("sglang.speculative_draft_model_path")),),
         )
 
 
@@ -84,4 +84,4 @@ def _tables(facts: Facts) -> Iterator[Problem]:
             json.loads(fact.value)
         except ValueError as error:
             why = f"SGLang parses this option as a JSON object: {error}; keys and strings must be in double quotes"
-            yield Problem("sglang", f"JSON in --sglang-{name.replace('_', '-')}", why, (described(fact),))
+            yield Problem("sglang", f"JSON in --sglang-{name.replace('_', '-')}", why, (describe_fact(fact),))

@@ -16,7 +16,7 @@ plugin = Plugin(
     review="miles_speculative.review:review",
     uses={
         "engine.draft": "the engine verifies the drafted tokens",
-        "trainer.further_layers": "the trainer holds the draft, trains it and sends it to the engine with the policy",
+        "trainer.mtp_layers": "the trainer holds the draft, trains it and sends it to the engine with the policy",
     },
     converts={
         "--mtp-num-layers": "miles_speculative.checkpoint:convert",

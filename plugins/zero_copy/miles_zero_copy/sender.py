@@ -94,9 +94,9 @@ class Sender:
         """The slot that is being filled."""
         return self._standing or self._slots[0]
 
-    def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
+    def reserve(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
         """Return destinations for a weight's codes in the current bucket, so that they need no copy; None if there is no room."""
-        return self._slot.bucket.room(name, stored)
+        return self._slot.bucket.reserve(name, stored)
 
     async def greet(self, receive: Receive, version: int) -> None:
         """Begin a version with a bucket without tensors. Raises SyncError if the engine cannot read the slots."""

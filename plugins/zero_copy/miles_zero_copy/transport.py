@@ -91,8 +91,8 @@ class BucketTransport(Transport):
         self._limit, self._logged, self._name = 0.0, "", ""
         self._full: dict[str, str] = {}
 
-    def room(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
-        return None if self._sender is None else self._sender.room(name, stored)
+    def reserve(self, name: str, stored: Mapping[str, Stored]) -> dict[str, Tensor] | None:
+        return None if self._sender is None else self._sender.reserve(name, stored)
 
     async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:
         staged, self._staged = self._staged, None

@@ -127,7 +127,7 @@ def scored(checkpoint, share):
     trainer.step(batch)
     found = []
     for emulation in (Emulation(encoded=True), Emulation(snapshot=True), Emulation()):
-        with trainer.emulating(emulation, codec, earlier):
+        with trainer.emulate(emulation, codec, earlier):
             found.append(trainer.log_probs(batch, "verify")["log_probs"])
     return found
 

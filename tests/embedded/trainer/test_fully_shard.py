@@ -11,7 +11,7 @@ from miles_core.data.means import means
 from miles_core.data.sample import Sample
 from miles_core.run.make import make_run
 from miles_core.run.prepare import apply_plan, prepare
-from miles_core.train.share import combined, divided
+from miles_core.train.share import merge_metrics, split_by_replica
 from miles_runtime.rank import Rank
 from miles_testing.toy import toy_arguments
 from miles_testing.yardstick import copy_weights
@@ -101,7 +101,7 @@ def learned(words, directory):
     accepted, catalogue = prepare(config)
     run = make_run(apply_plan(config, accepted), accepted, catalogue, directory)
     rank = Rank(run, run.policy, run.hooks.make("trainer", "embedded", run=run, policy=run.policy))
-    share = divided(rollout(3), config.train, rank.world.replicas)[rank.world.replica]
+    share = split_by_replica(rollout(3), config.train, rank.world.replicas)[rank.world.replica]
     pairs, _ = rank.learn(share, 0)
     rank.learn(share, 1)
     return pairs, copy_weights(rank.trainer)
@@ -115,7 +115,7 @@ def test_modules_of_plugins_are_divided_too(ranks, plugin, dtype, tmp_path):
     words = toy_arguments([str(tmp_path / "plugin.py")], tmp_path / "run", dtype=dtype, lr=1e-2, adam_eps=1e-2)
     pairs, weights = learned(words, tmp_path)
     found = ranks.run(learned, words, tmp_path)
-    metrics, expected = combined([p for p, _ in found]), means(pairs)
+    metrics, expected = merge_metrics([p for p, _ in found]), means(pairs)
     exact = dtype == "float32"
     for name in ("train/grad_norm", "train/loss"):
         assert metrics[name] == pytest.approx(expected[name], rel=2e-4 if exact else 2e-2, abs=1e-5 if exact else 1e-3)

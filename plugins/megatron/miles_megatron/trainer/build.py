@@ -12,7 +12,7 @@ from torch import nn
 
 from miles_core.format import make_codec
 from miles_core.plugin import Policy, Run
-from miles_core.trainer import OptimizerConfig, further_layer, micro_batch_limits
+from miles_core.trainer import OptimizerConfig, collect_mtp_layer, micro_batch_limits
 from miles_megatron import families
 from miles_megatron.config import table
 from miles_megatron.recipes import RECIPES
@@ -55,7 +55,7 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
         def notify_plugins(chunk: nn.Module) -> None:
             run.hooks.on("on_model", run=run, policy=policy, model=chunk, role="train")
 
-        wish = further_layer(run, policy)
+        wish = collect_mtp_layer(run, policy)
         return MegatronTrainer(
             architecture,
             sizes,

@@ -58,9 +58,9 @@ def load(trainer: MegatronTrainer, directory: Path) -> None:
         chunk.load_state_dict(found[f"model{number}"], strict=False)
     noted = json.loads((directory / STEP).read_text())
     trainer.optimizer.load_moments(found["moments"], noted["moments"], _RESHARDABLE)
-    if (further := trainer.further) is not None and further.layer.here:
-        further.layer.load_state_dict(found["further"], strict=False)
-        further.optimizer.load_moments(found["further_moments"], noted["moments"], _RESHARDABLE)
+    if (mtp := trainer.mtp) is not None and mtp.layer.here:
+        mtp.layer.load_state_dict(found["mtp"], strict=False)
+        mtp.optimizer.load_moments(found["mtp_moments"], noted["moments"], _RESHARDABLE)
     if dist.get_rank() < noted["ranks"]:
         get_rng(Store(directory / RANDOM, World(dist.get_rank(), noted["ranks"])))
     trainer.optimizer.step_number = int(noted["step"])
@@ -74,10 +74,10 @@ def _sharded(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
         state[f"model{number}"] = model.sharded_state_dict()
     plain = state["model0"] if len(trainer.chunks) == 1 else dict(state.items())
     state["moments"] = trainer.optimizer.sharded_moments(plain, loading, _RESHARDABLE)
-    if (further := trainer.further) is not None and further.layer.here:
-        further.optimizer.allocate()
-        state["further"] = further.layer.sharded_state_dict()
-        state["further_moments"] = further.optimizer.sharded_moments(state["further"], loading, _RESHARDABLE)
+    if (mtp := trainer.mtp) is not None and mtp.layer.here:
+        mtp.optimizer.allocate()
+        state["mtp"] = mtp.layer.sharded_state_dict()
+        state["mtp_moments"] = mtp.optimizer.sharded_moments(state["mtp"], loading, _RESHARDABLE)
     return state
 
 

@@ -28,9 +28,9 @@ class DeviceMemory:
     """
 
     def __init__(self, trainer: MegatronTrainer) -> None:
-        further: list[Any] = [] if trainer.further is None else [trainer.further]
-        self._wrapped = [*trainer.wrapped, *(each.wrapped for each in further)]
-        self._inner = [part for each in (trainer, *further) for part in each.optimizer.inner.chained_optimizers]
+        mtp: list[Any] = [] if trainer.mtp is None else [trainer.mtp]
+        self._wrapped = [*trainer.wrapped, *(each.wrapped for each in mtp)]
+        self._inner = [part for each in (trainer, *mtp) for part in each.optimizer.inner.chained_optimizers]
         self._others = [] if trainer.weights.copy is None else [trainer.weights.copy]
         self._weights, self._optimizer = Released(keep=True), Released(keep=True)
         self._gradients = Released(keep=False)  # the next step zeroes them

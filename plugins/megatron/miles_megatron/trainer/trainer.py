@@ -26,8 +26,8 @@ from miles_core.format import Codec, Format, Quantizer
 from miles_core.trainer import (
     Callbacks,
     Context,
-    FurtherLayer,
     LossFunction,
+    MtpLayer,
     OptimizerConfig,
     Output,
     Pass,
@@ -44,7 +44,6 @@ from miles_megatron.trainer import checkpoint
 from miles_megatron.trainer.context import sum_over_context
 from miles_megatron.trainer.device_memory import DeviceMemory
 from miles_megatron.trainer.flight import Flight, flatten, merge, reduce_metrics, split_into_flights
-from miles_megatron.trainer.further import Further
 from miles_megatron.trainer.logprobs import head_on, token_log_probs, whole_rows
 from miles_megatron.trainer.model import (
     ADD_IN_PLACE,
@@ -55,6 +54,7 @@ from miles_megatron.trainer.model import (
     layer_numbers,
     transformer_config,
 )
+from miles_megatron.trainer.mtp import Mtp
 from miles_megatron.trainer.optimizer import Optimizer
 from miles_megatron.trainer.packing import Packing
 from miles_megatron.trainer.precision import TrainedFormat
@@ -118,10 +118,10 @@ class MegatronTrainer(Trainer):
         reference: checkpoint of the reference model.
         on_chunk: called with each chunk before it is wrapped.
         codec: codec of the number format to train in; BF16 by default.
-        further: how to train the checkpoint's MTP layer; None to leave it untrained.
+        mtp: how to train the checkpoint's MTP layer; None to leave it untrained.
     """
 
-    capabilities = frozenset({"entropy", "sampling_support", "routing_replay", "further_layers", "sleep"})
+    capabilities = frozenset({"entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep"})
 
     @_on_cpu_too
     def __init__(
@@ -134,14 +134,14 @@ class MegatronTrainer(Trainer):
         reference: Path | None = None,
         on_chunk: Callable[[nn.Module], object] = lambda chunk: None,
         codec: Codec | None = None,
-        further: FurtherLayer | None = None,
+        mtp: MtpLayer | None = None,
     ) -> None:
         self.a, self.s, self.world, self.settings = a, s, world, settings
         self.source, self._reference = directory, reference
         self.config = transformer_config(a, s, settings.dtype, settings.model)
         plain = build_chunks(a, s, self.config, settings.longest)
-        self.further = None if further is None else Further(further, a, s, self.config, plain)
-        modules: list[nn.Module] = plain if self.further is None else [*plain, self.further.layer]
+        self.mtp = None if mtp is None else Mtp(mtp, a, s, self.config, plain)
+        modules: list[nn.Module] = plain if self.mtp is None else [*plain, self.mtp.layer]
         if (
             a.qk_norm == "whole"
         ):  # norm weights are sharded by head, but Megatron-Core would sum their gradients by name
@@ -152,7 +152,7 @@ class MegatronTrainer(Trainer):
                 add_gradients_in_place(modules)
             if not self.config.fp8:
                 multiply_experts_together(modules, notify=bool(settings.reduction.get("overlap_grad_reduce")))
-        self.weights = Weights(plain, a, s, None if self.further is None else self.further.layer)
+        self.weights = Weights(plain, a, s, None if self.mtp is None else self.mtp.layer)
         self.weights.load(directory)
         self.format = TrainedFormat(self.weights, modules, codec or Codec())
         for chunk in plain:
@@ -161,9 +161,9 @@ class MegatronTrainer(Trainer):
         self._chunks = plain
         self.routers = Routers(plain, a, settings.balance)
         self.optimizer = Optimizer(self.wrapped, settings.adamw, settings.dtype, settings.optimizer)
-        if self.further is not None:
-            wrapped = self._wrap(self.further.layer, overlap_grad_reduce=False)
-            self.further.wrap(wrapped, settings.adamw, settings.dtype, settings.optimizer)
+        if self.mtp is not None:
+            wrapped = self._wrap(self.mtp.layer, overlap_grad_reduce=False)
+            self.mtp.wrap(wrapped, settings.adamw, settings.dtype, settings.optimizer)
         self._memory = DeviceMemory(self)
         self.config.finalize_model_grads_func = _finalize
         self.config.no_sync_func = [c.no_sync for c in self.wrapped] if s.virtual > 1 else self.wrapped[0].no_sync
@@ -211,8 +211,8 @@ class MegatronTrainer(Trainer):
         length, entropy = len(micro_batch.tokens), bool(ctx.attached["entropy"])
         whole = sum_over_context(found.new_zeros(length, 2).index_copy(0, packing.targets, found))
         output = Output(log_probs=whole[:, 0], entropy=whole[:, 1] if entropy else None)
-        if self.further is not None and ctx.kind == "train":
-            output.aux[self.further.wish.loss] = self.further.loss(ctx.attached[_LAST], micro_batch, packing, packed)
+        if self.mtp is not None and ctx.kind == "train":
+            output.aux[self.mtp.wish.loss] = self.mtp.loss(ctx.attached[_LAST], micro_batch, packing, packed)
         return output
 
     def _predict(
@@ -222,7 +222,7 @@ class MegatronTrainer(Trainer):
         micro_batch, ctx = context
         packing: Packing = ctx.attached["packing"]
         hidden = whole_rows(hidden_states, self.s.sequence)
-        if self.further is not None and ctx.kind == "train":
+        if self.mtp is not None and ctx.kind == "train":
             ctx.attached[_LAST] = hidden.detach()
         support = micro_batch.columns.get(SAMPLING_SUPPORT.name)
         weight = output_layer.weight if output_weight is None else output_weight
@@ -236,11 +236,11 @@ class MegatronTrainer(Trainer):
 
     def optimizer_step(self) -> dict[str, float]:
         """See ``Trainer.optimizer_step``."""
-        further, rate = self.further, self.optimizer.rate
+        mtp, rate = self.mtp, self.optimizer.rate
         found = {"grad_norm": self.optimizer.norm(), "lr": rate}
-        if further is not None:
-            norm = found[f"grad_norm/{further.wish.group}"] = further.optimizer.norm()
-            further.step(norm, rate)
+        if mtp is not None:
+            norm = found[f"grad_norm/{mtp.wish.group}"] = mtp.optimizer.norm()
+            mtp.step(norm, rate)
         self.optimizer.step(found["grad_norm"], rate)
         return found
 
@@ -262,14 +262,14 @@ class MegatronTrainer(Trainer):
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
-        if self.further is not None:
-            self.further.begin()
+        if self.mtp is not None:
+            self.mtp.begin()
         loss, tokens = loss or self.callbacks.loss, trained_tokens(batch, self.sum).to(self.device)
         self.routers.begin(tokens)
         with self.format.quantized_weights():
             self._run(flights, lambda output, micro, ctx: with_auxiliary(loss(output, micro, ctx), output, tokens))
-        if self.further is not None:
-            self.further.finish()
+        if self.mtp is not None:
+            self.mtp.finish()
         spread = self.routers.end()
         stepped = self.callbacks.optimizer_step()
         metrics = {name: (float(total), float(weight)) for name, (total, weight) in reduce_metrics(flights).items()}
@@ -333,8 +333,8 @@ class MegatronTrainer(Trainer):
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""
         self.optimizer.reset()
-        if self.further is not None:
-            self.further.optimizer.reset()
+        if self.mtp is not None:
+            self.mtp.optimizer.reset()
 
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """See ``Trainer.units``."""
@@ -344,8 +344,8 @@ class MegatronTrainer(Trainer):
         """See ``Trainer.sleep``."""
         if "optimizer" in parts:
             self.optimizer.inner.zero_grad()
-            if self.further is not None:
-                self.further.optimizer.inner.zero_grad()
+            if self.mtp is not None:
+                self.mtp.optimizer.inner.zero_grad()
         self._memory.release(parts)
 
     def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:

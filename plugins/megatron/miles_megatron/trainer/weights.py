@@ -33,27 +33,25 @@ class Weights:
         chunks: the chunks, not wrapped.
         a: the architecture.
         s: parallel sizes.
-        further: module of the first MTP layer; None if MTP layers are not trained, and exports then copy them from the checkpoint.
+        mtp: module of the first MTP layer; None if MTP layers are not trained, and exports then copy them from the checkpoint.
 
     Attributes:
         held: name -> tensor on this rank.
         copy: the output layer's copy of a tied embedding on another pipeline stage, or None.
     """
 
-    def __init__(
-        self, chunks: Sequence[nn.Module], a: Architecture, s: Sizes, further: nn.Module | None = None
-    ) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], a: Architecture, s: Sizes, mtp: nn.Module | None = None) -> None:
         self.a, self.s = a, s
         self.source: Path | None = None
         whole = list(families.weights(a))
-        trained = ("decoder.", "embedding.", "output_layer.", *(() if further is None else (FIRST_MTP,)))
+        trained = ("decoder.", "embedding.", "output_layer.", *(() if mtp is None else (FIRST_MTP,)))
         self.entries = [entry for entry in whole if entry.name.startswith(trained)]
         self._others = [name for entry in whole if not entry.name.startswith(trained) for name in entry.checkpoint]
         named: dict[str, Tensor] = {}
         for chunk in chunks:
             named |= dict(_tensors(chunk, a, s, layer_numbers(chunk)))
-        if further is not None:
-            named |= {name.replace("layer.", FIRST_MTP, 1): t for name, t in _tensors(further, a, s)}
+        if mtp is not None:
+            named |= {name.replace("layer.", FIRST_MTP, 1): t for name, t in _tensors(mtp, a, s)}
         self.held: dict[str, Tensor] = {}
         for entry in self.entries:
             name = transformer_engine_name(entry, a) if has_transformer_engine() else entry.name

@@ -9,14 +9,14 @@ from miles_core.contracts.hooks import load_hooks
 from miles_core.plugin import ConfigError, Plugin, hookimpl
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.resolve import resolve
-from miles_core.trainer import FurtherLayer, further_layer
+from miles_core.trainer import MtpLayer, collect_mtp_layer
 
-WISH = FurtherLayer("mtp", "draft", 0.3, lr=1e-4)
+WISH = MtpLayer("mtp", "draft", 0.3, lr=1e-4)
 
 
 class Drafting:
     @hookimpl
-    def on_further_layers(self, wishes):
+    def on_mtp_layers(self, wishes):
         wishes.append(WISH)
 
 
@@ -28,7 +28,7 @@ def asked(monkeypatch):
     def ask(*names):
         catalogue = {n: Plugin(n, "test", "1.0", "~=0.1", hooks={"": "miles_further:Drafting"}) for n in names}
         hooks = load_hooks(resolve(list(names), catalogue, Facts()), catalogue)
-        return further_layer(SimpleNamespace(hooks=hooks), SimpleNamespace(name="actor"))
+        return collect_mtp_layer(SimpleNamespace(hooks=hooks), SimpleNamespace(name="actor"))
 
     return ask
 

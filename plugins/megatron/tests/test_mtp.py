@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from miles_core.plugin import CheckpointError, PlanError
-from miles_core.train.share import combined
-from miles_core.trainer import Callbacks, FurtherLayer
+from miles_core.train.share import merge_metrics
+from miles_core.trainer import Callbacks, MtpLayer
 from miles_megatron.testing import make, may_have_children
 from miles_testing import Setup, toy_files, toy_run
 from miles_testing.toy import plan
@@ -21,7 +21,7 @@ from miles_testing.yardstick import make_batch, weighted
 INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="needs megatron-core"), pytest.mark.slow]
 
-WISH = FurtherLayer("mtp", "draft", 0.2, clip_grad=0.1)
+WISH = MtpLayer("mtp", "draft", 0.2, clip_grad=0.1)
 #: Both norms are clipped.
 SETUP = replace(Setup(), micro_batch_size=3)
 FIRST = "model.layers.2."
@@ -32,8 +32,8 @@ def checkpoint(with_mtp):
     return with_mtp("qwen3_moe")
 
 
-def started(checkpoint, further=WISH, **sizes):
-    trainer = make(checkpoint, SETUP, further=further, **sizes)
+def started(checkpoint, mtp=WISH, **sizes):
+    trainer = make(checkpoint, SETUP, mtp=mtp, **sizes)
     trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
     return trainer
 
@@ -92,8 +92,8 @@ def test_two_ranks_compute_what_one_computes(ranks, checkpoint, alone, sizes, tm
     everyone = ranks.run(worked_with, checkpoint, directory, sizes)
     replicas = {replica: metrics for replica, metrics, _ in everyone}
     for step, expected in enumerate(alone[1]):
-        metrics = combined([each[step] for each in replicas.values()])
-        assert metrics == pytest.approx(combined([expected]), rel=2e-5)
+        metrics = merge_metrics([each[step] for each in replicas.values()])
+        assert metrics == pytest.approx(merge_metrics([expected]), rel=2e-5)
     for _, _, found in everyone:
         same(found, alone[2])
     if directory is not None:  # of two stages, read by one process

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FurtherLayer:
+class MtpLayer:
     """Request to train the checkpoint's multi-token prediction layer (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
     The trainer trains the layer together with the policy and syncs both to the engine. Trainers whose model plugins cannot modify
-    receive the request through the hook ``on_further_layers``.
+    receive the request through the hook ``on_mtp_layers``.
 
     At position t the layer takes the embedding of token t and the policy's last hidden state at t - 1 (zeros before the first token),
     and predicts token t + 1 with the policy's output layer. The loss is ``factor`` times the mean cross-entropy over trained tokens.
@@ -39,16 +39,16 @@ class FurtherLayer:
     clip_grad: float = 1.0
 
 
-def further_layer(run: Run, policy: Policy) -> FurtherLayer | None:
-    """Collect the request to train the layer through the hook ``on_further_layers``; None if no plugin requests it.
+def collect_mtp_layer(run: Run, policy: Policy) -> MtpLayer | None:
+    """Collect the request to train the layer through the hook ``on_mtp_layers``; None if no plugin requests it.
 
     Raises:
         ConfigError: several plugins request it.
     """
-    wishes: list[FurtherLayer] = []
-    run.hooks.on("on_further_layers", run=run, policy=policy, wishes=wishes)
+    wishes: list[MtpLayer] = []
+    run.hooks.on("on_mtp_layers", run=run, policy=policy, wishes=wishes)
     if len(wishes) > 1:
-        plugins = ", ".join(run.hooks.implemented["on_further_layers"])
+        plugins = ", ".join(run.hooks.implemented["on_mtp_layers"])
         raise ConfigError(
             f"several plugins want to train the multi-token prediction layer of {policy.name}: leave one of {plugins} out"
         )

@@ -1,4 +1,4 @@
-"""Trains the checkpoint's MTP layer next to the policy; see ``FurtherLayer``.
+"""Trains the checkpoint's MTP layer next to the policy; see ``MtpLayer``.
 
 Megatron-Core makes such a layer part of the policy's model. Here it is a separate module on the last pipeline stage, with its own gradient
 buffers and optimizer. The layer therefore does not change the order of the policy's reductions, and the policy's results are bitwise the
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from miles_core.data import Batch
-from miles_core.trainer import FurtherLayer, OptimizerConfig
+from miles_core.trainer import MtpLayer, OptimizerConfig
 from miles_megatron.architecture import Architecture
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.context import gather_over_context, sum_over_context
@@ -70,7 +70,7 @@ class Layer(MegatronModule):
         return state
 
 
-class Further:
+class Mtp:
     """Training of the MTP layer.
 
     Args:
@@ -86,7 +86,7 @@ class Further:
     """
 
     def __init__(
-        self, wish: FurtherLayer, a: Architecture, s: Sizes, config: TransformerConfig, chunks: Sequence[nn.Module]
+        self, wish: MtpLayer, a: Architecture, s: Sizes, config: TransformerConfig, chunks: Sequence[nn.Module]
     ) -> None:
         self.wish, self.a, self.s, self.config, self.chunks = wish, a, s, config, chunks
         self.layer = Layer(a, s, config)
