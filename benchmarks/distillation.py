@@ -1,7 +1,7 @@
 """Does a student come closer to its teacher, and does its teacher make it solve the task?
 
 Run: ``python benchmarks/distillation.py --threads 2 --save`` (some minutes). The demo's task. For every seed the teacher is the demo's
-model after a long supervised warm start, and the student a smaller model (one layer, half the width) after a short one. From there, with
+model after a long supervised warm start, and the student a smaller model (one layer instead of two) after a short one. From there, with
 the same number of samples in each step: rewards alone, the teacher alone (sampled tokens, and its top 16), and rewards and teacher
 together. The last line of the output is one JSON object: held-out accuracy before and after and the divergence from the teacher in the
 first and last fifth of the steps, with 95 % intervals over seeds.
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run")
     parser.add_argument("--teacher", type=int, default=800, help="supervised steps of the teacher")
-    parser.add_argument("--student", type=int, default=100, help="supervised steps of the student")
+    parser.add_argument("--student", type=int, default=300, help="supervised steps of the student")
     chosen = parser.parse_args()
     import torch
 
@@ -58,7 +58,7 @@ def prepare(directory: Path, seed: int, teacher: int, student: int) -> None:
     from miles_tools.demo.model import Size, make_checkpoint
 
     make_inputs(directory, seed)
-    make_checkpoint(directory / "small", seed + 100, Size(hidden=32, layers=1, heads=2, expert_hidden=32))
+    make_checkpoint(directory / "small", seed + 100, Size(layers=1))
     for name, model, steps in (("teacher", "model", teacher), ("student", "small", student)):
         flags = ["--hf-checkpoint", str(directory / model), "--sft-data", str(directory / "data/demonstrations.jsonl")]
         flags += ["--sft-steps", str(steps), "--num-rollout", "0", "--export-hf", str(directory / name)]

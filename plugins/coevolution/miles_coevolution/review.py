@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles_coevolution.config import MUTABLE
-from miles_core.plugin import Facts, Problem, Review, described
+from miles_core.plugin import Facts, Problem, Review, describe_fact
 
 #: Rollout function -> names of the policies that its roles need. Other games are played by any policies.
 SIDES = {"proposer": ("proposer", "solver")}
@@ -40,7 +40,7 @@ def _problems(facts: Facts) -> Iterator[Problem]:
             "coevolution",
             "at least two members in a population",
             "selection compares members, and a population of one has none to compare\nleave population_size out for one policy per side",
-            (described(facts["coevolution.population_size"]),),
+            (describe_fact(facts["coevolution.population_size"]),),
             choices=("coevolution.population_size",),
             tries=lambda: [{"coevolution.population_size": 2}],
         )
@@ -50,7 +50,7 @@ def _problems(facts: Facts) -> Iterator[Problem]:
             "an opponent for its only policy",
             "one policy that trains plays with itself alone; add another to the table policies of the configuration file, or members "
             "(--co-evolution-population-size 2), or past versions (--co-evolution-past-versions 4)",
-            (described(facts["coevolution.past_versions"]),),
+            (describe_fact(facts["coevolution.past_versions"]),),
             choices=("coevolution.past_versions", "coevolution.population_size"),
             tries=lambda: [{"coevolution.past_versions": 4}, {"coevolution.population_size": 2}],
         )
@@ -69,7 +69,7 @@ def _check_players(facts: Facts, sides: list[str]) -> Iterator[Problem]:
             f"a policy {' and a policy '.join(missing)} that train{'s' if len(missing) == 1 else ''}",
             f"--generate {generate} has the roles {' and '.join(needed)}; write in the configuration file: policies: "
             f"{{{', '.join(f'{name}: {{}}' for name in needed)}}}",
-            (described(facts["rollout.generate"]),),
+            (describe_fact(facts["rollout.generate"]),),
         )
     if needed and (further := [name for name in sides if name not in needed]):
         yield Problem(
@@ -77,7 +77,7 @@ def _check_players(facts: Facts, sides: list[str]) -> Iterator[Problem]:
             f"no policy {further[0]} that trains",
             f"--generate {generate} has the roles {' and '.join(needed)} only, so {further[0]} would never play; leave it out, or give it "
             "the role frozen",
-            (described(facts["rollout.generate"]),),
+            (describe_fact(facts["rollout.generate"]),),
         )
     for name in sides:
         if not facts.value(f"policies.{name}.generates", True):
@@ -85,7 +85,7 @@ def _check_players(facts: Facts, sides: list[str]) -> Iterator[Problem]:
                 "coevolution",
                 f"an engine for the policy {name}",
                 "a policy that plays generates its own turns; leave generates: false out, or give it the role frozen",
-                (described(facts[f"policies.{name}.generates"]),),
+                (describe_fact(facts[f"policies.{name}.generates"]),),
             )
 
 
@@ -100,5 +100,5 @@ def _check_mutations(facts: Facts, sides: list[str]) -> Iterator[Problem]:
                     "coevolution",
                     f"a value of {MUTABLE[name]} above 0 for the policy {side}",
                     f"mutate has {name} in it, and a mutation multiplies the value; set it, or leave {name} out of mutate",
-                    (described(fact),),
+                    (describe_fact(fact),),
                 )
