@@ -1,10 +1,10 @@
 """Does a student come closer to its teacher, and does its teacher make it solve the task?
 
 Run: ``python benchmarks/distillation.py --threads 2 --save`` (some minutes). The demo's task. For every seed the teacher is the demo's
-model after a supervised warm start and reinforcement learning, and the student a smaller model (half of the experts) after a warm start alone. From there, with
-the same number of samples in each step: rewards alone, the teacher alone (sampled tokens, and its top 16), and rewards and teacher
-together. The last line of the output is one JSON object: held-out accuracy before and after and the divergence from the teacher in the
-first and last fifth of the steps, with 95 % intervals over seeds.
+model after a supervised warm start and reinforcement learning, and the student a smaller model (half of the experts) after a warm start
+alone. From there, with the same number of samples in each step: rewards alone, the teacher alone (sampled tokens, and its top 16), and
+rewards and teacher together. The last line of the output is one JSON object: held-out accuracy before and after and the divergence from the
+teacher in the first and last fifth of the steps, with 95 % intervals over seeds.
 """
 
 from __future__ import annotations

@@ -171,7 +171,9 @@ class SimulatedLearner(LearnerHandle):
     async def nothing(self, *_: Any) -> Any:
         return None
 
-    supervise = reset_optimizer = log_probs = take_snapshot = rebuild = save = load = export = nothing
+    supervise = reset_optimizer = log_probs = columns = values = top_log_probs = take_snapshot = rebuild = save = (
+        load
+    ) = export = nothing
 
 
 class SimulatedRuntime(Runtime):

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         TrainerPart as TrainerPart,
     )
     from miles_core.data.world import ALONE as ALONE, World as World
+    from miles_core.train.loss import value_loss as value_loss
     from miles_core.train.auxiliary import trained_tokens as trained_tokens, with_auxiliary as with_auxiliary
     from miles_core.train.micro_batches import (
         MICRO_BATCH_TOKENS as MICRO_BATCH_TOKENS,
@@ -80,6 +81,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "Trainer TrainerPart",
         "miles_core.data.world": "ALONE World",
         "miles_core.train.auxiliary": "trained_tokens with_auxiliary",
+        "miles_core.train.loss": "value_loss",
         "miles_core.train.micro_batches": "MICRO_BATCH_TOKENS micro_batch_limits",
         "miles_core.train.optimizer": "OptimizerConfig",
     },

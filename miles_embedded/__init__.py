@@ -9,7 +9,8 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
   inside a layer ``active_context``;
 - to wrap an engine or a trainer: ``make_engine``, ``make_trainer``;
 - to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``;
-- to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``;
+- to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``; a value head next to
+  the output layer: ``new_value_head``, ``add_value_head``, ``VALUE_HEAD``;
 - to build a second model: ``checkpoint_config``, ``unloaded_model``, ``prepare``;
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from miles_embedded.model.released import Released
     from miles_embedded.model.routers import Routed, find_routed, routed_blocks
     from miles_embedded.model.sharded import gather_tensor, local_shard
+    from miles_embedded.model.value_head import VALUE_HEAD, add_value_head, new_value_head
     from miles_embedded.model.views import views
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from miles_embedded.trainer.packing import Packing
 
 __all__ = [
+    "VALUE_HEAD",
     "Attention",
     "AttentionOptions",
     "CachedRows",
@@ -89,6 +92,7 @@ __all__ = [
     "Routed",
     "active_context",
     "add_layer",
+    "add_value_head",
     "available",
     "backbone",
     "checkpoint_config",
@@ -107,6 +111,7 @@ __all__ = [
     "make_trainer",
     "model_size",
     "new_layer",
+    "new_value_head",
     "operations_of",
     "optimizer_group",
     "pick",
@@ -147,6 +152,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.released": "Released",
         "miles_embedded.model.routers": "Routed find_routed routed_blocks",
         "miles_embedded.model.sharded": "gather_tensor local_shard",
+        "miles_embedded.model.value_head": "VALUE_HEAD add_value_head new_value_head",
         "miles_embedded.model.views": "views",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
@@ -15,7 +15,7 @@ from miles_core.contracts.engine import Engine
 from miles_core.contracts.policy import Policy
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import CHANGEABLE, Learned, LearnerHandle, TopLogProbs
-from miles_core.contracts.trainer import ALL_PARTS, TrainerPart
+from miles_core.contracts.trainer import ALL_PARTS, Pass, TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
 from miles_core.data.world import World, shares
@@ -119,6 +119,11 @@ class LearnerFront(LearnerHandle):
         if self.engines is not None and (emulation.held is not None or emulation.through is not None):
             raise MilesError("the engine runs in another process, where the trainer cannot see its modules")
         return await self._scores(samples, lambda rank, mine: rank.log_probs(mine, emulation))
+
+    async def columns(
+        self, samples: Sequence[Sample], kind: Pass, wanted: Collection[str]
+    ) -> list[dict[str, np.ndarray]]:
+        return await self._scores(samples, lambda rank, mine: rank.columns(mine, tuple(wanted), 0, kind))
 
     async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         return await self._scores(samples, lambda rank, mine: rank.values(mine))

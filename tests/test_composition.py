@@ -31,7 +31,7 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
 OPTIONS: dict[str, dict[str, object]] = {
     "int4": {"int4_group_size": 32},
     "cpu_kernels": {"device": "cpu"},
-    "critic": {"advantage_estimator": "ppo"},
+    "ppo": {"advantage_estimator": "ppo"},
     "coevolution": {"co_evolution_strategy": "simultaneous"},
 }
 
@@ -46,7 +46,7 @@ DRAFTS: dict[str, dict[str, object]] = {"speculative": {"spec_lookahead": 2, "on
 EXPECTED = ("train/grad_norm", "mismatch/abs_log_prob", "speculative/accept_length")
 DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64}
 #: Plugins without a part that depends on the model's family, tried in pairs with one family.
-ANY_FAMILY = {"coevolution", "critic", "distillation", "endless", "lora", "mxfp6"}
+ANY_FAMILY = {"coevolution", "distillation", "endless", "lora", "mxfp6", "ppo"}
 #: The most plugins in one run: when it fails, the reason has to be found among them.
 GROUP = 5
 

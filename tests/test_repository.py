@@ -41,6 +41,7 @@ TEXTS = [
 ]
 #: Plugins of this repository, backends, and the software behind them.
 FEATURES = {p.name for p in (ROOT / "plugins").iterdir() if (p / "pyproject.toml").is_file()}
+FEATURES -= {"ppo"}  # its clipped loss is core's, as the loss of most estimators; the plugin adds the critic
 FEATURES |= {"embedded", "sglang", "megatron", "ray", "transformer_engine", "transformerengine"}
 NAMED = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(FEATURES))})(?![a-z0-9])", re.IGNORECASE)
 

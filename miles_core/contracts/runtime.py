@@ -25,7 +25,7 @@ per GPU works as follows (``miles_runtime`` implements everything except startin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,7 @@ import numpy as np
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.policy import Policy
+from miles_core.contracts.trainer import Pass
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, MilesError, WorkerLost
@@ -126,6 +127,18 @@ class LearnerHandle(ABC):
 
         Entries are 0 where the loss mask is 0. The computation is that of a training step (pass ``verify``), changed by
         ``emulation``. It uses the fields present in the samples, as training does; fields may be absent.
+        """
+
+    @abstractmethod
+    async def columns(
+        self, samples: Sequence[Sample], kind: Pass, wanted: Collection[str]
+    ) -> list[dict[str, np.ndarray]]:
+        """Compute several columns of each sample's response tokens in one pass: name -> [response_length].
+
+        Args:
+            samples: the samples.
+            kind: ``old``, ``ref`` (the reference weights) or ``verify``.
+            wanted: ``log_probs``, ``entropy`` and ``values``, as for ``Trainer.columns``.
         """
 
     @abstractmethod

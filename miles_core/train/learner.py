@@ -21,7 +21,7 @@ from miles_core.algorithm.overlong import overlong_penalty
 from miles_core.algorithm.reduction import loss_weights
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.runtime import TrainedTokens
-from miles_core.contracts.trainer import Callbacks, LossFunction, Trainer
+from miles_core.contracts.trainer import Callbacks, LossFunction, Pass, Trainer
 from miles_core.data.batch import Batch, collate
 from miles_core.data.means import add, as_floats
 from miles_core.data.sample import Sample
@@ -137,14 +137,14 @@ class Learner:
         return metrics
 
     def columns(
-        self, samples: Sequence[Sample], wanted: Collection[str], top_k: int = 0
+        self, samples: Sequence[Sample], wanted: Collection[str], top_k: int = 0, kind: Pass = "verify"
     ) -> list[dict[str, np.ndarray]]:
         """Compute columns for the response tokens of each sample: name -> [response_length, ...]; names as for ``Trainer.columns``."""
         batch = collate(samples, self.run.fields)
         self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
         arrays = {
             name: column.float().cpu().numpy() if column.is_floating_point() else column.cpu().numpy()
-            for name, column in self.trainer.columns(batch, "verify", wanted, top_k).items()
+            for name, column in self.trainer.columns(batch, kind, wanted, top_k).items()
         }
         starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
         spans = [slice(s + p, s + n) for s, p, n in zip(starts, batch.prompt_lengths.tolist(), lengths, strict=True)]
@@ -227,7 +227,7 @@ class Learner:
         )
 
     def _log_probs(self, batch: Batch, steps: int, metrics: Pairs) -> None:
-        """Add the columns ``old_log_probs`` and ``ref_log_probs`` where needed.
+        """Add the columns ``old_log_probs`` and ``ref_log_probs`` where needed, unless ``wrap_learn`` has attached them.
 
         Old log-probabilities are computed if they differ from the current ones, or if the whole step is needed before the first
         backward pass. Otherwise the only step is its own old policy, and the pass is skipped.
@@ -237,18 +237,33 @@ class Learner:
         in_reward = bool(options.kl_coef) and not own
         if options.use_rollout_logprobs:
             batch.columns["old_log_probs"] = batch.rollout_log_probs
-        elif steps > 1 or self.needs.whole_step or in_reward or self.advantage_needs.old:
-            old = self.trainer.log_probs(batch, "old")["log_probs"]
-            batch.columns["old_log_probs"] = old
+        elif (
+            (attached := self._has_column(batch, "old_log_probs"))
+            or steps > 1
+            or self.needs.whole_step
+            or in_reward
+            or self.advantage_needs.old
+        ):
+            if not attached:
+                batch.columns["old_log_probs"] = self.trainer.log_probs(batch, "old")["log_probs"]
+            old = batch.column("old_log_probs")
             if "rollout_log_probs" in batch.columns:
                 add(metrics, as_floats(engine_gap(old, batch.column("rollout_log_probs"), batch.mask)))
-        if options.kl_coef or options.kl_loss_coef:
+        if (options.kl_coef or options.kl_loss_coef) and not self._has_column(batch, "ref_log_probs"):
             batch.columns["ref_log_probs"] = self.trainer.log_probs(batch, "ref")["log_probs"]
 
     def _values(self, batch: Batch) -> None:
         """Add a critic's values before its first step, unless ``wrap_learn`` has attached them."""
-        if "values" not in batch.columns:
+        if not self._has_column(batch, "values"):
             batch.columns["values"] = self.trainer.columns(batch, "old", {"values"})["values"]
+
+    def _has_column(self, batch: Batch, name: str) -> bool:
+        """Whether ``wrap_learn`` attached the column to the samples of any rank. Adds it on a rank without samples, because all ranks
+        must make the same passes. A collective."""
+        if not bool(self.trainer.sum(torch.tensor(float(name in batch.columns)))):
+            return False
+        batch.columns.setdefault(name, torch.zeros_like(batch.mask))
+        return True
 
     def _advantages(self, batch: Batch) -> Tensor:
         options, name = self.config.algorithm, self.config.algorithm.advantage_estimator

@@ -1,4 +1,4 @@
-"""The value head of a critic: a linear layer on the last hidden state.
+"""Value heads: by default a linear layer on the last hidden state.
 
 A critic has the policy's architecture with this head in place of the output layer (Ouyang et al., arXiv 2203.02155). The head is
 initialised to zero, so the first values are 0 on every rank and the first advantages equal those without a baseline.
@@ -15,6 +15,7 @@ from miles_embedded.model.configuration import head, text_configuration
 
 #: Submodule name of the head.
 VALUE_HEAD = "miles_value_head"
+_VALUES_ONLY = "miles_values_only"
 
 
 def make_head(run: Any, policy: Any, model: nn.Module) -> nn.Module:
@@ -26,25 +27,42 @@ def make_head(run: Any, policy: Any, model: nn.Module) -> nn.Module:
     return made
 
 
-def add_value_head(run: Any, policy: Any, model: nn.Module) -> None:
-    """Add the head of the first active plugin that provides one (default ``linear``) to a critic's model.
-
-    The output layer is not used, and is frozen unless its weight is the embedding.
-    """
-    name = run.hooks.find_provided("head")[0]
-    made = run.hooks.make("head", name, run=run, policy=policy, model=model)
-    if not isinstance(made, nn.Module):
-        raise PluginError(f"the head {name!r} is {made!r:.80}; make_head must return a torch.nn.Module")
-    setattr(model, VALUE_HEAD, made)
+def replace_output(run: Any, policy: Any, model: nn.Module) -> None:
+    """Make a critic of a model: add a value head; the output layer is not used, and is frozen unless its weight is the embedding."""
+    add_value_head(model, new_value_head(run, policy, model))
+    setattr(model, _VALUES_ONLY, True)
     output, embedding = head(model), model.get_input_embeddings()  # type: ignore[operator]
     if output.weight is not embedding.weight:
         output.requires_grad_(False)
 
 
+def new_value_head(run: Any, policy: Any, model: nn.Module) -> nn.Module:
+    """Make the head of the first active plugin that provides one (default ``linear``) for a model's hidden states."""
+    name = run.hooks.find_provided("head")[0]
+    made = run.hooks.make("head", name, run=run, policy=policy, model=model)
+    if not isinstance(made, nn.Module):
+        raise PluginError(f"the head {name!r} is {made!r:.80}; make_head must return a torch.nn.Module")
+    return made
+
+
+def add_value_head(model: nn.Module, module: nn.Module) -> None:
+    """Add a value head next to the output layer; call it before the trainer is made, as in ``on_model``.
+
+    Training passes then return ``Output.values`` too, and ``Trainer.columns`` computes ``values``. The head is trained, sharded and saved
+    with the model, and its weights are part of the export stream under names that start with ``VALUE_HEAD``.
+    """
+    setattr(model, VALUE_HEAD, module)
+
+
 def value_head(model: nn.Module) -> nn.Module | None:
-    """Return the value head of a critic's model; None for other models."""
+    """Return the value head of a model; None for models without one."""
     found: nn.Module | None = getattr(model, VALUE_HEAD, None)
     return found
+
+
+def is_critic(model: nn.Module) -> bool:
+    """Whether the model's value head is in place of its output layer."""
+    return getattr(model, _VALUES_ONLY, False)
 
 
 def values_of(module: nn.Module, hidden: Tensor) -> Tensor:

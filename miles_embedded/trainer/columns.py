@@ -7,12 +7,13 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from miles_core.contracts.trainer import Output
+from miles_core.contracts.trainer import Context, Output
 from miles_core.data.batch import Batch
 from miles_core.errors import MilesError
 from miles_embedded.model.configuration import text_configuration
-from miles_embedded.model.value_head import value_head
-from miles_embedded.trainer.packing import spans
+from miles_embedded.model.logprobs import scatter
+from miles_embedded.model.value_head import is_critic, value_head, values_of
+from miles_embedded.trainer.packing import Packing, spans
 
 #: Columns that ``EmbeddedTrainer.columns`` can compute.
 COLUMNS = ("log_probs", "entropy", "values", "top_tokens", "top_log_probs")
@@ -24,7 +25,8 @@ def check_columns(model: nn.Module, wanted: Collection[str], top_k: int) -> None
     Raises:
         MilesError: it cannot.
     """
-    given = {"values"} if value_head(model) is not None else {*COLUMNS} - {"values"}
+    without = {"values"} if value_head(model) is None else set()
+    given = {"values"} if is_critic(model) else {*COLUMNS} - without
     if lacking := sorted({*wanted} - given):
         raise MilesError(
             f"this model computes {', '.join(sorted(given))} and not {', '.join(lacking)}: the model of a policy with the role critic "
@@ -34,6 +36,21 @@ def check_columns(model: nn.Module, wanted: Collection[str], top_k: int) -> None
         raise MilesError(
             f"top_k is {top_k}, but the model's vocabulary has {text_configuration(model).vocab_size} tokens"
         )
+
+
+def predict_values(model: nn.Module, hidden: Tensor, ctx: Context, packing: Packing, tokens: int) -> Tensor | None:
+    """Compute the values of a model with a value head; None without one, or if the pass does not need them.
+
+    Args:
+        model: the model.
+        hidden: [targets, hidden], the last hidden state from which each target is predicted.
+        ctx, packing: of the pass.
+        tokens: number of flat tokens.
+    """
+    module = value_head(model)
+    if module is None or not (is_critic(model) or ctx.kind == "train" or "values" in ctx.wanted):
+        return None
+    return scatter(values_of(module, hidden), packing.targets, tokens)
 
 
 def gather_columns(

@@ -35,14 +35,14 @@ from miles_embedded.model.load import backbone, decoder_layers, facts_of
 from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
 from miles_embedded.model.released import Released
 from miles_embedded.model.sharded import local_shard
-from miles_embedded.model.value_head import value_head, values_of
+from miles_embedded.model.value_head import is_critic
 from miles_embedded.model.views import export
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer import checkpoint
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
-from miles_embedded.trainer.columns import check_columns, gather_columns
+from miles_embedded.trainer.columns import check_columns, gather_columns, predict_values
 from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.emulate import emulate_properties
 from miles_embedded.trainer.expert_loads import Loads
@@ -177,11 +177,12 @@ class EmbeddedTrainer(Trainer):
         return replace(self.predict(chunk, hidden, micro_batch, ctx), aux=aux)
 
     def predict(self, model: nn.Module, hidden: Tensor, micro_batch: Batch, ctx: Context) -> Output:
-        """Compute log-probs, and other outputs requested by ``ctx``, from final hidden states [rows, hidden]; for a critic, values."""
+        """Compute log-probs, and other outputs requested by ``ctx``, from final hidden states [rows, hidden]; values if it has a value head."""
         packing: Packing = ctx.attached["packing"]
         sources, length = hidden.index_select(0, packing.sources), len(micro_batch.tokens)
-        if (critic := value_head(model)) is not None:
-            return Output(values=scatter(values_of(critic, sources), packing.targets, length))
+        values = predict_values(model, sources, ctx, packing, length)
+        if is_critic(model):
+            return Output(values=values)
         support = micro_batch.columns.get(SAMPLING_SUPPORT.name)
         assert support is None or isinstance(support, Ragged)
         candidates = micro_batch.columns.get(CANDIDATES.name)
@@ -202,6 +203,7 @@ class EmbeddedTrainer(Trainer):
             top_tokens=None if tokens is None else scatter(tokens, packing.targets, length),
             top_log_probs=None if best is None else scatter(best, packing.targets, length),
             log_probs=scatter(log_probs, packing.targets, length),
+            values=values,
             entropy=None if entropy is None else scatter(entropy, packing.targets, length),
             candidate_log_probs=None if others is None else scatter(others, packing.targets, length),
         )

@@ -1,0 +1,115 @@
+"""Does a critic learn the demo's task, and how does PPO compare with GRPO at equal numbers of samples?
+
+Run: ``python benchmarks/ppo.py --threads 1 --jobs 3 --save`` (some minutes; needs ``plugins/ppo``). The demo's task and model; for every
+seed one supervised warm start, then reinforcement learning from it with the same number of samples in each step: GRPO with 8 samples of
+each prompt; PPO with the same prompts, its critic a model of its own or a head on the policy's trunk; and PPO with one sample of each of 8
+times as many prompts, which GRPO cannot do. The last line of the output is one JSON object: held-out accuracy over the steps with 95 %
+intervals over seeds, its difference from GRPO paired by seed, tokens, and seconds of a step. One seed has no interval.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from formats_in_the_loop import interval, train, warm_start
+from measure import finish, installed, options
+
+SAMPLES, GROUP = 512, 8
+GROUPS = f"--rollout-batch-size {SAMPLES // GROUP} --n-samples-per-prompt {GROUP}"
+PPO = "--plugins ppo --advantage-estimator ppo --critic-lr 0.002 --lambd 1.0 --normalize-advantages --value-clip 1.0"
+MODES = {
+    "grpo": GROUPS,
+    "ppo, own critic": f"{PPO} {GROUPS}",
+    "ppo, own critic, 2 critic-only steps": f"{PPO} --num-critic-only-steps 2 {GROUPS}",
+    "ppo, head on the trunk": f"{PPO} --critic-trunk policy {GROUPS}",
+    "ppo, own critic, 1 sample per prompt": f"{PPO} --rollout-batch-size {SAMPLES} --n-samples-per-prompt 1",
+}
+BASE = "grpo"
+#: Metrics of critics, without the prefix of a critic that is a model of its own.
+CRITIC = ("train/value_loss", "ppo/explained_variance")
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each mode (1 to 10)")
+    parser.add_argument("--steps", type=int, default=60, help="reinforcement-learning steps")
+    parser.add_argument("--warm-start", type=int, default=500, help="supervised steps before them")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds worked on at the same time")
+    parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES, help="modes to run")
+    chosen = parser.parse_args()
+    modes = list(dict.fromkeys([BASE, *chosen.modes]))
+    with ProcessPoolExecutor(chosen.jobs, get_context("spawn")) as pool:
+        settings = {"modes": modes, "steps": chosen.steps, "warm": chosen.warm_start, "threads": chosen.threads}
+        seeds = list(pool.map(partial(every_mode, **settings), range(chosen.seeds)))
+    runs = {name: [seed[name] for seed in seeds] for name in modes}
+    rows = {name: {"options": MODES[name], **summary(found, runs[BASE])} for name, found in runs.items()}
+    for name, row in rows.items():
+        print(f"{name:<38} {row}", file=sys.stderr)
+    result = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start, "modes": rows}
+    versions = ("miles-core", "miles-plugin-ppo", "torch", "transformers")
+    finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions))
+
+
+def every_mode(seed: int, modes: Sequence[str], steps: int, warm: int, threads: int) -> dict[str, dict[str, Any]]:
+    """One seed: its warm start, then every mode from it."""
+    import torch
+
+    torch.set_num_threads(threads)
+    found = {}
+    with tempfile.TemporaryDirectory() as directory:
+        start = warm_start(Path(directory), seed, warm)
+        for name in modes:
+            found[name] = learn(start, name, MODES[name], seed, steps)
+            print(f"seed {seed}  {name:<38}", found[name], file=sys.stderr, flush=True)
+    return found
+
+
+def learn(directory: Path, name: str, flags: str, seed: int, steps: int) -> dict[str, Any]:
+    """One run: accuracy before the first step and at four points, and the tokens that were generated."""
+    more = ["--hf-checkpoint", str(directory / "start"), "--num-rollout", str(steps), *flags.split()]
+    more += ["--eval-interval", str(max(steps // 4, 1)), "--n-samples-per-eval-prompt", "4"]
+    metrics = train(directory, name.replace(",", ""), more, seed)
+    stepped = [m for m in metrics if "rollout/tokens" in m]
+    critic = {
+        metric: [next(v for n, v in stepped[at].items() if n.endswith(metric)) for at in (0, -1)]
+        for metric in CRITIC
+        if any(n.endswith(metric) for n in stepped[0])
+    }
+    return {
+        "accuracy": [m["eval/accuracy"] for m in metrics if "eval/accuracy" in m],
+        "tokens": sum(m["rollout/tokens"] for m in stepped),
+        "seconds": statistics.median(m["time/step"] for m in stepped),
+        **critic,
+    }
+
+
+def summary(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means over seeds; ``_interval`` entries are half-widths of 95 % intervals of the mean."""
+    last = [r["accuracy"][-1] for r in runs]
+    differences = [own - other["accuracy"][-1] for own, other in zip(last, base, strict=True)]
+    found: dict[str, Any] = {
+        "accuracy": [round(statistics.mean(points), 4) for points in zip(*(r["accuracy"] for r in runs), strict=True)],
+        "accuracy_of_each_seed": [round(value, 4) for value in last],
+        "minus_grpo": round(statistics.mean(differences), 4),
+    }
+    if len(runs) > 1:
+        found["accuracy_interval"] = round(interval(last)[1], 4)
+        found["minus_grpo_interval"] = round(interval(differences)[1], 4)
+    for metric in CRITIC:
+        if metric in runs[0]:
+            ends = zip(*(r[metric] for r in runs), strict=True)
+            found[metric.split("/")[1]] = [round(statistics.mean(values), 4) for values in ends]
+    numbers = {name: statistics.mean(r[name] for r in runs) for name in ("tokens", "seconds")}
+    return found | {"tokens": round(numbers["tokens"]), "seconds": round(numbers["seconds"], 3)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Which critic belongs to which policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from miles_core.plugin import Policy, Run
+
+CRITIC = "critic"
+
+
+def critic_name(policy: str, alone: bool) -> str:
+    """Return the name of the critic of a policy: ``critic``, or ``critic_NAME`` if several policies train."""
+    return CRITIC if alone else f"{CRITIC}_{policy}"
+
+
+def critic_of(policy: Policy, policies: Sequence[Policy]) -> Policy | None:
+    """Return the critic of a policy that trains: the only critic if no other policy trains, else the one of its name."""
+    alone = sum(p.role == "train" for p in policies) == 1
+    critics = [p for p in policies if p.role == "critic"]
+    if alone and len(critics) == 1:
+        return critics[0]
+    return next((p for p in critics if p.name == critic_name(policy.name, alone)), None)
+
+
+def add_critics(run: Run) -> None:
+    """Add a critic to each policy that trains and has none, with the policy's options and those of ``--critic-*``."""
+    trained = [p for p in run.policies if p.role == "train"]
+    for policy in trained:
+        options = run.config_of(policy).plugin("ppo")
+        if options.trunk != "own" or critic_of(policy, run.policies) is not None:
+            continue
+        inherited = {path: item for path, item in run.config.policies.get(policy.name, {}).items() if "." in path}
+        given = {**inherited, **policy.options, **options.overrides()}
+        start = given.pop("model.hf_checkpoint", policy.hf_checkpoint)
+        name = critic_name(policy.name, alone=len(trained) == 1)
+        run.policies.append(Policy(options.checkpoint or start, name, "critic", options=given))

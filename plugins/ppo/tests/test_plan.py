@@ -1,0 +1,63 @@
+"""What a plan refuses, and how it says so."""
+
+import pytest
+
+from miles_core.plugin import PlanError
+from miles_testing import plan
+
+PPO = {"advantage_estimator": "ppo"}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"advantage_estimator": "grpo"}, "other advantage estimators do not read the critic's values"),
+        ({**PPO, "trainer": "megatron"}, "the critic is a model with a value head"),
+        ({**PPO, "critic_trunk": "policy", "trainer": "megatron"}, "only the embedded trainer hands to a value head"),
+        ({**PPO, "critic_trunk": "policy", "critic_load": "x"}, "only a critic that is a model of its own"),
+        ({**PPO, "critic_trunk": "policy", "critic_optimizer": "adam"}, "only a critic that is a model of its own"),
+        ({**PPO, "critic_trunk": "policy", "critic_steps_per_rollout": 2}, "only a critic that is a model of its own"),
+        ({**PPO, "value_loss_coef": 0.5}, "only a value head on the policy's trunk"),
+        ({**PPO, "critic_detach_trunk": True}, "only a value head on the policy's trunk"),
+        ({**PPO, "critic_min_lr": 1e-7}, "a constant learning rate of the critic does not decay"),
+        ({**PPO, "steps": 3, "num_critic_only_steps": 3}, "at least one step in which the policy learns"),
+        ({**PPO, "custom_rm_path": None}, "a critic predicts rewards; give --rm-type NAME"),
+    ],
+)
+def test_refused(options, why):
+    options = dict(options)
+    if "steps" in options:
+        options["num_rollout"] = options.pop("steps")
+    with pytest.raises(PlanError) as error:
+        plan(["ppo"], **options)
+    assert why in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "why"),
+    [
+        (
+            "{policy: {}, critic: {role: frozen}}",
+            {},
+            "it has the role frozen, and a critic has to learn the values of policy",
+        ),
+        ("{a: {}, b: {}, critic_a: {role: train}}", {}, "critic_a"),
+        (
+            "{a: {}, critic: {role: critic}}",
+            {"critic_trunk": "policy"},
+            "makes a head on the policy's trunk the critic",
+        ),
+        ("{a: {}, b: {}, judge: {role: critic}}", {}, "no policy has the critic judge"),
+    ],
+)
+def test_tables_of_policies_that_are_refused(tmp_path, table, options, why):
+    (tmp_path / "p.yaml").write_text(f"policies: {table}")
+    with pytest.raises(PlanError) as error:
+        plan(["ppo"], config=tmp_path / "p.yaml", **PPO, **options)
+    assert why in str(error.value)
+
+
+def test_what_is_accepted(tmp_path):
+    (tmp_path / "p.yaml").write_text("policies: {a: {}, value: {role: critic, lr: 0.1}}")
+    for options in ({}, {"config": tmp_path / "p.yaml"}, {"critic_trunk": "policy", "value_loss_coef": 0.5}):
+        assert "ppo" in plan(**PPO, n_samples_per_prompt=1, **options).order  # the estimator activates the plugin
