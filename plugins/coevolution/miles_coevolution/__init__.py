@@ -59,7 +59,12 @@ plugin = Plugin(
             "coevolution_wins",
             "Wins",
             {"coevolution/*/win": "*", "coevolution/*/win_against_past": "* against the past"},
+            "share of the games",
             percent=True,
         ),
+        Panel("coevolution_scores", "Scores", {"coevolution/*/score": "*"}, "mean reward"),
+        Panel("coevolution_members", "Scores of the members", {"coevolution/*/member_score": "*"}, "mean reward"),
+        Panel("coevolution_lr", "Learning rates of the members", {"coevolution/*/lr": "*"}, log=True),
+        Panel("coevolution_swing", "Swing of the win rates", {"coevolution/*/swing": "*"}, "change per phase"),
     ),
 )

@@ -34,6 +34,7 @@ class Played:
         last: the turn at which its sample ends.
         score: the reward.
         win: share of the contest that the role won, 0 to 1 (0.5 is a draw); used for metrics.
+        complete: whether the rules end the turns, as in a game with moves of one token; their length limit cuts nothing then.
     """
 
     role: str
@@ -41,6 +42,7 @@ class Played:
     last: Turn
     score: float
     win: float
+    complete: bool = False
 
 
 class Game(ABC):
@@ -103,8 +105,10 @@ def sample_of(like: Sample, played: Played, policy: str, ask: Ask, match: Match 
     for turn in played.turns:
         mask[turn.start - first : turn.end - first] = [1] * (turn.end - turn.start)
     one.loss_mask = None if all(mask) else mask
-    if not played.turns:  # no engine call of this policy to take them from
-        one.rollout_log_probs, one.status = [0.0] * one.response_length, Status.COMPLETED
+    if played.complete or not played.turns:
+        one.status = Status.COMPLETED
+    if not played.turns:  # no engine call of this policy to take these from
+        one.rollout_log_probs = [0.0] * one.response_length
         one.weight_versions = [(first, played.last.response.weight_versions[0][1])]
     past = match is not None and match.against_past
     one.metadata[ENTRY] = {"role": played.role, "score": played.score, "win": played.win, "past": past}

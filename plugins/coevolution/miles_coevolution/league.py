@@ -125,6 +125,7 @@ class League:
         options, draw = self.options, seeded(self.run.config.train.seed, "select", side.name, done)
         chosen = select(fitness, self.values, options.selection_fraction, options.mutation_factor, draw)
         copies = self.pool.directory / "copies"
+        shutil.rmtree(copies, ignore_errors=True)  # of a run that ended abruptly
         for winner in sorted({each.winner for each in chosen}):
             await self.handles[winner].save(copies / winner)
         for each in chosen:
@@ -138,7 +139,7 @@ class League:
                 fitness[each.loser],
                 each.winner,
                 fitness[each.winner],
-                ", ".join(f"{path.partition('.')[2]} {value:.3g}" for path, value in each.options.items())
+                ", ".join(f"{p.partition('.')[2]} {v:.3g}" for p, v in self.values[each.loser].items())
                 or "its options",
             )
         shutil.rmtree(copies, ignore_errors=True)
@@ -181,4 +182,4 @@ class League:
         self.values, self.history, self.slots = dict(state["values"]), dict(state["history"]), dict(state["slots"])
         self.fitness, self.phase = Tally(dict(state["fitness"])), Tally(dict(state["phase"]))
         self.replaced = int(state["replaced"])
-        self._applied = {}
+        self.step, self._metrics, self._applied = Tally(), {}, {}

@@ -49,14 +49,16 @@ class Nim(Game):
         winner = await self._game(sample, ask, turns, {role: players[role] for role in self.roles})
         last = ask.transcript.turns[-1]
         wins = {role: float(role == winner) for role in self.roles}
-        return [Played(role, own, own[-1] if own else last, wins[role], wins[role]) for role, own in turns.items()]
+        return [
+            Played(role, own, own[-1] if own else last, wins[role], wins[role], True) for role, own in turns.items()
+        ]
 
     async def evaluate(self, sample: Sample, ask: Ask, player: str) -> Played:
         """See ``Game.evaluate``: the player moves first, against perfect play."""
         turns: dict[str, list[Turn]] = {role: [] for role in self.roles}
         winner = await self._game(sample, ask, turns, {"first": player})
         win = float(winner == "first")
-        return Played("first", turns["first"], turns["first"][-1], win, win)
+        return Played("first", turns["first"], turns["first"][-1], win, win, True)
 
     async def _game(self, sample: Sample, ask: Ask, turns: dict[str, list[Turn]], players: Mapping[str, str]) -> str:
         """Play until a role wins, and return it. A role without a player plays perfectly."""

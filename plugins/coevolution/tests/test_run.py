@@ -79,7 +79,7 @@ def test_phases_alternate_and_everyone_plays(run):
     for one, two in games.values():
         assert {one.policy, two.policy} == {"one", "two"} and one.reward + two.reward == 1.0
         shared = min(one.response_length, two.response_length)
-        assert one.tokens[:shared] == two.tokens[:shared]
+        assert one.tokens[:shared] == two.tokens[:shared] and one.status == two.status == "completed"
         assert not any(a and b for a, b in zip(one.mask, two.mask, strict=False))
 
 
