@@ -1,8 +1,9 @@
 """Every configuration class of the installed Transformers that generates text, in the embedded backend.
 
-Run: ``python benchmarks/every_family.py --write`` (five minutes on an idle core). A tiny random model is made of each class's defaults
-(``miles_embedded.testing.tiny_configuration``) and goes the way of a run: the plan reads its ``config.json`` and the headers of its weights,
-then engine and trainer are compared with Transformers' own code. The outcome is one of
+Run: ``python benchmarks/every_family.py --write`` (a quarter of an hour on an idle core; ``--workers 12`` on many cores), or with ``--log FILE``
+in several sittings. A tiny random model is made of each class's defaults (``miles_embedded.testing.tiny_configuration``) and goes the way of a
+run: the plan reads its ``config.json`` and the headers of its weights, then engine and trainer are compared with Transformers' own code. The
+outcome is one of
 
 - ``exact``: scores, greedy generation, gradients and export are those of Transformers;
 - ``refused``: the plan refuses it, with the reason;
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import re
 import signal
 import sys
@@ -86,31 +88,53 @@ def brief(error: Exception) -> str:
     return f"{type(error).__name__}: {re.sub(r'/[^ ]*/', '', first)[:200]}"
 
 
+def judge_within(kind: str) -> tuple[str, dict[str, str]]:
+    """``judge`` with a time limit, in a process of its own or not; (type, its entry of the result)."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _expire)
+    with tempfile.TemporaryDirectory() as directory:
+        signal.alarm(_PATIENCE)
+        try:
+            outcome, detail = judge(kind, Path(directory) / "model")
+        except TimeoutError as error:
+            outcome, detail = "late", brief(error)
+        finally:
+            signal.alarm(0)
+    return kind, {"outcome": outcome, "detail": detail}
+
+
 def _expire(*args: object) -> None:
     raise TimeoutError(f"not done after {_PATIENCE} seconds")
+
+
+def known_families(log: Path | None, types: list[str]) -> dict[str, Any]:
+    """What counts already: of a log, its lines; where only some types are judged, the others of the result file."""
+    if log is not None and log.is_file():
+        return dict(json.loads(line) for line in log.read_text(encoding="utf-8").splitlines())
+    return dict(json.loads(RESULT.read_text(encoding="utf-8"))["families"]) if types and RESULT.is_file() else {}
 
 
 def main() -> None:
     """Judge every type, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/every_family.json")
+    parser.add_argument("--workers", type=int, default=1, help="processes, each with one thread")
+    parser.add_argument(
+        "--log", type=Path, help="a JSON line per type as soon as it is judged; types in it count already"
+    )
     parser.add_argument("types", nargs="*", help="only these model types; with --write the others keep their outcome")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _expire)
-    known = json.loads(RESULT.read_text())["families"] if options.types and RESULT.is_file() else {}
+    known = known_families(options.log, options.types)
     every = options.types or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
-    for kind in every:
-        with tempfile.TemporaryDirectory() as directory:
-            signal.alarm(_PATIENCE)
-            try:
-                outcome, detail = judge(kind, Path(directory) / "model")
-            except TimeoutError as error:
-                outcome, detail = "late", brief(error)
-            finally:
-                signal.alarm(0)
-        known[kind] = {"outcome": outcome, "detail": detail}
-        print(f"{kind:24s} {outcome:9s} {detail}", flush=True)
+    left = [kind for kind in every if options.types or kind not in known]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(options.workers, maxtasksperchild=20) as pool:
+        for kind, entry in pool.imap_unordered(judge_within, left):
+            known[kind] = entry
+            print(f"{kind:24s} {entry['outcome']:9s} {entry['detail']}", flush=True)
+            if options.log is not None:
+                with options.log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([kind, entry]) + "\n")
     outcomes = [entry["outcome"] for entry in known.values()]
     counts = {name: outcomes.count(name) for name in ("exact", "refused", "late", "wrong", "not tried")}
     result = {"counts": counts, "date": datetime.now(UTC).date().isoformat(), "commit": commit(),

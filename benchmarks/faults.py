@@ -7,9 +7,10 @@ A killed driver is started again by hand, as a person would (``--load``), and mu
 The kills of a victim in a phase are divided over runs, ``--jobs`` of which go on at a time, each with a Ray cluster of its own. After
 ``--seconds`` nobody is killed any more and the runs come to their ends. What each run found is a line of ``--log`` as soon as it ends,
 and runs that are in it already count, so that the matrix can be made in several sittings.
-``--anytime N`` inflicts N kills and stops at random moments instead, also inside of pushes, builds, saves and recoveries.
+``--anytime N`` inflicts N kills and stops at random moments instead, also inside of pushes, builds, saves and recoveries. With it, a run that
+has not ended after ``--seconds`` is stopped and does not count, and no fault happens in the last minute.
 Run: ``python benchmarks/faults.py --kills 20 --save`` (an hour and a half on two cores; ``--kills 1``: five minutes; with
-``--jobs 24 --kills-a-run 5`` some minutes on 32 cores).
+``--jobs 24 --kills-a-run 5`` some minutes on 32 cores), ``python benchmarks/faults.py --anytime 500 --jobs 12 --seconds 540 --log FILE --save``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults_anytime import many
+from faults_anytime import Campaign, many
 from measure import finish, installed, options
 
 from miles_testing.toy import toy_arguments, toy_files
@@ -234,7 +235,12 @@ def main() -> None:
     parser.add_argument("--victims", default=",".join(VICTIMS))
     parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which nobody is killed any more")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="after which nobody is killed any more; of --anytime: in all",
+    )
     parser.add_argument(
         "--log", type=Path, help="a JSON line for each run that has ended; runs that it holds already count"
     )
@@ -249,7 +255,9 @@ def main() -> None:
     if chosen.anytime:
         toy_files()
         ranks = 1 if chosen.runtime == "apart" else chosen.ranks
-        result = many(chosen.anytime, chosen.runtime, ranks, chosen.gap, min(chosen.seconds, 1e9), chosen.log)
+        end = time.time() + min(chosen.seconds, 1e9)
+        campaign = Campaign(chosen.anytime, chosen.runtime, ranks, chosen.gap, end, chosen.log, chosen.kills_a_run)
+        result = many(campaign, chosen.jobs)
         finish(
             f"{Path(__file__).stem}_anytime_{chosen.runtime}", result, chosen.save, lambda: installed("torch", "ray")
         )

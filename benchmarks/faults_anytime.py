@@ -16,12 +16,16 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +33,8 @@ from miles_testing.doubles import apart
 from miles_testing.toy import toy_arguments
 
 GROUPS, SAMPLES = 2, 4
-#: Faults of one run; a run ends a few steps after the last one.
-A_RUN = 100
+#: Seconds before the end in which no fault happens, so that runs reach their last step.
+SPARE = 60.0
 #: Seconds after which a stopped worker counts as lost.
 HEARTBEAT = {"apart": 0.5, "ray": 5.0}
 
@@ -40,7 +44,7 @@ from pathlib import Path
 from miles_core.plugin import hookimpl
 
 HERE = Path(__file__).parent
-RUNTIME, KILLS, SEED, GAP = json.loads((HERE / "fault.json").read_text())
+RUNTIME, KILLS, SEED, GAP, DEADLINE = json.loads((HERE / "fault.json").read_text())
 DICE = random.Random(f"{SEED} {os.getpid() if RUNTIME == 'ray' else ''} {time.time() if RUNTIME == 'ray' else ''}")
 SENT, STARTED = {}, []
 
@@ -53,7 +57,7 @@ def note(moment, how, name):
         file.write(json.dumps([moment, how, name, time.time()]) + "\n")
 
 def inflict(moment, name=None):
-    if fell() >= KILLS:
+    if fell() >= KILLS or time.time() > DEADLINE:
         return
     how = "stop" if DICE.random() < 0.25 else "kill"
     if RUNTIME == "apart":
@@ -84,7 +88,7 @@ def perhaps(moment, chance):
         inflict(moment)
 
 async def strike():
-    while fell() < KILLS:
+    while fell() < KILLS and time.time() < DEADLINE:
         await asyncio.sleep(DICE.expovariate(1 / GAP))
         inflict("anytime")
 
@@ -103,6 +107,8 @@ def on_batch(run, batch):
     prompts = batch.tokens[batch.starts].tolist()
     with (HERE / "trained.jsonl").open("a") as file:
         file.write(json.dumps([run.step, sorted(zip(batch.group.tolist(), prompts))]) + "\n")
+    with (HERE / "batches.jsonl").open("a") as file:
+        file.write(json.dumps([run.step, digest(batch.tokens), digest(batch.scalars["reward"])]) + "\n")
     if RUNTIME == "apart":
         perhaps("train", 0.1)
 
@@ -147,21 +153,33 @@ if not hasattr(EmbeddedEngine, "_noted"):
 """
 
 
+#: Held while a toy model is made, which draws from torch's global generator.
+MAKING = threading.Lock()
+
+
+def arguments(*given: Any, **options: Any) -> list[str]:
+    """``toy_arguments``, in one thread at a time."""
+    with MAKING:
+        return toy_arguments(*given, **options)
+
+
 def steps_of(kills: int) -> int:
     """Steps of a run with so many faults."""
     return max(4, kills // 2)
 
 
-def once(runtime: str, kills: int, seed: int, gap: float, ranks: int, directory: Path) -> dict[str, Any]:
-    """One run with ``kills`` faults; what was found in it."""
+def once(
+    runtime: str, kills: int, seed: int, gap: float, ranks: int, directory: Path, end: float
+) -> dict[str, Any] | None:
+    """One run with ``kills`` faults; what was found in it, or None if it had not ended at ``end``."""
     steps = steps_of(kills)
     letters = [chr(ord("a") + n % 26) + str(n // 26) for n in range(GROUPS * steps)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
     (directory / "faults.py").write_text(PLUGIN)
-    (directory / "fault.json").write_text(json.dumps([runtime, kills, seed, gap]))
+    (directory / "fault.json").write_text(json.dumps([runtime, kills, seed, gap, end - SPARE]))
     plugins = [str(directory / "faults.py"), *([apart.__file__] if runtime == "apart" else [])]
     sizes = {"apart_engines": 2} if runtime == "apart" else {"rollout_num_gpus": 2, "actor_num_gpus_per_node": ranks}
-    words = toy_arguments(
+    words = arguments(
         plugins,
         directory / "run",
         steps,
@@ -179,7 +197,17 @@ def once(runtime: str, kills: int, seed: int, gap: float, ranks: int, directory:
     environment = {**os.environ, "RAY_TMPDIR": str(directory)}
     with (directory / "output").open("ab") as output:
         command = [sys.executable, "-m", "miles_core.cli.main", "train", *words]
-        code = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False).returncode
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        try:
+            code = process.wait(max(1.0, end - time.time()))
+        except subprocess.TimeoutExpired:
+            process.terminate()  # a run with Ray then ends its cluster
+            try:
+                process.wait(25)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            return None
     return judge(directory, steps, code)
 
 
@@ -211,6 +239,7 @@ def judge(directory: Path, steps: int, code: int) -> dict[str, Any]:
         "failed": int(code != 0),
         "waits": waits,
         "weights": weights_of(directory / "run/checkpoints", steps),
+        "batches": read_lines(directory / "batches.jsonl"),
     }
     if code:
         found["error"] = (directory / "output").read_text()[-1500:]
@@ -228,53 +257,119 @@ def weights_of(checkpoints: Path, step: int) -> str:
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else ""
 
 
-def many(kills: int, runtime: str, ranks: int, gap: float, seconds: float, log: Path | None) -> dict[str, Any]:
-    """Runs until ``kills`` faults happened or the time is over; the counts of all."""
-    end, runs = time.monotonic() + seconds, list[dict[str, Any]]()
-    compared = equal = 0
-    undisturbed: dict[int, str] = {}
-    while (open_ := kills - sum(run["kills"] for run in runs)) > 0 and time.monotonic() < end:
-        count, seed = min(A_RUN, open_), random.randrange(1 << 30)
-        with tempfile.TemporaryDirectory(prefix="f", ignore_cleanup_errors=True) as name:
-            found = once(runtime, count, seed, gap, ranks, Path(name))
-        if (steps := steps_of(count)) not in undisturbed:
+@dataclass
+class Campaign:
+    """Runs with faults, several at a time, until enough faults happened or the time is over.
+
+    Attributes:
+        kills: faults in all, those of earlier sittings included.
+        gap: mean seconds between two faults of a run.
+        end: ``time.time()`` at which a run that has not ended is stopped and does not count; no fault happens in the last ``SPARE`` seconds.
+        log: a file with one JSON line per run; the runs that it holds already count.
+    """
+
+    kills: int
+    runtime: str
+    ranks: int
+    gap: float
+    end: float
+    log: Path | None
+    a_run: int
+
+    def __post_init__(self) -> None:
+        from faults import read_lines
+
+        self.runs = [run for run in (read_lines(self.log) if self.log else []) if run["runtime"] == self.runtime]
+        self.undisturbed: dict[int, tuple[str, dict[int, list[str]]]] = {}
+        self._lock, self._referring, self._flying = threading.Lock(), threading.Lock(), 0
+
+    def work(self) -> None:
+        """Do one run after the other."""
+        while count := self._claim():
+            seed = random.randrange(1 << 30)
             with tempfile.TemporaryDirectory(prefix="f", ignore_cleanup_errors=True) as name:
-                undisturbed[steps] = reference(runtime, steps, ranks, Path(name))
-        if not found["failed"]:
-            compared += 1
-            equal += found["weights"] == undisturbed[steps]
-        runs.append(found)
-        line = json.dumps({"runtime": runtime, "seed": seed, **found})
-        print(line[:3000], file=sys.stderr, flush=True)
-        if log is not None:
-            with log.open("a") as file:
-                file.write(line + "\n")
-    waits = [seconds for run in runs for seconds in run["waits"]]
-    names = ("kills", "stopped", "lost", "doubled", "mixed", "innocent", "failed")
-    moments = sum((Counter(run["moments"]) for run in runs), Counter[str]())
-    return {
-        "runtime": runtime,
-        "ranks": ranks,
-        "engines": 2,
-        "runs": len(runs),
-        **{name: sum(run[name] for run in runs) for name in names},
-        "moments": dict(moments),
-        "runs_compared": compared,
-        "checkpoints_equal": equal,
-        "seconds_to_next_step": {"median": round(statistics.median(waits), 2), "most": round(max(waits), 2)}
-        if waits
-        else {},
-        "load": os.getloadavg()[0],
-    }
+                found = once(self.runtime, count, seed, self.gap, self.ranks, Path(name), self.end)
+            if found and not found["failed"]:
+                weights, batches = self._reference(steps_of(count))
+                found["equal"] = found["weights"] == weights
+                different = [step for step, *batch in found.pop("batches") if batch != batches[step]]
+                found["different_batches"] = different  # other tokens were sampled in these steps
+            with self._lock:
+                self._flying -= count
+                if found:
+                    found.pop("batches", None)
+                    self._record({"runtime": self.runtime, "seed": seed, **found})
+
+    def _claim(self) -> int:
+        """Faults of the next run; 0 if there is no further run."""
+        with self._lock:
+            count = min(self.a_run, self.kills - sum(run["kills"] for run in self.runs) - self._flying)
+            if count <= 0 or time.time() > self.end - 2 * SPARE:
+                return 0
+            self._flying += count
+            return count
+
+    def _reference(self, steps: int) -> tuple[str, dict[int, list[str]]]:
+        """The weights after so many steps without a fault, and step -> digests of its batch."""
+        with self._referring:
+            if steps not in self.undisturbed:
+                with tempfile.TemporaryDirectory(prefix="f", ignore_cleanup_errors=True) as name:
+                    self.undisturbed[steps] = reference(self.runtime, steps, self.ranks, Path(name))
+            return self.undisturbed[steps]
+
+    def _record(self, run: dict[str, Any]) -> None:
+        self.runs.append(run)
+        print(
+            f"{sum(r['kills'] for r in self.runs)} of {self.kills}  {json.dumps(run)[:600]}",
+            file=sys.stderr,
+            flush=True,
+        )
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(json.dumps(run) + "\n")
+
+    def summary(self) -> dict[str, Any]:
+        """The counts of all runs."""
+        runs = self.runs
+        waits = [seconds for run in runs for seconds in run["waits"]]
+        names = ("kills", "stopped", "lost", "doubled", "mixed", "innocent", "failed")
+        moments = sum((Counter(run["moments"]) for run in runs), Counter[str]())
+        return {
+            "runtime": self.runtime,
+            "ranks": self.ranks,
+            "engines": 2,
+            "runs": len(runs),
+            **{name: sum(run[name] for run in runs) for name in names},
+            "moments": dict(moments),
+            "runs_compared": sum("equal" in run for run in runs),
+            "checkpoints_equal": sum(run.get("equal", False) for run in runs),
+            "seconds_to_next_step": {"median": round(statistics.median(waits), 2), "most": round(max(waits), 2)}
+            if waits
+            else {},
+            "errors": [run["error"][-300:] for run in runs if "error" in run],
+            "load": os.getloadavg()[0],
+        }
 
 
-def reference(runtime: str, steps: int, ranks: int, directory: Path) -> str:
-    """The weights of the last checkpoint of a run of as many steps without a fault."""
+def many(campaign: Campaign, jobs: int) -> dict[str, Any]:
+    """Do a campaign with ``jobs`` runs at a time; the counts of all runs."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in [pool.submit(campaign.work) for _ in range(jobs)]:
+            future.result()
+    return campaign.summary()
+
+
+def reference(runtime: str, steps: int, ranks: int, directory: Path) -> tuple[str, dict[int, list[str]]]:
+    """The weights of the last checkpoint of a run of as many steps without a fault, and step -> digests of its batch."""
+    from faults import read_lines
+
     letters = [chr(ord("a") + n % 26) + str(n // 26) for n in range(GROUPS * steps)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
     sizes = {"apart_engines": 2} if runtime == "apart" else {"rollout_num_gpus": 2, "actor_num_gpus_per_node": ranks}
-    plugins = [apart.__file__] if runtime == "apart" else []
-    words = toy_arguments(
+    (directory / "faults.py").write_text(PLUGIN)
+    (directory / "fault.json").write_text(json.dumps([runtime, 0, 0, 1.0, 0.0]))
+    plugins = [str(directory / "faults.py"), *([apart.__file__] if runtime == "apart" else [])]
+    words = arguments(
         plugins,
         directory / "run",
         steps,
@@ -286,4 +381,5 @@ def reference(runtime: str, steps: int, ranks: int, directory: Path) -> str:
     )
     command = [sys.executable, "-m", "miles_core.cli.main", "train", *words]
     subprocess.run(command, capture_output=True, env={**os.environ, "RAY_TMPDIR": str(directory)}, check=True)
-    return weights_of(directory / "run/checkpoints", steps)
+    batches = {step: batch for step, *batch in read_lines(directory / "batches.jsonl")}
+    return weights_of(directory / "run/checkpoints", steps), batches

@@ -19,7 +19,7 @@ from miles_core.checkpoint.directory import changes, checkpoint_step, locate_che
 from miles_core.checkpoint.rng import seed_generators
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
-from miles_core.errors import ConfigError, MilesError
+from miles_core.errors import CheckpointError, ConfigError, MilesError, MismatchError, NonFiniteError, SyncError
 from miles_core.loop import train
 from miles_core.observe import log as logs
 from miles_core.observe.progress import Progress
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Errors that a plugin may cause by changing the model, and the hooks that change it.
+_OF_THE_MODEL = (CheckpointError, MismatchError, NonFiniteError, SyncError)
+_CHANGING = ("on_model", "wrap_forward", "wrap_loss", "wrap_weights")
 #: Signals that stop a run at its last completed step.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -106,6 +109,8 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
                 parts = []
             except Exception as error:
                 log.error("the run ended", exc_info=error, extra=logs.FILE_ONLY)
+                if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
+                    run.hooks.name_suspects(error, _CHANGING)
                 _report_ending(record_ending(run, error=error), error)
                 raise
         end = record_ending(run, signal=stopped.name)

@@ -6,10 +6,14 @@ error messages.
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
+import traceback
 from collections.abc import Mapping
 from functools import lru_cache
+from types import TracebackType
 from typing import Any
 
 #: Replacement for a credential.
@@ -55,6 +59,35 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     return _replace(text, secrets(os.environ if environment is None else environment))
 
 
+class RedactingStream(io.TextIOWrapper):
+    """A text stream for a process's output that redacts every line. What is written in parts is redacted when its line is complete, or at
+    ``flush``. Writes of other languages to the same file descriptor are not seen."""
+
+    _held = ""
+
+    @classmethod
+    def of(cls, descriptor: int) -> RedactingStream:
+        """Make a stream that writes to a file descriptor and does not close it."""
+        return cls(open(descriptor, "wb", closefd=False), encoding="utf-8", errors="replace", line_buffering=True)
+
+    def write(self, text: str) -> int:
+        lines, newline, self._held = (self._held + text).rpartition("\n")
+        if newline:
+            super().write(redact(lines + newline))
+        return len(text)
+
+    def flush(self) -> None:
+        if self._held:
+            super().write(redact(self._held))
+            self._held = ""
+        super().flush()
+
+
+def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print a redacted traceback to standard error; for ``sys.excepthook``."""
+    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+
 def redact_values(value: Any) -> Any:
     """Redact every string in nested dicts, lists and tuples, for writers that take data."""
     return _redact_values(value, secrets(os.environ))
@@ -74,6 +107,13 @@ def _redact_values(value: Any, known: list[str]) -> Any:
         words = redact_values_of_flags([_redact_values(entry, known) for entry in value])
         return words if isinstance(value, list) else tuple(words)
     return value
+
+
+def redact_variables(text: str) -> str:
+    """Replace only the values of environment variables, for text such as samples in which ordinary words may look like credentials."""
+    for value in secrets(os.environ):
+        text = text.replace(value, MARK)
+    return text
 
 
 def _replace(text: str, known: list[str]) -> str:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from miles_core.observe.log import RedactingFormatter
-from miles_core.redact import redact
+from miles_core.redact import RedactingStream, redact
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,7 @@ def write_there(directory: Path | str, worker: str, level: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = RedactingStream.of(1), RedactingStream.of(2)
     logging.basicConfig(stream=sys.stderr, force=True)
     logging.getLogger().handlers[0].setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.getLogger().setLevel(logging.WARNING)

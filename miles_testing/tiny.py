@@ -66,7 +66,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 ROUTER_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4MoeConfig", {**_COMMON, **_GROUPED, "n_routed_experts": 8, "head_dim": 16}),
     "mixtral": ("MixtralConfig", {**_COMMON, **_LOCAL_EXPERTS, "head_dim": 16}),
-    "minimax_m2": ("MiniMaxM2Config", {**_COMMON, **_LOCAL_EXPERTS, "head_dim": 16, "rotary_dim": 8}),
+    # both entries: SGLang reads the first, and releases of Transformers before 5.13 only the second
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            **_COMMON,
+            **_LOCAL_EXPERTS,
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "granitemoe": ("GraniteMoeConfig", {**_COMMON, **_LOCAL_EXPERTS, "logits_scaling": 4.0}),
     "llama4": (
         "Llama4TextConfig",

@@ -32,16 +32,21 @@ OPTIONS: dict[str, dict[str, object]] = {
     "int4": {"int4_group_size": 32},
     "cpu_kernels": {"device": "cpu"},
     "ppo": {"advantage_estimator": "ppo"},
+    "coevolution": {"co_evolution_strategy": "simultaneous"},
 }
 
 #: Policies that a plugin needs in the configuration file.
-POLICIES = {"distillation": "policies: {{student: {{}}, teacher: {{role: frozen, hf_checkpoint: {other}}}}}"}
+POLICIES = {
+    "distillation": "student: {{}}, teacher: {{role: frozen, hf_checkpoint: {other}}}",
+    "coevolution": "one: {{}}, two: {{}}",
+}
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}  # whole blocks of 32 weights
 #: Plugins that draft, with a model of their own; they are tried with one family, in the cells that have one format on both sides.
 DRAFTS: dict[str, dict[str, object]] = {"speculative": {"spec_lookahead": 2, "online_sft_interval": 1}}
 EXPECTED = ("train/grad_norm", "mismatch/abs_log_prob", "speculative/accept_length")
 DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64}
-EXAMPLES = {"critic", "endless", "lora", "mxfp6", "self_play"}
+#: Plugins without a part that depends on the model's family, tried in pairs with one family.
+ANY_FAMILY = {"coevolution", "distillation", "endless", "lora", "mxfp6", "ppo"}
 #: The most plugins in one run: when it fails, the reason has to be found among them.
 GROUP = 5
 
@@ -64,7 +69,7 @@ def is_tried(names, family, cell):
     """Whether the family and the precision are among those in which these plugins are tried."""
     if DRAFTS.keys() & set(names) and (cell[0] != cell[1] or family == "llama"):
         return False
-    return family == "qwen3_moe" or len(names) == 1 or (cell == cells(names)[0] and not EXAMPLES & set(names))
+    return family == "qwen3_moe" or len(names) == 1 or (cell == cells(names)[0] and not ANY_FAMILY & set(names))
 
 
 def runs_together(names, family, cell):
@@ -122,12 +127,12 @@ def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, tmp_path, na
     options = {"rollout_precision": rollout, "train_precision": train, "emulate_precision": cell != ("bf16", "bf16")}
     for name in names:
         options |= OPTIONS.get(name, {})
-        if name in POLICIES:
-            other = toy_files(family, **SIZES, num_hidden_layers=3) / "model"
-            (tmp_path / "policies.yaml").write_text(POLICIES[name].format(other=other))
-            options["config"] = tmp_path / "policies.yaml"
         if name in DRAFTS:
             options |= DRAFTS[name] | {"draft_model_path": toy_files("llama", **DRAFT) / "model"}
+    if policies := [POLICIES[name] for name in names if name in POLICIES]:
+        other = toy_files(family, **SIZES, num_hidden_layers=3) / "model"
+        (tmp_path / "policies.yaml").write_text(f"policies: {{{', '.join(policies).format(other=other)}}}")
+        options["config"] = tmp_path / "policies.yaml"
     if reasons:
         with pytest.raises(PlanError) as refused:
             toy_run(names, family=family, steps=1, sizes=SIZES, **options)

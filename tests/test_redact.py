@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import string
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from miles_core.errors import ConfigError, MilesError
 from miles_core.observe import log as logs
-from miles_core.redact import MARK, has_credentials, redact, redact_values, secrets
+from miles_core.redact import MARK, RedactingStream, has_credentials, redact, redact_values, secrets, show_exception
 
 SECRET = st.text(string.ascii_letters + string.digits, min_size=12, max_size=30).map(lambda s: "Q7z" + s)
 NAMES = st.sampled_from(
@@ -151,3 +153,58 @@ def test_metrics_services_get_no_secret(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     WeightsAndBiases(tmp_path, "n", {"rm_url": "http://h/?api_key=abcdef", "api_key": "hunter22", "lr": 1}, "p")
     assert json.dumps(given["config"]) == json.dumps({"rm_url": f"http://h/?api_key={MARK}", "api_key": MARK, "lr": 1})
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(SECRET, st.lists(st.integers(0, 60), max_size=4))
+def test_a_worker_s_output_however_it_is_written(tmp_path, monkeypatch, secret, cuts):
+    """``print`` writes a line in parts; a value that is cut in two is whole when its line is."""
+    monkeypatch.setenv("SOME_API_KEY", secret)
+    text = f"asked with {secret}\nfailed: --wandb-key {secret}\nhalf a line {secret}"
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    with (tmp_path / "out").open("wb") as file:
+        stream = RedactingStream.of(file.fileno())
+        for start, end in itertools.pairwise(edges):
+            stream.write(text[start:end])
+        stream.flush()
+    written = (tmp_path / "out").read_text()
+    assert written == f"asked with {MARK}\nfailed: --wandb-key {MARK}\nhalf a line {MARK}"
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(SECRET)
+def test_a_traceback_on_the_terminal(capsys, secret):
+    try:
+        raise ValueError(f"http://me:{secret}@h/") from KeyError(f"Bearer {secret}")
+    except ValueError as error:
+        show_exception(type(error), error, error.__traceback__)
+    shown = capsys.readouterr().err
+    assert "ValueError" in shown and "KeyError" in shown and secret not in shown
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(SECRET)
+def test_metrics_in_the_file_and_in_every_sink(tmp_path, monkeypatch, secret):
+    """A user's function may name a metric after anything."""
+    from miles_core.observe.metrics import MetricLog
+
+    monkeypatch.setenv("SOME_API_KEY", secret)
+    seen = []
+    sink = SimpleNamespace(write=lambda step, metrics: seen.append(metrics), close=lambda: None)
+    with MetricLog(tmp_path / "metrics.jsonl", sinks=[sink]) as log:
+        log.append(1, {f"reward/{secret}": 1.0, "loss": float("nan")})
+    assert seen == [{f"reward/{MARK}": 1.0}] and secret not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_samples_hold_no_value_of_the_environment(tmp_path, monkeypatch):
+    """A tool may print it. Words that look like credentials stay: they may be the task."""
+    import gzip
+
+    from miles_core.run.rollouts import RolloutFiles
+
+    monkeypatch.setenv("SOME_API_KEY", "Q7zSecretOfThisTest99")
+    RolloutFiles(tmp_path, None, 1 << 20, 0).write(
+        "train", 1, [{"response": "Q7zSecretOfThisTest99 password: hunter22"}]
+    )
+    (file,) = (p for p in tmp_path.rglob("*") if p.is_file())
+    assert f"{MARK} password: hunter22" in gzip.decompress(file.read_bytes()).decode()

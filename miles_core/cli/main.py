@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from miles_core.cli.commands import Commands
 from miles_core.errors import MilesError
-from miles_core.redact import redact
+from miles_core.redact import redact, show_exception
 from miles_core.version import __version__
 
 DEBUG = "MILES_DEBUG"
@@ -25,6 +25,8 @@ _PATHS = {getattr(errno, name) for name in ("ENAMETOOLONG", "ELOOP", "EISDIR", "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:  # the process's own command line: its tracebacks are its last words
+        sys.excepthook = show_exception
     try:
         return _dispatch(words)
     except KeyboardInterrupt:

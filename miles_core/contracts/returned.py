@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.algorithm.correction import Correction
-from miles_core.contracts.engine import Engine, Request, Response
+from miles_core.contracts.engine import Engine, Request, Sampling
+from miles_core.contracts.exchanged import describe_invalid_tokens, vocabulary_size
 from miles_core.contracts.runtime import Runtime
 from miles_core.contracts.schedule import Schedule
 from miles_core.contracts.trainer import Loss, Output, Trainer
@@ -25,10 +26,10 @@ from miles_core.data.reward_value import number
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
 from miles_core.errors import DataError
-from miles_core.plugin.guard import UNCHECKED, Boundary, describe, refuse
+from miles_core.plugin.guard import UNCHECKED, Boundary, describe
 
 if TYPE_CHECKING:
-    from miles_core.contracts.run import Run
+    pass
 
 
 def describe_mismatch(value: Any, expected: str) -> str:
@@ -62,7 +63,7 @@ def check_present(part: Any) -> str:
 def check_groups(value: Any, _: tuple[Any, ...]) -> str:
     """Check for a list of groups, each a list of samples."""
     expected = "a list of groups, each a list of Sample"
-    if not isinstance(value, list):
+    if not isinstance(value, list) or not value:
         return describe_mismatch(value, expected)
     return next(
         (describe_mismatch(g, f"{expected}; this is one of its entries") for g in value if _check_sample_list(g)), ""
@@ -98,41 +99,6 @@ def _check_one_reward(value: Any) -> str:
             number(entry, None)
         except DataError as error:
             return f"the reward{f' {name!r}' if name else ''} {error}"
-    return ""
-
-
-def check_response(run: Run, request: Request, response: Any) -> None:
-    """Check an engine's response to ``request``.
-
-    Raises:
-        PluginError: the response is invalid; names the plugin that provides the engine.
-    """
-    if wrong := _describe_invalid_response(request, response):
-        name = run.config.run.engine
-        raise refuse(run.hooks.provider("engine", name), f"make_engine ({name})", wrong)
-
-
-def _describe_invalid_response(request: Request, response: Any) -> str:
-    if not isinstance(response, Response):
-        return describe_mismatch(response, "a Response from Engine.generate")
-    count, most = len(response.tokens), request.sampling.max_new_tokens
-    if count > most:
-        return f"the response has {count} tokens; the request allows max_new_tokens {most}"
-    if len(response.log_probs) != count:
-        return f"the response has {count} tokens and {len(response.log_probs)} log_probs; expected one per token"
-    if response.finish not in ("stop", "length", "abort"):
-        return f"the response has finish {response.finish!r}; expected stop, length or abort"
-    if not count and response.finish != "abort":
-        return f"the response has no tokens and finish {response.finish!r}; a finished response has at least one"
-    return _check_versions(response.weight_versions, count)
-
-
-def _check_versions(pairs: list[tuple[int, int]], count: int) -> str:
-    starts, versions = [start for start, _ in pairs], [version for _, version in pairs]
-    if versions != sorted(versions) or len(set(starts)) < len(starts) or starts != sorted(starts):
-        return f"the response has weight_versions {pairs}; expected (first token, version) with both in ascending order"
-    if pairs and (starts[0] != 0 or starts[-1] > count):
-        return f"the response has weight_versions {pairs} for {count} tokens; expected the first to begin at token 0"
     return ""
 
 
@@ -185,6 +151,9 @@ def check_output(value: Any, arguments: tuple[Any, ...]) -> str:
         column = getattr(value, name)
         if column is not None and (wrong := _check_column(name, column, batch.tokens)):
             return wrong
+    trains = ctx.kind == "train" and torch.is_grad_enabled()
+    if trains and value.log_probs is not None and not value.log_probs.requires_grad:
+        return "log_probs has no gradient; return what the inner function computed, without detach()"
     for name, pair in value.aux.items():
         if not (isinstance(pair, tuple) and len(pair) == 2 and _is_scalar(pair[0]) and _is_scalar(pair[1])):
             return f"aux[{name!r}] is {describe(pair)}; expected (sum, weight), two 0-d tensors"
@@ -223,7 +192,10 @@ def check_loss(value: Any, _: tuple[Any, ...]) -> str:
 def check_advantages(value: Any, arguments: tuple[Any, ...]) -> str:
     """Check for a floating-point [tokens] tensor of finite values."""
     like = arguments[0].mask
-    return _check_column("the advantage", value, like) or _check_values("the advantage", value, negative=True)
+    wrong = _check_column("the advantage", value, like)
+    if not wrong and value.requires_grad:
+        wrong = "the advantage has a gradient; detach it"
+    return wrong or _check_values("the advantage", value, negative=True)
 
 
 def check_optimizer_metrics(value: Any, _: tuple[Any, ...]) -> str:
@@ -246,9 +218,10 @@ def check_unit(value: Any, _: tuple[Any, ...]) -> str:
     return ""
 
 
-def unit_shapes(unit: Unit) -> dict[str, list[int]]:
-    """Return checkpoint name -> shape."""
-    return {name: list(tensor.shape) for name, tensor in unit.tensors.items()}
+def unit_shapes(unit: Unit) -> dict[str, str]:
+    """Return checkpoint name -> kind of number and shape, as in "float [4, 8]"."""
+    kinds = {True: "float", False: "integer"}
+    return {name: f"{kinds[tensor.is_floating_point()]} {list(tensor.shape)}" for name, tensor in unit.tensors.items()}
 
 
 # -- arguments that an event changed in place --------------------------------------------------------------------------
@@ -284,6 +257,8 @@ def check_batch(_: None, arguments: Mapping[str, Any]) -> str:
     """Check that every column has one row per token and every scalar one row per sample."""
     batch: Batch = arguments["batch"]
     tokens, count = len(batch.tokens), len(batch)
+    if batch.tokens.dtype != torch.int64:
+        return f"batch.tokens is {describe(batch.tokens)}; expected int64 token ids"
     for name, column in batch.columns.items():
         if not isinstance(column, (Tensor, Ragged)):
             return f"batch.columns[{name!r}] is {describe(column)}; expected a Tensor [tokens, ...]"
@@ -315,6 +290,10 @@ def check_request(_: None, arguments: Mapping[str, Any]) -> str:
     request: Request = arguments["request"]
     if not request.tokens or not isinstance(request.tokens, list):
         return f"it left the request with tokens that are {describe(request.tokens)}; expected a list of token ids"
+    if wrong := describe_invalid_tokens(request.tokens, vocabulary_size(arguments["run"])):
+        return f"it left the request with {wrong}"
+    if not isinstance(request.sampling, Sampling) or request.sampling.max_new_tokens < 1:
+        return f"it left the request with sampling {request.sampling!r:.80}; expected a Sampling with max_new_tokens of at least 1"
     if not isinstance(request.extras, set):
         return f"it left the request with extras that are {describe(request.extras)}; expected a set of field names"
     return ""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from miles_core.errors import MilesError
+from miles_core.redact import redact
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class MetricLog:
 
         Raises MilesError when the file cannot be written (a full disk).
         """
+        metrics = {redact(name): value for name, value in metrics.items()}  # for the file and every sink
         finite, bad = _split(metrics)
         record: dict[str, Any] = {"step": int(step), "time": round(time.time(), 3)}
         record |= {name: finite.get(name) for name in metrics}

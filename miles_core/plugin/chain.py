@@ -80,6 +80,11 @@ def note(error: BaseException, plugin: str, hook: str) -> None:
             error.add_note(f"in plugin {plugin}, hook {hook}")
 
 
+def names_plugin(error: BaseException) -> bool:
+    """Whether ``note`` added the name of a plugin to ``error``, or its message has one."""
+    return bool(getattr(error, _OWNER, "")) or isinstance(error, PluginError)
+
+
 def add_error_notes(function: Callable[..., Any], plugin: str, hook: str) -> Callable[..., Any]:
     """Wrap ``function`` so that its exceptions get a note (``note``).
 
@@ -168,13 +173,17 @@ def _check_stream(
             items = function(*args, **kwargs)
             if not isinstance(items, Iterable):
                 raise refuse(plugin, hook, f"the function returned {describe(items)}; expected an iterator")
+            sent = set[str]()
             for item in items:
                 if wrong := check(item, args):
                     raise refuse(plugin, hook, wrong)
                 if seen and boundary.shapes is not None:
                     for name, shape in boundary.shapes(item).items():
                         if seen.get(name, shape) != shape:
-                            raise refuse(plugin, hook, f"{name} has shape {shape}; expected {seen[name]}")
+                            raise refuse(plugin, hook, f"{name} is {shape}; expected {seen[name]}")
+                        if name in sent:
+                            raise refuse(plugin, hook, f"the stream has {name} twice; yield each tensor once")
+                        sent.add(name)
                 yield item
         except Exception as error:
             note(error, plugin, hook)

@@ -15,11 +15,11 @@ import pluggy
 
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.chain import Wrapper, add_checks, add_error_notes, compose, note
+from miles_core.plugin.chain import Wrapper, add_checks, add_error_notes, compose, names_plugin, note
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.failure import import_failure
-from miles_core.plugin.guard import UNCHECKED, Boundary, check_implementation, read_specs, refuse
+from miles_core.plugin.guard import UNCHECKED, Boundary, check_implementation, describe, read_specs, refuse
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.marker import PROJECT
 from miles_core.plugin.plan import Plan
@@ -62,12 +62,24 @@ class Hooks:
         for plugin, function, taken in self._implementations(name, arguments):
             state = boundary.before(arguments) if boundary.before is not None else None
             try:
-                function(*[arguments[a] for a in taken])
+                value = function(*[arguments[a] for a in taken])
             except Exception as error:
                 note(error, plugin, name)
                 raise
+            if value is not None:
+                raise refuse(
+                    plugin,
+                    name,
+                    f"it returned {describe(value)}; an event returns nothing: change its arguments in place",
+                )
             if boundary.after is not None and (wrong := boundary.after(state, arguments)):
                 raise refuse(plugin, name, wrong)
+
+    def name_suspects(self, error: BaseException, hooks: Sequence[str]) -> None:
+        """Add a note to an error that names no plugin: the plugins that implement one of ``hooks``."""
+        found = [f"plugin {plugin}, hook {hook}" for hook in hooks for plugin, *_ in self._calls[hook]]
+        if found and not names_plugin(error):
+            error.add_note(f"changed by a plugin before it failed: {'; '.join(found)}")
 
     def chain(self, name: str, /, **arguments: Any) -> list[Wrapper]:
         """Call every implementation of a ``wrap_*`` hook once and return their wrappers for ``compose``, the outermost first.

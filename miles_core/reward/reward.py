@@ -182,7 +182,7 @@ async def _call(reward: RewardFunction, args: Any, scored: Any, samples: list[An
     except DataError as error:
         raise DataError(f"{what}, scored by {_who(reward)}: {error}") from error
     except Exception as error:
-        text = f": {error}" if str(error) else ""
+        text = (f": {error}" if str(error) else "") + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         raise DataError(f"{_who(reward)} raised {type(error).__name__} on {what}{text}") from error
     for sample, before in zip(samples, tokens, strict=True):
         if list(getattr(sample, "tokens", ())) != before:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from miles_core.contracts.engine import Request, Response, Sampling
-from miles_core.contracts.returned import check_response
+from miles_core.contracts.exchanged import check_response
 from miles_core.data.means import add
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError
@@ -17,7 +17,7 @@ from miles_core.reward.custom import describe_error
 from miles_core.rollout.ask import Ask
 from miles_core.rollout.continuation import can_continue, cut_at_stop, join_parts
 from miles_core.rollout.function import RolloutFunction, SingleTurn
-from miles_core.rollout.generated import check_samples
+from miles_core.rollout.generated import check_samples, find_fault
 from miles_core.rollout.keys import RequestKeys
 from miles_core.rollout.partial import partial_rollout
 from miles_core.rollout.versions import mask_older
@@ -85,16 +85,27 @@ class Generator:
         self.answers = {} if answers is None else answers
         extras = {"sampling_support"} if sampling.truncated and not run.config.rollout.full_vocab_logprobs else set()
         self.extras, self.keys = extras, RequestKeys()
+        self.vocabulary = int(run.plan.fact("model.vocab_size") or len(run.tokenizer))
         self.policies = {policy.name: policy for policy in run.policies}
         limit = run.config.rollout.max_concurrent_samples
         self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
 
-    def release_keys(self, generate: Generate) -> Generate:
-        """Wrap ``generate``, which calls this generator one or more times per sample, to reset the sample's keys afterwards."""
+    def release_keys(self, generate: Generate, plugins: str) -> Generate:
+        """Wrap ``generate``, which calls this generator one or more times per sample, to reset the sample's keys afterwards.
+
+        The samples are checked if ``plugins``, the names of those that wrap the generator, is not empty.
+        """
 
         async def generate_and_release(sample: Sample) -> list[Sample]:
             number = sample.index
             samples = await generate(sample)
+            for one in samples if plugins else ():
+                try:
+                    if fault := find_fault(one, self.vocabulary):
+                        raise DataError(f"sample {one.index} has {fault}")
+                    one.validate(self.run.fields)
+                except DataError as error:
+                    raise DataError(f"plugin {plugins}, hook wrap_generate: {error}") from error
             self.keys.forget([number])
             return samples
 
@@ -162,8 +173,7 @@ class Generator:
             if any(error is failure for failure in ask.failures):  # raised by the engine, not by the function
                 raise
             raise DataError(f"{label}, on sample {number}: it raised {describe_error(error)}") from error
-        vocabulary = int(self.run.plan.fact("model.vocab_size") or len(self.run.tokenizer))
-        samples = check_samples(made, number, label, vocabulary)
+        samples = check_samples(made, number, label, self.vocabulary)
         for one in samples:
             one.group_index, one.rollout_id = group, number
             one.policy = one.policy or ask.policy

@@ -89,12 +89,12 @@ def check_samples(made: Any, number: int, where: str, vocabulary: int) -> list[S
                 f"{where} returned for sample {number} the same Sample object as for sample {one.rollout_id}; return the Sample that "
                 "it was called with, or copies of it (copy.deepcopy)"
             )
-        if fault := _find_fault(one, vocabulary):
+        if fault := find_fault(one, vocabulary):
             raise DataError(f"{where}: sample {one.index} has {fault}")
     return samples
 
 
-def _find_fault(sample: Sample, vocabulary: int) -> str:
+def find_fault(sample: Sample, vocabulary: int) -> str:
     """Describe the first invalid value of a sample; "" if all values are valid. Converts a status given as text to ``Status``."""
     tokens, length, mask, log_probs = sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs
     if not isinstance(tokens, list):

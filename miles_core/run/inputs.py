@@ -229,7 +229,8 @@ class Inputs:
 
 def wrap_generator(run: Run, generator: Generator) -> Generate:
     """Wrap a generator with the plugins' ``wrap_generate`` hooks."""
-    return generator.release_keys(compose(generator, run.hooks.chain("wrap_generate", run=run)))
+    wrappers = run.hooks.chain("wrap_generate", run=run)
+    return generator.release_keys(compose(generator, wrappers), ", ".join(w.plugin for w in wrappers))
 
 
 def _compares_label(run: Run, name: str | None) -> bool:

@@ -16,6 +16,7 @@ from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.observe.rollouts import DIRECTORY, KINDS, rollout_file, rollout_files
+from miles_core.redact import redact_variables
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class RolloutFiles:
         Raises:
             MilesError: the file cannot be written (a full disk).
         """
-        text = "".join(_line({"step": step, **row}) for row in rows)
+        text = redact_variables("".join(_line({"step": step, **row}) for row in rows))
         packed = gzip.compress(text.encode(), LEVEL, mtime=0)
         target = rollout_file(self.run_dir, kind, step)
         part = target.with_suffix(".part")

@@ -18,6 +18,7 @@ from miles_core.errors import CheckpointError
 from miles_embedded.model.configuration import configuration
 from miles_embedded.model.dequantize import open_files
 from miles_embedded.model.load import FLAG, build_empty, checkpoint_config, fill_model, load_errors, refuse_config
+from miles_embedded.model.shapes import check_forward
 from miles_embedded.model.views import views
 
 _WEIGHTS = "*.safetensors*"
@@ -80,6 +81,7 @@ def examine_checkpoint(
             state = {name: Header(shape) for name, shape in shapes.items()}
             # Deriving the views checks that the model could be exported.
             views(fill_model(empty, None, configuration(model), dtype=torch.bfloat16, state_dict=state))
+        check_forward(model)
 
 
 def _shapes(path: str | Path, config: Any, flag: str) -> dict[str, tuple[int, ...]]:

@@ -43,6 +43,7 @@ from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
 from miles_embedded.model.joint_linear import join_linear
 from miles_embedded.model.onednn import use_fast_linear
+from miles_embedded.model.rotary_entries import complete_rotary
 from miles_embedded.model.temperature import tune_by_position
 from miles_embedded.model.value_head import replace_output
 
@@ -65,7 +66,11 @@ def checkpoint_config(path: str | Path, trust_remote_code: bool = False, flag: s
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{flag} {path}: it has no config.json; is this a Hugging Face checkpoint?")
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        complete_rotary(config)
+        return config
+    except CheckpointError as error:
+        raise CheckpointError(f"{flag} {path}: {error}") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{flag} {path}: config.json is not valid JSON ({error})") from error
     except Exception as error:  # Transformers validates configurations with many exception types

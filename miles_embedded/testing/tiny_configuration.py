@@ -27,7 +27,7 @@ _TEXT: dict[str, Any] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "index_head_dim", "index_n_heads", "global_head_dim"), 16),
     "num_key_value_heads": 2, "v_head_dim": 12, "n_group": 2, "query_pre_attn_scalar": 16, "moe_layer_start_index": 1,
     "num_kv_shared_layers": 0, "num_nextn_predict_layers": 0, "num_mtp_modules": 0,
-    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "mlp_only_layers": [],
+    "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "mlp_only_layers": [],
 }  # fmt: skip
 _TOWER: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "intermediate_size", "projection_dim", "projector_input_dim", "projector_output_dim",

@@ -29,6 +29,8 @@ def first_nonfinite_in_step(trainer: EmbeddedTrainer, batch: Batch, loss: LossFu
             output = trainer.parallel.call(trainer.callbacks.forward, trainer.model, micro_batch, ctx)
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             found = watch.first or _column(micro_batch)
+            if not found and output.log_probs is not None and not is_finite(output.log_probs):
+                found = "the log-probs that the forward returned, from finite outputs of all modules,"
             if not found and not is_finite(share.value):
                 found = "the loss itself, from finite log-probs and columns,"
             if share.value.requires_grad:

@@ -12,7 +12,7 @@ from typing import Any
 
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
 _GROUPED = ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "norm_topk_prob",
-            "moe_intermediate_size", "num_nextn_predict_layers")  # fmt: skip
+            "moe_intermediate_size")  # fmt: skip
 _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 _QWEN_EXPERTS = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 #: Entries that the family's module reads, or that have no effect in its checkpoints.
@@ -26,7 +26,7 @@ _READ: dict[str, tuple[str, ...]] = {
     "mixtral": ("sliding_window", "router_jitter_noise"),
     "deepseek_v3": (*_LATENT, *_GROUPED, "pretraining_tp", "aux_loss_alpha", "seq_aux", "ep_size"),
     "glm4_moe": (*_GROUPED, "attention_bias", "use_qk_norm"),
-    "minimax_m2": ("rotary_dim", "router_jitter_noise", "num_mtp_modules", "use_mtp", "mtp_transformer_layers"),
+    "minimax_m2": ("rotary_dim", "router_jitter_noise"),
     "gpt_oss": ("sliding_window", "layer_types"),
 }
 #: Entries and their supported values; the first value also applies if the entry is missing.
@@ -62,10 +62,12 @@ _FIXED_BY_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 #: Families whose rotary embedding may rotate only a part of each head.
 _PARTIAL = ("glm4_moe", "minimax_m2")
-#: Entries of all families that the tables of weights and sizes read, or that do not affect the computation.
+#: Entries of all families that the tables of weights and sizes read, or that do not affect the computation. MTP layers draft tokens; the
+#: model's own log-probs do not depend on them.
 _COMMON = re.compile(
     r"model_type|architectures|auto_map|num_hidden_layers|hidden_size|intermediate_size|vocab_size|num_attention_heads|num_key_value_heads"
     r"|head_dim|rms_norm_eps|tie_word_embeddings|max_position_embeddings|rope_parameters|rope_scaling|rope_theta|partial_rotary_factor"
+    r"|num_nextn_predict_layers|num_mtp_modules|use_mtp|mtp_\w+"
     r"|num_experts|num_local_experts|n_routed_experts|num_experts_per_tok|experts_per_token|initial_context_length"
     r"|\w*_token_id|\w*dropout|initializer_range|use_cache|output_\w+|router_aux_loss_coef|quantization_config|torch_dtype|dtype"
     r"|transformers_version|_\w+|id2label|label2id|problem_type|return_dict|chunk_size_feed_forward|is_encoder_decoder"

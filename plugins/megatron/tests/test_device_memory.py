@@ -86,6 +86,7 @@ def test_bf16_steps_are_the_same_to_the_bit(checkpoint):
 @pytest.mark.parametrize(
     "sizes", [{}, {"ep": 2}, {"tp": 2, "sequence": True}, {"pp": 2}], ids=["data", "expert", "tensor", "pipeline"]
 )
+@pytest.mark.thorough
 def test_two_ranks_step_the_same_to_the_bit(ranks, checkpoint, sizes):
     for rank, same in enumerate(ranks.run(compare, checkpoint, sizes)):
         assert same, f"rank {rank}"
@@ -96,6 +97,7 @@ def compare(checkpoint, sizes):
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+@pytest.mark.thorough
 def test_an_mtp_layer_sleeps_too(with_mtp):
     wish = MtpLayer("mtp", "mtp", 0.2, None, 1.0)
     model = with_mtp("deepseek_v3", copies=True)
@@ -107,6 +109,7 @@ def test_an_mtp_layer_sleeps_too(with_mtp):
     trainer.step(make_batch())
 
 
+@pytest.mark.thorough
 def test_a_colocated_run_is_the_same_to_the_bit():
     plain = toy_run([], trainer="megatron").metrics
     colocated = toy_run([], trainer="megatron", colocate=True).metrics

@@ -86,7 +86,10 @@ def test_a_learning_rate_of_its_own(checkpoint, alone):
 SIZES = {"tensor": {"tp": 2, "sequence": True}, "pipeline": {"pp": 2}, "context": {"cp": 2}, "expert": {"ep": 2}}
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(SIZES[name], marks=() if name == "tensor" else pytest.mark.thorough, id=name) for name in SIZES],
+)
 def test_two_ranks_compute_what_one_computes(ranks, checkpoint, alone, sizes, tmp_path):
     directory = tmp_path if "pp" in sizes else None
     everyone = ranks.run(worked_with, checkpoint, directory, sizes)
@@ -175,7 +178,7 @@ def test_a_run_is_that_of_the_embedded_trainer(toy_model):
     [
         ({}, "add --enable-mtp-training"),
         ({"online_sft_interval": 1}, "the policy's whole distribution"),
-        ({"draft_ema_decay": 0.5}, "a running mean"),
+        ({"draft_ema_decay": 0.5}, "the running mean"),
         ({"reinit_draft_interval": 2}, "copies the policy's last layer"),
     ],
     ids=str,

@@ -28,6 +28,7 @@ def test_a_run_with_replay_is_that_of_the_embedded_trainer(embedded):
     same(toy_run(["r3", "tis"], trainer="megatron", aux_loss_coef=0.1).metrics, embedded)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 def test_one_rank_an_actor(embedded, monkeypatch):
     import ray

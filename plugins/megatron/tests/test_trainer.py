@@ -6,6 +6,7 @@ Needs megatron-core; runs on a CPU with its local modules, and gloo.
 import json
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,10 @@ class TestReplicas(RankedTrainerContract):
     def make(self, checkpoint, setup):
         may_have_children()
         return make(checkpoint, setup)
+
+    @pytest.mark.thorough
+    def test_saved_on_two_ranks_and_loaded_on_one_two_and_three(self, ranks, checkpoint, tmp_path):
+        super().test_saved_on_two_ranks_and_loaded_on_one_two_and_three(ranks, checkpoint, tmp_path)
 
 
 #: Of the load-balancing loss: large enough to be seen in every comparison.
@@ -115,6 +120,7 @@ SIZES = {
     "context": {"cp": 2},
     "data": {},
 }
+MARKS = dict.fromkeys(("virtual", "data"), pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +135,7 @@ def alone(four_layers):
     return worked(four_layers)
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("sizes", [pytest.param(SIZES[name], marks=MARKS.get(name, ()), id=name) for name in SIZES])
 def test_two_ranks_compute_what_one_computes(ranks, four_layers, alone, sizes):
     batch = make_batch()
     everyone = ranks.run(worked_with, four_layers, sizes)
@@ -151,6 +157,7 @@ def worked_with(checkpoint, sizes):
     return worked(checkpoint, **sizes)
 
 
+@pytest.mark.thorough
 def test_norms_over_all_heads_are_trained_by_the_ranks_that_have_them(ranks, tmp_path):
     from miles_testing import tiny_checkpoint
 
@@ -186,6 +193,7 @@ def saved(checkpoint, directory):
     return {n: t.clone() for unit in trainer.units(everywhere=True) for n, t in unit.tensors.items()}
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_two_stages_goes_on_in_one(ranks, four_layers, tmp_path):
     expected = ranks.run(saved, four_layers, tmp_path)[0]
     trainer = make(four_layers, Setup())
@@ -272,6 +280,7 @@ def in_tiles_with(checkpoint, sizes):
     return in_tiles(checkpoint, **sizes)
 
 
+@pytest.mark.thorough
 def test_a_number_format_computes_what_the_embedded_trainer_computes_in_it(ranks, four_layers, alone):
     from miles_embedded import load_model
     from miles_embedded.quantized.weights import install
@@ -335,10 +344,10 @@ def test_what_is_fused_on_a_gpu(four_layers, monkeypatch):
     from miles_megatron.trainer import model
 
     monkeypatch.setattr(model, "has_transformer_engine", lambda: True)
-    monkeypatch.setattr(model, "TransformerConfig", dict)  # Megatron-Core's would look for TransformerEngine
+    monkeypatch.setattr(model, "TransformerConfig", SimpleNamespace)  # Megatron-Core's would look for TransformerEngine
     a = families.read(json.loads((four_layers / "config.json").read_text()))
     chosen = {"apply_rope_fusion": False, "gradient_accumulation_fusion": True}
-    fields = model.transformer_config(a, Sizes(), torch.bfloat16, chosen)
+    fields = vars(model.transformer_config(a, Sizes(), torch.bfloat16, chosen))
     fused = (
         "moe_grouped_gemm",
         "moe_permute_fusion",

@@ -81,6 +81,10 @@ class TestSglang(SglangContract):
     async def make(self, checkpoint: Path, limits: Limits) -> SglangEngine:
         return engine_for(checkpoint, limits, enable_return_routed_experts=True)
 
+    @pytest.mark.thorough  # starts a second SGLang
+    def test_two_updates_equal_a_fresh_load(self, engine: Any, runner: Any, checkpoints: list[Path]) -> None:
+        super().test_two_updates_equal_a_fresh_load(engine, runner, checkpoints)
+
 
 @pytest.mark.skipif(not gpu(), reason="deterministic inference needs a GPU")
 class TestDeterministicSglang(SglangContract):
@@ -91,6 +95,7 @@ class TestDeterministicSglang(SglangContract):
         return engine_for(checkpoint, limits, enable_deterministic_inference=True)
 
 
+@pytest.mark.thorough
 def test_a_killed_scheduler_is_replaced_and_has_the_current_weights(tmp_path: Path, caplog: Any) -> None:
     """Not those of the checkpoint it is started from; requests in flight are answered by the new one."""
     first, current = (tiny_checkpoint("qwen3", tmp_path / name, seed, **SIZES) for seed, name in enumerate("ab"))
@@ -141,6 +146,7 @@ def fp8_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
 def test_what_it_computes_with_are_the_codes_it_was_sent(family: str, tmp_path: Path, fp8_layers: None) -> None:
     """Two updates, the second of which is loaded by remembered copies, against Transformers with the numbers that the codes stand for."""

@@ -131,3 +131,43 @@ def test_dry_run_and_plan_ask_whoever_builds_the_model(tmp_path, capsys):
         'plugin = Plugin("other", "a model of its own", "0", "~=0.1", provides={"model": {"other": "make"}})\n'
     )
     assert cli.main(["train", *words, "--dry-run", "--plugins", str(other)]) == 0
+
+
+VL = {"text_config": {"model_type": "qwen2_vl_text", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+                      "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 64,
+                      "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [8, 12, 12]}},
+      "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "deepseek_v2", "n_routed_experts": 4, "num_experts_per_tok": None, "topk_method": "greedy"},
+         r"TypeError: topk\(\).*NoneType; in \w+, modeling_deepseek_v2.py:\d+"),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 6}, "k not in range"),
+        ({"model_type": "qwen2_vl", **VL}, "split_with_sizes.*modeling_qwen2_vl"),
+    ],
+    ids=["deepseek_v2", "qwen3_moe", "qwen2_vl"],
+)  # fmt: skip
+def test_a_forward_that_would_fail_is_refused_without_data(tmp_path, config, reason):
+    """These models can be built; only their forward reads the wrong entry."""
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "first_k_dense_replace": 1, **config}))
+    with pytest.raises(CheckpointError, match=f"the forward of .* fails .*({reason}).*an entry of config.json"):
+        examine_checkpoint(tmp_path, weights=False)
+
+
+def test_a_forward_that_reads_values_is_not_judged(tmp_path):
+    """JetMoE's experts sort the choices on the host, which nothing on the meta device can."""
+    tiny_checkpoint("qwen3", tmp_path)  # a tokenizer, and a config.json to replace
+    config = {"model_type": "jetmoe", "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 4, "kv_channels": 8,
+              "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 64}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").unlink()
+    examine_checkpoint(tmp_path, weights=False)

@@ -1,0 +1,194 @@
+"""Do policies that play each other rise above the baseline that they start from?
+
+Run: ``python benchmarks/coevolution.py --threads 2 --save`` (some minutes per seed; the tasks need ``reasoning-gym``). Two games whose results are
+exact, on models of 0.1 M parameters after a supervised warm start:
+
+- Nim (warm start: random legal moves). The fraction of games won against perfect play, from every pile that can be won. Self-play with past
+  versions, two policies in alternating and in simultaneous phases, and a population of four.
+- Proposer against solver (warm start: valid tasks at random, and a few answers). The solver's accuracy on held-out questions of every task
+  and level, and the proposer's score. The comparison keeps the proposer at random tasks (``--lr 0`` in its table).
+
+The last line of the output is one JSON object: values before and after with 95 % intervals over seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from formats_in_the_loop import interval
+from measure import finish, installed, options
+
+PILES = "1-12"
+#: Flags of all runs.
+SHARED: dict[str, Any] = {
+    "plugins": "coevolution",
+    "rm-type": "game",
+    "lr": 0.002,
+    "weight-decay": 0,
+    "adam-beta2": 0.99,
+    "use-dynamic-batch-size": "true",
+    "max-tokens-per-gpu": 16384,
+    "rollout-batch-size": 24,
+    "n-samples-per-prompt": 8,
+    "rollout-max-response-len": 4,
+    "n-samples-per-eval-prompt": 8,
+    "log-level": "error",
+}
+#: Flags of each game.
+GAMES: dict[str, dict[str, Any]] = {
+    "nim": {
+        "generate": "nim",
+        "prompts": "nim",
+        "prompt-data": PILES,
+        "eval-prompts": "nim",
+        "eval-prompt-data": PILES,
+    },
+    "tasks": {"generate": "proposer", "prompts": "tasks", "eval-prompts": "tasks", "eval-prompt-data": 4},
+}
+TWO = "policies: {one: {}, two: {}}\n"
+PLAY = "policies: {proposer: {lr: 1.0e-3, entropy_coef: 0.01}, solver: {}}\n"
+#: Name -> (game, configuration file).
+MODES = {
+    "nim, self-play with past versions": ("nim", "co_evolution: {past_versions: 8, interval: 4}\n"),
+    "nim, two policies alternating": ("nim", f"{TWO}co_evolution: {{strategy: alternating, interval: 4}}\n"),
+    "nim, two policies simultaneous": ("nim", f"{TWO}co_evolution: {{strategy: simultaneous}}\n"),
+    "nim, population of four": ("nim", "co_evolution: {strategy: simultaneous, population_size: 4, interval: 8}\n"),
+    "tasks, proposer learns": ("tasks", f"{PLAY}co_evolution: {{strategy: simultaneous}}\n"),
+    "tasks, proposer at random": (
+        "tasks",
+        "policies: {proposer: {lr: 0}, solver: {}}\nco_evolution: {strategy: simultaneous}\n",
+    ),
+}
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
+    parser.add_argument("--steps", type=int, default=80, help="steps of each run")
+    parser.add_argument("--warm-start", type=int, default=300, help="supervised steps of the common start")
+    parser.add_argument("--only", default="", help="modes whose name contains this")
+    chosen = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(chosen.threads)
+    modes = {name: mode for name, mode in MODES.items() if chosen.only in name}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in modes}
+    for seed in range(chosen.seeds):
+        with tempfile.TemporaryDirectory() as directory:
+            for game in dict.fromkeys(game for game, _ in modes.values()):
+                warm_start(Path(directory), game, seed, chosen.warm_start)
+            for name, (game, text) in modes.items():
+                runs[name].append(learn(Path(directory), game, text, seed, chosen.steps))
+                print(f"seed {seed}  {name:<36}", runs[name][-1], file=sys.stderr, flush=True)
+    result = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start, "piles": PILES}
+    result["modes"] = {name: {"configuration": MODES[name][1], **summary(found)} for name, found in runs.items()}
+    versions = ["miles-core", "miles-plugin-coevolution", "torch", "transformers"]
+    versions += ["reasoning-gym"] if any(game == "tasks" for game, _ in modes.values()) else []
+    variant = chosen.only.replace(" ", "-").replace(",", "")
+    finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions), variant)
+
+
+def warm_start(directory: Path, game: str, seed: int, steps: int) -> None:
+    """A model that plays legal moves, or proposes valid tasks, at random: the baseline, in ``directory/game``."""
+    from miles_tools.demo.model import Size, make_checkpoint
+
+    make_checkpoint(directory / f"{game}-model", seed, Size(layers=2, experts=4, expert_hidden=64, context=512))
+    draw, file = random.Random(seed), directory / f"{game}.jsonl"
+    rows = nim_rows(draw) if game == "nim" else task_rows(draw)
+    file.write_text("\n".join(json.dumps({"prompt": p, "response": r}) for p, r in rows) + "\n", encoding="utf-8")
+    start = {"hf-checkpoint": directory / f"{game}-model", "save": directory / f"{game}-warm", "seed": seed}
+    data = {
+        "prompt-data": file,
+        "input-key": "prompt",
+        "label-key": "response",
+        "rm-type": "exact",
+        "log-level": "error",
+    }
+    warm = {"sft-data": file, "sft-steps": steps, "sft-batch-size": 64, "sft-lr": 0.003, "num-rollout": 0}
+    run({**start, **data, **warm, "export-hf": directory / game})
+
+
+def nim_rows(draw: random.Random, count: int = 2000) -> list[tuple[str, str]]:
+    """Random games: the text before a move, and a random legal move."""
+    rows = []
+    for _ in range(count):
+        pile, text = draw.randint(1, int(PILES.partition("-")[2])), ""
+        while pile:
+            text, move = f"{text}{pile}:", draw.randint(1, min(3, pile))
+            rows.append((text, str(move)))
+            text, pile = f"{text}{move} ", pile - move
+    return rows
+
+
+def task_rows(draw: random.Random, count: int = 1500) -> list[tuple[str, str]]:
+    """Tasks at random, and answers to random questions."""
+    from miles_coevolution.proposer import PROPOSE, TASKS, make_question
+
+    rows = []
+    for number in range(count):
+        letter = draw.choice(list(TASKS))
+        level = draw.randint(1, TASKS[letter].levels)
+        question = make_question(letter, level, (1 << 41) + number)
+        rows += [(PROPOSE, f"{letter}{level}"), (question.text, str(question.entry["answer"]))]
+    return rows
+
+
+def learn(directory: Path, game: str, text: str, seed: int, steps: int) -> dict[str, Any]:
+    """One run: the reward of held-out games before and after, and the scores of the last fifth of its steps."""
+    from miles_core.observe.metrics import read
+
+    save, file = Path(tempfile.mkdtemp(dir=directory)) / "run", directory / "run.yaml"
+    file.write_text(text, encoding="utf-8")
+    flags = {**SHARED, **GAMES[game], "config": file, "hf-checkpoint": directory / game, "save": save, "seed": seed}
+    flags |= {"num-rollout": steps, "eval-interval": steps}
+    run(flags)
+    metrics = read(save / "metrics.jsonl")
+    found = [m["eval/reward"] for m in metrics if "eval/reward" in m]
+    trained = [m for m in metrics if any(name.endswith("train/loss") for name in m)]
+    last = trained[-max(len(trained) // 5, 1) :]
+    names = [
+        n for n in last[-1] if n.startswith("coevolution/") and n.endswith(("/score", "/win", "_past", "dominance"))
+    ]
+    names += [n for n in ("nim/optimal_moves", "proposer/valid", "proposer/solved", "proposer/level") if n in last[-1]]
+    return {
+        "held_out": [round(found[0], 4), round(found[-1], 4)],
+        "last": {name: round(statistics.mean(m[name] for m in last if name in m), 4) for name in names},
+        "seconds": round(statistics.median(m["time/step"] for m in trained), 4),
+    }
+
+
+def run(flags: Mapping[str, Any]) -> None:
+    """An ordinary ``miles train``."""
+    from miles_core.cli import train as command
+
+    words = [
+        word for name, value in flags.items() for word in (f"--{name}", *([] if value == "true" else [str(value)]))
+    ]
+    with redirect_stdout(sys.stderr):
+        if command.run(words):
+            raise SystemExit("a run was stopped")
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means, and half-widths of 95 % intervals over seeds."""
+    found: dict[str, Any] = {}
+    before, after = ([r["held_out"][at] for r in runs] for at in (0, 1))
+    rows = {"before": before, "after": after, "gain": [b - a for a, b in zip(before, after, strict=True)]}
+    for name, values in rows.items():
+        mean, width = interval(values) if len(values) > 1 else (values[0], None)
+        found[name] = [round(mean, 4), None if width is None else round(width, 4)]
+    names = runs[0]["last"]
+    found["last"] = {name: round(statistics.mean(r["last"].get(name, 0.0) for r in runs), 4) for name in names}
+    return found | {"seconds": round(statistics.mean(r["seconds"] for r in runs), 3)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Checks of tokens, requests' and responses', between core, plugins and engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from math import isfinite
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from miles_core.contracts.engine import Request, Response
+from miles_core.plugin.guard import describe, refuse
+
+if TYPE_CHECKING:
+    from miles_core.contracts.run import Run
+
+#: Largest log-probability that rounding explains.
+_ROUNDING = 1e-3
+
+
+def check_response(run: Run, request: Request, response: Any) -> None:
+    """Check an engine's response to ``request``.
+
+    Raises:
+        PluginError: the response is invalid; names the plugin that provides the engine.
+    """
+    if wrong := _describe_invalid_response(request, response, vocabulary_size(run)):
+        name = run.config.run.engine
+        raise refuse(run.hooks.provider("engine", name), f"make_engine ({name})", wrong)
+
+
+def _describe_invalid_response(request: Request, response: Any, vocabulary: int) -> str:
+    if not isinstance(response, Response):
+        return f"it returned {describe(response)}; expected a Response from Engine.generate"
+    count, most = len(response.tokens), request.sampling.max_new_tokens
+    if count > most:
+        return f"the response has {count} tokens; the request allows max_new_tokens {most}"
+    if wrong := describe_invalid_tokens(response.tokens, vocabulary):
+        return f"the response has {wrong}"
+    if len(response.log_probs) != count:
+        return f"the response has {count} tokens and {len(response.log_probs)} log_probs; expected one per token"
+    if count and not (isfinite(sum(response.log_probs)) and max(response.log_probs) <= _ROUNDING):
+        worst = next(p for p in response.log_probs if not (isfinite(p) and p <= _ROUNDING))
+        return f"the response has the log-probability {worst}; expected finite values of at most 0"
+    if response.finish not in ("stop", "length", "abort"):
+        return f"the response has finish {response.finish!r}; expected stop, length or abort"
+    if not count and response.finish != "abort":
+        return f"the response has no tokens and finish {response.finish!r}; a finished response has at least one"
+    return _check_versions(response.weight_versions, count)
+
+
+def vocabulary_size(run: Run) -> int:
+    """Return the number of tokens of the run's model; a very large one if it is unknown."""
+    return int(run.plan.fact("model.vocab_size") or sys.maxsize)
+
+
+def describe_invalid_tokens(tokens: Sequence[Any], vocabulary: int) -> str:
+    """Describe tokens that are not all token ids; "" if they are. Sums and extremes are the cheapest checks of long lists."""
+    try:
+        index(sum(tokens))
+        valid = not len(tokens) or (min(tokens) >= 0 and max(tokens) < vocabulary)
+    except TypeError:
+        valid = False
+    if valid:
+        return ""
+    wrong = next(t for t in tokens if not isinstance(t, int) or not 0 <= t < vocabulary)
+    return f"the token {wrong!r} in {describe(tokens)}; expected token ids, integers from 0 to {vocabulary - 1}"
+
+
+def _check_versions(pairs: list[tuple[int, int]], count: int) -> str:
+    starts, versions = [start for start, _ in pairs], [version for _, version in pairs]
+    if versions != sorted(versions) or len(set(starts)) < len(starts) or starts != sorted(starts):
+        return f"the response has weight_versions {pairs}; expected (first token, version) with both in ascending order"
+    if pairs and (starts[0] != 0 or starts[-1] > count):
+        return f"the response has weight_versions {pairs} for {count} tokens; expected the first to begin at token 0"
+    return ""

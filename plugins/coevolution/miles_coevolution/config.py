@@ -1,0 +1,80 @@
+"""Options of the plugin."""
+
+from dataclasses import dataclass
+
+from miles_core.plugin import option
+
+#: Name after ``mutate`` -> path of the option.
+MUTABLE = {
+    "lr": "train.lr",
+    "min_lr": "train.min_lr",
+    "weight_decay": "train.weight_decay",
+    "clip_grad": "train.clip_grad",
+    "eps_clip": "algorithm.eps_clip",
+    "eps_clip_high": "algorithm.eps_clip_high",
+    "entropy_coef": "algorithm.entropy_coef",
+    "kl_loss_coef": "algorithm.kl_loss_coef",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoevolutionConfig:
+    """Policies that learn by playing with or against each other."""
+
+    strategy: str = option(
+        "alternating",
+        flag="--co-evolution-strategy",
+        help="alternating: one side learns at a time; simultaneous: all sides learn in every step",
+        choices=("alternating", "simultaneous"),
+        enables=True,
+    )
+    interval: int = option(
+        1,
+        flag="--co-evolution-interval",
+        help="steps of a phase; a round is one phase of each side (alternating) or one phase (simultaneous)",
+        ge=1,
+    )
+    population_size: int | None = option(
+        None,
+        flag="--co-evolution-population-size",
+        help="members of each side, with selection and mutation after each round (default: one, without selection)",
+        ge=1,
+    )
+    selection_fraction: float = option(
+        0.25,
+        flag="--co-evolution-selection-fraction",
+        help="fraction of a population that is replaced by copies of the best after a round (at least one member)",
+        gt=0,
+        le=0.5,
+    )
+    mutate: tuple[str, ...] = option(
+        ("lr",),
+        flag="--co-evolution-mutate",
+        help="options of the members that vary and mutate",
+        choices=tuple(MUTABLE),
+    )
+    mutation_factor: float = option(
+        1.2,
+        flag="--co-evolution-mutation-factor",
+        help="a mutation multiplies or divides a value by this factor",
+        gt=1,
+    )
+    past_versions: int = option(
+        0,
+        flag="--co-evolution-past-versions",
+        help="versions of each side that are kept as opponents, one more after each round; 0 for none",
+        ge=0,
+    )
+    past_probability: float = option(
+        0.5,
+        flag="--co-evolution-past-probability",
+        help="fraction of the games in which one player is a past version of its side",
+        gt=0,
+        le=1,
+    )
+    attempts: int = option(
+        4,
+        flag="--co-evolution-attempts",
+        help="times that the solver answers each task of --generate proposer",
+        ge=2,
+    )

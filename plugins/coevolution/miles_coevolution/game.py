@@ -1,0 +1,125 @@
+"""Games: a rollout function in which several policies act, and exact scores.
+
+A game plays one sample between the policies of a match and returns what each role did and scored. ``play`` asks policies through ``ask``, and
+the plugin makes one sample for each role that learns: the role's own tokens are trained, all others are context.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from miles_coevolution.matches import Match, Matchmaker
+from miles_core.data import Sample, Status
+from miles_core.plugin import Ask, DataError, RolloutFunction, Run, StashKey, Turn
+
+#: Set by the plugin in ``on_start``.
+MATCHMAKER = StashKey[Matchmaker]()
+#: Entry of a sample's metadata: role, score, win, and whether a past version played.
+ENTRY = "coevolution"
+#: Entry of a prompt's metadata: the policy that plays an evaluation.
+PLAYER = "player"
+
+
+@dataclass(frozen=True)
+class Played:
+    """What one role did in one game.
+
+    Attributes:
+        role: the role.
+        turns: its turns in one conversation, in order; empty if the game ended before the role acted.
+        last: the turn at which its sample ends.
+        score: the reward.
+        win: share of the contest that the role won, 0 to 1 (0.5 is a draw); used for metrics.
+    """
+
+    role: str
+    turns: Sequence[Turn]
+    last: Turn
+    score: float
+    win: float
+
+
+class Game(ABC):
+    """A game between two roles.
+
+    Attributes:
+        roles: the two roles.
+        fixed: whether each role is played by the side of that name (proposer and solver); otherwise any two competitors play.
+    """
+
+    roles: tuple[str, str] = ("first", "second")
+    fixed: bool = False
+
+    @abstractmethod
+    async def play(self, sample: Sample, ask: Ask, players: Mapping[str, str]) -> list[Played]:
+        """Play one game.
+
+        Args:
+            sample: the prompt, with the metadata of its row.
+            ask: sends requests; ``policy=players[role]`` selects the engine.
+            players: role -> name of the policy.
+
+        Returns:
+            what each role did; a role may occur several times, and every role occurs at least once.
+        """
+
+    @abstractmethod
+    async def evaluate(self, sample: Sample, ask: Ask, player: str) -> Played:
+        """Play a held-out game in which ``player`` is the only policy, against an exact opponent or on a fixed task."""
+
+
+class GameFunction(RolloutFunction):
+    """The rollout function of a game. A provider of ``--generate NAME`` returns it."""
+
+    def __init__(self, run: Run, game: Game) -> None:
+        self.run, self.game = run, game
+
+    async def __call__(self, sample: Sample, ask: Ask) -> list[Sample]:
+        """Play one game; returns the samples of the roles that learn, or of the evaluated player."""
+        player = sample.metadata.get(PLAYER)
+        if player is not None:
+            played = await self.game.evaluate(sample, ask, str(player))
+            return [sample_of(sample, played, str(player), ask)]
+        game = self.game
+        match = self.run.stash[MATCHMAKER].draw(game.roles, game.fixed, sample.group_index, self.run.step)
+        plays = await game.play(sample, ask, match.players)
+        return [
+            sample_of(sample, one, match.players[one.role], ask, match) for one in plays if one.role in match.learners
+        ]
+
+
+def sample_of(like: Sample, played: Played, policy: str, ask: Ask, match: Match | None = None) -> Sample:
+    """Make the sample of one role: the conversation up to ``played.last``, with a loss mask of 1 on the role's own tokens."""
+    one, path = copy.deepcopy(like), played.last.path
+    first = len(path[0].prompt)
+    one.tokens, one.policy = played.last.tokens, policy
+    one.response_length = len(one.tokens) - first
+    one.response = str(ask.tokenizer.decode(one.tokens[first:], skip_special_tokens=True))
+    mask = [0] * one.response_length
+    for turn in played.turns:
+        mask[turn.start - first : turn.end - first] = [1] * (turn.end - turn.start)
+    one.loss_mask = None if all(mask) else mask
+    if not played.turns:  # no engine call of this policy to take them from
+        one.rollout_log_probs, one.status = [0.0] * one.response_length, Status.COMPLETED
+        one.weight_versions = [(first, played.last.response.weight_versions[0][1])]
+    past = match is not None and match.against_past
+    one.metadata[ENTRY] = {"role": played.role, "score": played.score, "win": played.win, "past": past}
+    return one
+
+
+def make_reward() -> Callable[[Any, Sample], Awaitable[float]]:
+    """``--rm-type game``: the score of the role that the sample belongs to."""
+
+    async def game(args: Any, sample: Sample) -> float:
+        if ENTRY not in sample.metadata:
+            raise DataError(
+                f"sample {sample.index} was not made by a game, so --rm-type game has no score for it; choose a game with --generate "
+                "nim or --generate proposer"
+            )
+        return float(sample.metadata[ENTRY]["score"])
+
+    return game
