@@ -32,8 +32,7 @@ from miles_core.data.sample import Sample
 from miles_cpu_kernels import attention, experts, kernels, library
 from miles_cpu_kernels.table import add_kernels
 from miles_embedded.engine.attention import DecodeCall
-from miles_embedded.engine.cache import Cache
-from miles_embedded.engine.cached_rows import CachedRows
+from miles_embedded.engine.cache import Cache, CachedRows
 from miles_embedded.model import grouped_experts as grouped
 from miles_embedded.model.call import Call
 from miles_embedded.model.operations import TORCH

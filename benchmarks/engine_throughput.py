@@ -30,8 +30,9 @@ def embedded(checkpoint: str, limit: int, kernels: bool) -> Generate:
     from transformers import AutoTokenizer
 
     from miles_core.contracts.engine import Request, Sampling
-    from miles_embedded.engine.build import detokenizer, end_tokens
+    from miles_embedded.engine.build import end_tokens
     from miles_embedded.engine.engine import EmbeddedEngine
+    from miles_embedded.engine.scheduler import detokenizer
     from miles_embedded.engine.settings import Settings
     from miles_embedded.model.load import load_model
 

@@ -32,11 +32,11 @@ from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.manifest import REFUSED
-from miles_embedded.model.configuration import configuration
+from miles_embedded.model.experts import routed_blocks
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.load import load_model
 from miles_embedded.model.load_units import load_units
-from miles_embedded.model.routers import routed_blocks
+from miles_embedded.model.parts import configuration
 from miles_embedded.model.views import export, views
 from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint, score_gap
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig

@@ -75,8 +75,7 @@ def make_trainer(given: Any, checkpoint: Path, strategy: str, device: Any) -> An
 
 def kept(trainer: Any) -> int:
     """Bytes of weights, gradients (as large as the masters) and optimiser that this rank keeps."""
-    from miles_embedded.model.sharded import local_shard
-    from miles_embedded.model.views import sources
+    from miles_embedded.model.views import local_shard, sources
 
     weights = sum(local_shard(t).tensor.nbytes for t in sources(trainer.model).values())
     gradients = sum(master.nbytes for master in trainer.optimizer.masters.values())

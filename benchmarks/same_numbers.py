@@ -110,9 +110,14 @@ class Side:
         directory.mkdir(parents=True)
         apart = ("convert", "bfloat16")  # a conversion takes no flags of a run, and the kernels are of float32 models
         commands = [f"{c} {self.flags * (not any(a in c for a in apart))}".split() for c in CASES[case].split(" && ")]
-        words = [self.python, "-P", "-c", self.code, json.dumps(commands)]
+        return self.run(directory, commands)
+
+    def run(self, directory: Path, commands: list[list[str]], **environment: str) -> subprocess.Popen[bytes]:
+        """Commands of ``miles`` in a process in a directory; ``printed.txt`` and ``errors.txt`` are its output."""
+        directory.mkdir(parents=True, exist_ok=True)
+        words, settings = [self.python, "-P", "-c", self.code, json.dumps(commands)], self.environment() | environment
         with (directory / "printed.txt").open("wb") as out, (directory / "errors.txt").open("wb") as errors:
-            return subprocess.Popen(words, cwd=directory, env=self.environment(), stdout=out, stderr=errors)
+            return subprocess.Popen(words, cwd=directory, env=settings, stdout=out, stderr=errors)
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ def samples(run_dir: Path | str, kind: str = "train", step: int | None = None) -
     Raises:
         MilesError: ``kind`` does not exist, or no samples of that step are on disk.
     """
-    from miles_core.observe.rollouts import read_rollouts
+    from miles_core.run.rollouts import read_rollouts
 
     return read_rollouts(run_dir, kind, step)
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
         Sampling as Sampling,
     )
     from miles_core.contracts.transport import SyncReport as SyncReport, Transport as Transport
-    from miles_core.sync.copy import CopyTransport as CopyTransport
+    from miles_core.sync.push import CopyTransport as CopyTransport
 
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_core.contracts.engine": "Engine EnginePart PauseMode Request Response Sampling",
         "miles_core.contracts.transport": "SyncReport Transport",
-        "miles_core.sync.copy": "CopyTransport",
+        "miles_core.sync.push": "CopyTransport",
     },
 )
 __all__ = __dir__()

@@ -14,7 +14,7 @@ from miles_core.precision.gpu_kernel import READABLE, allocate_output, convert_f
 from miles_core.precision.product import NoProduct, Product, Products, emulate_product
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, Parity, Quantizer, bounded
 from miles_core.precision.scaled_mm import need_scaled_mm
-from miles_core.sync.precision import make_codec
+from miles_core.sync.push import make_codec
 
 __all__ = [
     "BYTES",

@@ -16,18 +16,15 @@ from miles_core.contracts.runtime import Learned, PolicyParts, Runtime
 from miles_core.contracts.schedule import Schedule
 from miles_core.data.sample import Sample
 from miles_core.errors import PluginError, WorkerLost
-from miles_core.rollout.collect import Interrupted
-from miles_core.rollout.summary import rollout_metrics
+from miles_core.rollout.collect import Interrupted, rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.inputs import Inputs
 from miles_core.run.log import RunLog, TrainedSamples
 from miles_core.run.parts import build_parts, notify_plugins, runtime_of
 from miles_core.run.recovery import recover
-from miles_core.run.sync_checks import check_synced
 from miles_core.run.warm_start import warm_start
-from miles_core.sync.precision import switch_is_due, switch_when_due
-from miles_core.sync.push import push, stage
+from miles_core.sync.push import check_synced, push, stage, switch_is_due, switch_when_due
 
 #: Fraction of ``--stop-within`` reserved for saving the last completed step after the current step is cancelled.
 SAVE = 0.3

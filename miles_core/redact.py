@@ -7,6 +7,7 @@ error messages.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import sys
@@ -161,3 +162,10 @@ def has_credentials(url: str) -> bool:
 @lru_cache(maxsize=4096)
 def _holds_credential(name: str) -> bool:
     return re.fullmatch(_ENTRY, name, re.I) is not None
+
+
+class RedactingFormatter(logging.Formatter):
+    """A formatter whose lines, tracebacks included, hold no credentials."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
         TokenLoss as TokenLoss,
         policy_loss_of as policy_loss_of,
     )
-    from miles_core.algorithm.ragged import expand as expand
-    from miles_core.algorithm.reduction import loss_weights as loss_weights
+    from miles_core.data.batch import expand as expand
+    from miles_core.algorithm.policy_loss import loss_weights as loss_weights
     from miles_core.checkpoint.hf_files import CheckpointFiles as CheckpointFiles
     from miles_core.checkpoint.rng import get_rng as get_rng, put_rng as put_rng
     from miles_core.contracts.emulation import Emulation as Emulation
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     )
     from miles_core.data.world import ALONE as ALONE, World as World
     from miles_core.train.loss import value_loss as value_loss
-    from miles_core.train.auxiliary import trained_tokens as trained_tokens, with_auxiliary as with_auxiliary
+    from miles_core.train.loss import trained_tokens as trained_tokens, with_auxiliary as with_auxiliary
     from miles_core.train.micro_batches import (
         MICRO_BATCH_TOKENS as MICRO_BATCH_TOKENS,
         micro_batch_limits as micro_batch_limits,
@@ -70,9 +70,8 @@ __getattr__, __dir__ = make_lazy_exports(
     {
         "miles_core.algorithm.advantage": "ADVANTAGES AdvantageInputs at_last_token gae",
         "miles_core.algorithm.correction": "Correct Correction CorrectionInputs Needs compose_corrections",
-        "miles_core.algorithm.policy_loss": "Clip PolicyLossInputs TokenLoss policy_loss_of",
-        "miles_core.algorithm.ragged": "expand",
-        "miles_core.algorithm.reduction": "loss_weights",
+        "miles_core.algorithm.policy_loss": "Clip PolicyLossInputs TokenLoss loss_weights policy_loss_of",
+        "miles_core.data.batch": "expand",
         "miles_core.checkpoint.hf_files": "CheckpointFiles",
         "miles_core.checkpoint.rng": "get_rng put_rng",
         "miles_core.contracts.emulation": "Emulation",
@@ -81,8 +80,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.contracts.trainer": "Callbacks Context Forward GIVEN_ROUTES Loss LossFunction OWN_ROUTES OptimizerStep Output Pass "
         "Trainer TrainerPart",
         "miles_core.data.world": "ALONE World",
-        "miles_core.train.auxiliary": "trained_tokens with_auxiliary",
-        "miles_core.train.loss": "value_loss",
+        "miles_core.train.loss": "trained_tokens value_loss with_auxiliary",
         "miles_core.train.micro_batches": "MICRO_BATCH_TOKENS micro_batch_limits",
         "miles_core.train.optimizer": "OptimizerConfig",
     },

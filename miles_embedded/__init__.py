@@ -30,7 +30,7 @@ from miles_embedded.manifest import plugin
 if TYPE_CHECKING:
     from miles_embedded.engine.attention import DecodeCall
     from miles_embedded.engine.build import make_engine
-    from miles_embedded.engine.cached_rows import CachedRows
+    from miles_embedded.engine.cache import CachedRows
     from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
     from miles_embedded.engine.prompts import Prompts
     from miles_embedded.engine.sampling import pick
@@ -38,13 +38,11 @@ if TYPE_CHECKING:
     from miles_embedded.memory.usage import engines_gpus, longest_sample, size_of, wanted_rows
     from miles_embedded.model.attention import AttentionOptions
     from miles_embedded.model.call import Call, active_context
-    from miles_embedded.model.configuration import text_configuration
+    from miles_embedded.model.experts import Routed, find_routed, routed_blocks
     from miles_embedded.model.export import export_checkpoint
     from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
     from miles_embedded.model.load import (
-        backbone,
         checkpoint_config,
-        decoder_layers,
         has_windows,
         is_embedded,
         load_model,
@@ -61,11 +59,10 @@ if TYPE_CHECKING:
         operations_of,
         use_operations,
     )
+    from miles_embedded.model.parts import backbone, decoder_layers, text_configuration
     from miles_embedded.model.released import Released
-    from miles_embedded.model.routers import Routed, find_routed, routed_blocks
-    from miles_embedded.model.sharded import gather_tensor, local_shard
     from miles_embedded.model.value_head import VALUE_HEAD, add_value_head, new_value_head
-    from miles_embedded.model.views import views
+    from miles_embedded.model.views import gather_tensor, local_shard, views
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
     from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
@@ -134,7 +131,7 @@ __getattr__, __dir__ = make_lazy_exports(
     {
         "miles_embedded.engine.attention": "DecodeCall",
         "miles_embedded.engine.build": "make_engine",
-        "miles_embedded.engine.cached_rows": "CachedRows",
+        "miles_embedded.engine.cache": "CachedRows",
         "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.sampling": "pick",
@@ -144,16 +141,15 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
-        "miles_embedded.model.configuration": "text_configuration",
-        "miles_embedded.model.load": "backbone checkpoint_config decoder_layers has_windows is_embedded load_model prepare unloaded_model",
+        "miles_embedded.model.parts": "backbone decoder_layers text_configuration",
+        "miles_embedded.model.load": "checkpoint_config has_windows is_embedded load_model prepare unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
         "miles_embedded.model.released": "Released",
-        "miles_embedded.model.routers": "Routed find_routed routed_blocks",
-        "miles_embedded.model.sharded": "gather_tensor local_shard",
+        "miles_embedded.model.experts": "Routed find_routed routed_blocks",
         "miles_embedded.model.value_head": "VALUE_HEAD add_value_head new_value_head",
-        "miles_embedded.model.views": "views",
+        "miles_embedded.model.views": "gather_tensor local_shard views",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",
         "miles_embedded.trainer.optimizer_group": "OptimizerGroup optimizer_group",

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from miles_core.contracts.run import StashKey
 from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
-from miles_core.rollout.partial import partial_rollout
-from miles_core.stash import StashKey
+from miles_core.rollout.continuation import partial_rollout
 from miles_mismatch.budget import BUDGET_FILE, budget, in_this_process
 from miles_mismatch.gap import KNOWN, Gap, LogProbs, along, measure, ordinary
 from miles_mismatch.probe import bare, probe, probe_prompts
@@ -31,8 +31,7 @@ from miles_mismatch.probe import bare, probe, probe_prompts
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from miles_core.contracts.policy import Policy
-    from miles_core.contracts.run import Run
+    from miles_core.contracts.run import Policy, Run
     from miles_core.contracts.runtime import PolicyParts
 
 log = logging.getLogger(__name__)

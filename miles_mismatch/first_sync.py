@@ -21,7 +21,7 @@ from miles_core.errors import MilesError, MismatchError
 from miles_core.plugin.detect import config_facts
 from miles_core.plugin.model_config import model_config
 from miles_core.precision.schedule import PLAIN
-from miles_core.sync.precision import make_codec
+from miles_core.sync.push import make_codec
 from miles_mismatch.agreement import Agreement, compare
 from miles_mismatch.allowance import Side, allowance
 from miles_mismatch.probe import bare, probe, probe_prompts

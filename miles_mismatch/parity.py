@@ -21,13 +21,12 @@ from miles_core.errors import MilesError
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import BYTES, TENSORS, VALUES, Measured, Quantizer, SideParity, bounded
 from miles_core.precision.schedule import PLAIN
-from miles_core.sync.precision import make_codec
+from miles_core.sync.push import make_codec
 from miles_mismatch.product_probe import check_product
 
 if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
-    from miles_core.contracts.policy import Policy
-    from miles_core.contracts.run import Run
+    from miles_core.contracts.run import Policy, Run
     from miles_core.contracts.trainer import Trainer
     from miles_core.data.unit import Unit
     from miles_core.precision.codec import Codec

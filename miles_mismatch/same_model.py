@@ -16,8 +16,7 @@ from miles_core.plugin.facts import show
 
 if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
-    from miles_core.contracts.policy import Policy
-    from miles_core.contracts.run import Run
+    from miles_core.contracts.run import Policy, Run
     from miles_core.contracts.trainer import Trainer
 
 #: Keys whose values must agree. The number format of weights, draft layers and the model's name may differ.

@@ -1,6 +1,6 @@
 """Trainer ranks and engines as workers in separate processes, independent of how a runtime reaches them.
 
-``rank`` is a learner with the transport of its weights, ``learner_front`` the driver's handle to all ranks, and ``turns`` lets both
+``rank`` is a learner with the transport of its weights, ``learner_front`` the driver's handle to all ranks, which also lets both
 sides share devices. ``inline`` is the runtime of one process: the same handle on one rank, which it calls directly. ``worker`` is the
 entry point of another process, which then holds a ``rank_worker`` or an ``engine_worker``. A runtime implements only ``workers``: calls
 to a process, and the replacement of a dead process. The package adds the driver's two fronts (``learner_front``,

@@ -5,45 +5,15 @@ It has the same interface as other runtimes: the learner consists of one worker,
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 from miles_core.contracts.engine import Engine
-from miles_core.contracts.policy import Policy
-from miles_core.contracts.run import Run
+from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.trainer import ALL_PARTS
 from miles_core.plugin.detect import gpu_facts, model_facts
 from miles_mismatch.parity import check_sides
 from miles_mismatch.same_model import check_same_model
 from miles_runtime.learner_front import LearnerFront
-from miles_runtime.rank import Rank
-from miles_runtime.workers import Workers
-
-
-class RankHere(Workers):
-    """A rank in the driver's process. A call is a plain function call without copies."""
-
-    def __init__(self, rank: Rank) -> None:
-        super().__init__(["trainer"], trains=True)
-        self.rank = rank
-
-    async def send(self, number: int, method: str, *args: Any) -> Any:
-        if method == "at":  # step and clock are shared with the driver
-            _, method, *rest = args
-            return await self.send(number, method, *rest), {}
-        result = getattr(self.rank, method)(*args)
-        return await result if inspect.isawaitable(result) else result
-
-    async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
-        """Call ``send``. In one process there are no timeouts, and errors need no worker name."""
-        return await self.send(number, method, *args)
-
-    async def renew(self, number: int) -> None:
-        raise RuntimeError("the trainer runs in the driver's process and cannot be replaced")
-
-    async def kill(self, number: int) -> None:
-        """Do nothing: there is no separate process."""
+from miles_runtime.rank import Rank, RankHere
 
 
 class InlineRuntime(Runtime):

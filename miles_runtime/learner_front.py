@@ -1,9 +1,15 @@
-"""The driver's handle to all ranks of a policy's trainer, in separate processes or one rank in the driver's process."""
+"""The driver's handle to all ranks of a policy's trainer, in separate processes or one rank in the driver's process.
+
+With ``--colocate``, trainer and engine of a policy take turns on the same devices (``TakingTurns``). The trainer releases its memory
+while the engine generates, and the engine while the trainer learns. During a push both keep only their weights in memory: neither the
+trainer's optimizer state nor the engine's cache. The calls to the learner determine the turn, so no other part has to handle it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
@@ -12,20 +18,96 @@ import numpy as np
 
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
-from miles_core.contracts.policy import Policy
-from miles_core.contracts.run import Run
+from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.runtime import CHANGEABLE, Learned, LearnerHandle, TopLogProbs
 from miles_core.contracts.trainer import ALL_PARTS, Pass, TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
-from miles_core.data.world import World, shares
+from miles_core.data.world import World
 from miles_core.errors import ConfigError, MilesError, SyncError, WorkerLost
 from miles_core.precision.schedule import Precisions
-from miles_core.train.share import merge_metrics, merge_recorded, split_by_replica
+from miles_core.train.share import merge_metrics, merge_recorded, shares, split_by_replica
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.rank import Rank
-from miles_runtime.turns import TakingTurns, Turns
 from miles_runtime.workers import GRACE, Workers, gather_in_order
+
+#: Makes the trainer keep exactly these parts in device memory.
+Hold = Callable[[Sequence[TrainerPart]], Awaitable[object]]
+
+
+class Turns:
+    """Trainer and engine have separate devices, so no memory has to be moved."""
+
+    #: whether trainer and engine take turns
+    taken = False
+
+    @asynccontextmanager
+    async def train(self) -> AsyncIterator[None]:
+        """Context for calls that change the weights. A push must follow before the engine generates again."""
+        yield
+
+    @asynccontextmanager
+    async def read(self, parts: Sequence[TrainerPart]) -> AsyncIterator[None]:
+        """Context for calls that read these parts of the trainer and change no weights."""
+        yield
+
+    @asynccontextmanager
+    async def push(self) -> AsyncIterator[None]:
+        """Context for a push of the weights."""
+        yield
+
+
+class TakingTurns(Turns):
+    """Trainer and engine share devices.
+
+    Args:
+        run: its clock measures the moves.
+        hold: moves the trainer's parts.
+        engine: the engine of the same policy.
+    """
+
+    taken = True
+
+    def __init__(self, run: Run, hold: Hold, engine: Engine) -> None:
+        self.run, self.hold, self.engine = run, hold, engine
+        self._generates = False  # nothing was pushed yet
+
+    @asynccontextmanager
+    async def train(self) -> AsyncIterator[None]:
+        self._generates = False
+        with self.run.clock.phase("colocate"):
+            await self.engine.sleep()
+            await self.hold(ALL_PARTS)
+        yield
+
+    @asynccontextmanager
+    async def read(self, parts: Sequence[TrainerPart]) -> AsyncIterator[None]:
+        """During the engine's turn, the engine releases the memory of its cache: requests in flight are aborted, and their callers
+        continue them later."""
+        if not self._generates:
+            await self.hold(ALL_PARTS)
+            yield
+            return
+        await self.engine.pause("abort")
+        await self.engine.sleep(["cache"])
+        await self.hold(parts)
+        yield
+        await self.hold(())
+        await self.engine.wake(["cache"])
+        await self.engine.resume()
+
+    @asynccontextmanager
+    async def push(self) -> AsyncIterator[None]:
+        with self.run.clock.phase("colocate"):
+            await self.engine.sleep(["cache"])
+            await self.hold(("weights",))
+            await self.engine.wake(["weights"])
+        yield
+        with self.run.clock.phase("colocate"):
+            await self.hold(())
+            await self.engine.wake(["cache"])
+        self._generates = True
+
 
 T = TypeVar("T")
 

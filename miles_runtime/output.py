@@ -16,8 +16,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from miles_core.observe.log import RedactingFormatter
-from miles_core.redact import RedactingStream, redact
+from miles_core.redact import RedactingFormatter, RedactingStream, redact
 
 log = logging.getLogger(__name__)
 

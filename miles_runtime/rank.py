@@ -5,6 +5,7 @@ Each training process holds one rank. The driver calls the same methods in the s
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,7 @@ import numpy as np
 
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
-from miles_core.contracts.policy import Policy
-from miles_core.contracts.run import Run
+from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.runtime import TopLogProbs
 from miles_core.contracts.trainer import ALL_PARTS, Trainer, TrainerPart
 from miles_core.contracts.transport import SyncReport, Transport
@@ -21,8 +21,7 @@ from miles_core.data.sample import Sample
 from miles_core.data.world import World
 from miles_core.precision.schedule import Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
-from miles_core.sync.copy import CopyTransport
-from miles_core.sync.precision import make_codec
+from miles_core.sync.push import CopyTransport, make_codec
 from miles_core.train.learner import Learner
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.workers import Workers
@@ -145,3 +144,28 @@ class Rank(Learner):
     def _close_transport(self) -> None:
         if self._transport is not None:
             self._transport.close()
+
+
+class RankHere(Workers):
+    """A rank in the driver's process. A call is a plain function call without copies."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(["trainer"], trains=True)
+        self.rank = rank
+
+    async def send(self, number: int, method: str, *args: Any) -> Any:
+        if method == "at":  # step and clock are shared with the driver
+            _, method, *rest = args
+            return await self.send(number, method, *rest), {}
+        result = getattr(self.rank, method)(*args)
+        return await result if inspect.isawaitable(result) else result
+
+    async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
+        """Call ``send``. In one process there are no timeouts, and errors need no worker name."""
+        return await self.send(number, method, *args)
+
+    async def renew(self, number: int) -> None:
+        raise RuntimeError("the trainer runs in the driver's process and cannot be replaced")
+
+    async def kill(self, number: int) -> None:
+        """Do nothing: there is no separate process."""

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from miles_core.data.world import World
 from miles_core.precision.quantizer import SideParity
 from miles_core.run.parts import freeze_gc
-from miles_core.sync.precision import make_codec
+from miles_core.sync.push import make_codec
 from miles_mismatch.parity import check_side, real_layer
 from miles_runtime.rank import Rank
 from miles_runtime.worker import Order, Worker

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from miles_core.contracts.policy import Policy
-from miles_core.contracts.run import Run
+from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.trainer import ALL_PARTS
 from miles_core.errors import ConfigError, WorkerLost

@@ -18,8 +18,7 @@ from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.versions import staleness
-from miles_core.schedule.paused import pause_engine
-from miles_core.schedule.wrapped import wrap_collect
+from miles_core.schedule.sync import pause_engine, wrap_collect
 from miles_schedules.uncorrected import warn_uncorrected
 
 

@@ -22,10 +22,9 @@ from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
-from miles_core.rollout.partial import partial_rollout
+from miles_core.rollout.continuation import partial_rollout
 from miles_core.rollout.versions import age, current_version, staleness
-from miles_core.schedule.paused import pause_engine
-from miles_core.schedule.wrapped import wrap_collect
+from miles_core.schedule.sync import pause_engine, wrap_collect
 from miles_schedules.uncorrected import warn_uncorrected
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from miles_core.contracts.trainer import Callbacks, Context, Loss, Output, Trainer
-from miles_core.data.batch import Batch, collate
-from miles_core.data.means import add
+from miles_core.data.batch import Batch, add, collate
 from miles_core.errors import MilesError
 from miles_testing.ranks import Ranks
 from miles_testing.tiny import tiny_checkpoint

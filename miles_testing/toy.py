@@ -52,7 +52,7 @@ class ToyRun:
     @property
     def samples(self) -> list[dict[str, Any]]:
         """The samples that it trained on, read from the run directory."""
-        from miles_core.observe.rollouts import read_rollouts
+        from miles_core.run.rollouts import read_rollouts
 
         return list(read_rollouts(self.directory))
 

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
-    from miles_transport.arrivals import Arrival, Arrivals
+    from miles_transport.arrivals import Arrival, Arrivals, Inbox
     from miles_transport.broadcast import Broadcast
     from miles_transport.bucket import Bucket, room_of, round_to_blocks
     from miles_transport.checksum import BLOCK
     from miles_transport.delta import difference
     from miles_transport.device_memory import DeviceMemory, Loan
-    from miles_transport.inbox import Inbox
 
 __all__ = [
     "BLOCK",
@@ -36,12 +35,11 @@ __all__ = [
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
-        "miles_transport.arrivals": "Arrival Arrivals",
+        "miles_transport.arrivals": "Arrival Arrivals Inbox",
         "miles_transport.broadcast": "Broadcast",
         "miles_transport.bucket": "Bucket room_of round_to_blocks",
         "miles_transport.checksum": "BLOCK",
         "miles_transport.delta": "difference",
         "miles_transport.device_memory": "DeviceMemory Loan",
-        "miles_transport.inbox": "Inbox",
     },
 )

@@ -1,16 +1,151 @@
-"""Receive weight updates bucket by bucket: track the buckets of every rank and finish complete versions."""
+"""The receiver's side of the transport ``buckets``: opens buckets in any kind of memory, tracks those of every rank and finishes complete
+versions."""
 
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
-from miles_transport.inbox import Inbox
+from miles_transport import delta
+from miles_transport.broadcast import Broadcast
+from miles_transport.bucket import unpack
+from miles_transport.device_memory import attach, read_loan
+
+
+class Inbox:
+    """Opens the buckets of messages, and keeps attached memory, process groups and bases of differences for the following ones.
+
+    A message's ``memory`` is ``{"kind": ..., ...}`` with the fields of its kind:
+
+    - ``file``: memory of this host with a name in the file system (``key``, ``path``), from byte ``start`` on. With ``stays`` its
+      tensors are ``lasting``: the sender does not change them until a later version is served;
+    - ``device``: GPU memory (``DeviceMemory``);
+    - ``loan``: the sender's own tensors on a GPU (``Loan``);
+    - ``broadcast``: bytes that arrive through a process group (``Broadcast``), so the message must be passed to ``fetch`` first;
+    - ``data``: bytes inside the message (``data``). With ``keep`` (the bucket's name) and ``version``, they become a base;
+    - ``delta``: ``data`` is the difference (``delta``) to the ``base``, [version, checksum], stored under the name ``keep``.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {
+            "file": lambda where: self._attach(where, _file)[where.get("start", 0) :],
+            "device": lambda where: self._attach(where, attach),
+            "data": _data,
+            "delta": self._apply_delta,
+            "here": lambda where: where["flat"],
+        }
+        self._memory: dict[str, Tensor] = {}
+        self._used: set[str] = set()
+        self._used_before: set[str] = set()
+        self._bases: dict[str, tuple[list[int], Tensor]] = {}
+        self._groups: dict[str, Broadcast] = {}
+
+    async def fetch(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the message with its bytes available. Receives bytes that travel outside the message, without blocking the event loop;
+        returns other messages unchanged.
+
+        Raises:
+            SyncError: the bytes did not arrive.
+        """
+        where = message.get("memory", {})
+        if where.get("kind") != "broadcast":
+            return message
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        flat = await asyncio.to_thread(self._receive_broadcast, where, message["nbytes"], gpu)
+        return {**message, "memory": {"kind": "here", "flat": flat}}
+
+    def open(self, message: Mapping[str, Any]) -> Iterator[Encoded]:
+        """Yield the tensors of a message, as views of memory that the sender keeps until ``receive`` returns. Read all of them: the
+        checksum is verified at the end.
+
+        Raises:
+            SyncError: this process cannot access the memory, or its bytes differ from those sent.
+        """
+        where = message["memory"]
+        if where["kind"] == "loan":
+            yield from read_loan(message, lambda key: self._attach(where["regions"][key], attach))
+            return
+        if where["kind"] not in self._kinds:
+            raise SyncError(
+                f"weights arrived in memory of the kind {where['kind']!r}, which this engine does not support"
+            )
+        flat = self._kinds[where["kind"]](where)
+        for unit in unpack(message, flat):
+            unit.lasting = where.get("stays", False) and not unit.format
+            yield unit
+        if "keep" in where:
+            self._bases[where["keep"]] = [where["version"], message["checksum"]], flat
+
+    def finish(self) -> None:
+        """Detach memory that neither this update nor the previous one used; the sender may alternate between two versions."""
+        used = self._used | self._used_before
+        self._memory = {key: memory for key, memory in self._memory.items() if key in used}
+        self._used, self._used_before = set(), self._used
+
+    def detach(self) -> None:
+        """Detach all memory of the sender."""
+        self._memory, self._used = {}, set()
+
+    def forget(self) -> None:
+        """Drop everything after a failed update: stored bases no longer match the sender's."""
+        self.detach()
+        self._bases = {}
+        for group in self._groups.values():
+            group.close()
+        self._groups = {}
+
+    def _attach(self, where: Mapping[str, Any], attach: Callable[[Mapping[str, Any]], Tensor]) -> Tensor:
+        key = where["key"]
+        if key not in self._memory:
+            self._memory[key] = attach(where)
+        self._used.add(key)
+        return self._memory[key]
+
+    def _apply_delta(self, where: Mapping[str, Any]) -> Tensor:
+        name, flat = self._bases.pop(where["keep"], (None, torch.empty(0, dtype=torch.uint8)))
+        if name != where["base"]:
+            raise SyncError(
+                f"the bucket of weights that starts with {where['keep']} arrived as a difference to version {where['base'][0]}, which "
+                "this engine does not have: it was restarted, or missed a sync"
+            )
+        delta.apply(flat, where["data"])
+        return flat
+
+    def _receive_broadcast(self, where: Mapping[str, Any], nbytes: int, gpu: int) -> Tensor:
+        if where["key"] not in self._groups:
+            self._groups[where["key"]] = Broadcast.join(where, gpu)
+        return self._groups[where["key"]].receive(nbytes, where["turn"], where["times"])
+
+
+def _file(where: Mapping[str, Any]) -> Tensor:
+    try:
+        descriptor = os.open(where["path"], os.O_RDWR)
+    except OSError as error:
+        raise SyncError(
+            f"the engine's process cannot open {where['path']}, which contains the trainer's weights ({error.strerror}): the two "
+            "processes are on different hosts, or do not share /dev/shm"
+        ) from error
+    try:
+        # Map all pages at once: individual page faults take longer than reading them.
+        memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _data(where: Mapping[str, Any]) -> Tensor:
+    data = bytearray(where["data"])  # torch requires writable memory
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 class Arrival(ABC):

@@ -2,7 +2,7 @@
 
 The bytes do not depend on the kind of memory, so a bucket has the same checksum on both sides. A message is plain data: ``units``,
 a ``[name, format, [[stored name, dtype, shape, offset], ...]]`` per tensor; ``nbytes`` and ``checksum`` of the bucket's bytes; and
-``memory``, which tells the receiver how to access them (``inbox``).
+``memory``, which tells the receiver how to access them (``arrivals``).
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ LAYERS: list[dict[str, str]] = [
         "errors": "",
         "nearest": "",
         "lookup": "",
-        "stash": "",
         "version": "",
         "redact": "",
     },
@@ -42,7 +41,7 @@ LAYERS: list[dict[str, str]] = [
         "precision": "errors nearest data plugin config checkpoint",
     },
     {
-        "contracts": "errors stash data plugin config observe checkpoint algorithm precision",
+        "contracts": "errors data plugin config observe checkpoint algorithm precision",
     },
     {
         "rollout": "errors data config observe reward contracts",
@@ -53,7 +52,7 @@ LAYERS: list[dict[str, str]] = [
         "schedule": "plugin contracts rollout",
     },
     {
-        "run": "errors stash version redact data plugin config observe checkpoint reward contracts rollout",
+        "run": "errors version redact data plugin config observe checkpoint reward contracts rollout",
     },
     {
         "loop": "errors data contracts rollout sync run",
@@ -107,14 +106,14 @@ TRANSPORT: list[dict[str, str]] = [
 #: Engine against trainer, one layer in itself.
 MISMATCH: list[dict[str, str]] = [
     {
-        "mismatch": "core: errors stash data plugin precision contracts rollout sync",
+        "mismatch": "core: errors data plugin precision contracts rollout sync",
     },
 ]
 
 #: Where the parts of a run are, one layer in itself.
 RUNTIME: list[dict[str, str]] = [
     {
-        "runtime": "core: errors lookup redact data plugin config observe checkpoint precision contracts train sync run "
+        "runtime": "core: errors lookup redact data plugin config checkpoint precision contracts train sync run "
         "mismatch: mismatch",
     },
 ]
@@ -200,7 +199,6 @@ CIRCLES: dict[tuple[str, ...], str] = {
     ): "the trainer's own checkpoints, on a page of their own, and the memory that it gives back",
     ("precision.format", "precision.product"): "a format offers its product, a product multiplies a format's codes",
     (
-        "engine.ahead",
         "engine.decoder",
         "engine.engine",
         "engine.scheduler",

@@ -372,9 +372,9 @@ from miles_embedded.trainer.build import make_trainer
 from miles_core.plugin.manifest import Plugin
 from miles_runtime.inline import InlineRuntime
 from miles_core.rollout.function import SingleTurn
-from miles_core.rollout.source import open_prompts
+from miles_core.rollout.queue import open_prompts
 from miles_core.schedule.sync import SyncSchedule
-from miles_core.sync.copy import make_transport
+from miles_core.sync.push import make_transport
 from miles_core.train.adamw import make_optimizer
 
 KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "schedule", "advantage", "reward", "check",

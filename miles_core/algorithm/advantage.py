@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_core.algorithm.ragged import Unmasked, expand
-from miles_core.data.batch import Batch
+from miles_core.data.batch import Batch, Unmasked, expand
 from miles_core.errors import ConfigError
 
 GRPO_EPS = 1e-6
@@ -31,7 +30,7 @@ def local_sum(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """All local samples of one rollout batch as flat columns (see ``ragged``).
+    """All local samples of one rollout batch as flat columns (see ``data.batch``).
 
     Attributes:
         rewards: [samples] float64 or float32, finite.
@@ -199,7 +198,7 @@ def grpo(inputs: AdvantageInputs) -> Tensor:
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Tensor:
-    """Dr.GRPO: R - mean. Its constant normaliser is a choice of reduction (``reduction.loss_weights``). [tokens]"""
+    """Dr.GRPO: R - mean. Its constant normaliser is a choice of reduction (``policy_loss.loss_weights``). [tokens]"""
     return _spread(inputs, "center")
 
 

@@ -19,7 +19,7 @@ from miles_core.algorithm.advantage import local_sum
 
 @dataclass(frozen=True)
 class CorrectionInputs:
-    """All local tokens of one optimiser step as flat columns (see ``ragged``), without gradients. A correction that does not need the
+    """All local tokens of one optimiser step as flat columns (see ``data.batch``), without gradients. A correction that does not need the
     whole step may receive a micro-batch instead.
 
     Attributes:

@@ -1,6 +1,6 @@
-"""Policy losses per token, before any reduction.
+"""Policy losses per token, estimators of the KL divergence, and the reduction to the loss of an optimiser step.
 
-Token losses are not weighted here: corrections multiply them, ``reduction.loss_weights`` weights them, and their sum over all
+Token losses are not weighted: corrections multiply them, ``loss_weights`` weights them, and their sum over all
 micro-batches and ranks is the loss of the optimiser step. With r_t = exp(log pi - log pi_old):
 
 - ``ppo``:   max(-A r, -A clip(r, 1 - eps, 1 + eps_high)); dual clip: for A < 0 at most -c A. Also the loss of GRPO,
@@ -10,6 +10,16 @@ micro-batches and ranks is the loss of the optimiser step. With r_t = exp(log pi
 
 Masked tokens have loss 0 and gradient 0 regardless of their log-probabilities. Log-ratios are clamped to +-20 before exp, so that a
 single token cannot make the step infinite; a clamped log-ratio has no gradient.
+
+**KL.** Estimators of KL(pi || pi_ref) from tokens sampled from pi (J. Schulman, "Approximating KL divergence", 2020).
+
+With d = log pi - log pi_ref: k1 = d is unbiased with high variance; k2 = d^2 / 2 is biased, and its gradient is the
+unbiased one of the reverse KL; k3 = e^-d - 1 + d is unbiased as a value and never negative; low_var_kl is k3 with
+clamps. As a *loss*, k1 has a gradient with mean 0, and the gradient of k3 is not that of the reverse KL.
+
+**Reduction.** A weight per token, computed before the first micro-batch from all local tokens of the step. The step's loss is then
+``(token_loss * weight).sum()``, summed over micro-batches and ranks. It does not depend on how the batch was split or packed, and
+gradients are summed, never averaged.
 """
 
 from __future__ import annotations
@@ -20,10 +30,102 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_core.algorithm.kl import LOG_RATIO_CLAMP
-from miles_core.algorithm.ragged import segment_sum
-from miles_core.algorithm.reduction import masked_sum
+from miles_core.algorithm.advantage import local_sum
+from miles_core.data.batch import expand, mask_counts, segment_sum
 from miles_core.errors import ConfigError
+
+REDUCTIONS = ("rollout_mean", "token_mean", "constant")
+
+
+def loss_weights(
+    mask: Tensor,
+    lengths: Tensor,
+    rollout_ids: Tensor,
+    how: str = "rollout_mean",
+    constant_length: int | None = None,
+    sum: Callable[[Tensor], Tensor] = local_sum,
+) -> Tensor:
+    """Compute the weight of every token in the step's loss, float32 [tokens]; masked tokens have weight 0.
+
+    - ``rollout_mean``: mask / (mask sum of the token's rollout * rollouts of the step).
+    - ``token_mean``: mask / (mask sum of the step).
+    - ``constant``: mask / (constant_length * rollouts of the step), Dr.GRPO (arXiv 2503.20783).
+
+    Siblings (samples with the same rollout id) count as one rollout. A completely masked rollout contributes no loss but counts in the
+    number of rollouts, so masking it never increases the weight of others. The same holds for tokens that a correction rejects, because
+    ``mask`` is the original mask. Without any unmasked token all weights are 0.
+
+    Args:
+        mask: [tokens] flat column of all local samples of the step.
+        lengths: [samples] int64.
+        rollout_ids: [samples] int64. Siblings must be on one rank; ids must not repeat between ranks.
+        how: one of ``REDUCTIONS``.
+        constant_length: length in tokens for ``constant``; usually the maximum response length.
+        sum: sums a tensor over the ranks of the step.
+    """
+    if how not in REDUCTIONS:
+        raise ConfigError(f"unknown loss reduction {how!r}; choose one of {', '.join(REDUCTIONS)}")
+    ones = mask.bool().double()
+    if how == "token_mean":
+        return (ones / sum(ones.sum()).clamp(min=1.0)).float()
+
+    ids, rollout_of = torch.unique(rollout_ids, return_inverse=True)
+    rollouts = sum(ones.new_tensor(float(len(ids)))).clamp(min=1.0)
+    if how == "constant":
+        if constant_length is None or constant_length < 1:
+            raise ConfigError(f"the constant loss reduction needs a length of at least 1 token, got {constant_length}")
+        return (ones / (constant_length * rollouts)).float()
+    # Integer counts: exact in any order of addition.
+    counts = torch.zeros(len(ids), dtype=torch.int64, device=mask.device)
+    counts = counts.index_add(0, rollout_of.to(mask.device), mask_counts(mask, lengths))
+    per_sample = 1.0 / (counts.clamp(min=1).double() * rollouts)
+    return (ones * expand(per_sample[rollout_of.to(mask.device)], lengths)).float()
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the detached sum over unmasked tokens and their number: a metric's (sum, weight) for a mean over the step's tokens.
+
+    Values of masked tokens are ignored, even NaN. The number is the sum of ``mask``, which must be 0 or 1.
+    """
+    return torch.where(mask.bool(), values.detach(), 0.0).sum(), mask.sum()
+
+
+LOG_RATIO_CLAMP = 20.0
+LOW_VAR_KL_CLAMP = 10.0
+KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """KL per token, same shape as the inputs and differentiable in both.
+
+    Args:
+        log_probs, ref_log_probs: log pi and log pi_ref of the sampled tokens, natural logarithm.
+        kind: one of ``KL_TYPES``; low_var_kl clamps d to +-20 and the result to +-10.
+    """
+    d = log_probs - ref_log_probs
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d.square() / 2
+    if kind == "k3":
+        return torch.expm1(-d) + d
+    if kind == "low_var_kl":
+        d = d.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        return (torch.expm1(-d) + d).clamp(-LOW_VAR_KL_CLAMP, LOW_VAR_KL_CLAMP)
+    raise ConfigError(f"unknown KL estimator {kind!r}; --kl-loss-type is one of {', '.join(KL_TYPES)}")
+
+
+def engine_gap(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Measure the gap between trainer and engine on the sampled tokens: mean |delta log p|, and k1 and k3 estimates of
+    KL(rollout || train), as (sum, count). All arguments are [tokens]. The difference of a token is limited to 20 nats, so that a token
+    with probability 0 on one side does not make the metric infinite."""
+    delta = torch.where(mask.bool(), train - rollout, 0.0).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return {
+        "mismatch/abs_log_prob": masked_sum(delta.abs(), mask),
+        "mismatch/kl_k1": masked_sum(-delta, mask),
+        "mismatch/kl_k3": masked_sum(torch.expm1(delta) - delta, mask),
+    }
+
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 

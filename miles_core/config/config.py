@@ -73,7 +73,7 @@ class Config:
         self._groups: dict[str, Any] = {}
         for table, group in schema.groups.items():
             fields = {o.name: self._values[o.path] for o in schema.options.values() if o.group == table}
-            self._groups[table] = group(**fields)
+            self._groups[table] = self.__dict__[table] = group(**fields)
             if hasattr(type(self), table):
                 raise PluginError(
                     f"a plugin may not be called {table!r}: configurations have an attribute with that name"
@@ -90,11 +90,9 @@ class Config:
         return self._groups[table]
 
     def __getattr__(self, name: str) -> Any:
-        """Return a plugin's table: ``config.mine``, like core's ``config.rollout``."""
+        """Refuse an unknown table. Tables of core and plugins are attributes: ``config.rollout``, ``config.mine``."""
         tables = self.__dict__.get("_groups", {})
-        if name not in tables:
-            raise AttributeError(f"the configuration has no table {name!r}{did_you_mean(name, tables, '; ')}")
-        return tables[name]
+        raise AttributeError(f"the configuration has no table {name!r}{did_you_mean(name, tables, '; ')}")
 
     def plugin(self, name: str) -> Any:
         """Return the options of a plugin, an instance of its config dataclass."""
@@ -215,22 +213,11 @@ class Config:
                 where = option.path
             origins[where] = origin
             chosen.discard(where)
-        return Config(
-            self._schema, changed, origins, frozenset(chosen), self.requested, passed, self._active, self.policies
-        )
+        return self._copy(values=changed, origins=origins, chosen=frozenset(chosen), passthrough=passed)
 
     def with_policies(self, named: Mapping[str, Mapping[str, Any]]) -> Config:
         """Return a copy of this configuration with other values for its policies."""
-        return Config(
-            self._schema,
-            self._values,
-            self._origins,
-            self._chosen,
-            self.requested,
-            self._passthrough,
-            self._active,
-            named,
-        )
+        return self._copy(policies=named)
 
     def with_plugins(self, names: Iterable[str]) -> Config:
         """Return a copy of this configuration with the plugins of the accepted plan, including requirements.
@@ -244,16 +231,20 @@ class Config:
             owners = self._schema.flag_of(path).owners if option else (self._schema.owners[path.partition(".")[0]],)
             if not ({CORE, *active} & set(owners)):
                 raise ConfigError(f"{self._origins[path]}: {owners[0]} is not part of this run; add it to --plugins")
-        return Config(
-            self._schema,
-            self._values,
-            self._origins,
-            self._chosen,
-            self.requested,
-            self._passthrough,
-            active,
-            self.policies,
-        )
+        return self._copy(active=active)
+
+    def _copy(self, **changes: Any) -> Config:
+        """Return a copy of this configuration; ``changes`` are arguments of the constructor."""
+        own = {
+            "values": self._values,
+            "origins": self._origins,
+            "chosen": self._chosen,
+            "requested": self.requested,
+            "passthrough": self._passthrough,
+            "active": self._active,
+            "policies": self.policies,
+        }
+        return Config(self._schema, **(own | changes))
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON data: the values set by the user by table, and all other values under ``defaults``."""

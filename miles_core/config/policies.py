@@ -2,7 +2,7 @@
 
 ``policies: {solver: {lr: 1e-6}, judge: {hf_checkpoint: DIR, role: frozen}}`` names the policies of a run. The values in a policy's
 table override the run's values for that policy; the keys are those of a configuration file. The additional keys ``role`` and
-``generates`` are described in ``miles_core.contracts.policy``.
+``generates`` are described in ``miles_core.contracts.run``.
 """
 
 from __future__ import annotations

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from miles_core.config.config import Config
     from miles_core.contracts.engine import Engine, Request
     from miles_core.contracts.mtp_layer import MtpLayer
-    from miles_core.contracts.policy import Policy
-    from miles_core.contracts.run import Run
+    from miles_core.contracts.run import Policy, Run
     from miles_core.contracts.runtime import Learn, LearnerHandle
     from miles_core.contracts.trainer import Forward, LossFunction, OptimizerStep
     from miles_core.data.batch import Batch

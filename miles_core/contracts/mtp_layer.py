@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from miles_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from miles_core.contracts.policy import Policy
-    from miles_core.contracts.run import Run
+    from miles_core.contracts.run import Policy, Run
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ per GPU works as follows (``miles_runtime`` implements everything except startin
   one for all requests of a group); every other call goes to all of them.
 - Weights do not pass through the driver: ``push`` runs export, encoding and transport in the trainer ranks. A rank's transport
   has its own engine front, through which it calls ``receive`` of the engines. Tensors passed to that front are sent as bytes.
-- With ``--colocate``, ranks and engines share devices. Core makes them take turns (``miles_runtime.turns``). The runtime places
+- With ``--colocate``, ranks and engines share devices. Core makes them take turns (``miles_runtime.learner_front``). The runtime places
   them on the devices and uses the same calls to free memory while it builds each of them.
 - A process that dies or stops responding raises ``WorkerLost``. The engine front replaces a lost engine. A lost trainer rank loses the
   training since the last checkpoint: the driver calls ``recover`` of the runtime and repeats the steps from that checkpoint.
@@ -33,7 +33,7 @@ import numpy as np
 
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
-from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Policy
 from miles_core.contracts.trainer import Pass
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample

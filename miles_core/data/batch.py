@@ -5,12 +5,18 @@ All samples' tokens are concatenated. A column has one row per token; row t of a
 *as an input*. Prompt rows of response columns hold the field's padding value, and ``loss_mask`` is 0 there.
 A trainer may use any layout of tokens (packed, padded, shared prompts); it reads columns through
 ``Context.rows`` and returns its results as flat columns.
+
+Reductions over columns take the number of tokens of each sample in ``lengths [samples]``. Their sums use float64 and a fixed order within
+each sample, so that a value does not depend on the other samples in the batch or micro-batch.
+
+Metrics are (sum, weight) pairs: they can be added over micro-batches, steps and ranks before a single division at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -208,3 +214,70 @@ def _ragged_column(spec: Field, samples: Sequence[Sample], values: Sequence[obje
     offsets = np.concatenate([[0], np.concatenate(counts).cumsum()]).astype(np.int64)
     flat = np.concatenate(parts) if parts else np.zeros(0, spec.dtype)
     return Ragged(torch.from_numpy(flat), torch.from_numpy(offsets))
+
+
+def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
+    """Sum ``values [tokens]`` over each sample: [samples], float64; an empty sample gives 0. Differentiable."""
+    if len(lengths) == 0:  # segment_reduce does not support this case
+        return values.double()[:0]
+    return torch.segment_reduce(values.double(), "sum", lengths=lengths, initial=0.0)
+
+
+def expand(values: Tensor, lengths: Tensor) -> Tensor:
+    """Repeat ``values [samples]`` on every token of its sample: [tokens]."""
+    return torch.repeat_interleave(values, lengths)
+
+
+def mask_counts(mask: Tensor, lengths: Tensor) -> Tensor:
+    """Count the unmasked tokens of each sample: [samples], int64."""
+    return segment_sum(mask.bool().double(), lengths).round().long()
+
+
+class Unmasked:
+    """Converts between flat columns and matrices [samples, longest] of each sample's unmasked tokens.
+
+    Recursions over time thus treat unmasked tokens as adjacent, without steps for masked tokens (tool text between two turns).
+    """
+
+    def __init__(self, mask: Tensor, lengths: Tensor) -> None:
+        self.mask = mask.bool()
+        self.counts = mask_counts(mask, lengths)
+        samples = torch.arange(len(lengths), device=mask.device)
+        self.row = expand(samples, lengths)[self.mask]
+        start = torch.cumsum(self.counts, 0) - self.counts
+        self.column = torch.arange(len(self.row), device=mask.device) - start[self.row]
+        self.width = int(self.counts.max()) if len(lengths) else 0
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Convert [tokens] to [samples, longest], padded with 0."""
+        matrix = values.new_zeros(len(self.counts), self.width)
+        matrix[self.row, self.column] = values[self.mask]
+        return matrix
+
+    def unpack(self, matrix: Tensor) -> Tensor:
+        """Convert [samples, longest] to [tokens], with 0 for masked tokens."""
+        values = matrix.new_zeros(len(self.mask))
+        values[self.mask] = matrix[self.row, self.column]
+        return values
+
+
+#: A sum or a weight: a float, or a tensor of one element.
+T = TypeVar("T")
+
+
+def add(into: dict[str, tuple[T, T]], more: Mapping[str, tuple[T, T]]) -> None:
+    """Add the pairs of ``more`` to those of ``into`` by name; sums and weights are floats or one-element tensors."""
+    pairs: dict[str, tuple[Any, Any]] = into
+    for name, (total, weight) in more.items():
+        old = pairs.get(name, (0.0, 0.0))
+        pairs[name] = (old[0] + total, old[1] + weight)
+
+
+def as_floats(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[float, float]]:
+    """Convert (sum, weight) tensors to Python floats. Synchronises with the device."""
+    return {name: (float(total), float(weight)) for name, (total, weight) in pairs.items()}
+
+
+def means(pairs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Return name -> sum / weight, without entries of weight 0 (not measured)."""
+    return {name: total / weight for name, (total, weight) in pairs.items() if weight}

@@ -1,12 +1,8 @@
-"""Position of a process among the trainer ranks of a policy, and the distribution of samples among replicas."""
+"""Position of a process among the trainer ranks of a policy."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-from miles_core.data.sample import Sample
 
 
 @dataclass(frozen=True)
@@ -38,35 +34,3 @@ class World:
 
 #: A process that trains alone.
 ALONE = World()
-
-
-def shares(samples: Sequence[Sample], step_of: Sequence[int], replicas: int) -> list[list[int]]:
-    """Divide the samples of a rollout among replicas.
-
-    A group stays on one replica, because advantages compare its members. To balance each optimiser step, groups are assigned in
-    order of decreasing length to the replica with the fewest tokens in the group's steps (Graham's rule: with one step the largest
-    share is at most 4/3 of the optimum).
-
-    Args:
-        samples: whole groups.
-        step_of: the optimiser step of each sample; a group may extend over two steps.
-        replicas: number of replicas; some receive no sample if there are fewer groups.
-
-    Returns:
-        for each replica, the indexes of its samples in ascending order.
-    """
-    members: dict[int, list[int]] = {}
-    for position, sample in enumerate(samples):
-        members.setdefault(sample.group_index, []).append(position)
-    tokens: dict[int, Counter[int]] = {group: Counter() for group in members}
-    for group, positions in members.items():
-        for position in positions:
-            tokens[group][step_of[position]] += len(samples[position].tokens)
-    load = [Counter[int]() for _ in range(replicas)]
-    mine: list[list[int]] = [[] for _ in range(replicas)]
-    for group in sorted(members, key=lambda g: (min(tokens[g]), -tokens[g].total(), g)):
-        # with equal loads, prefer the replica with fewer samples, so that small rollouts reach every replica
-        target = min(range(replicas), key=lambda r: (max(load[r][s] for s in tokens[group]), len(mine[r]), r))
-        load[target].update(tokens[group])
-        mine[target] += members[group]
-    return [sorted(positions) for positions in mine]

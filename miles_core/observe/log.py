@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_core.errors import ConfigError
-from miles_core.redact import redact
+from miles_core.redact import RedactingFormatter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,13 +28,6 @@ FILE_ONLY = {"file_only": True}
 def is_debugging() -> bool:
     """True when ``MILES_DEBUG`` asks for debug output and for tracebacks of user errors."""
     return os.environ.get("MILES_DEBUG", "0") not in ("", "0")
-
-
-class RedactingFormatter(logging.Formatter):
-    """A formatter whose lines, tracebacks included, hold no credentials."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
 
 
 class _File(logging.FileHandler):

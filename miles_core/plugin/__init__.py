@@ -18,7 +18,7 @@ from miles_core.lookup import make_lazy_exports
 if TYPE_CHECKING:
     from miles_core.checkpoint.store import Store as Store
     from miles_core.config.config import Config as Config
-    from miles_core.contracts.policy import Policy as Policy
+    from miles_core.contracts.run import Policy as Policy
     from miles_core.contracts.run import Run as Run
     from miles_core.contracts.runtime import PolicyParts as PolicyParts, Runtime as Runtime
     from miles_core.contracts.schedule import Schedule as Schedule
@@ -66,19 +66,18 @@ if TYPE_CHECKING:
     from miles_core.plugin.problem import Problem as Problem, Review as Review, describe_fact as describe_fact
     from miles_core.redact import redact as redact
     from miles_core.reward.reward import compares_label as compares_label, group_reward as group_reward
-    from miles_core.rollout.ask import Ask as Ask
+    from miles_core.rollout.function import Ask as Ask
     from miles_core.rollout.function import RolloutFunction as RolloutFunction
     from miles_core.rollout.transcript import Transcript as Transcript, Turn as Turn
     from miles_core.schedule.sync import SyncSchedule as SyncSchedule
-    from miles_core.stash import StashKey as StashKey
+    from miles_core.contracts.run import StashKey as StashKey
 
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_core.checkpoint.store": "Store",
         "miles_core.config.config": "Config",
-        "miles_core.contracts.policy": "Policy",
-        "miles_core.contracts.run": "Run",
+        "miles_core.contracts.run": "Policy Run StashKey",
         "miles_core.contracts.runtime": "PolicyParts Runtime",
         "miles_core.contracts.schedule": "Schedule",
         "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError NonFiniteError PlanError "
@@ -95,11 +94,9 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.plugin.problem": "Problem Review describe_fact",
         "miles_core.redact": "redact",
         "miles_core.reward.reward": "compares_label group_reward",
-        "miles_core.rollout.ask": "Ask",
-        "miles_core.rollout.function": "RolloutFunction",
+        "miles_core.rollout.function": "Ask RolloutFunction",
         "miles_core.rollout.transcript": "Transcript Turn",
         "miles_core.schedule.sync": "SyncSchedule",
-        "miles_core.stash": "StashKey",
     },
 )
 __all__ = __dir__()

@@ -75,7 +75,7 @@ CORE = Plugin(
         "schedule": {"sync": "miles_core.schedule.sync:make_schedule"},
         "generate": {"turn": "miles_core.rollout.function:make_turn"},
         "optimizer": dict.fromkeys(("adamw", "adam"), "miles_core.train.adamw:make_optimizer"),
-        "transport": {"copy": "miles_core.sync.copy:make_transport"},
+        "transport": {"copy": "miles_core.sync.push:make_transport"},
     },
     pairs=(Pair("bf16", "bf16"),),
     aliases={"--bf16": {"model.dtype": "bfloat16"}, "--fully-async": {"run.schedule": "async"}},

@@ -20,7 +20,7 @@ from miles_core.nearest import find_nearest
 
 Shape = tuple[int, ...]
 
-#: Tensors that always keep their precision. If the whole model is known, routers are identified by shape (``routers``). By name, a router
+#: Tensors that always keep their precision. If the whole model is known, routers are identified by shape (``experts``). By name, a router
 #: contains ``router`` (``router.layer``, ``modality_router``) or is a module ``gate``; the latter is a glob, because as a substring it
 #: would match every ``gate_proj``. ``altup`` predicts and mixes residual streams with matrices of a few numbers.
 #: ``shared_head`` is the ``lm_head`` of an MTP layer; ``weights_proj`` of the sparse-attention indexer is BF16 in engines.

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from miles_core.data.reward_value import number
+from miles_core.data.sample import number
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import UserFunction, load_function
 from miles_core.reward.rules import RULES, Rule

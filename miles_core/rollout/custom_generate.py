@@ -14,8 +14,7 @@ from miles_core.contracts.engine import Response
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import load_function
-from miles_core.rollout.ask import Ask
-from miles_core.rollout.function import RolloutFunction
+from miles_core.rollout.function import Ask, RolloutFunction
 
 
 class Args:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles_core.data.sample import Sample, Status
-from miles_core.rollout.keys import FIRST_EVALUATION
+from miles_core.rollout.collect import by_policy, reward_parts
+from miles_core.rollout.generate import FIRST_EVALUATION
 from miles_core.rollout.queue import Prompt
-from miles_core.rollout.summary import by_policy, reward_parts
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run

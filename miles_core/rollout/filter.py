@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miles_core.data.reward_value import reward_value
+from miles_core.data.sample import reward_value
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import load_function
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from miles_core.data.sample import Sample
-from miles_core.rollout.summary import by_policy
+from miles_core.rollout.collect import by_policy
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run

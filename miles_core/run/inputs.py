@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from miles_core.config.config import Config
 from miles_core.contracts.engine import Sampling
-from miles_core.contracts.policy import Policy
-from miles_core.contracts.run import Run
+from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Schedule
 from miles_core.data.prompt_source import PromptSource, Row
@@ -19,17 +18,16 @@ from miles_core.errors import ConfigError, DataError, PluginError
 from miles_core.observe.progress import Progress
 from miles_core.plugin.chain import compose
 from miles_core.reward.custom import is_async
-from miles_core.reward.reward import RewardFunction, make_reward, score
+from miles_core.reward.reward import RewardFunction, make_reward
 from miles_core.reward.rules import RULES, labels_of
-from miles_core.rollout.collect import Collector, Pairs, Score
+from miles_core.rollout.collect import Collector, Pairs, Score, make_score
 from miles_core.rollout.custom_generate import CustomGenerate, load_generate
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.filter import GroupFilter, load_filter
 from miles_core.rollout.function import TURN, RolloutFunction, check_roles, to_rollout_function
 from miles_core.rollout.generate import Functions, Generate, Generator
-from miles_core.rollout.queue import PromptQueue
+from miles_core.rollout.queue import FILE, Limits, PromptQueue, encode_rows, examine, open_prompts
 from miles_core.rollout.sampling import evaluation_sampling, training_sampling
-from miles_core.rollout.source import FILE, Limits, encode_within_limits, examine, open_prompts
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
 from miles_core.run.problems import Problems
@@ -203,7 +201,7 @@ class Inputs:
         )
 
     def _render(self, run: Run) -> Callable[[Row], list[int] | None]:
-        return lambda row: encode_within_limits(run.render, row, run.config, self.limits)
+        return encode_rows(run.render, run.config, self.limits)
 
     def _generator(
         self, run: Run, parts: list[PolicyParts], sampling: Sampling, answers: Pairs | None = None
@@ -213,18 +211,8 @@ class Inputs:
         return Generator(run, engines, sampling, self.functions, answers)
 
     def _score(self, run: Run) -> Score:
-        reward = self.reward
-        assert reward is not None  # set by the constructor or ``make``
-
-        async def score_all(samples: list[Sample]) -> None:
-            if not self.reward_of:
-                await score(samples, reward, run.config.args)
-                return
-            for policy in run.policies:
-                if policy.role == "train" and (mine := run.select_policy(policy, [samples])):
-                    await score(mine, self.reward_of[policy.name], run.config.args)
-
-        return score_all
+        assert self.reward is not None  # set by the constructor or ``make``
+        return make_score(run, self.reward, self.reward_of)
 
 
 def wrap_generator(run: Run, generator: Generator) -> Generate:

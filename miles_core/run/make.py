@@ -8,10 +8,9 @@ from pathlib import Path
 from miles_core.config.config import Config
 from miles_core.config.policies import CHECKPOINT, GENERATES, ROLE
 from miles_core.contracts.hooks import load_hooks
-from miles_core.contracts.policy import Policy
-from miles_core.contracts.run import Run
+from miles_core.contracts.run import Policy, Run
 from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
-from miles_core.data.template import PromptTemplate, parse_variables
+from miles_core.data.prompts import PromptTemplate, parse_variables
 from miles_core.data.tokenizer import load_tokenizer
 from miles_core.observe.hints import Hints, hints_of
 from miles_core.observe.metrics import MetricLog, Sink

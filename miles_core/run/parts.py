@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-from miles_core.contracts.policy import check_policies
-from miles_core.contracts.run import Run
+from miles_core.contracts.run import Run, check_policies
 from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.observe.hints import for_error
 from miles_core.plugin.hint import Hint

@@ -11,7 +11,7 @@ from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
 from miles_core.errors import DataError
 from miles_core.rollout.collect import Interrupted
-from miles_core.rollout.source import NO_LIMITS, Limits, encode_prompt
+from miles_core.rollout.queue import NO_LIMITS, Limits, encode_prompt
 from miles_core.run.log import RunLog
 
 

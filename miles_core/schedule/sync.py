@@ -13,11 +13,24 @@ from contextlib import asynccontextmanager
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
-from miles_core.rollout.collect import Collector, Group
-from miles_core.rollout.partial import partial_rollout
+from miles_core.plugin.chain import compose
+from miles_core.rollout.collect import Collector, Group, Rollout
+from miles_core.rollout.continuation import partial_rollout
 from miles_core.rollout.versions import staleness
-from miles_core.schedule.paused import pause_engine
-from miles_core.schedule.wrapped import wrap_collect
+
+
+@asynccontextmanager
+async def pause_engine(run: Run, parts: PolicyParts) -> AsyncIterator[None]:
+    """Pause the engine with ``--pause-generation-mode`` during the body. It is resumed only if the body succeeds, because after a failed
+    push the engine's weights are incomplete."""
+    await parts.serving.pause(run.config.rollout.pause_generation_mode)
+    yield
+    await parts.serving.resume()
+
+
+def wrap_collect(run: Run, collect: Rollout) -> Rollout:
+    """Return ``collect(step)`` wrapped with the plugins' ``wrap_rollout`` hooks."""
+    return compose(collect, run.hooks.chain("wrap_rollout", run=run))
 
 
 class SyncSchedule(Schedule):

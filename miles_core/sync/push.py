@@ -1,12 +1,24 @@
-"""Pushes a weight version to the engine, and retries a failed push."""
+"""Weight sync: the codec of a policy, its precision, the push of a version with retries, and the checks after it."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
+from miles_core.contracts.run import Policy, Run, StashKey
 from miles_core.contracts.runtime import PolicyParts
-from miles_core.contracts.transport import SyncReport
+from miles_core.contracts.transport import SyncReport, Transport
+from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
+from miles_core.precision.codec import Codec
+from miles_core.precision.options import codec_for
+from miles_core.precision.schedule import PLAIN, precisions
+
+if TYPE_CHECKING:
+    from miles_core.contracts.engine import Engine
+
 
 log = logging.getLogger(__name__)
 
@@ -39,3 +51,92 @@ async def push(parts: PolicyParts, version: int) -> SyncReport:
             "weights travel by the plain copy from version %d on, because a push failed twice: %s", version, error
         )
     return await parts.learner.push(version, plain=True)
+
+
+def make_codec(run: Run, policy: Policy | None = None, precision: str | None = None) -> Codec:
+    """Create the codec with which a weight sync encodes and the engine decodes.
+
+    Args:
+        run: provides the options.
+        policy: the policy of the model; the run's only policy by default.
+        precision: a format's name or ``bf16``; the rollout's initial precision by default.
+    """
+    config = run.config if policy is None else run.config_of(policy)
+    precision = precision or precisions(config, 0).rollout
+    if precision == PLAIN:
+        return Codec()
+    checkpoint = (policy.hf_checkpoint if policy else "") or run.config.model.hf_checkpoint
+    return codec_for(run.hooks.format(precision), config, checkpoint)
+
+
+def switch_is_due(run: Run, parts: PolicyParts) -> bool:
+    """Return whether the precision changes at the next sync."""
+    return precisions(run.config_of(parts.policy), parts.policy.trained) != parts.precisions
+
+
+async def switch_when_due(run: Run, parts: PolicyParts) -> None:
+    """Rebuild both sides of a policy for the new precision, if it changes; the engine then waits for its weights."""
+    now, due = parts.precisions, precisions(run.config_of(parts.policy), parts.policy.trained)
+    if due == now:
+        return
+    log.info(
+        "after %d optimiser steps: rollout %s -> %s, training %s -> %s",
+        parts.policy.trained,
+        now.rollout,
+        due.rollout,
+        now.train,
+        due.train,
+    )
+    await parts.learner.rebuild(due)
+    if due.rollout != now.rollout:
+        await parts.serving.rebuild(due.rollout)
+    parts.precisions = due
+
+
+class CopyTransport(Transport):
+    """Passes the stream to an engine in this process, which copies it to its own weights."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def send(self, units: Iterator[Encoded], version: int) -> SyncReport:
+        started, nbytes, tensors = time.perf_counter(), 0, 0
+
+        def count_sizes() -> Iterator[Encoded]:
+            nonlocal nbytes, tensors
+            for unit in units:
+                nbytes += unit.nbytes
+                tensors += len(unit.parts)
+                yield unit
+
+        await self.engine.update_weights(count_sizes(), version)
+        return SyncReport(version, nbytes, tensors, time.perf_counter() - started)
+
+
+def make_transport(engine: Engine) -> CopyTransport:
+    """Create the transport named ``copy``."""
+    return CopyTransport(engine)
+
+
+#: Checks one policy after a sync; returns metrics, raises a MilesError to stop the run.
+SyncCheck = Callable[[PolicyParts], Awaitable[Mapping[str, float]]]
+
+_CHECKS = StashKey[list[SyncCheck]]()
+
+
+async def check_synced(run: Run, parts: PolicyParts) -> dict[str, float]:
+    """Run every check of the plan on a policy whose engine has just received its learner's weights.
+
+    Returns:
+        the merged metrics of all checks.
+
+    Raises:
+        MilesError: a check failed and stops the run.
+    """
+    if _CHECKS not in run.stash:
+        made = (run.hooks.make("check", name, run=run) for name in run.hooks.find_provided("check"))
+        run.stash[_CHECKS] = [check for check in made if check is not None]
+    metrics: dict[str, float] = {}
+    for check in run.stash[_CHECKS]:
+        metrics |= await check(parts)
+    return metrics

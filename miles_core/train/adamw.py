@@ -10,8 +10,7 @@ import torch
 from miles_core.train.optimizer import OptimizerConfig
 
 if TYPE_CHECKING:
-    from miles_core.contracts.policy import Policy
-    from miles_core.contracts.run import Run
+    from miles_core.contracts.run import Policy, Run
 
 
 def make_optimizer(run: Run, policy: Policy, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:

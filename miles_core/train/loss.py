@@ -4,18 +4,31 @@ Quantities that depend on the whole optimiser step are computed before the first
 ``loss_weight`` contains the normaliser, so that micro-batch losses are summed, and ``correction`` is the product of all
 corrections. A loss therefore does not depend on how the step was split. A correction that considers each sample separately can
 also be applied here, on the micro-batch; this saves a forward pass when the policy is its own old policy.
+
+Auxiliary losses (load balancing, draft heads) are sums over a micro-batch, ``Output.aux``. They are divided by the number of trained
+tokens of the whole optimiser step, so that the total does not depend on the split into micro-batches. Every trainer calls
+``with_auxiliary`` between loss and backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from miles_core.algorithm.correction import Correct
-from miles_core.algorithm.kl import engine_gap, kl_estimate
-from miles_core.algorithm.policy_loss import Clip, PolicyLossInputs, TokenLoss, policy_loss_of, token_objective
-from miles_core.algorithm.reduction import masked_sum
+from miles_core.algorithm.policy_loss import (
+    Clip,
+    PolicyLossInputs,
+    TokenLoss,
+    engine_gap,
+    kl_estimate,
+    masked_sum,
+    policy_loss_of,
+    token_objective,
+)
 from miles_core.contracts.trainer import Context, Loss, LossFunction, Output
 from miles_core.data.batch import Batch
 from miles_core.errors import MilesError
@@ -102,3 +115,33 @@ def value_loss(options: Algorithm) -> LossFunction:
         return Loss(share, metrics)
 
     return loss
+
+
+def trained_tokens(batch: Batch, sum: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the number of trained tokens of a whole step, at least 1.
+
+    Args:
+        batch: one rank's samples of the step.
+        sum: reduction over data-parallel ranks, ``Trainer.sum``.
+    """
+    return sum((batch.mask != 0).sum()).clamp(min=1)
+
+
+def with_auxiliary(share: Loss, output: Output, tokens: Tensor) -> Loss:
+    """Return ``share`` plus the auxiliary losses of ``output``.
+
+    Args:
+        share: result of the loss callback.
+        output: argument of the loss callback.
+        tokens: number of trained tokens of the whole step, over all data-parallel ranks.
+
+    Returns:
+        The sum, with each auxiliary loss as metric ``train/<name>`` (its mean over the step's trained tokens).
+    """
+    if not output.aux:
+        return share
+    value, metrics = share.value, dict(share.metrics)
+    for name, (total, weight) in output.aux.items():
+        value = value + total / tokens.to(total.device)
+        metrics[f"train/{name}"] = (total.detach(), torch.as_tensor(weight).detach())
+    return Loss(value, metrics)

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from miles_core.contracts.runtime import TrainedTokens
-from miles_core.data.means import add, means
+from miles_core.data.batch import add, means
 from miles_core.data.sample import Sample
-from miles_core.data.world import shares
-from miles_core.train.steps import optimiser_steps
 
 if TYPE_CHECKING:
     from miles_core.config.groups import Train as TrainOptions
+
+
+def step_count(samples: int, options: TrainOptions) -> int:
+    """Return the number of optimiser steps for a rollout of ``samples`` samples: ``--num-steps-per-rollout``, or the number that
+    brings the size of each step closest to ``--global-batch-size``."""
+    if options.global_batch_size:
+        return max(1, round(samples / options.global_batch_size))
+    return options.num_steps_per_rollout or 1
+
+
+def optimiser_steps(samples: Sequence[Sample], options: TrainOptions) -> tuple[list[int], int]:
+    """Assign each sample to an optimiser step.
+
+    Steps are consecutive and as equal in size as possible, and samples with the same rollout id share a step. Call it with all
+    samples of the rollout, before they are divided over ranks.
+
+    Returns:
+        the step of each sample (from 0), and the number of steps.
+    """
+
+    count = step_count(len(samples), options)
+    ids = [s.index if s.rollout_id is None else s.rollout_id for s in samples]
+    place = {rollout: n for n, rollout in enumerate(dict.fromkeys(ids))}
+    count = min(count, len(place))
+    edges = [round(i * len(place) / count) for i in range(1, count + 1)]
+    return [bisect_right(edges, place[i]) for i in ids], count
+
 
 #: name -> (sum, weight)
 Pairs = dict[str, tuple[float, float]]
@@ -43,6 +70,38 @@ def split_by_replica(samples: Sequence[Sample], options: TrainOptions, replicas:
         Share([samples[i] for i in mine], [step_of[i] for i in mine], count, mine)
         for mine in shares(samples, step_of, replicas)
     ]
+
+
+def shares(samples: Sequence[Sample], step_of: Sequence[int], replicas: int) -> list[list[int]]:
+    """Divide the samples of a rollout among replicas.
+
+    A group stays on one replica, because advantages compare its members. To balance each optimiser step, groups are assigned in
+    order of decreasing length to the replica with the fewest tokens in the group's steps (Graham's rule: with one step the largest
+    share is at most 4/3 of the optimum).
+
+    Args:
+        samples: whole groups.
+        step_of: the optimiser step of each sample; a group may extend over two steps.
+        replicas: number of replicas; some receive no sample if there are fewer groups.
+
+    Returns:
+        for each replica, the indexes of its samples in ascending order.
+    """
+    members: dict[int, list[int]] = {}
+    for position, sample in enumerate(samples):
+        members.setdefault(sample.group_index, []).append(position)
+    tokens: dict[int, Counter[int]] = {group: Counter() for group in members}
+    for group, positions in members.items():
+        for position in positions:
+            tokens[group][step_of[position]] += len(samples[position].tokens)
+    load = [Counter[int]() for _ in range(replicas)]
+    mine: list[list[int]] = [[] for _ in range(replicas)]
+    for group in sorted(members, key=lambda g: (min(tokens[g]), -tokens[g].total(), g)):
+        # with equal loads, prefer the replica with fewer samples, so that small rollouts reach every replica
+        target = min(range(replicas), key=lambda r: (max(load[r][s] for s in tokens[group]), len(mine[r]), r))
+        load[target].update(tokens[group])
+        mine[target] += members[group]
+    return [sorted(positions) for positions in mine]
 
 
 def merge_recorded(parts: Sequence[Share], seen: Sequence[Sequence[TrainedTokens]]) -> list[TrainedTokens]:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
-from miles_embedded.engine.cache import Cache, to_device
-from miles_embedded.engine.cached_rows import CachedRows
+from miles_embedded.engine.cache import Cache, CachedRows, to_device
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded, causal_mask
 from miles_embedded.model.indexer import Indexed, choose_in_parts
 

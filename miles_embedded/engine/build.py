@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from miles_core.errors import CheckpointError
 from miles_core.precision.product import Products
-from miles_core.sync.precision import make_codec
+from miles_core.sync.push import make_codec
 from miles_embedded.engine.decoder import PlainDecoder
 from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.engine.settings import Settings
-from miles_embedded.model.configuration import head
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import build_model
+from miles_embedded.model.parts import head
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +61,6 @@ def check_rope_switch(model: nn.Module, longest: int) -> None:
             f"(longrope in config.json), and a drafting decoder would feed tokens on both sides in one step; set it to {switch} or "
             "less, or run without drafts"
         )
-
-
-def detokenizer(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Return a function from token ids to text without special tokens; it calls the Rust tokenizer directly where possible."""
-    if tokenizer.is_fast and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        backend = tokenizer.backend_tokenizer
-        return lambda tokens: backend.decode(tokens, skip_special_tokens=True)
-    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:

@@ -22,19 +22,17 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
-from miles_embedded.engine.ahead import StepsAhead
 from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.cache import move_items
-from miles_embedded.engine.decoder import to_emitted
-from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, chunks, missing_fields_error
-from miles_embedded.engine.runner import Fed, Runner
+from miles_embedded.engine.decoder import StepsAhead, to_emitted
+from miles_embedded.engine.runner import Fed, Key, Prefix, Prefixes, Runner, chunks, missing_fields_error
 from miles_embedded.engine.scheduler import Row, Scheduler, parameters_of, slots_of, uniform_of
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
-from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.load import context_limit, facts_of
 from miles_embedded.model.nonfinite import first_nonfinite
+from miles_embedded.model.parts import text_configuration
 from miles_embedded.quantized.linear import linear_shapes
 
 
@@ -369,7 +367,8 @@ class EmbeddedEngine(Engine):
         """Invalidate state that depends on the weights, which changed or will change."""
         self._prefixes.retire()
         self.ahead.settle()
-        self.ahead.graphs.weights_changed()
+        if self.ahead.used:
+            self.ahead.graphs.weights_changed()
 
     def _clear(self) -> None:
         """Free the memory of the cache."""

@@ -219,3 +219,11 @@ def uniform_of(seed: int, rows: Sequence[Row], keys: Tensor, positions: Tensor |
     if positions is None:
         positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=keys.device)
     return uniform(seed, keys, positions, stream)
+
+
+def detokenizer(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Return a function from token ids to text without special tokens; it calls the Rust tokenizer directly where possible."""
+    if tokenizer.is_fast and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        backend = tokenizer.backend_tokenizer
+        return lambda tokens: backend.decode(tokens, skip_special_tokens=True)
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)

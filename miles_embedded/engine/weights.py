@@ -34,7 +34,6 @@ class Weights:
         inputs: rounds the inputs of products.
         version: version of the last complete update; -1 before the first.
         complete: whether the model consists of exactly one version.
-        arrivals: receives updates that arrive in buckets.
         packs: packed copies of some weights that are faster to read.
     """
 
@@ -53,8 +52,17 @@ class Weights:
         self._codec_of, self._changed = codec_of, changed
         self._set_codec(codec)
         self._shared: set[str] = set()
-        self.arrivals = Arrivals(lambda version, staged: (_StagedArrival if staged else _DirectArrival)(self, version))
-        self._released = Released(keep=False)
+        self._arrivals: Arrivals | None = None
+        self._released: Released | None = None
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """Receives updates that arrive in buckets."""
+        if self._arrivals is None:
+            self._arrivals = Arrivals(
+                lambda version, staged: (_StagedArrival if staged else _DirectArrival)(self, version)
+            )
+        return self._arrivals
 
     def check(self) -> None:
         """Check that the model can be run.
@@ -79,13 +87,18 @@ class Weights:
         """Free the memory of the parameters, except those shared with the trainer; an update must follow before they are read."""
         self.complete = False
         self.packs.clear()
-        self.arrivals.drop()
+        if self._arrivals is not None:
+            self._arrivals.drop()
         self.inputs.drop(list(self.inputs.layers))
+        if self._released is None:
+            self._released = Released(keep=False)
         self._released.release(p for name, p in self.model.named_parameters() if name not in self._shared)
 
     def restore(self) -> None:
         """Allocate the memory of the parameters again."""
-        self._released.restore()
+        if self._released is not None:
+            self._released.restore()
+            self._released = None
 
     def rebuild(self, precision: str) -> None:
         """Decode the following updates in another precision; the weights are incomplete until the next update."""
@@ -98,12 +111,13 @@ class Weights:
 
     def update(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
         """Load a whole update; ``share`` as for ``Update``. Returns the number of copied bytes."""
-        self.arrivals.forget()
+        if self._arrivals is not None:
+            self._arrivals.forget()
         return self.load(units, version, share)
 
     def begin_update(self, share: bool = False) -> Update:
         """Start an update tensor by tensor. The weights are incomplete until it is finished and ``serve`` is called."""
-        if self._released:
+        if self._released is not None:
             raise RuntimeError("the weights are asleep: wake them before an update")
         self.complete = False
         self.packs.clear()
@@ -112,7 +126,7 @@ class Weights:
     def load(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
         """Load a whole update like ``update``, without discarding arrivals in buckets."""
         update = self.begin_update(share)
-        update.take(self.inputs.take_each(units))
+        update.take(self.inputs.take_each(units) if self.inputs.layers else units)
         copied = update.finish()
         self.serve(version)
         return copied

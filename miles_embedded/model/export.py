@@ -16,7 +16,7 @@ from miles_core.checkpoint.directory import is_io
 from miles_core.checkpoint.placed import is_occupied, lock_directory, move_into_place, staging_path
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError
-from miles_embedded.model.configuration import configuration
+from miles_embedded.model.parts import configuration
 from miles_embedded.model.remote_code import export_code, is_remote
 from miles_embedded.model.views import export, unshare
 

@@ -18,9 +18,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from miles_core.errors import CheckpointError
-from miles_embedded.model.configuration import text_configuration
-from miles_embedded.model.load import backbone, decoder_layers
 from miles_embedded.model.onednn import use_fast_linear
+from miles_embedded.model.parts import backbone, decoder_layers, text_configuration
 from miles_embedded.model.views import Loader
 from miles_tools.convert.decode import open_quantized
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from miles_embedded.model.call import active_call
-from miles_embedded.model.configuration import text_configuration
-from miles_embedded.model.own_forward import put_forward
+from miles_embedded.model.parts import put_forward, text_configuration
 
 #: Cosine and sine; one tensor in families that multiply complex numbers.
 Rotation = Any

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from miles_embedded.model.own_forward import put_forward
+from miles_embedded.model.parts import put_forward
 
 #: Names of layers that read one input, as siblings.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

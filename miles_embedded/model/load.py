@@ -1,10 +1,10 @@
 """Load Transformers causal language models for engine and trainer.
 
 The modules and classes are Transformers' own. Attention and experts are computed here, through Transformers' extension points
-(``call``, ``experts``). Some modules get hooks (``temperature``), and some a forward on the instance: linear layers on a CPU
+(``call``, ``experts``). Some modules get hooks (``attention_function``), and some a forward on the instance: linear layers on a CPU
 (``onednn``) and those on a GPU that read one input (``joint_linear``), length-dependent rotary embeddings (``growing_rope``), and steps
 for which the model has another operation (``replaced_steps``), as on a GPU (``kernels``). An instance forward is bypassed when a plugin
-changes the module's class (``own_forward``).
+changes the module's class (``parts.put_forward``).
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
 from miles_embedded.manifest import LAYER_TYPES
-from miles_embedded.model.attention_function import attention, make_mask
 from miles_embedded.model.call import watch_layers
-from miles_embedded.model.configuration import configuration, head, text_configuration
 from miles_embedded.model.dequantize import dequantize
 from miles_embedded.model.experts import grouped_experts
 from miles_embedded.model.gpu_operations import use_kernels
@@ -43,15 +41,16 @@ from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
 from miles_embedded.model.joint_linear import join_linear
 from miles_embedded.model.onednn import use_fast_linear
+from miles_embedded.model.operations import call_attention, make_mask, tune_by_position
+from miles_embedded.model.parts import backbone, configuration, decoder_layers, head, text_configuration
 from miles_embedded.model.rotary_entries import complete_rotary
-from miles_embedded.model.temperature import tune_by_position
 from miles_embedded.model.value_head import replace_output
 
 NAME = "miles"
 FLAG = "--hf-checkpoint"
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_ATTENTION_FUNCTIONS.register(NAME, call_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, make_mask)
 ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
 
@@ -302,36 +301,11 @@ def _refuse_unknown_attention(model: nn.Module) -> None:
         )
 
 
-def backbone(model: nn.Module) -> nn.Module:
-    """Return the decoder stack below ``lm_head``; of a multimodal model, that of its language model."""
-    found: Any = model
-    # Llama 4's text model has the attribute names of the model with vision
-    names: tuple[str, ...] = (found.base_model_prefix, "model", "language_model")
-    while not hasattr(found, "layers"):
-        inner = next((x for n in names if isinstance(x := getattr(found, n, None), nn.Module) and x is not found), None)
-        if inner is None:
-            break
-        found, names = inner, ("language_model", "text_model", "model")
-    stack: nn.Module = found
-    return stack
-
-
 def has_windows(model: nn.Module) -> bool:
     """Whether some layer may attend to fewer than all previous tokens."""
     config = text_configuration(model)
     kinds = set(getattr(config, "layer_types", None) or ())
     return bool(getattr(config, "sliding_window", None)) or bool(kinds - {"full_attention"})
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the decoder layers that the model runs, in order, without additional layers (``extra_layers``)."""
-    layers = getattr(backbone(model), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise CheckpointError(
-            f"{type(model).__name__} has no list of decoder layers; it cannot be run by the embedded backend"
-        )
-    run = getattr(text_configuration(model), "num_hidden_layers", None) or len(layers)
-    return layers if run >= len(layers) else layers[:run]
 
 
 def context_limit(model: nn.Module, wanted: int = 0) -> int:

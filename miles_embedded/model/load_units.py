@@ -1,4 +1,4 @@
-"""Load weight updates into the engine's model."""
+"""Load weight updates into the engine's model, by copying or by referencing the trainer's memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,73 @@ from torch import Tensor, nn
 
 from miles_core.data.unit import Encoded
 from miles_core.errors import CheckpointError
-from miles_embedded.model.sharing import SharingLoader
+from miles_embedded.model.views import Copy, Loader, View, sources
+
+
+class SharingLoader(Loader):
+    """Copies checkpoint tensors into a model, or makes the model's tensors reference them.
+
+    Args:
+        model: prepared by ``miles_embedded.model.load``.
+        shared: names of module tensors in foreign memory. They are never written to: a tensor with new values gets its own memory again
+            and is removed from the set.
+
+    Attributes:
+        copied: number of bytes written so far.
+    """
+
+    def __init__(self, model: nn.Module, shared: set[str]) -> None:
+        super().__init__(model)
+        self._shared = shared
+        self._sources = sources(model)
+        self._lasting: dict[str, list[tuple[View, Tensor]]] = {}
+        self.copied = 0
+
+    def share(self, name: str, tensor: Tensor) -> None:
+        """Load a tensor like ``put``, deferred to ``reference_shared``, which references it if possible and copies it otherwise."""
+        view = self._find_view(name, tensor)
+        if not _same(self._part_of_model(view), tensor):
+            self._lasting.setdefault(view.source, []).append((view, tensor))
+
+    @torch.no_grad()
+    def reference_shared(self) -> None:
+        """Complete the update after all tensors arrived. A module tensor references the shared memory if all of its parts are in one
+        allocation with the same layout; otherwise its parts are copied."""
+        for source, parts in self._lasting.items():
+            home = self._sources[source]
+            starts = {(t.untyped_storage().data_ptr(), t.storage_offset() - view.offset) for view, t in parts}
+            alike = all(t.stride() == v.stride and t.dtype == home.dtype and t.device == home.device for v, t in parts)
+            if len(starts) == 1 and alike and sum(t.numel() for _, t in parts) == home.numel():
+                ((_, offset),) = starts
+                home.data = parts[0][1].detach().as_strided(home.shape, home.stride(), offset)
+                self._shared.add(source)
+            else:
+                for view, tensor in parts:
+                    self._write(view, tensor)
+        self._lasting = {}
+
+    def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
+        if self._shards[view.source].sharded:  # shards of a tensor are never shared
+            super()._write(view, tensor, copy)
+            self.copied += tensor.numel() * tensor.element_size()
+            return
+        if _same(self._part_of_model(view), tensor):
+            return
+        if view.source in self._shared:  # do not write to foreign memory
+            home = self._sources[view.source]
+            home.data = home.detach().clone()
+            self._shared.remove(view.source)
+        copy(self._part_of_model(view), tensor)
+        self.copied += tensor.numel() * tensor.element_size()
+
+    def _part_of_model(self, view: View) -> Tensor:
+        return view.of(self._sources[view.source].detach())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of equal shape reference the same memory with the same layout."""
+    return (a.data_ptr(), a.dtype, a.device, a.stride()) == (b.data_ptr(), b.dtype, b.device, b.stride())
+
 
 #: Decodes one encoded checkpoint tensor.
 Decode = Callable[[Encoded], Tensor]

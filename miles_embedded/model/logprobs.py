@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from miles_core.data.batch import Ragged
-from miles_embedded.model.configuration import head, text_configuration
 from miles_embedded.model.operations import LogProbs, operations_of
+from miles_embedded.model.parts import head, text_configuration
 
 #: Largest number of logits in memory at once; further rows are processed in chunks.
 CHUNK_ELEMENTS = 1 << 26

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_embedded.model.own_forward import put_forward
+from miles_embedded.model.parts import put_forward
 from miles_tools.environment import cpu_info
 
 #: Smallest number of rows for oneDNN.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from miles_embedded.model.own_forward import put_forward
+from miles_embedded.model.parts import put_forward
 
 _ROTATION = "apply_rotary_pos_emb"
 #: Tolerance of the comparison, in units of the dtype's epsilon: a few operations in another order.

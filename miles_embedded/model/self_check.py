@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from miles_core.errors import CheckpointError
 from miles_core.plugin.boundaries import boundaries
-from miles_embedded.model.configuration import configuration, text_configuration
 from miles_embedded.model.growing_rope import rope_switch
-from miles_embedded.model.load import NAME, decoder_layers
+from miles_embedded.model.load import NAME
+from miles_embedded.model.parts import configuration, decoder_layers, text_configuration
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from miles_core.errors import PluginError
-from miles_embedded.model.configuration import head, text_configuration
+from miles_embedded.model.parts import VALUE_HEAD, head, text_configuration
 
-#: Submodule name of the head.
-VALUE_HEAD = "miles_value_head"
 _VALUES_ONLY = "miles_values_only"
 
 
@@ -52,12 +50,6 @@ def add_value_head(model: nn.Module, module: nn.Module) -> None:
     with the model, and its weights are part of the export stream under names that start with ``VALUE_HEAD``.
     """
     setattr(model, VALUE_HEAD, module)
-
-
-def value_head(model: nn.Module) -> nn.Module | None:
-    """Return the value head of a model; None for models without one."""
-    found: nn.Module | None = getattr(model, VALUE_HEAD, None)
-    return found
 
 
 def is_critic(model: nn.Module) -> bool:

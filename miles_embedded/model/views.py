@@ -1,4 +1,4 @@
-"""Checkpoint tensors as views of module parameters.
+"""Checkpoint tensors as views of module parameters, which may be sharded across processes.
 
 Transformers stores all experts of a layer in one parameter, with gate and up joined; a checkpoint has a tensor per expert and
 projection. Transformers declares these conversions, and every supported conversion consists of slices: a checkpoint tensor is a view of
@@ -7,24 +7,79 @@ list in either direction, without arithmetic and without repeating the conversio
 
 Some families' checkpoints also store all experts of a layer in one tensor. Number formats split them (``precision.fused_experts``),
 again by slices.
+
+FSDP2 stores a parameter as a ``DTensor``: each process has ``ceil(rows / processes)`` consecutive rows of the first dimension, the last
+processes fewer or none. The rest of this backend uses plain tensors, through these functions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
 
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, first_line
 from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
-from miles_embedded.model.configuration import configuration
-from miles_embedded.model.sharded import LocalShard, gather_tensor, local_shard
+from miles_embedded.model.parts import configuration
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """The local shard of a tensor.
+
+    Attributes:
+        tensor: the local rows as a plain tensor without gradient, sharing memory with the parameter.
+        first: index of its first row in the full tensor.
+        shape: shape of the full tensor.
+        sharded: whether other processes store other rows.
+    """
+
+    tensor: Tensor
+    first: int
+    shape: tuple[int, ...]
+    sharded: bool
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """Start and end of the local rows in the full tensor, in elements."""
+        row = math.prod(self.shape[1:])
+        return self.first * row, (self.first + len(self.tensor)) * row
+
+    def take(self, tensor: Tensor) -> None:
+        """Copy this process's rows of the full ``tensor``, of any dtype, to the shard."""
+        self.tensor.copy_(tensor[self.first : self.first + len(self.tensor)] if self.sharded else tensor)
+
+
+@torch.no_grad()
+def local_shard(tensor: Tensor) -> LocalShard:
+    """Return the local shard of ``tensor``; all of it if it is not sharded."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return LocalShard(tensor.detach(), 0, shape, False)
+    mesh, own = tensor.device_mesh, tensor.to_local()
+    rows = -(-shape[0] // mesh.size())
+    return LocalShard(own.detach(), min(mesh.get_local_rank() * rows, shape[0]), shape, True)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the parameters are sharded, so that a layer has them only during its computation."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@torch.no_grad()
+def gather_tensor(tensor: Tensor) -> Tensor:
+    """Return the full ``tensor`` as a plain tensor. A collective operation if it is sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
 
 #: Names of the two projections that a number format encodes with one scale: gate -> up.
 _COUPLED = {"gate_proj": "up_proj", "w1": "w3"}
@@ -145,11 +200,11 @@ class Loader:
     """Copies checkpoint tensors into a model, in any order."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._shards = {n: local_shard(t) for n, t in sources(model).items()}
         self._views = {v.name: v for v in views(model)}
         self._tied = tied_names(model)
         self._missing = dict.fromkeys(self._views)
-        self._family = Family.of(configuration(model).to_dict())
         self._parts: dict[str, View] | None = None
         self._inside: dict[str, tuple[str, list[View]]] = {}
 
@@ -180,8 +235,9 @@ class Loader:
         """Return the view of one expert's matrix. After the first such matrix, the joined tensor is expected matrix by matrix."""
         if self._parts is None:
             self._parts = {}
-            for view in [v for v in self._views.values() if self._family.joining and is_joined(v.name, v.size)]:
-                parts = [view.part(x) for x in take_apart(view.name, view.size, self._family)]
+            family = Family.of(configuration(self._model).to_dict())
+            for view in [v for v in self._views.values() if family.joining and is_joined(v.name, v.size)]:
+                parts = [view.part(x) for x in take_apart(view.name, view.size, family)]
                 self._parts |= {part.name: part for part in parts}
                 self._inside |= {part.name: (view.name, parts) for part in parts}
         whole, parts = self._inside.get(name, ("", []))

@@ -28,9 +28,9 @@ from miles_core.errors import ConfigError
 from miles_core.precision.codec import Codec
 from miles_core.precision.fused_experts import Family
 from miles_core.precision.product import Product
-from miles_embedded.model.configuration import configuration
 from miles_embedded.model.experts import round_inputs
 from miles_embedded.model.grouped_experts import INPUT_ROUNDING
+from miles_embedded.model.parts import configuration
 from miles_embedded.model.views import View, matrices, views
 from miles_embedded.quantized.linear import NativeLinear
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from miles_core.data.unit import Encoded
 from miles_core.precision.format import Format, Parts
 from miles_core.precision.product import Product
-from miles_embedded.model.configuration import head
+from miles_embedded.model.parts import head
 
 if TYPE_CHECKING:
     from miles_embedded.quantized.activation import RoundedInputs

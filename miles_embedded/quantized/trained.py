@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from miles_core.contracts.policy import Policy
-from miles_core.contracts.run import Run
+from miles_core.contracts.run import Policy, Run
 from miles_core.precision.product import Products
 from miles_core.precision.schedule import PLAIN, precisions
-from miles_core.sync.precision import make_codec
+from miles_core.sync.push import make_codec
 from miles_embedded.quantized.weights import FakeQuantizer, install
 
 

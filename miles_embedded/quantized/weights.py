@@ -14,7 +14,7 @@ checkpoints, other hooks) reads the plain parameter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -24,8 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from miles_core.data.unit import Unit
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Product
-from miles_embedded.model.sharded import is_sharded
-from miles_embedded.model.views import View, group_coupled, views
+from miles_embedded.model.views import View, group_coupled, is_sharded, views
 from miles_embedded.quantized.activation import RoundedInputs, encoded_views
 
 
@@ -50,6 +49,7 @@ class FakeQuantizer:
     """
 
     def __init__(self, model: nn.Module, codec: Codec, product: Product | None = None) -> None:
+        _count_steps()
         self.model, self.codec = model, codec
         encoded = encoded_views(model, codec)
         codec.check({view.name: view.size for view in views(model)})
@@ -208,13 +208,15 @@ def _owner(model: nn.Module, source: str) -> tuple[nn.Module, str]:
 _steps = 0
 
 
-def _count(*_: Any) -> None:
-    global _steps
-    _steps += 1
+@cache
+def _count_steps() -> None:
+    """Count the steps of all optimizers from now on: a fused optimizer writes parameters without incrementing their version counters."""
 
+    def count(*_: Any) -> None:
+        global _steps
+        _steps += 1
 
-# A fused optimizer writes parameters without incrementing their version counters, so steps are counted separately.
-register_optimizer_step_post_hook(_count)
+    register_optimizer_step_post_hook(count)
 
 
 def _state(parameter: Tensor) -> tuple[int, ...]:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_embedded.model.configuration import text_configuration
-from miles_embedded.model.load import backbone, decoder_layers
+from miles_embedded.model.parts import backbone, decoder_layers, text_configuration
 
 #: First position of the late temperature, and of the shifted positions.
 _LATE, _SHIFT = 32, 16

@@ -13,11 +13,12 @@ from safetensors.torch import load as load_tensors
 from transformers import AutoTokenizer
 
 from miles_core.data.unit import Encoded
-from miles_embedded.engine.build import detokenizer, end_tokens
+from miles_embedded.engine.build import end_tokens
 from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.settings import Settings
-from miles_embedded.model.configuration import configuration
 from miles_embedded.model.load import load_model
+from miles_embedded.model.parts import configuration
 from miles_embedded.testing import frames
 from miles_embedded.testing.routes import record_routes
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_embedded.model.call import active_context
-from miles_embedded.model.load import decoder_layers
+from miles_embedded.model.parts import decoder_layers
 
 #: Name of the field: [tokens - 1, mixture-of-experts layers, experts per token].
 ROUTES = "routes"

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context, Loss, LossFunction, Output, Pass
 from miles_core.data.batch import Batch
-from miles_core.train.auxiliary import trained_tokens, with_auxiliary
+from miles_core.train.loss import trained_tokens, with_auxiliary
 from miles_embedded.model.call import watch_layers
-from miles_embedded.model.load import backbone, decoder_layers
+from miles_embedded.model.parts import backbone, decoder_layers
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
 from miles_embedded.trainer.columns import gather_columns
-from miles_embedded.trainer.totals import add_pairs
+from miles_embedded.trainer.data_parallel import add_pairs
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
 #: Number of micro-batches by which the first stage may be ahead of the second.

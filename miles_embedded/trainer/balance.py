@@ -16,7 +16,7 @@ from miles_core.contracts.trainer import Context
 from miles_core.data.batch import Batch
 from miles_core.errors import ConfigError
 from miles_embedded.model.call import active_context
-from miles_embedded.model.routers import routed_blocks
+from miles_embedded.model.experts import routed_blocks
 from miles_embedded.trainer.packing import Packing
 
 _KEY = "load_balance"

@@ -23,8 +23,7 @@ from miles_core.checkpoint.rng import get_rng, put_rng
 from miles_core.checkpoint.store import Store
 from miles_core.data.world import World
 from miles_core.errors import CheckpointError
-from miles_embedded.model.sharded import LocalShard, local_shard
-from miles_embedded.model.views import sources, unshare
+from miles_embedded.model.views import LocalShard, local_shard, sources, unshare
 from miles_embedded.trainer.optimizer import Optimizer
 
 WEIGHTS, MOMENTS, STEP, RANDOM = "model", "optimizer", "trainer.json", "random"

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from miles_core.contracts.trainer import Context, Output
 from miles_core.data.batch import Batch
 from miles_core.errors import MilesError
-from miles_embedded.model.configuration import text_configuration
 from miles_embedded.model.logprobs import scatter
-from miles_embedded.model.value_head import is_critic, value_head, values_of
+from miles_embedded.model.parts import text_configuration, value_head
+from miles_embedded.model.value_head import is_critic, values_of
 from miles_embedded.trainer.packing import Packing, spans
 
 #: Columns that ``EmbeddedTrainer.columns`` can compute.

@@ -7,7 +7,7 @@ communicates through one object: ``Alone`` for a single process, ``Replicated`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context, Forward, Output
-from miles_core.data.batch import Batch
+from miles_core.data.batch import Batch, add
 from miles_core.data.world import ALONE, World
+
+
+def add_pairs(totals: dict[str, tuple[Tensor, Tensor]], pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Add the (sum, weight) pairs of one micro-batch to those of the step, in float64."""
+    add(totals, {name: (_double(total), _double(weight)) for name, (total, weight) in pairs.items()})
+
+
+def _double(value: Tensor | float) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).detach()
+
 
 #: Elements per all-reduce; smaller gradients are combined up to this size.
 BUCKET = 1 << 24

@@ -20,8 +20,7 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.snapshot import Snapshot
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load_units import load_units
-from miles_embedded.model.sharded import local_shard
-from miles_embedded.model.views import export, sources
+from miles_embedded.model.views import export, local_shard, sources
 from miles_embedded.quantized.activation import RoundedInputs
 
 if TYPE_CHECKING:

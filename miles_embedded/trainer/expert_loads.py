@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
 from miles_embedded.model.call import active_context
-from miles_embedded.model.routers import routed_blocks
+from miles_embedded.model.experts import routed_blocks
 from miles_embedded.trainer.packing import Packing
 
 _KEY = "expert_loads"

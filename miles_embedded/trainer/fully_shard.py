@@ -24,7 +24,7 @@ from miles_core.contracts.trainer import Context, Forward, Output
 from miles_core.data.batch import Batch
 from miles_core.data.world import World
 from miles_core.errors import ConfigError
-from miles_embedded.model.load import decoder_layers
+from miles_embedded.model.parts import decoder_layers
 from miles_embedded.trainer.data_parallel import Replicated
 
 

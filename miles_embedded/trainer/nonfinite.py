@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from miles_core.data.batch import Batch
-from miles_core.train.auxiliary import with_auxiliary
+from miles_core.train.loss import with_auxiliary
 from miles_embedded.model.nonfinite import NonFiniteWatch, is_finite
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from miles_core.errors import ConfigError, NonFiniteError, PluginError
 from miles_core.train.adamw import adamw
 from miles_core.train.optimizer import OptimizerConfig
-from miles_embedded.model.sharded import LocalShard, local_shard
+from miles_embedded.model.views import LocalShard, local_shard
 from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.optimizer_group import OptimizerGroup, group_of
 

@@ -1,4 +1,5 @@
-"""Layout of a micro-batch: one row of tokens without padding, in which the shared prompt of a group is computed once.
+"""Micro-batches of an optimizer step, and the layout of each: one row of tokens without padding, in which the shared prompt of a group is
+computed once.
 
 The samples of a group start with the same tokens. This shared part (the *trunk*) is computed once, and every sample continues it with a
 *branch* that attends to the trunk and itself; a sample that shares nothing is a trunk only. Linear layers, norms and experts thus
@@ -7,11 +8,15 @@ process each distinct token once, and only attention depends on the tree.
 Two conditions limit the trunk. If an input column (``Batch.inputs``, e.g. replayed expert choices) differs between siblings, their rows
 differ even for equal tokens, so the trunk ends at the first such row, for any kind of column. Rows that no trained position needs, such
 as the last token of every sample, are not computed.
+
+Samples longer than the length at which rotary frequencies change (``model.growing_rope``) are laid out once per set of frequencies. Tokens
+up to the switch were predicted with the short set; later ones with the long set for the whole sequence. Such a sample is therefore
+packed twice: its beginning, trained up to the switch, and the whole sample, trained after it. The two copies share no row.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -199,3 +204,120 @@ def _differs(column: Tensor | Ragged, a: Ints, b: Ints) -> NDArray[np.bool_]:
     if column.is_floating_point():
         differs &= ~(np.isnan(one) & np.isnan(two))
     return np.logical_or.reduce(differs.reshape(len(a), -1), axis=1, dtype=np.bool_)
+
+
+def pack_grown(batch: Batch, share: bool, switch: int) -> Packing:
+    """Pack a batch like ``pack`` for a model whose frequencies change after ``switch`` tokens; 0 if they do not change."""
+    grown = np.flatnonzero(needed_rows(batch) > switch) if switch else np.zeros(0, np.int64)
+    if not len(grown):
+        return pack(batch, share)
+    tokens, device = len(batch.tokens), batch.tokens.device
+    twice = batch.select([*range(len(batch)), *grown.tolist()])
+    origin = torch.cat([torch.arange(tokens, device=device), _find_tokens(batch, grown)])
+    second = torch.arange(len(twice.tokens), device=device) >= tokens
+    within = torch.arange(len(twice.tokens), device=device) - twice.starts[twice.owner]
+    beginning = torch.zeros(len(twice), dtype=torch.bool, device=device)
+    beginning[torch.from_numpy(grown).to(device)] = True
+    outside = torch.where(second, within <= switch, beginning[twice.owner] & (within > switch))
+    group = twice.group.clone()
+    group[len(batch) :] += int(batch.group.max()) + 1
+    mask = twice.mask.masked_fill(outside, 0)
+    packing = pack(replace(twice, group=group, columns=twice.columns | {"loss_mask": mask}), share)
+    targets = origin[packing.targets]
+    order = targets.argsort()
+    # a token in both copies refers to the copy of the whole sample
+    row_of = packing.row_of[:tokens].clone()
+    again = packing.row_of[tokens:]
+    row_of[origin[tokens:][again >= 0]] = again[again >= 0]
+    return replace(
+        packing,
+        rows=origin[packing.rows],
+        row_of=row_of,
+        sources=packing.sources[order],
+        targets=targets[order],
+        spans=np.where((packing.rows >= tokens).cpu().numpy(), switch + 1, switch),
+    )
+
+
+def _find_tokens(batch: Batch, samples: np.ndarray) -> Tensor:
+    """Return the flat indices of these samples' tokens."""
+    return torch.cat(
+        [
+            torch.arange(int(n), device=s.device) + s
+            for s, n in zip(batch.starts[samples], batch.lengths[samples], strict=True)
+        ]
+    )
+
+
+def split(
+    batch: Batch, micro_batch_size: int | None = None, max_tokens: int | None = None, share: bool = True
+) -> list[list[int]]:
+    """Return the sample indices of each micro-batch; every sample is in exactly one.
+
+    Args:
+        batch: all samples of the step.
+        micro_batch_size: samples per micro-batch, in order; None for no limit.
+        max_tokens: if given, computed tokens per micro-batch, instead of ``micro_batch_size``. A group is kept together if it fits, so
+            that its prompt is computed once; a sample longer than the limit has its own micro-batch.
+        share: whether prompts are shared, which determines the cost of a sample.
+    """
+    everything = list(range(len(batch)))
+    if max_tokens is None:
+        size = micro_batch_size or max(len(batch), 1)
+        return [everything[i : i + size] for i in range(0, len(batch), size)]
+    pieces = [p for members, trunk, own in row_counts(batch, share) for p in _pieces(members, trunk, own, max_tokens)]
+    found = _fill(pieces, max_tokens)
+    idle = sorted(set(everything) - {i for samples in found for i in samples})
+    if idle:  # samples that train nothing cost nothing, but callers expect results for them
+        found = [[*found[0], *idle], *found[1:]] if found else [idle]
+    return found
+
+
+def idle_sample(batch: Batch) -> Batch:
+    """Return a sample with every column of ``batch`` that trains nothing: the first sample, or two zero tokens if there is none."""
+    if len(batch):
+        one = batch.select([0])
+        return replace(one, columns=one.columns | {"loss_mask": torch.zeros_like(one.mask)})
+
+    def rows(column: Tensor | Ragged) -> Tensor | Ragged:
+        if isinstance(column, Ragged):
+            return Ragged(column.values, column.offsets.new_zeros(3))
+        return column.new_zeros(2, *column.shape[1:])
+
+    number = batch.lengths.new_zeros(1)
+    return replace(
+        batch,
+        tokens=batch.tokens.new_zeros(2),
+        lengths=number + 2,
+        prompt_lengths=number + 1,
+        group=number,
+        rollout=number,
+        index=number,
+        columns={name: rows(column) for name, column in batch.columns.items()},
+        scalars={name: value.new_zeros(1, *value.shape[1:]) for name, value in batch.scalars.items()},
+    )
+
+
+def _pieces(members: list[int], trunk: int, own: list[int], limit: int) -> list[tuple[int, list[int]]]:
+    """Split a group into parts of at most ``limit`` rows, each including the trunk: (rows, samples)."""
+    pieces: list[tuple[int, list[int]]] = []
+    for sample, rows in zip(members, own, strict=True):
+        if pieces and pieces[-1][0] + rows <= limit:
+            cost, samples = pieces[-1]
+            pieces[-1] = (cost + rows, [*samples, sample])
+        else:
+            pieces.append((trunk + rows, [sample]))
+    return pieces
+
+
+def _fill(pieces: list[tuple[int, list[int]]], limit: int) -> list[list[int]]:
+    """Assign pieces by first fit, largest first, to few micro-batches; samples stay in order within each."""
+    bins: list[tuple[int, list[int]]] = []
+    for cost, samples in sorted(pieces, key=lambda p: (-p[0], p[1][0])):
+        for i, (used, held) in enumerate(bins):
+            if used + cost <= limit:
+                bins[i] = (used + cost, [*held, *samples])
+                break
+        else:
+            bins.append((cost, list(samples)))
+    return [sorted(samples) for _, samples in bins]

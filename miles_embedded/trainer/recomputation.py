@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from miles_embedded.model.load import decoder_layers
+from miles_embedded.model.parts import decoder_layers
 
 
 def recompute_layers(model: nn.Module) -> None:

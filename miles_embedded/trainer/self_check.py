@@ -12,11 +12,11 @@ from miles_core.contracts.trainer import Context
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_embedded.model.growing_rope import rope_switch
-from miles_embedded.model.load import backbone, decoder_layers
 from miles_embedded.model.logprobs import token_log_probs
+from miles_embedded.model.parts import backbone, decoder_layers
 from miles_embedded.model.self_check import check_scores
 from miles_embedded.trainer.attention import PackedCall
-from miles_embedded.trainer.twice import pack_grown
+from miles_embedded.trainer.packing import pack_grown
 
 
 def self_check(model: nn.Module) -> None:

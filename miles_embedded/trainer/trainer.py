@@ -18,41 +18,37 @@ from torch import Tensor, nn
 
 from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer, TrainerPart
-from miles_core.data.batch import Batch, Ragged
+from miles_core.data.batch import Batch, Ragged, as_floats
 from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
-from miles_core.data.means import as_floats
 from miles_core.data.unit import Unit
 from miles_core.errors import ConfigError, NonFiniteError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_core.precision.snapshot import Snapshot
-from miles_core.train.auxiliary import trained_tokens, with_auxiliary
+from miles_core.train.loss import trained_tokens, with_auxiliary
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
-from miles_embedded.model.load import backbone, decoder_layers, facts_of
+from miles_embedded.model.load import facts_of
 from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
+from miles_embedded.model.parts import backbone, decoder_layers
 from miles_embedded.model.released import Released
-from miles_embedded.model.sharded import local_shard
 from miles_embedded.model.value_head import is_critic
-from miles_embedded.model.views import export
+from miles_embedded.model.views import export, local_shard
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer import checkpoint
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
 from miles_embedded.trainer.columns import check_columns, gather_columns, predict_values
-from miles_embedded.trainer.data_parallel import Alone
+from miles_embedded.trainer.data_parallel import Alone, add_pairs
 from miles_embedded.trainer.emulate import emulate_properties
 from miles_embedded.trainer.expert_loads import Loads
 from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
 from miles_embedded.trainer.optimizer import MakeOptimizer, Optimizer
-from miles_embedded.trainer.packing import Packing
+from miles_embedded.trainer.packing import Packing, idle_sample, pack_grown, split
 from miles_embedded.trainer.recomputation import recompute_layers
-from miles_embedded.trainer.split import idle_sample, split
-from miles_embedded.trainer.totals import add_pairs
-from miles_embedded.trainer.twice import pack_grown
 
 
 @dataclass(frozen=True)

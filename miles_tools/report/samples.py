@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_core.observe.rollouts import KINDS, read_file, rollout_files
+from miles_core.run.rollouts import KINDS, read_file, rollout_files
 
 log = logging.getLogger(__name__)
 

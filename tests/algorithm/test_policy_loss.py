@@ -7,15 +7,16 @@ from hypothesis import strategies as st
 
 from miles_core.algorithm.policy_loss import (
     POLICY_LOSSES,
+    REDUCTIONS,
     Clip,
     PolicyLossInputs,
     cispo,
     gspo,
+    loss_weights,
     policy_loss_of,
     ppo,
     token_objective,
 )
-from miles_core.algorithm.reduction import REDUCTIONS, loss_weights
 from miles_core.errors import ConfigError
 
 LOG_RATIO = [0.1, -0.3, 0.5, -1.0]

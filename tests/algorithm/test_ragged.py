@@ -1,6 +1,6 @@
 import torch
 
-from miles_core.algorithm.ragged import Unmasked, expand, mask_counts, segment_sum
+from miles_core.data.batch import Unmasked, expand, mask_counts, segment_sum
 
 
 def test_sums_include_empty_samples_and_have_a_gradient():

@@ -2,7 +2,7 @@
 
 import torch
 
-from miles_core.data.means import add, as_floats, means
+from miles_core.data.batch import add, as_floats, means
 
 
 def test_means_are_weighted_and_skip_what_was_not_measured():

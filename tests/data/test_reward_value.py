@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles_core.data.reward_value import reward_value
+from miles_core.data.sample import reward_value
 from miles_core.errors import DataError
 
 

@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from miles_core.data.template import PromptTemplate, parse_variables
+from miles_core.data.prompts import PromptTemplate, parse_variables
 from miles_core.errors import ConfigError, DataError
 
 CHAT = "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"

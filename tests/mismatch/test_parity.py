@@ -6,10 +6,10 @@ import torch
 from miles_core.data.unit import Unit
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
-from miles_core.precision.projection import project
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, bounded
 from miles_fp8.format import CODES, SCALES, Fp8
 from miles_mismatch.parity import check, measure, probes
+from miles_mismatch.projection import project
 
 
 class Reciprocal(FormatItself):

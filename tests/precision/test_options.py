@@ -8,7 +8,7 @@ from miles_core.config.groups import Precision
 from miles_core.errors import ConfigError
 from miles_core.precision.format import Format
 from miles_core.precision.options import exclusions
-from miles_core.sync.precision import make_codec
+from miles_core.sync.push import make_codec
 from miles_embedded.quantized.trained import fake_quantize
 
 

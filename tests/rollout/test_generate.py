@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from miles_core.errors import ConfigError, DataError
-from miles_core.rollout.keys import request_key
+from miles_core.rollout.generate import request_key
 
 WATCH = """
 from miles_core.plugin.marker import hookimpl
@@ -113,7 +113,7 @@ def test_siblings_of_one_rollout_count_once(run):
     assert len(samples) == 12 and sorted({s.rollout_id for s in samples}) == list(range(8))
     assert len(batch) == 12 and len(batch.rollout.unique()) == 8
     # the loss weights of a rollout add up to 1/8, its siblings together
-    from miles_core.algorithm.reduction import loss_weights
+    from miles_core.algorithm.policy_loss import loss_weights
 
     weights = loss_weights(batch.mask, batch.lengths, batch.rollout, "rollout_mean")
     for rollout in batch.rollout.unique():
@@ -123,7 +123,7 @@ def test_siblings_of_one_rollout_count_once(run):
 
 def test_siblings_stay_in_one_optimiser_step(run):
     done = run(SIBLINGS, steps=1, num_steps_per_rollout=3)
-    from miles_core.train.steps import optimiser_steps
+    from miles_core.train.share import optimiser_steps
 
     samples = done.run.stash["samples"]
     step_of, count = optimiser_steps(samples, done.run.config.train)

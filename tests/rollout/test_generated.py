@@ -8,7 +8,7 @@ import pytest
 from miles_core.contracts.engine import Sampling
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError
-from miles_core.rollout.generated import check_samples, merge_sampling
+from miles_core.rollout.continuation import check_samples, merge_sampling
 
 
 def made(**changes):

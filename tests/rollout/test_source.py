@@ -8,7 +8,7 @@ import pytest
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError, DataError
-from miles_core.rollout.source import Limits, examine, open_prompts
+from miles_core.rollout.queue import Limits, examine, open_prompts
 
 
 @pytest.fixture

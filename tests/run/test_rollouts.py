@@ -6,9 +6,8 @@ import json
 import pytest
 
 from miles_core.errors import MilesError
-from miles_core.observe.rollouts import read_rollouts, rollout_files
 from miles_core.run import rollouts
-from miles_core.run.rollouts import Pieces, RolloutFiles
+from miles_core.run.rollouts import Pieces, RolloutFiles, read_rollouts, rollout_files
 
 PARTS = """
 async def reward(args, sample):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from miles_core.config.load import load
-from miles_core.contracts.policy import Policy
+from miles_core.contracts.run import Policy
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles_core.contracts.policy import check_policies
-from miles_core.contracts.run import Run
+from miles_core.contracts.run import Run, check_policies
 from miles_core.data.sample import Sample
 from miles_core.errors import CheckpointError, DataError, PluginError
 from miles_core.plugin import Policy

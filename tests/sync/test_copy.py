@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from miles_core.data.unit import Encoded
-from miles_core.sync.copy import make_transport
+from miles_core.sync.push import make_transport
 
 
 class Engine:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from miles_embedded.engine.build import detokenizer
 from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_embedded.testing.process_engine import ProcessEngine

@@ -6,7 +6,7 @@ import torch
 
 from miles_core.config.load import load
 from miles_core.contracts.emulation import Emulation
-from miles_core.data.means import means
+from miles_core.data.batch import means
 from miles_core.data.sample import Sample
 from miles_core.errors import DataError
 from miles_core.run.make import make_run

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_core.algorithm.kl import engine_gap
-from miles_core.algorithm.reduction import loss_weights
+from miles_core.algorithm.policy_loss import engine_gap, loss_weights
 from miles_core.config.load import load
 from miles_core.contracts.trainer import Context, Output
 from miles_core.data.batch import collate

@@ -11,9 +11,9 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.format import Stored
 from miles_core.precision.selector import Selector
 from miles_tools.convert.installed import format_class, providers
+from miles_transport.arrivals import Inbox
 from miles_transport.bucket import Bucket, room_of, unpack
 from miles_transport.checksum import BLOCK, checksum
-from miles_transport.inbox import Inbox
 
 
 def plain(name, *shape, dtype=torch.bfloat16):

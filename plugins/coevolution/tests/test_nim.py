@@ -10,7 +10,7 @@ from miles_coevolution.nim import Nim, Piles, best_move, is_won, make_prompts, r
 from miles_core.contracts.engine import Response, Sampling
 from miles_core.data import Sample
 from miles_core.plugin import ConfigError, Policy
-from miles_core.rollout.ask import Ask
+from miles_core.rollout.function import Ask
 from miles_testing import PromptSourceContract
 from miles_tools.demo.model import make_tokenizer
 

@@ -9,7 +9,7 @@ from miles_coevolution.proposer import TASKS, ProposerGame, TaskPrompts, make_pr
 from miles_core.contracts.engine import Response, Sampling
 from miles_core.data import Sample
 from miles_core.plugin import ConfigError
-from miles_core.rollout.ask import Ask
+from miles_core.rollout.function import Ask
 from miles_testing import PromptSourceContract
 from miles_tools.demo.model import make_tokenizer
 

@@ -10,8 +10,9 @@ from miles_core.data.sample import Sample
 from miles_cpu_kernels import attention, experts, kernels
 from miles_cpu_kernels.hooks import use_kernels
 from miles_embedded.engine.runner import Runner
-from miles_embedded.model.load import backbone, load_model
+from miles_embedded.model.load import load_model
 from miles_embedded.model.logprobs import logits_of, token_log_probs
+from miles_embedded.model.parts import backbone
 from miles_embedded.testing import lacking
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.packing import pack

@@ -14,6 +14,7 @@ plugin = Plugin(
     requires=(
         Rule(
             "evaluation.prompt_data",
+            when="pass_at_k.pass_at or pass_at_k.majority_at or pass_at_k.subset_key or pass_at_k.patience",
             because="its metrics are those of evaluations (--eval-prompt-data, --eval-interval)",
         ),
         Rule(

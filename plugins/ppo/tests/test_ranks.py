@@ -6,7 +6,7 @@ import torch
 
 from miles_core.config.load import load
 from miles_core.data import Sample
-from miles_core.data.means import means
+from miles_core.data.batch import means
 from miles_core.run.make import make_run
 from miles_core.run.prepare import apply_plan, prepare
 from miles_core.train.share import merge_metrics, split_by_replica

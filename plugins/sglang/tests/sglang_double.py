@@ -24,8 +24,9 @@ from transformers import AutoTokenizer
 from miles_core.data import Encoded
 from miles_core.engine import Engine, Request, Sampling
 from miles_embedded import load_model
-from miles_embedded.engine.build import detokenizer, end_tokens
+from miles_embedded.engine.build import end_tokens
 from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.settings import Settings
 from miles_embedded.testing.routes import ROUTES, record_routes
 from miles_sglang import inside, loader

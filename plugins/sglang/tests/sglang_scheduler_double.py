@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from miles_core.data import Encoded
 from miles_embedded import load_model
-from miles_embedded.model.load import backbone
+from miles_embedded.model.parts import backbone
 from miles_embedded.model.views import export
 
 #: Part of a checkpoint's name -> fused name, and the number of the part.

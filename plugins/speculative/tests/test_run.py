@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from miles_core.observe.metrics import read
-from miles_core.observe.rollouts import read_rollouts
 from miles_core.plugin import CheckpointError, ConfigError, PlanError
+from miles_core.run.rollouts import read_rollouts
 from miles_embedded import decoder_layers, load_model
 from miles_speculative.head import attach, head_of
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from miles_core.plugin import SyncError
-from miles_embedded.engine.build import detokenizer
 from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_testing import tiny_checkpoint, tiny_tokenizer

@@ -11,13 +11,13 @@ import torch
 
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.errors import NonFiniteError
-from miles_embedded.engine.ahead import StepsAhead
+from miles_embedded.engine.decoder import StepsAhead
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.static_attention import StaticCall
 from miles_embedded.engine.static_step import padded_rows
+from miles_embedded.model.experts import routed_blocks
 from miles_embedded.model.load import load_model
-from miles_embedded.model.routers import routed_blocks
 from miles_testing.stored import stored_units
 from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from miles_core.contracts.trainer import Context
 from miles_embedded.engine.attention import DecodeCall, PromptCall
-from miles_embedded.engine.cache import Cache
-from miles_embedded.engine.cached_rows import CachedRows
+from miles_embedded.engine.cache import Cache, CachedRows
 from miles_embedded.model.attention import AttentionOptions
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 6, 5

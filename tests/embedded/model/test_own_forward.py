@@ -10,8 +10,8 @@ from torch import nn
 from miles_embedded.engine.runner import Runner
 from miles_embedded.model import onednn
 from miles_embedded.model.growing_rope import follow_rows
-from miles_embedded.model.load import backbone, load_model, unloaded_model
-from miles_embedded.model.own_forward import put_forward
+from miles_embedded.model.load import load_model, unloaded_model
+from miles_embedded.model.parts import backbone, put_forward
 from miles_testing import tiny_checkpoint
 
 

@@ -8,7 +8,8 @@ from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format, Stored, store
 from miles_embedded.engine.attention import PromptCall
-from miles_embedded.model.load import decoder_layers, load_model
+from miles_embedded.model.load import load_model
+from miles_embedded.model.parts import decoder_layers
 from miles_embedded.model.views import Loader, export
 from miles_embedded.quantized.weights import install
 from miles_testing.tiny import FAMILIES, tiny_checkpoint

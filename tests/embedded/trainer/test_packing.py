@@ -10,8 +10,7 @@ from miles_core.data.batch import collate
 from miles_core.data.field import Field
 from miles_core.data.sample import Sample
 from miles_embedded.trainer.attention import Buckets
-from miles_embedded.trainer.packing import pack
-from miles_embedded.trainer.split import split
+from miles_embedded.trainer.packing import pack, split
 
 ROUTES = Field("routes", "int32", "token-1", pad=-1, shape=(2,))
 NOTES = Field("notes", "float32", "response")

@@ -13,11 +13,11 @@ from miles_core.config.load import load
 from miles_core.errors import CheckpointError
 from miles_core.precision.codec import Codec
 from miles_core.precision.options import codec_for
-from miles_core.precision.projection import project
 from miles_embedded.model.load import load_model
 from miles_embedded.model.views import Loader, export, views
 from miles_embedded.quantized.weights import install
 from miles_mismatch.parity import real_layer
+from miles_mismatch.projection import project
 from miles_testing.tiny import tiny_checkpoint
 from miles_testing.toy import toy_files, toy_run
 from miles_tools.convert.installed import format_class, providers

@@ -4,7 +4,7 @@ import gzip
 import json
 from html.parser import HTMLParser
 
-from miles_core.observe.rollouts import rollout_file
+from miles_core.run.rollouts import rollout_file
 from miles_tools.report import samples
 from miles_tools.report.report import report
 from miles_tools.report.samples import browser

@@ -1,0 +1,79 @@
+"""Finds the parts of a Transformers model by role, independently of their names in its family, and replaces the forward of a module.
+
+``put_forward`` replaces a forward until the module's class changes: ``on_model`` lets a plugin change the class of a module. An instance
+attribute ``forward`` would hide the forward of the new class, because Python looks up instances first. The replacement therefore
+compares, at every call, the class's current forward with the original one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from miles_core.errors import CheckpointError
+
+#: Submodule name of the head.
+VALUE_HEAD = "miles_value_head"
+
+
+def configuration(model: Any) -> Any:
+    """Configuration that the model was built from."""
+    return model.config
+
+
+def text_configuration(model: Any) -> Any:
+    """Configuration of the language model; of a text-only model its whole configuration."""
+    return configuration(model).get_text_config()
+
+
+def head(model: Any) -> Any:
+    """Output layer (``lm_head``), independent of its name in the family."""
+    return model.get_output_embeddings()
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """Return the decoder stack below ``lm_head``; of a multimodal model, that of its language model."""
+    found: Any = model
+    # Llama 4's text model has the attribute names of the model with vision
+    names: tuple[str, ...] = (found.base_model_prefix, "model", "language_model")
+    while not hasattr(found, "layers"):
+        inner = next((x for n in names if isinstance(x := getattr(found, n, None), nn.Module) and x is not found), None)
+        if inner is None:
+            break
+        found, names = inner, ("language_model", "text_model", "model")
+    stack: nn.Module = found
+    return stack
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the decoder layers that the model runs, in order, without additional layers (``extra_layers``)."""
+    layers = getattr(backbone(model), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise CheckpointError(
+            f"{type(model).__name__} has no list of decoder layers; it cannot be run by the embedded backend"
+        )
+    run = getattr(text_configuration(model), "num_hidden_layers", None) or len(layers)
+    return layers if run >= len(layers) else layers[:run]
+
+
+def value_head(model: nn.Module) -> nn.Module | None:
+    """Return the value head of a critic's model; None for other models."""
+    found: nn.Module | None = getattr(model, VALUE_HEAD, None)
+    return found
+
+
+def put_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Make ``forward(module, ...)`` the forward of ``module`` while its class keeps its current forward.
+
+    A subclass that inherits the forward (FSDP2's, a parametrization's) does not disable the replacement.
+    """
+    replaced = type(module).forward
+
+    def choose(module: Any, *args: Any, **kwargs: Any) -> Any:
+        current = type(module).forward
+        return (forward if current is replaced else current)(module, *args, **kwargs)
+
+    module.__dict__["forward"] = MethodType(choose, module)
