@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from miles_core.algorithm.policy_loss import (
         Clip as Clip,
         PolicyLossInputs as PolicyLossInputs,
+        TokenLoss as TokenLoss,
         policy_loss_of as policy_loss_of,
     )
     from miles_core.data.batch import expand as expand
@@ -69,7 +70,7 @@ __getattr__, __dir__ = make_lazy_exports(
     {
         "miles_core.algorithm.advantage": "ADVANTAGES AdvantageInputs at_last_token gae",
         "miles_core.algorithm.correction": "Correct Correction CorrectionInputs Needs compose_corrections",
-        "miles_core.algorithm.policy_loss": "Clip PolicyLossInputs loss_weights policy_loss_of",
+        "miles_core.algorithm.policy_loss": "Clip PolicyLossInputs TokenLoss loss_weights policy_loss_of",
         "miles_core.data.batch": "expand",
         "miles_core.checkpoint.hf_files": "CheckpointFiles",
         "miles_core.checkpoint.rng": "get_rng put_rng",

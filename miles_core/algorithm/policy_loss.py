@@ -283,13 +283,16 @@ def _fraction(condition: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return (condition & mask).sum(), mask.sum()
 
 
-POLICY_LOSSES: dict[str, Callable[[PolicyLossInputs, Clip], tuple[Tensor, Metrics]]] = {
+#: A policy loss: ([tokens] loss, metrics as (sum, count)).
+TokenLoss = Callable[[PolicyLossInputs, Clip], tuple[Tensor, Metrics]]
+
+POLICY_LOSSES: dict[str, TokenLoss] = {
     "ppo": ppo,
     "gspo": gspo,
     "cispo": cispo,
 }
 
 
-def policy_loss_of(estimator: str) -> Callable[[PolicyLossInputs, Clip], tuple[Tensor, Metrics]]:
+def policy_loss_of(estimator: str) -> TokenLoss:
     """Return the policy loss for ``--advantage-estimator``: the loss with the same name, or PPO's clipped loss."""
     return POLICY_LOSSES.get(estimator, ppo)

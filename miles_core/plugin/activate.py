@@ -206,7 +206,8 @@ def _find_settings(
     """Yield every value that an active plugin sets, and a problem for every conflict."""
     first: dict[str, Setting] = {}
     for plugin in active.values():
-        for path, given in plugin.sets.items():
+        wishes = ((path, w) for path, ws in plugin.sets.items() for w in (ws if isinstance(ws, tuple) else (ws,)))
+        for path, given in wishes:
             wish = given if isinstance(given, Set) else Set(given)
             try:
                 truth = evaluate(wish.when, derived.lookup)

@@ -218,7 +218,11 @@ class Learner:
     def _make_loss(self) -> LossFunction:
         options = self.config.algorithm
         return (
-            value_loss(options) if self.is_critic else policy_loss(options, self.correct if self.corrections else None)
+            value_loss(options)
+            if self.is_critic
+            else policy_loss(
+                options, self.correct if self.corrections else None, getattr(self.advantage, "policy_loss", None)
+            )
         )
 
     def export(self, directory: Path) -> None:

@@ -22,6 +22,7 @@ from miles_core.algorithm.correction import Correct
 from miles_core.algorithm.policy_loss import (
     Clip,
     PolicyLossInputs,
+    TokenLoss,
     engine_gap,
     kl_estimate,
     masked_sum,
@@ -37,16 +38,17 @@ if TYPE_CHECKING:
     from miles_core.config.groups import Algorithm
 
 
-def policy_loss(options: Algorithm, correct: Correct | None = None) -> LossFunction:
+def policy_loss(options: Algorithm, correct: Correct | None = None, per_token: TokenLoss | None = None) -> LossFunction:
     """Create core's ``loss(output, micro_batch, ctx)`` for these options.
 
-    ``correct`` is applied to micro-batches without the column ``correction``; it must not need the whole step.
+    ``correct`` is applied to micro-batches without the column ``correction``; it must not need the whole step. ``per_token`` replaces the
+    loss of each token, which the advantage estimator's name selects by default.
 
     The loss reads the columns ``loss_mask``, ``advantages`` and ``loss_weight``, and if present ``old_log_probs``,
     ``correction``, ``ref_log_probs`` and ``rollout_log_probs``. Without ``old_log_probs`` the policy is its own old policy: the
     rollout has a single optimiser step.
     """
-    per_token = policy_loss_of(options.advantage_estimator)
+    per_token = per_token or policy_loss_of(options.advantage_estimator)
     clip = Clip(options.eps_clip, options.eps_clip_high, options.eps_clip_c)
 
     def loss(output: Output, batch: Batch, ctx: Context) -> Loss:

@@ -244,6 +244,12 @@ def test_sets_of_an_option_that_does_not_exist_are_refused():
     assert problem.because == "did you mean part.level?"
 
 
+def test_one_of_several_values_is_set_by_its_condition():
+    manifests = {"a": plugin("a", config=Options, sets={"a.level": (Set(2, "a.on"), Set(5, "not a.on"))})}
+    assert [s.value for s in resolve(["a"], manifests, Facts()).sets] == [5]
+    assert [s.value for s in resolve(["a"], manifests, Facts([Fact("a.on", True, "--on", chosen=True)])).sets] == [2]
+
+
 def test_two_plugins_that_set_different_values_conflict():
     manifests = {
         "part": plugin("part", config=Options),

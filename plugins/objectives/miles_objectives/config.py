@@ -1,0 +1,46 @@
+"""Options of the plugin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from miles_core.plugin import option
+from miles_objectives.presets import PRESETS
+
+ESTIMATORS = ("gmpo", "sapo", "dppo", "dro", "gdpo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectivesConfig:
+    """Presets of published algorithms, further policy losses, and several rewards per sample."""
+
+    preset: str | None = option(
+        None,
+        flag="--preset",
+        help="a published algorithm: sets its options to the paper's values, which miles plan lists",
+        choices=tuple(PRESETS),
+        enables=True,
+    )
+    gmpo_clip: float = option(
+        0.4, flag="--gmpo-clip", help="GMPO: bound of the log-ratio of a token, in the direction of its advantage", gt=0
+    )
+    sapo_tau_positive: float = option(
+        1.0, flag="--sapo-tau-positive", help="SAPO: temperature of the gate for positive advantages", gt=0
+    )
+    sapo_tau_negative: float = option(
+        1.05, flag="--sapo-tau-negative", help="SAPO: temperature of the gate for negative advantages", gt=0
+    )
+    dppo_divergence: Literal["tv", "kl"] = option(
+        "tv", flag="--dppo-divergence", help="DPPO: binary divergence between the policies: total variation or KL"
+    )
+    dppo_threshold: float = option(
+        0.15, flag="--dppo-threshold", help="DPPO: divergence beyond which a token no longer moves away", gt=0
+    )
+    dro_beta: float = option(0.05, flag="--dro-beta", help="DRO: coefficient of the squared log-ratio", gt=0)
+    gdpo_rewards: tuple[str, ...] = option(
+        (),
+        flag="--gdpo-rewards",
+        help="GDPO: the entries of a dict reward to normalise separately, each with a weight (default 1)",
+        metavar="NAME[=WEIGHT],...",
+    )

@@ -1,0 +1,27 @@
+"""DRO: direct reward optimization with a squared log-ratio (arXiv 2405.19107, equation 5), per token.
+
+    J_t = A log pi - (beta / 2) (log pi - log pi_old)^2
+
+The advantage takes the place of reward minus value. The square keeps the policy near the old one, in both directions and without a clip; its maximum
+is at a log-ratio of A / beta.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from miles_core.trainer import Clip, PolicyLossInputs, TokenLoss
+from miles_objectives.tokens import Metrics, advantages, log_ratios, metrics_of
+
+
+def make_loss(beta: float) -> TokenLoss:
+    """Create the loss with the coefficient ``beta``."""
+
+    def dro(inputs: PolicyLossInputs, clip: Clip) -> tuple[Tensor, Metrics]:
+        mask, log_ratio = inputs.mask.bool(), log_ratios(inputs)
+        log_probs = torch.where(mask, inputs.log_probs, 0.0)
+        loss = -advantages(inputs) * log_probs + 0.5 * beta * log_ratio.square()
+        return torch.where(mask, loss, 0.0), metrics_of(log_ratio.detach(), inputs.mask)
+
+    return dro
