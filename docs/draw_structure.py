@@ -44,6 +44,8 @@ SUBTITLES = {
 Rows = list[list[tuple[str, str]]]
 
 WIDTH, MARGIN, GAP, LINE = 1000, 14, 8, 15
+#: Most boxes side by side; more are drawn in two rows.
+BOXES = 12
 CHARACTER = 5.8  # width of one at the small font's size, generously
 
 
@@ -106,10 +108,15 @@ class Picture:
             self.text(x + 110, self.y + 20, boxes[0][1], "small")
             self.y += 30 + GAP
             return
+        if len(boxes) > BOXES:
+            half = -(-len(boxes) // 2)
+            self.row(boxes[:half], hue, x, width)
+            self.row(boxes[half:], hue, x, width)
+            return
         needed = [max(len(name) + 8, len(told) ** 0.7) for name, told in boxes]
         room = width - GAP * (len(boxes) - 1)
         widths = [room * part / sum(needed) for part in needed]
-        told = [wrap(text, int((w - 20) / CHARACTER)) for (_, text), w in zip(boxes, widths, strict=True)]
+        told = [wrap(text, max(int((w - 20) / CHARACTER), 1)) for (_, text), w in zip(boxes, widths, strict=True)]
         height = 28 + LINE * max(map(len, told))
         for (name, _), lines, wide in zip(boxes, told, widths, strict=True):
             self.box(x, self.y, wide, height, f"b h{hue}")

@@ -149,7 +149,7 @@ class StepsAhead:
         """Advance all running rows by one token; None when the step has to run without static buffers."""
         pending, self._pending = self._pending, None
         if pending is None or not pending.waiting:
-            if not self.used or not self._made(rows):
+            if not self.used or not self._make_ready(rows):
                 return None
             first = self._shape(rows)
             if not first.draws:
@@ -186,7 +186,7 @@ class StepsAhead:
         mixed = draws and any(s.temperature == 0 for s in samplings)
         return Shape(padded_rows(len(rows)), draws, mixed, frozenset(self.engine.recorded_fields()))
 
-    def _made(self, rows: list[Row]) -> bool:
+    def _make_ready(self, rows: list[Row]) -> bool:
         """Reserve cache room, record missing graphs and fill the batch. Returns False, after a warning, where that fails."""
         try:
             shape = self._shape(rows)

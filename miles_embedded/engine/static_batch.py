@@ -59,8 +59,8 @@ class StaticBatch:
         keys: Sequence[int],
         temperatures: Sequence[float],
     ) -> None:
-        """Write the inputs of a step; temperature 0 means greedy. The remaining rows are padding: token 0 without a prompt, each in
-        its own slot."""
+        """Write the inputs of a step; temperature 0 means greedy. The remaining rows are padding: token 0 without a prompt, with one slot
+        per row."""
         count = len(tokens)
         integers = np.zeros((len(_INTEGERS), self.size), np.int64)
         greedy = [temperature == 0 for temperature in temperatures]

@@ -47,6 +47,18 @@ def test_missing_metrics_give_no_hint():
         ("low-acceptance", [{"speculative/accept_rate": 0.1}] * 5),
         ("slow-speculation", [{"speculative/speedup": 0.8}] * 5),
         ("expert-imbalance", [{"moe/expert_imbalance": 6.0}] * 5),
+        ("co-evolution-oscillates", [{"coevolution/one/swing": 0.9}] * 5),
+        ("co-evolution-dominance", [{"coevolution/dominance": 0.95}] * 5),
+        ("teacher-far", [{"distillation/reverse_kl": 4.0}] * 5),
+        ("top-k-mass", [{"distillation/top_k_mass": 0.1}] * 5),
+        ("agents-fail", [{"rollout/failed": 0.9}] * 5),
+        ("edited-histories", [{"endpoint/branch_edited": 5.0}] * 5),
+        ("rewriting-template", [{"endpoint/branch_reasoning": 5.0}] * 5),
+        ("failed-episodes", [{"environments/failed_episodes": 0.9}] * 5),
+        ("critic-explains-nothing", [{"ppo/explained_variance": -1.0}] * 30),
+        ("values-at-clip", [{"train/value_clip_fraction": 0.9}] * 5),
+        ("malformed-calls", [{"tools/malformed": 3.0}] * 5),
+        ("failed-samples", [{"tools/failed_samples": 0.9}] * 5),
     ],
 )
 def test_installed_hints(hint, records):
@@ -124,6 +136,8 @@ def test_metrics_that_hints_follow_are_measured_somewhere():
     for hint in INSTALLED:
         last = hint.metric.rpartition("/")[2].removesuffix("*").rstrip("_")
         parts = [last, *last.split("_")] if last.startswith("fraction_") else [last]
+        if last.startswith("branch_"):
+            parts.append("branch")  # its reason follows in the code
         assert not last or any(re.search(rf"[\"/]{part}[\"_{{]", code) for part in parts if part), (
             f"nobody measures {hint.metric}"
         )

@@ -64,6 +64,14 @@ def _rows(
 
 
 @triton.jit
+def _store_sum(out, place, total, bias, column, real, inside, BIAS: tl.constexpr):
+    """Store the sums of a tile, with the bias of its columns."""
+    if BIAS:
+        total += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _linear(
     x,
     x_scales,
@@ -93,16 +101,14 @@ def _linear(
     blocks = tl.cdiv(inner, TILE)
     share = tl.cdiv(blocks, SPLITS)
     first = tl.program_id(2) * share
-    weight = codes + column.to(tl.int64)[:, None] * inner
-    tile_scales = scales + start // TILE * scale_stride
+    weight, tile_scales = codes + column.to(tl.int64)[:, None] * inner, scales + start // TILE * scale_stride
     total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
     for block in range(first, min(first + share, blocks)):
         entry = block * TILE + tl.arange(0, TILE)[None, :]
         w = tl.load(weight + entry, mask=real[:, None] & (entry < inner), other=0.0)
         row_codes, row_scales = _rows(x, x_scales, row, known, block, inner, x_scale_stride, FUSED, POWER_OF_TWO, TILE)
         total += tl.dot(w, tl.trans(row_codes)) * (tl.trans(row_scales) * tl.load(tile_scales + block))
-    place = row[None, :] * width + column[:, None]
-    inside = known[None, :] & real[:, None]
+    place, inside = row[None, :] * width + column[:, None], known[None, :] & real[:, None]
     if SPLITS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         size = rows * width
@@ -112,14 +118,10 @@ def _linear(
             total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
             for split in range(SPLITS):
                 total += tl.load(partial + split * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-            if BIAS:
-                total += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[:, None]
-            tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+            _store_sum(out, place, total, bias, column, real, inside, BIAS)
             tl.store(tickets + tile, 0)
     else:
-        if BIAS:
-            total += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[:, None]
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+        _store_sum(out, place, total, bias, column, real, inside, BIAS)
 
 
 @triton.jit
