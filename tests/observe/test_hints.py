@@ -56,7 +56,7 @@ def test_missing_metrics_give_no_hint():
         ("rewriting-template", [{"endpoint/branch_reasoning": 5.0}] * 5),
         ("failed-episodes", [{"environments/failed_episodes": 0.9}] * 5),
         ("critic-explains-nothing", [{"ppo/explained_variance": -1.0}] * 30),
-        ("values-at-clip", [{"train/value_clip_fraction": 0.9}] * 5),
+        ("values-at-clip", [{"train/value_clip_fraction": 0.9}] * 10),
         ("malformed-calls", [{"tools/malformed": 3.0}] * 5),
         ("failed-samples", [{"tools/failed_samples": 0.9}] * 5),
     ],

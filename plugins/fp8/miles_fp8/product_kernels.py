@@ -207,30 +207,14 @@ def linear(
     grid = triton.cdiv(width, block_columns), triton.cdiv(count, block_rows), splits
     assert splits == 1 or grid[0] * grid[1] <= len(tickets)
     with torch.cuda.device(x.device):
+        # fmt: off
         _linear[grid](
-            x,
-            x if x_scales is None else x_scales,
-            codes,
-            scales,
-            out if bias is None else bias,
-            out,
-            partial,
-            tickets,
-            count,
-            width,
-            inner,
-            scales.stride(0),
-            0 if x_scales is None else x_scales.stride(1),
-            FUSED=x_scales is None,
-            POWER_OF_TWO=power_of_two,
-            BIAS=bias is not None,
-            SPLITS=splits,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLUMNS=block_columns,
-            TILE=TILE,
-            num_warps=warps,
+            x, x if x_scales is None else x_scales, codes, scales, out if bias is None else bias, out, partial, tickets, count, width, inner,
+            scales.stride(0), 0 if x_scales is None else x_scales.stride(1), FUSED=x_scales is None, POWER_OF_TWO=power_of_two,
+            BIAS=bias is not None, SPLITS=splits, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, TILE=TILE, num_warps=warps,
             num_stages=stages,
         )
+        # fmt: on
     return out
 
 
@@ -283,22 +267,10 @@ def expert_product(
     block_rows, block_columns, warps, stages = config or chosen
     out = torch.empty(places, width, dtype=torch.bfloat16, device=x.device)
     with torch.cuda.device(x.device):
+        # fmt: off
         _experts[triton.cdiv(width, block_columns), experts](
-            x,
-            x_scales,
-            codes,
-            scales,
-            ends if row is None else row,
-            ends,
-            out,
-            width,
-            inner,
-            x_scales.stride(1),
-            GATED=row is not None,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLUMNS=block_columns,
-            TILE=TILE,
-            num_warps=warps,
-            num_stages=stages,
+            x, x_scales, codes, scales, ends if row is None else row, ends, out, width, inner, x_scales.stride(1), GATED=row is not None,
+            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, TILE=TILE, num_warps=warps, num_stages=stages,
         )
+        # fmt: on
     return out
