@@ -1,4 +1,4 @@
-"""Model families in the embedded backend, held against Transformers: the table of ``docs/families.md``.
+"""Model families in the embedded backend, compared with Transformers: the table of ``docs/families.md``.
 
 Run: ``python benchmarks/families.py --write`` (a minute). Every family is a tiny random checkpoint in FP32: packed scores, greedy
 generation, gradients and export (``miles_embedded.testing.families``); for mixtures of experts also the gap of a trainer that
@@ -143,7 +143,7 @@ def everything_installed() -> str:
     partly = (
         ""
         if result.get("complete", True)
-        else f" The run was ended after {len(result['families'])} types, in alphabetical order."
+        else f" The run stopped after {len(result['families'])} types, in alphabetical order."
     )
     lines = [f"Transformers {result['transformers']}, {result['date']}, commit {result['commit']}.{partly}"]
     for outcome in result["counts"]:
