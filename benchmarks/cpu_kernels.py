@@ -264,7 +264,7 @@ def compare(name: str, case: Case, grads: Sequence[Tensor], turns: int) -> dict[
     return found
 
 
-def measured(case: Case, turns: int) -> dict[str, dict[str, Any]]:
+def measure(case: Case, turns: int) -> dict[str, dict[str, Any]]:
     """Forward, and forward with backward where there is one."""
     found = {f"{case.name}: forward": ()}
     if case.inputs:
@@ -293,7 +293,7 @@ def main() -> None:
     for make in (*of_the_step(), *sweeps()):
         case = make()
         if chosen.only in case.name:
-            cases |= measured(case, chosen.turns)
+            cases |= measure(case, chosen.turns)
     slower = [name for name, found in cases.items() if found["times_faster"] < 1]
     result = {"threads": chosen.threads, "turns": chosen.turns, "cases": cases, "slower": slower}
     finish("cpu_kernels", result, chosen.save, versions)

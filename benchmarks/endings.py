@@ -1,10 +1,10 @@
 """Every way a run can end from outside, in every phase of it: is a completed step lost, or a prompt used twice?
 
-A run in one process is met in each phase by kill -9, SIGTERM, SIGINT, SIGHUP, a disk that is full, or a second process that writes into the
-same directory. Then it is continued as its last lines say, to its end. Held is what ended as it should (exit status, a sentence and
-no traceback), left a checkpoint of the last completed step, and has, in the end, the metrics of a run that nobody touched and every
-prompt trained on once. Prompts are counted outside of the run, in a file that no checkpoint rolls back; of a step that was repeated
-the last time counts, as it does for the weights.
+In each phase of a run in one process the script sends kill -9, SIGTERM, SIGINT or SIGHUP, fills the disk, or starts a second process that writes
+into the same directory. It then continues the run to its end, as the run's last lines advise. An attempt counts as held if the run ended as
+specified (exit status, a one-line error, no traceback), left a checkpoint of the last completed step, and finally has the metrics of
+an undisturbed run and has trained on every prompt once. Prompts are counted outside the run, in a file that no checkpoint rolls back; for
+a repeated step only the last repetition counts, as it does for the weights.
 
 The disk is a small one in memory, in a mount namespace of this script's own (Linux, ``unshare``).
 Run: ``python benchmarks/endings.py`` (three minutes on two cores), longer: ``--jobs 16 --attempts 20 --save``.
@@ -32,7 +32,7 @@ STEPS, GROUPS, SAMPLES = 4, 2, 2
 FAULT_STEP = 2  # completed steps when it comes
 DISK = 64 << 20
 EXIT = {"kill": -9, "SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "full disk": 2, "second writer": 0}
-#: What a run that is told to end does all the same: it is at its end.
+#: Phases in which a run completes in spite of a signal, because it is at its end.
 AT_THE_END = ("export",)
 
 PLUGIN = r"""
@@ -193,7 +193,7 @@ def _attempt(directory: Path, fault: str, phase: str) -> list[str]:
     exported = directory / "disk" / "exported" / "config.json"
     if code != 0 or not exported.exists():
         wrong += _continued(words, run, output)
-    return wrong + _counted(directory, run)
+    return wrong + _check_counts(directory, run)
 
 
 def _left(run: Path, fault: str, phase: str) -> list[str]:
@@ -230,8 +230,8 @@ def _numbers(run: Path) -> dict[int, Any]:
     return {r["step"]: [r.get(k) for k in ("reward/mean", "train/loss", "train/grad_norm")] for r in lines if r["step"]}
 
 
-def _counted(directory: Path, run: Path) -> list[str]:
-    """Every prompt once, and the numbers of a run that nobody touched."""
+def _check_counts(directory: Path, run: Path) -> list[str]:
+    """Check that every prompt was used once and that the numbers equal those of an undisturbed run. Returns the differences."""
     counted = dict(json.loads(line) for line in (directory / "trained.jsonl").read_text().splitlines())
     uses = Counter(tuple(pair) for pairs in counted.values() for pair in pairs)
     wrong = []
@@ -244,7 +244,7 @@ def _counted(directory: Path, run: Path) -> list[str]:
 
 
 def reference() -> dict[int, Any]:
-    """The metrics of a run that nobody touches."""
+    """Return the metrics of an undisturbed run."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         words = prepare(directory, "none", "none")

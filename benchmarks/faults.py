@@ -5,9 +5,9 @@ into a file of its own, which no checkpoint rolls back. Of a step that was repea
 A killed driver is started again by hand, as a person would (``--load``), and must leave no process behind.
 
 The kills of a victim in a phase are divided over runs, ``--jobs`` of which go on at a time, each with a Ray cluster of its own. After
-``--seconds`` nobody is killed any more and the runs come to their ends. What each run found is a line of ``--log`` as soon as it ends,
+``--seconds`` the script kills no more processes and the runs end. What each run found is a line of ``--log`` as soon as it ends,
 and runs that are in it already count, so that the matrix can be made in several sittings.
-``--anytime N`` inflicts N kills and stops at random moments instead, also inside of pushes, builds, saves and recoveries. With it, a run that
+``--anytime N`` inflicts N kills and stops at random moments instead, also during pushes, builds, saves and recoveries. With it, a run that
 has not ended after ``--seconds`` is stopped and does not count, and no fault happens in the last minute.
 Run: ``python benchmarks/faults.py --kills 20 --save`` (an hour and a half on two cores; ``--kills 1``: five minutes; with
 ``--jobs 24 --kills-a-run 5`` some minutes on 32 cores), ``python benchmarks/faults.py --anytime 500 --jobs 12 --seconds 540 --log FILE --save``.

@@ -103,7 +103,7 @@ def turn(trainer: Any, batch: Any, device: Any) -> dict[str, float]:
 
 
 def rank_main(rank: int, size: int, strategy: str, given: Any, checkpoint: Path, meeting: str, answers: Any) -> None:
-    """The life of one rank of one configuration: a turn whenever it is told to."""
+    """Run one rank of one configuration: one turn per request."""
     import torch
     import torch.distributed as dist
     from transformers import AutoConfig
@@ -172,7 +172,7 @@ def turns(configurations: list[Configuration], count: int, warm_up: int) -> Iter
         print(f"turn {number + 1} of {count}", file=sys.stderr, flush=True)
 
 
-def measured(given: Any) -> dict[str, Any]:
+def measure(given: Any) -> dict[str, Any]:
     """Each configuration's medians, and what they are relative to one rank."""
     with tempfile.TemporaryDirectory() as scratch:
         here = Path(scratch)
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2, help="unmeasured steps of each")
     given = parser.parse_args()
     variant = given.device if given.device == "cuda" else ""
-    finish("fsdp", measured(given), given.save, lambda: installed("miles-core", "torch", "transformers"), variant)
+    finish("fsdp", measure(given), given.save, lambda: installed("miles-core", "torch", "transformers"), variant)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 class Worker:
-    """A process that works when it is told to and reports one JSON object a turn.
+    """A process that runs one turn per request and reports one JSON object per turn.
 
     Two libraries measured in turns, each in a process of its own, see the same machine: a slow minute slows both.
     """
@@ -74,7 +74,7 @@ class Reporter:
         self._out.flush()
 
     def wait(self) -> None:
-        """Until told to go on; the process ends when nobody will."""
+        """Wait for the next request; the process ends when standard input is closed."""
         if not sys.stdin.readline():
             os._exit(0)
 

@@ -41,7 +41,7 @@ def main() -> None:
         directory = Path(place)
         warmed_up(directory, given)
         for name, flags in SETUPS.items():
-            result = asyncio.run(measured(directory, given, flags))
+            result = asyncio.run(measure(directory, given, flags))
             found[name] = result
             print(f"\n{name}\n" + " | ".join(BUDGET_COLUMNS))
             print("\n".join(" | ".join(row) for row in budget_rows(result)))
@@ -61,7 +61,7 @@ def warmed_up(directory: Path, given: Any) -> None:
     train.run([*words, *more.split()])
 
 
-async def measured(directory: Path, given: Any, flags: tuple[str, ...]) -> dict[str, Any]:
+async def measure(directory: Path, given: Any, flags: tuple[str, ...]) -> dict[str, Any]:
     """One setup's budget, with an interval for the gap that training sees and for the whole one."""
     from miles_core.config.load import load
     from miles_core.run.make import make_run

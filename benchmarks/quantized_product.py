@@ -7,7 +7,7 @@ product of the codes, and from each other.
 
 Model: a random Qwen3 in BF16 with the layers of an 8 B model, fewer of them. Tokens a second of the embedded engine
 generating, and scoring whole sequences; seconds of a trainer's step (forward, backward, optimiser, weights quantised
-anew); and the mean |difference of log-probabilities| of the engine's own tokens between every engine and every trainer.
+again); and the mean |difference of log-probabilities| of the engine's own tokens between every engine and every trainer.
 The last line is one JSON object.
 """
 

@@ -32,7 +32,7 @@ from miles_core.run.prepare import apply_plan, prepare
 WARM_UP = 3
 
 
-def measured(directory: Path, words: list[str], steps: int) -> list[dict[str, Any]]:
+def measure(directory: Path, words: list[str], steps: int) -> list[dict[str, Any]]:
     """The metrics of one run's steps, warm-up left out."""
     config = load([*words, "--num-rollout", str(WARM_UP + steps), "--save", str(directory)])
     plan, catalogue = prepare(config)
@@ -108,7 +108,7 @@ def main() -> None:
         words += ["--rollout-max-response-len", str(chosen.tokens), "--lr", "1e-6", "--input-key", "prompt"]
         for turn in range(chosen.runs):
             for runtime, records in found.items():
-                records += measured(place / f"{runtime}{turn}", [*words, "--runtime", runtime], chosen.steps)
+                records += measure(place / f"{runtime}{turn}", [*words, "--runtime", runtime], chosen.steps)
                 print(runtime, turn, file=sys.stderr, flush=True)
     phases = ("step", "rollout", "prepare", "train", "sync", "other")
     seconds = {

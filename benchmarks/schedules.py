@@ -70,7 +70,7 @@ class JumpingPolicy(asyncio.DefaultEventLoopPolicy):
         return JumpingLoop()
 
 
-def measured(directory: Path, **flags: Any) -> dict[str, Any]:
+def measure(directory: Path, **flags: Any) -> dict[str, Any]:
     """One run: simulated seconds a step, who was busy, and how old the samples were."""
     here = Path(__file__).parent
     words = toy_arguments(
@@ -112,7 +112,7 @@ def main() -> None:
             directory = Path(temporary)
             (directory / "watch.py").write_text(WATCH)
             (directory / "reward.py").write_text(REWARD)
-            results[name] = measured(directory, **flags)
+            results[name] = measure(directory, **flags)
         print(f"{name:36} {results[name]}", file=sys.stderr, flush=True)
     rate = {name: found["steps_per_minute"] for name, found in results.items()}
     gains = {

@@ -69,7 +69,7 @@ def main() -> None:
         result |= make(given, Path(scratch))
         say(given, **result)
         for side in given.sides.split(","):
-            result[side] = measured(given, side, Path(scratch))
+            result[side] = measure(given, side, Path(scratch))
             say(given, side=side, **result[side])
     packages = ["torch", "transformers", *(["sglang"] if given.engine == "sglang" else [])]
     sides = [] if given.sides == SIDES_BY_DEFAULT else given.sides.split(",")
@@ -176,7 +176,7 @@ def flags_of(given: argparse.Namespace, side: str, scratch: Path) -> list[str]:
     return flags.split()
 
 
-def measured(given: argparse.Namespace, side: str, scratch: Path) -> dict[str, Any]:
+def measure(given: argparse.Namespace, side: str, scratch: Path) -> dict[str, Any]:
     """What the run's steps said."""
     command = [sys.executable, "-m", "miles_core.cli.main", "train", *flags_of(given, side, scratch)]
     done = subprocess.run(command, stdout=sys.stderr, check=False)

@@ -332,7 +332,7 @@ def engine_for(checkpoint: Path, given: argparse.Namespace, work: Path) -> Any:
     return engine
 
 
-async def measured(checkpoint: Path, given: argparse.Namespace, results: Results, work: Path) -> None:
+async def measure(checkpoint: Path, given: argparse.Namespace, results: Results, work: Path) -> None:
     """Everything, in one start of SGLang."""
     engine = engine_for(checkpoint, given, work)
     started = time.perf_counter()
@@ -390,7 +390,7 @@ def main() -> None:
     work = Path(tempfile.mkdtemp())
     checkpoint = make_model(given.model, work / "model") if given.model in SIZES else Path(given.model)
     try:
-        asyncio.run(measured(checkpoint, given, results, work / "engine"))
+        asyncio.run(measure(checkpoint, given, results, work / "engine"))
     except BaseException:
         log = work / "engine" / "sglang.log"
         print(log.read_text()[-6000:] if log.exists() else "no log", file=sys.stderr)

@@ -105,7 +105,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as place:
         for case in cases:
-            rows.append(measured(case, Path(place), given))
+            rows.append(measure(case, Path(place), given))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     setup = {"server": server(given), "prompts": PROMPTS, "tokens": TOKENS, "kernel_build_seconds": built}
     names = ("torch", "transformers", "miles-core")
@@ -147,7 +147,7 @@ def built_kernels(given: Any) -> dict[str, float]:
     return seconds
 
 
-def measured(case: Case, place: Path, given: Any) -> dict[str, Any]:
+def measure(case: Case, place: Path, given: Any) -> dict[str, Any]:
     """One row of the result."""
     source, other, stored, stored_other = (
         checkpoint(case, place, seed, form) for form in (False, True) for seed in (0, 1)

@@ -55,7 +55,7 @@ def flags_of(given: Any, plugins: str, checkpoint: Path, directory: Path) -> lis
     return [*flags.split(), *workload(directory, given.prompts), *(["--plugins", plugins] if plugins else [])]
 
 
-def measured(given: Any, plugins: str, checkpoint: Path) -> dict[str, Any]:
+def measure(given: Any, plugins: str, checkpoint: Path) -> dict[str, Any]:
     """Medians of a run's steps."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "miles_core.cli.main", "train"]
@@ -83,7 +83,7 @@ def main() -> None:
         checkpoint = make_model(given.model, Path(directory) / "model")
         found = {}
         for plugins in given.plugins:
-            found[plugins or "none"] = measured(given, plugins, checkpoint)
+            found[plugins or "none"] = measure(given, plugins, checkpoint)
             print(f"step {plugins}: {json.dumps(found[plugins or 'none'])}", file=sys.stderr, flush=True)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     result = {"model": given.model, "gpu": gpu, "commit": commit(), "runs": found}

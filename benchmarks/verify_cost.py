@@ -1,7 +1,7 @@
 """What a step that verifies k drafts a row costs, in steps without drafts, and so what drafts can gain at most on this machine.
 
 The model is that of ``speculative.py`` with random weights, because times do not depend on them. In an engine with so many rows, every step feeds
-one token a row, then two, three, ... (the last token over and over), each timed by the processor's own clock, and keeps nothing. ``ceiling`` is the
+one token per row, then two, three, ... (the last token over and over), each timed by the processor's own clock, and keeps nothing. ``ceiling`` is the
 speed-up by a draft that costs nothing and of which every token is kept with probability ``--acceptance``: the best k's expected tokens over what
 verifying them costs. One JSON line at the end.
 """

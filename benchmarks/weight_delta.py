@@ -69,7 +69,7 @@ def others() -> dict[str, Callable[[bytes], bytes]]:
     return found
 
 
-def measured(before: Tensor, after: Tensor, compare: bool) -> dict[str, Any]:
+def measure(before: Tensor, after: Tensor, compare: bool) -> dict[str, Any]:
     """One step's difference."""
     pieces = list(zip(after.split(ENOUGH), before.split(ENOUGH), strict=True))
     start = time.perf_counter()
@@ -107,7 +107,7 @@ def main() -> None:
     rows = []
     for rate in map(float, options.rates.split(",")):
         for number, (before, after) in enumerate(steps(options.model, rate, options.steps)):
-            row = {"rate": rate, "step": number, **measured(before, after, number == options.steps - 1)}
+            row = {"rate": rate, "step": number, **measure(before, after, number == options.steps - 1)}
             print(
                 f"lr {rate:g} step {number}: {row['changed']:.2%} of the weights changed, {row['bytes']:.2%} of the bytes travel, made "
                 f"at {row['made_gb_per_second']:.2f} GB/s, applied at {row['applied']:.2f} GB/s",

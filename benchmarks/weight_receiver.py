@@ -82,7 +82,7 @@ def receiver(connection: socket.socket, device: str, gpu: int) -> None:
         try:
             await arrivals.receive(message, 1, message["last"])
             await put(connection, "")
-        except Exception as error:  # is told to the sender
+        except Exception as error:  # reported to the sender
             await put(connection, f"{type(error).__name__}: {error}")
 
     async def serve() -> None:

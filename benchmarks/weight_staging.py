@@ -57,7 +57,7 @@ async def workload(
     return time.perf_counter() - start, paused
 
 
-async def measured(given: argparse.Namespace) -> dict[str, Any]:
+async def measure(given: argparse.Namespace) -> dict[str, Any]:
     """All modes in turns, after one that is not counted."""
     sizes = {"hidden_size": given.hidden, "intermediate_size": 4 * given.hidden, "num_hidden_layers": given.layers}
     with tempfile.TemporaryDirectory() as directory:
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    result = {**{k: v for k, v in vars(given).items() if k != "save"}, **asyncio.run(measured(given))}
+    result = {**{k: v for k, v in vars(given).items() if k != "save"}, **asyncio.run(measure(given))}
     for mode, row in result["modes"].items():
         print(
             f"{mode}: {row['tokens_lost_a_sync']:.0f} tokens lost a sync ({result['tokens_a_second']:.0f} tokens/s), paused for "

@@ -202,7 +202,7 @@ def shared(megabytes: int, turns: Turns) -> dict:
     return found | {"bytes": nbytes}
 
 
-def measured(megabytes: int, precision: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(megabytes: int, precision: str, options: argparse.Namespace) -> dict[str, Any]:
     """All paths for one size and number format."""
     device = options.device
     turns = Turns(max(1, min(options.repeats, options.repeats * 128 // megabytes)), device)
@@ -278,7 +278,7 @@ def main() -> None:
     torch.set_num_threads(1)
     freeze_gc()  # as a run does
     results = [
-        measured(size, precision, options)
+        measure(size, precision, options)
         for size in map(int, options.megabytes.split(","))
         for precision in options.precision.split(",")
     ]

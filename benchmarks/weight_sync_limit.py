@@ -7,7 +7,7 @@ more, by the trainer what it has just copied and by the engine what came. Each i
 is measured in, so that the same neighbours slow all of them:
 
 - ``copy in pieces``: the copy alone, in pieces that stay in a cache;
-- ``copy, adding up``: the trainer's part, with the sum, while nobody else works;
+- ``copy, adding up``: the trainer's part, with the sum, while the other process is idle;
 - ``add up``: the engine's part, of memory that no cache holds;
 - ``both sides``: the two in two processes, one after the other: one tensor and one message.
 
@@ -79,7 +79,7 @@ class BothSides:
         self.segment.close()
 
 
-def measured(megabytes: int, seconds: float) -> dict[str, Any]:
+def measure(megabytes: int, seconds: float) -> dict[str, Any]:
     """The shares of a plain copy's speed that each way makes."""
     weights = torch.randint(0, 256, (megabytes * 10**6 // PIECE * PIECE,), dtype=torch.uint8)
     both = BothSides(weights)
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--save", nargs="?", const="", metavar="VARIANT", help="a word for the file's name")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    result = {"sizes": [measured(size, options.seconds) for size in map(int, options.megabytes.split(","))]}
+    result = {"sizes": [measure(size, options.seconds) for size in map(int, options.megabytes.split(","))]}
     finish("weight_sync_limit", result, options.save is not None, lambda: installed("torch"), options.save or "")
 
 
