@@ -204,7 +204,7 @@ def read_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def counted(task: Task, log: Path | None) -> dict[str, Any]:
+def count_losses(task: Task, log: Path | None) -> dict[str, Any]:
     """``count``, written down; a run that fails counts as such."""
     try:
         found = count(task)
@@ -276,7 +276,7 @@ def main() -> None:
     ]
     toy_files()  # once, and not in several threads
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        runs = list(pool.map(lambda task: None if time.time() > end else counted(task, chosen.log), tasks))
+        runs = list(pool.map(lambda task: None if time.time() > end else count_losses(task, chosen.log), tasks))
     matrix = {
         f"{victim}, {phase}": merged(
             [r for r in (*earlier, *runs) if r is not None and (r["victim"], r["phase"]) == (victim, phase)]

@@ -73,7 +73,7 @@ def make_trainer(given: Any, checkpoint: Path, strategy: str, device: Any) -> An
     return trainer
 
 
-def kept(trainer: Any) -> int:
+def stored_bytes(trainer: Any) -> int:
     """Bytes of weights, gradients (as large as the masters) and optimiser that this rank keeps."""
     from miles_embedded.model.storage import local_shard
     from miles_embedded.model.views import sources
@@ -98,7 +98,7 @@ def turn(trainer: Any, batch: Any, device: Any) -> dict[str, float]:
     if cuda:
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - started
-    memory = torch.cuda.max_memory_allocated(device) if cuda else kept(trainer)
+    memory = torch.cuda.max_memory_allocated(device) if cuda else stored_bytes(trainer)
     return {"seconds": seconds, "bytes": float(memory), "grad_norm": metrics["train/grad_norm"][0]}
 
 

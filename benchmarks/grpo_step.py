@@ -40,7 +40,7 @@ def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
 
     with tempfile.TemporaryDirectory() as directory:
 
-        async def held(run: Any, *parts: Any) -> None:
+        async def timed_step(run: Any, *parts: Any) -> None:
             await asyncio.to_thread(turn.wait)
             started = time.perf_counter()
             await original(run, *parts)
@@ -51,7 +51,7 @@ def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
             }
             turn.report(seconds=seconds, length=record["rollout/length_mean"], **phases)
 
-        loop.step = held
+        loop.step = timed_step
         flags = f"""--hf-checkpoint {given.checkpoint} --prompt-data {given.prompts} --input-key prompt --label-key label
             --custom-rm-path {Path(__file__).with_name("workload.py")}:rm --save {directory}/run --device cpu
             --dtype float32 --rollout-batch-size {count} --n-samples-per-prompt {SAMPLES} --num-rollout {given.steps}

@@ -29,13 +29,13 @@ def work(directory: Path, steps: int, plugins: list[str], reporter: Reporter) ->
     original = loop.step
     reporter.send(ready=True)
 
-    async def held(run: Any, *parts: Any) -> None:
+    async def timed_step(run: Any, *parts: Any) -> None:
         await asyncio.to_thread(reporter.wait)
         started = time.perf_counter()
         await original(run, *parts)
         reporter.send(seconds=time.perf_counter() - started)
 
-    loop.step = held
+    loop.step = timed_step
     flags = f"""--hf-checkpoint {directory}/model --prompt-data {directory}/data/train.jsonl --input-key prompt
         --label-key label --custom-rm-path {Path(__file__).with_name("workload.py")}:rm --device cpu --dtype float32
         --rollout-batch-size {PROMPTS} --n-samples-per-prompt {SAMPLES} --num-rollout {steps} --num-steps-per-rollout 2

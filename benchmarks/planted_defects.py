@@ -42,17 +42,17 @@ SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "moe_inte
 
 @contextmanager
 def planted(defect: Defect, engine: str) -> Iterator[None]:
-    """The engines that are built meanwhile have a defect."""
+    """Engines that are built in this context have the defect."""
     with pytest.MonkeyPatch.context() as patch:
         if engine == "embedded":
             build_model = engine_build.build_model
 
-            def built(run: Any, policy: Any, role: str) -> Any:
+            def build_with_defect(run: Any, policy: Any, role: str) -> Any:
                 model = build_model(run, policy, role)
                 defect.plant(model)
                 return model
 
-            patch.setattr(engine_build, "build_model", built)
+            patch.setattr(engine_build, "build_model", build_with_defect)
         else:
             use_double(patch, lambda checkpoint: scheduler_model(checkpoint, defect))
         yield

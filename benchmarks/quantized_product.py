@@ -154,7 +154,7 @@ def model_results(given: argparse.Namespace) -> dict[str, Any]:
         asyncio.run(engines[side].update_weights(used.encode(export(base)), 0))
     requests = {n: generating(engines, n, given) for n in given.requests}
     responses = {side: requests[max(given.requests)][1][side] for side in SIDES}
-    scoring = scored(engines, given)
+    scoring = score_texts(engines, given)
     del engines
     gaps, steps = {}, {}
     for side in SIDES:
@@ -232,7 +232,7 @@ async def all_of(engine: EmbeddedEngine, requests: list[Request]) -> Sequence[Re
     return found
 
 
-def scored(engines: dict[str, EmbeddedEngine], given: argparse.Namespace) -> dict[str, float]:
+def score_texts(engines: dict[str, EmbeddedEngine], given: argparse.Namespace) -> dict[str, float]:
     """Tokens a second of scoring whole sequences."""
     random, rates = np.random.default_rng(1), {side: [] for side in engines}
     sequences = random.integers(1, given.vocabulary, (given.sequences, given.length)).tolist()

@@ -189,7 +189,7 @@ def compare(case: str, before: Side, after: Side) -> dict[str, Any]:
     """A case on both sides at the same time; prints its row of the table and returns what that says."""
     started = [(side, side.start(case)) for side in (before, after)]
     stopped = [side for side, process in started if process.wait()]
-    left, right = (dict(found(side.work / case)) for side in (before, after))
+    left, right = (dict(read_numbers(side.work / case)) for side in (before, after))
     pairs = {name: (left.get(name, "nothing"), right.get(name, "nothing")) for name in left | right}
     differing = {name: difference(a, b) for name, (a, b) in pairs.items() if bits(a) != bits(b)}
     outcome: dict[str, Any] = {"same": not stopped and not differing and bool(left), "compared": len(pairs)}
@@ -205,7 +205,7 @@ def compare(case: str, before: Side, after: Side) -> dict[str, Any]:
     return outcome
 
 
-def found(directory: Path) -> Iterator[tuple[str, Any]]:
+def read_numbers(directory: Path) -> Iterator[tuple[str, Any]]:
     """(name, value or tensor) of everything to compare that a case left, its metrics first."""
     for wanted in ("metrics.jsonl", "*.jsonl.gz", "printed.txt", "config.json", "*.safetensors"):
         for path in sorted(directory.rglob(wanted)):

@@ -24,7 +24,7 @@ class Measured(worker.Worker):
         """Seconds of all requests: in one call, or with ``each`` in as many calls as there are."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        async def asked(prompts: Any) -> None:
+        async def ask(prompts: Any) -> None:
             request = GenerateReqInput(
                 input_ids=prompts,
                 sampling_params=body["sampling"],
@@ -36,9 +36,9 @@ class Measured(worker.Worker):
 
         started = time.perf_counter()
         if body["each"]:
-            await asyncio.gather(*(asked(prompt) for prompt in body["prompts"]))
+            await asyncio.gather(*(ask(prompt) for prompt in body["prompts"]))
         else:
-            await asked(body["prompts"])
+            await ask(body["prompts"])
         return time.perf_counter() - started
 
 

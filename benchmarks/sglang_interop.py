@@ -254,7 +254,7 @@ def own_noise(case: Case, path: Path, given: Any) -> float:
     the first sampled. Two correct implementations of the format in BF16 can be this far apart."""
     from miles_core.contracts.engine import Request, Sampling
 
-    async def scored() -> float:
+    async def score_texts() -> float:
         low, high = (engine_for(case, path, True, given, dtype) for dtype in ("bfloat16", "float32"))
         await low.start()
         await high.start()
@@ -265,7 +265,7 @@ def own_noise(case: Case, path: Path, given: Any) -> float:
         a, b = await low.score(whole), await high.score(whole)
         return float(np.concatenate([np.abs(x - y)[-TOKENS:] for x, y in zip(a, b, strict=True)]).mean())
 
-    return round(asyncio.run(scored()), 5)
+    return round(asyncio.run(score_texts()), 5)
 
 
 async def replies(engine: Any, said: dict[str, Any]) -> dict[str, Any]:

@@ -229,22 +229,24 @@ def measure(megabytes: int, precision: str, options: argparse.Namespace) -> dict
         try:
             gpu = 1 if "NCCL" in name and torch.cuda.device_count() > 1 else 0
             for what, row in through_buckets(way, options.bucket, stream, counted, gpu, changes, stay):
-                rows[name + what] = told(megabytes, precision, name + what, row, whole)
+                rows[name + what] = print_row(megabytes, precision, name + what, row, whole)
         except SyncError as error:
             print(f"{name} is not measured: {error}", flush=True)
     if wanted("copy within the process"):
-        rows["copy within the process"] = told(
+        rows["copy within the process"] = print_row(
             megabytes, precision, "copy within the process", copied(stream, turns), whole
         )
     if wanted("Ray") and device == "cpu" and find_spec("ray"):
-        rows["Ray's object store"] = told(megabytes, precision, "Ray's object store", through_ray(stream, turns), whole)
+        rows["Ray's object store"] = print_row(
+            megabytes, precision, "Ray's object store", through_ray(stream, turns), whole
+        )
     tensors.clear()
     if precision == "bf16" and wanted("one storage"):
-        rows["one storage"] = told(megabytes, precision, "one storage", shared(megabytes, turns), whole)
+        rows["one storage"] = print_row(megabytes, precision, "one storage", shared(megabytes, turns), whole)
     return {"megabytes": megabytes, "precision": precision, "repeats": turns.repeats, "paths": rows}
 
 
-def told(megabytes: int, precision: str, name: str, row: dict[str, Any], whole: int) -> dict[str, Any]:
+def print_row(megabytes: int, precision: str, name: str, row: dict[str, Any], whole: int) -> dict[str, Any]:
     """What is saved of a path's turns, printed too; ``whole`` bytes are the BF16 weights."""
     seconds, limits, own = row.pop("turns"), row.pop("limits"), row.pop("limit", None)
     ratios = sorted(row["bytes"] / s / (own or limit) for s, limit in zip(seconds, limits, strict=True))

@@ -42,10 +42,10 @@ PAGES = sorted(
 
 #: Findings that a package may still have; they may only fall.
 ALLOWED: dict[str, int] = {
-    "benchmarks": 39,
+    "benchmarks": 1,
     "docs": 1,
     "miles_core": 4,
-    "miles_embedded": 2,
+    "miles_embedded": 1,
     "miles_mismatch": 2,
     "miles_testing": 1,
     "miles_tools": 6,
@@ -58,7 +58,7 @@ ALLOWED: dict[str, int] = {
     "plugins/speculative": 2,
     "plugins/tis": 2,
     "plugins/zero_copy": 4,
-    "tests": 53,
+    "tests": 29,
 }
 
 _UNIT = (

@@ -50,7 +50,7 @@ def test_an_absent_part_names_the_plugin_that_is_called_like_it(manifests):
 
 def test_an_absent_plugin_is_explained(manifests):
     schema = collect(manifests)
-    assert "pip" not in elsewhere.explain_plugin("two_words", schema)  # nobody may own a package of that name
+    assert "pip" not in elsewhere.explain_plugin("two_words", schema)  # somebody else may own a package of that name
     assert "did you mean replay" in elsewhere.explain_plugin("relpay", schema)
     assert "pip" not in elsewhere.explain_plugin("no name", schema)
 
@@ -90,7 +90,7 @@ def test_an_option_of_another_program_is_translated():
 
 
 def test_an_option_that_has_another_meaning_here_is_told_apart():
-    """Nobody is told of it on the command line, where core's option is taken."""
+    """There is no hint on the command line, where core's option applies."""
     core = set(collect([]).spellings())
     for names in elsewhere.foreign_options().values():
         for theirs, here in names.items():

@@ -1,4 +1,4 @@
-"""What a trainer is told of the layer behind the decoder."""
+"""Which description of the MTP layer a trainer receives."""
 
 import sys
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ class Drafting:
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What a trainer is told in a run with these plugins, each of which wants the layer trained."""
+    """Return the layers that a trainer receives in a run with these plugins, each of which requests training."""
     monkeypatch.setitem(sys.modules, "miles_further", SimpleNamespace(Drafting=Drafting))
 
     def ask(*names):

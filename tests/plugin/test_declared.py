@@ -1,4 +1,4 @@
-"""Slips in a manifest are sentences, and a plugin that nobody asked for stops no command."""
+"""Mistakes in a manifest give one-line errors, and a plugin that was not requested stops no command."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What core's own options take from the backends, parts that no option names, and what a plan is held against beside rules."""
+"""What core's own options require of the backends, parts that no option names, and checks of a plan other than rules."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""When weights are looked at, and what is said of one that is not finite."""
+"""When weights are checked, and the message about one that is not finite."""
 
 import pytest
 import torch

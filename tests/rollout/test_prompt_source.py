@@ -1,4 +1,4 @@
-"""Prompt sources of plugins: endless, resumed where they stopped, for evaluation; and what is told about an evaluation."""
+"""Prompt sources of plugins: endless, resumed where they stopped, for evaluation; and the report of an evaluation."""
 
 from __future__ import annotations
 

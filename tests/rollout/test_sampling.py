@@ -1,4 +1,4 @@
-"""Evaluation samples as the rollout does where nothing else is said."""
+"""By default, evaluation samples as the rollout does."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_when_no_engine_is_left_the_learner_sends_its_weights_at_once(recorded, 
         await front.pause("retract")
         workers.dead, workers.calls = {0}, []
         assert await front.generate(request(0)) == "done" and resent == [True]
-        # what the engine before it had been told
+        # what the previous engine had received
         assert [c for c in workers.calls if c[1] in ("rebuild", "pause")] == [
             (0, "rebuild", "f8"),
             (0, "pause", "retract"),

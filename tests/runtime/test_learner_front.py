@@ -58,7 +58,7 @@ def test_groups_are_divided_over_replicas_and_one_rank_of_each_is_counted(front)
     made.ranks.clocks = {number: {"prepare": 0.1, "train": 0.1 + number} for number in range(4)}
 
     async def main():
-        made.run.clock.metrics()  # starting the event loop is no part of it
+        made.run.clock.metrics()  # the time to start the event loop does not count
         with made.run.clock.phase("other"):
             return await made.learn(samples(), 3)
 

@@ -53,7 +53,7 @@ def test_one_that_fails_fails_alone(recorded):
     async def main():
         first, second, third = await asked(Mailbox(recorded(["engine-0"], {"generate": generate}), 0), range(3))
         assert first == 0 and isinstance(second, DataError)
-        # what another process may not be able to load again is told with its place
+        # an error that another process may be unable to load is reported with its place
         assert type(third) is RuntimeError and "in generate" in str(third) and "of a library" in str(third)
 
     asyncio.run(main())

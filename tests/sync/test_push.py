@@ -1,4 +1,4 @@
-"""A push that fails is made again, then by the plain copy, and each is said once."""
+"""A push that fails is repeated, then replaced by the plain copy, and each is logged once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks in tests: what they compute, and what is said when they do not."""
+"""Ranks in tests: their results, and the error if they fail."""
 
 import os
 import subprocess

@@ -40,7 +40,7 @@ def reference(flat):
 
 
 class Jobs:
-    """Stands in for the GPU kernel: records its launches and computes them with torch."""
+    """Test double of the GPU kernel: records its launches and computes them with torch."""
 
     def __init__(self, memory):
         self.memory, self.launches = memory, []
@@ -309,7 +309,7 @@ def test_a_cpu_adds_up_while_it_copies(monkeypatch, cores):
     assert passes == [4, 4]
     found.copy(to[12 * BLOCK + 8 : 20 * BLOCK], source[12 * BLOCK + 8 : 20 * BLOCK], 12 * BLOCK + 8)  # within a block
     found.copy(to[20 * BLOCK :], source[20 * BLOCK :], 20 * BLOCK)
-    source[11 * BLOCK + 8 : 12 * BLOCK + 8] = 0  # nobody copied these
+    source[11 * BLOCK + 8 : 12 * BLOCK + 8] = 0  # these were not copied
     assert passes == [4, 4, 4, 4, 4, 4, 4]
     assert torch.equal(to, source) and found.of(40 * BLOCK) == reference(source)
 

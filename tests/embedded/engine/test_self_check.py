@@ -1,4 +1,4 @@
-"""A model is held against its plain forward when the engine is built."""
+"""Building an engine compares the model with its plain forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is looked at from its headers: what is said is what loading it would say."""
+"""Examining a checkpoint from its headers reports the same problems as loading it."""
 
 from __future__ import annotations
 

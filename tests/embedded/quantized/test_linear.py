@@ -25,7 +25,7 @@ FORMAT = Fp8()
 
 
 class Doubling(Product):
-    """Twice the emulated product, so that nobody can mistake which of them ran."""
+    """Twice the emulated product, so that results show which of the two ran."""
 
     def prepare(self, parts):
         return {CODES: parts[CODES].t(), SCALES: parts[SCALES]}

@@ -110,7 +110,7 @@ def test_frozen_parameters_are_left_out():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_group_is_trained_in_its_own_way(dtype):
-    """Its rate, decay and clip norm; what the others do is the same to the bit whatever its gradient is."""
+    """Its rate, decay and clip norm are separate; the other updates are bit-identical whatever its gradient is."""
     results = []
     for scale in (1.0, 1e3):
         net = model(dtype)

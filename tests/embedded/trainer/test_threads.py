@@ -1,4 +1,4 @@
-"""When a crowded machine is told about."""
+"""When a crowded machine is reported."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_what_is_missing_is_asked_for(source, capsys):
 def test_an_unknown_format_gets_the_nearest_name(source, capsys):
     text = refused(capsys, "--to", "pair9", "--model-dir", source, "--dry-run")
     assert "no number format 'pair9' (installed: pair8); did you mean pair8?" in text
-    assert "pip" not in text  # nobody may own a package of that name
+    assert "pip" not in text  # somebody else may own a package of that name
 
 
 def test_an_already_quantised_checkpoint_is_sent_to_bf16_first(source, tmp_path, capsys):

@@ -226,7 +226,7 @@ def test_a_directory_that_cannot_be_replaced_is_filled_from_within(checkpoint, t
     monkeypatch.setattr(os, "replace", busy)
     with pytest.raises(KeyboardInterrupt):
         encode(source, link, shard_bytes=200)
-    assert not (out / "config.json").exists()  # so nobody takes it for a checkpoint
+    assert not (out / "config.json").exists()  # so no reader takes it for a checkpoint
     encode(source, link, shard_bytes=200)
     assert moved[-1] == "config.json" and link.is_symlink()
     encode(source, tmp_path / "plain", shard_bytes=200)
