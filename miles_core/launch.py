@@ -95,7 +95,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         for change in changes(resume_from, plan.record()) if resume_from else ():
             log.warning("continuing with a change: %s", change)
         start = checkpoint_step(resume_from) if resume_from else None
-        run_log = _open_log(run, manifests, Progress(config.rollout.num_rollout, console, start=start or 0), start)
+        run_log = _open_log(run, manifests, _make_progress(run, console, start or 0), start)
         seed_generators(config.train.seed)
         with handle_signals(run) as stopped:
             try:
@@ -116,6 +116,15 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         end = record_ending(run, signal=stopped.name)
         _report_ending(end)
         return Launched(run, parts, end, stopped.signals[-1] if stopped.signals else 0)
+
+
+def _make_progress(run: Run, console: Console | None, start: int) -> Progress:
+    """Make the live display that a plugin provides; without one, the run shows nothing."""
+    total, names = run.config.rollout.num_rollout, run.hooks.find_provided("progress")
+    if not names:
+        return Progress(total, start)
+    made: Progress = run.hooks.make("progress", names[0], total=total, console=console, start=start)
+    return made
 
 
 def _open_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, start: int | None) -> RunLog:

@@ -41,6 +41,8 @@ plugin = Plugin(
             "first_sync": "miles_mismatch.first_sync:make_check",
             "verify_logprobs": "miles_mismatch.at_sync:make_check",
         },
+        "progress": {"terminal": "miles_tools.progress:TerminalProgress"},
+        "sink": {"tensorboard": "miles_tools.sinks:make_tensorboard", "wandb": "miles_tools.sinks:make_wandb"},
         "record": {"environment": "miles_tools.environment:write_environment"},
         "report": {"html": "miles_tools.report.report:report"},
     },

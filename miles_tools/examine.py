@@ -8,14 +8,17 @@ from miles_core.config.config import Config
 from miles_core.plugin.manifest import Plugin
 from miles_tools.convert import storable
 from miles_tools.rewards.remote import RemoteReward
+from miles_tools.sinks import check_sinks
 
 
 def examine(config: Config, manifests: Mapping[str, Plugin]) -> None:
-    """See ``Plugin.examine``: the weights of the checkpoint in the run's number formats, and the address of a remote reward.
+    """See ``Plugin.examine``: packages of the metric sinks, the weights of the checkpoint in the run's number formats, and the address
+    of a remote reward.
 
     Raises:
         CheckpointError, ConfigError: a weight cannot be stored, or the address cannot be used.
     """
+    check_sinks(config.run)
     storable.examine(config, manifests)
     if config.reward.rm_type == "remote":
         RemoteReward(config.reward.rm_url)

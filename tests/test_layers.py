@@ -73,6 +73,8 @@ LAYERS: list[dict[str, str]] = [
 TOOLS: list[dict[str, str]] = [
     {
         "environment": "core: redact",
+        "progress": "core: observe",
+        "sinks": "core: errors redact contracts",
     },
     {
         "native": "environment core: errors",
@@ -82,7 +84,7 @@ TOOLS: list[dict[str, str]] = [
     {
         "rewards": "http_client core: errors redact data reward contracts",
         "convert": "core: errors nearest lookup data plugin config checkpoint precision",
-        "report": "environment core: errors version redact plugin observe run mismatch: mismatch",
+        "report": "environment progress core: errors version redact plugin observe run mismatch: mismatch",
         "authoring": "core: errors nearest version plugin config",
         "demo": "core: errors plugin observe",
     },
@@ -90,7 +92,7 @@ TOOLS: list[dict[str, str]] = [
         "verify": "report core: version data precision contracts mismatch: mismatch",
     },
     {
-        "examine": "rewards convert core: plugin config",
+        "examine": "rewards convert sinks core: plugin config",
         "commands": "environment convert report authoring demo verify core: errors plugin config observe checkpoint "
         "precision contracts run cli",
     },

@@ -145,7 +145,7 @@ def test_metrics_services_get_no_secret(tmp_path, monkeypatch):
     import sys
     import types
 
-    from miles_core.observe.sinks import WeightsAndBiases
+    from miles_tools.sinks import WeightsAndBiases
 
     given = {}
     fake = types.ModuleType("wandb")

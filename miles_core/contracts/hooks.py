@@ -2,7 +2,7 @@
 
 Each name below is a hook, listed next to the phase of the run that calls it::
 
-    start            on_start                                   every process
+    start            on_start make_sink                         every process, driver
       build          make_runtime make_model make_head on_model on_mtp_layers make_trainer make_optimizer make_engine make_decoder make_transport
                      wrap_forward wrap_loss wrap_correction wrap_optimizer_step      (called once; they return plain functions)
                      make_prompts make_schedule wrap_rollout wrap_generate
@@ -105,6 +105,7 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "advantage": (("run", "policy"), "f(AdvantageInputs) -> Tensor[tokens]", "every trainer rank"),
     "check": (("run",), "async f(PolicyParts) -> metrics, or None", "driver"),
+    "sink": (("run",), "miles_core.observe.metrics.Sink, or None", "driver"),
 }
 
 

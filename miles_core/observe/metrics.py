@@ -28,7 +28,7 @@ RESERVED = ("step", "time", "nonfinite")
 
 
 class Sink(Protocol):
-    """An additional destination of metrics (``miles_core.observe.sinks``)."""
+    """An additional destination of metrics (the part ``sink``)."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

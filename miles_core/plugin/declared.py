@@ -27,6 +27,8 @@ PARTS = (
     "check",
     "report",
     "record",
+    "progress",
+    "sink",
 )
 
 

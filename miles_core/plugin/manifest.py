@@ -125,7 +125,8 @@ class Plugin:
         fields: columns that the plugin adds to samples and batches.
         formats: number formats, name -> ``"module:Class"`` (``miles_core.format.Format``).
         provides: parts, kind -> {name: ``"module:callable"``}; the kinds are the names of the ``make_*`` hooks
-            without prefix, ``record`` (a function that writes a file into the directory of a new run) and ``report``.
+            without prefix, ``record`` (a function that writes a file into the directory of a new run), ``progress`` (the live
+            display, a ``miles_core.observe.progress.Progress``) and ``report``.
         sets: option path -> value, ``Set(value, when)`` or a tuple of ``Set``, applied before anything is built.
         uses: capabilities of the engine or trainer that the plugin needs, capability -> reason; ``"engine.x"`` or
             ``"trainer.x"`` if both kinds have a capability of that name.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 from miles_core.checkpoint.directory import locate_checkpoint, run_of
@@ -14,7 +13,6 @@ from miles_core.checkpoint.placed import is_occupied, staging_path
 from miles_core.config.config import Config
 from miles_core.contracts.run import Run
 from miles_core.errors import CheckpointError, ConfigError, PlanError
-from miles_core.observe.sinks import check_wandb_login
 from miles_core.plugin.activate import provider
 from miles_core.plugin.discovery import Catalogue
 from miles_core.plugin.load import import_target, select_arguments
@@ -28,7 +26,6 @@ from miles_core.run.problems import Problems
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 #: switch -> the packages it imports.
-_PACKAGES = {"use_wandb": ("--use-wandb", "wandb"), "use_tensorboard": ("--use-tensorboard", "tensorboard")}
 
 
 def plan_run(given: Config) -> tuple[Config, Plan, Catalogue]:
@@ -127,14 +124,6 @@ def _inputs(config: Config, problems: Problems) -> Inputs:
                 raise ConfigError(f"miles train needs {flag}; miles demo creates a small model and prompts itself")
     with problems():
         _check_export(config)
-    for name, (flag, package) in _PACKAGES.items():
-        with problems():
-            if getattr(config.run, name) and find_spec(package) is None:
-                raise ConfigError(
-                    f"{flag} needs the package {package!r}, which is not installed: pip install {package}"
-                )
-            if name == "use_wandb" and config.run.use_wandb:
-                check_wandb_login()
     return Inputs(config, problems)
 
 

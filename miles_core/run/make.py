@@ -66,7 +66,7 @@ def make_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, star
     options, resume_step = run.config.run, -1 if start is None else start
     rollouts = RolloutFiles(run.directory, run.tokenizer, options.save_rollouts_size, resume_step)
     return RunLog(
-        MetricLog(run.directory / "metrics.jsonl", resume_step=resume_step, sinks=sinks(run.config, run.directory)),
+        MetricLog(run.directory / "metrics.jsonl", resume_step=resume_step, sinks=make_sinks(run)),
         progress,
         Hints(hints_of(manifests.values(), run.plan.holds)),
         Profiler(options.profile_dir or run.directory / "profile", count=int(options.profile)),
@@ -74,20 +74,10 @@ def make_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, star
     )
 
 
-def sinks(config: Config, directory: Path) -> list[Sink]:
-    """Create the configured metric sinks (TensorBoard, Weights & Biases)."""
-    made: list[Sink] = []
-    if config.run.use_tensorboard:
-        from miles_core.observe.sinks import TensorBoard
-
-        made.append(TensorBoard(directory / "tensorboard"))
-    if config.run.use_wandb:
-        from miles_core.observe.sinks import WeightsAndBiases
-
-        options = config.run
-        name = options.wandb_name or directory.absolute().name
-        made.append(WeightsAndBiases(directory, name, vars(config.args), options.wandb_project, options.wandb_group))
-    return made
+def make_sinks(run: Run) -> list[Sink]:
+    """Make the metric sinks that plugins provide and the run's options choose."""
+    made = (run.hooks.make("sink", name, run=run) for name in run.hooks.find_provided("sink"))
+    return [sink for sink in made if sink is not None]
 
 
 def packages(plan: Plan, manifests: Mapping[str, Plugin]) -> set[str]:

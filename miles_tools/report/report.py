@@ -21,7 +21,6 @@ from typing import Any
 from miles_core.errors import CheckpointError, MilesError
 from miles_core.observe.hints import hints_of, review
 from miles_core.observe.metrics import names, read, series
-from miles_core.observe.progress import is_graded
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.panel import Panel
 from miles_core.plugin.plan import Plan
@@ -30,6 +29,7 @@ from miles_core.run.ending import ENDING
 from miles_core.version import __version__
 from miles_mismatch.budget import BUDGET_FILE
 from miles_tools import environment as env
+from miles_tools.progress import is_graded
 from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
 from miles_tools.report.mismatch_plots import draw_budget
 from miles_tools.report.plots import draw, moves, panels

@@ -9,6 +9,8 @@ from miles_core.plugin import option
 from miles_objectives.presets import PRESETS
 
 ESTIMATORS = ("gmpo", "sapo", "dppo", "dro", "gdpo")
+#: DPPO: threshold of each divergence, from verl's examples/dppo_trainer.
+THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,12 @@ class ObjectivesConfig:
     dppo_divergence: Literal["tv", "kl"] = option(
         "tv", flag="--dppo-divergence", help="DPPO: binary divergence between the policies: total variation or KL"
     )
-    dppo_threshold: float = option(
-        0.15, flag="--dppo-threshold", help="DPPO: divergence beyond which a token no longer moves away", gt=0
+    dppo_threshold: float | None = option(
+        None,
+        flag="--dppo-threshold",
+        help="DPPO: divergence beyond which a token no longer moves away (default: "
+        f"{', '.join(f'{value:g} with {name}' for name, value in THRESHOLDS.items())})",
+        gt=0,
     )
     dro_beta: float = option(0.05, flag="--dro-beta", help="DRO: coefficient of the squared log-ratio", gt=0)
     gdpo_rewards: tuple[str, ...] = option(

@@ -9,7 +9,9 @@ the sampled token, with probability p (now) and q (old), and all others, the div
                              (A > 0 and r_t > 1, or A < 0 and r_t < 1), else 1
 
 A rare token may therefore change its ratio much, and a frequent one little. The paper's old policy is that of the engine
-(``--use-rollout-logprobs``).
+(``--use-rollout-logprobs``). The default delta of each divergence is that of the example in verl. That example subtracts the mean of
+the group without dividing by its standard deviation, and verl bounds r. By our choice the advantages are those of GRPO, and r has no bound
+below e^20.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ import torch
 from torch import Tensor
 
 from miles_core.trainer import Clip, PolicyLossInputs, TokenLoss
+from miles_objectives.config import THRESHOLDS
 from miles_objectives.tokens import Metrics, advantages, log_ratios, metrics_of
 
 
-def make_loss(divergence: str, threshold: float) -> TokenLoss:
-    """Create the loss with ``tv`` or ``kl`` and the threshold delta."""
+def make_loss(divergence: str, threshold: float | None = None) -> TokenLoss:
+    """Create the loss with ``tv`` or ``kl`` and the threshold delta (default: that of the divergence in ``THRESHOLDS``)."""
+    delta = THRESHOLDS[divergence] if threshold is None else threshold
 
     def dppo(inputs: PolicyLossInputs, clip: Clip) -> tuple[Tensor, Metrics]:
         mask, log_ratio, advantage = inputs.mask.bool(), log_ratios(inputs), advantages(inputs)
         with torch.no_grad():
             old = torch.where(mask, inputs.old_log_probs, 0.0).double()
-            far = binary_divergence(old + log_ratio.double(), old, divergence) > threshold
+            far = binary_divergence(old + log_ratio.double(), old, divergence) > delta
             away = advantage * log_ratio > 0
         loss = torch.where(far & away, 0.0, -advantage * log_ratio.exp())
         return torch.where(mask, loss, 0.0), metrics_of(log_ratio.detach(), inputs.mask, masked_fraction=far & away)

@@ -1,9 +1,12 @@
-"""DRO: direct reward optimization with a squared log-ratio (arXiv 2405.19107, equation 5), per token.
+"""DRO: direct reward optimization with a squared log-ratio (arXiv 2405.19107), per token.
 
     J_t = A log pi - (beta / 2) (log pi - log pi_old)^2
 
-The advantage takes the place of reward minus value. The square keeps the policy near the old one, in both directions and without a clip; its maximum
-is at a log-ratio of A / beta.
+The square keeps the policy near the old one, in both directions and without a clip; the maximum of J_t is at a log-ratio of A / beta.
+
+The paper has one term per response: its log-ratio to a reference policy, and its reward minus a learned value. One term per token, the old
+policy as reference and an advantage are the form of verl's and Tinker's losses of this name. beta = 0.05, the default, is the example in
+Tinker's documentation and no value of the paper.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""GDPO: several rewards per sample, each normalised separately (arXiv 2601.05242, equations 4 to 6).
+"""GDPO: several rewards per sample, each normalised separately (arXiv 2601.05242).
 
     A = sum_k w_k (R_k - mean_group R_k) / (std_group R_k + 1e-6),   then over all samples of the rollout: (A - mean) / (std + 1e-6)
 
 GRPO on the sum of the rewards gives equal advantages to groups whose rewards differ in different entries. The loss is that of GRPO. If all A of a
-rollout are equal, its advantages are 0.
+rollout are equal, its advantages are 0. The constant 1e-6 is our choice, the same as in GRPO; the authors' code has 1e-4.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""GMPO: geometric-mean policy optimization (arXiv 2507.20673, section 3.2).
+"""GMPO: geometric-mean policy optimization (arXiv 2507.20673).
 
 For a response with advantage A and n trained tokens, the objective is the geometric mean of its clipped ratios times A:
 
     J = A exp( (1/n) sum_t c_t ),   c_t = min(log r_t, eps) if A > 0,  max(log r_t, -eps) if A < 0
 
 A ratio is clipped only in the direction in which the advantage would move it further. Every trained token of the response has the loss -J, so the
-mean over the tokens of a response is -J.
+mean over the tokens of a response is -J. The paper's eps is 0.4 (section 4): ratios between e^-0.4 and e^0.4.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Presets: the values of published algorithms, as data.
 
 A preset sets algorithmic choices. Learning rates, batch sizes and lengths depend on model, task and hardware, so no preset sets them. Each
-value names the place in the paper that it comes from.
+value names the place in the paper that it comes from: a section or equation, or in words where its number is not certain or differs between
+versions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Preset:
 
     Attributes:
         paper: identifier of the paper.
-        values: option path -> (value, section of the paper).
+        values: option path -> (value, place in the paper).
         left: what the paper also describes and the preset leaves to the user.
     """
 
@@ -41,6 +42,7 @@ PRESETS: dict[str, Preset] = {
             KL_LOSS: (0.04, "section 4.2"),
             KL_TYPE: ("k3", "section 4.1.1, equation 4"),
         },
+        "the clip, whose width the paper does not state: --eps-clip",
     ),
     "dapo": Preset(
         "arXiv 2503.14476",
@@ -52,14 +54,14 @@ PRESETS: dict[str, Preset] = {
             AGGREGATION: ("token_mean", "section 3.3"),
             KL_LOSS: (0.0, "section 2.3"),
         },
-        "soft over-length penalty (section 3.4): --overlong-buffer-len, a fifth of the longest response in the paper",
+        "soft over-length penalty (section 3.4): --overlong-buffer-len, a fifth of the longest response in section 4.1",
     ),
     "dr-grpo": Preset(
         "arXiv 2503.20783",
         {
             ESTIMATOR: ("dr_grpo", "section 3.2"),
             AGGREGATION: ("constant", "section 3.2"),
-            KL_LOSS: (0.0, "section 3.1"),
+            KL_LOSS: (0.0, "section 3"),
         },
     ),
     "gspo": Preset(
@@ -80,28 +82,32 @@ PRESETS: dict[str, Preset] = {
             FILTER: ("nonzero_std", "section 3.1"),
             KL_LOSS: (0.0, "section 3.1"),
         },
-        "the upper bound of the ratio, which the paper tunes: --eps-clip-high",
+        "the upper bound of the ratio, which the paper tunes and does not state: --eps-clip-high; DAPO's penalty of long responses: "
+        "--overlong-buffer-len",
     ),
     "reinforce++": Preset(
         "arXiv 2501.03262",
-        {ESTIMATOR: ("reinforce_plus_plus", "section 3"), "algorithm.gamma": (1.0, "section 3")},
-        "a KL in the reward: --kl-coef, with --advantage-estimator reinforce_plus_plus",
+        {
+            ESTIMATOR: ("reinforce_plus_plus", "equations 8 to 10 of version 2"),
+            "algorithm.gamma": (1.0, "section 4.2.3 of version 2"),
+        },
+        "a KL in the reward, 0.001 in section 4.2.3 of version 2: --kl-coef",
     ),
     "gmpo": Preset(
         "arXiv 2507.20673",
         {
-            ESTIMATOR: ("gmpo", "section 3.2"),
-            "objectives.gmpo_clip": (0.4, "section 3.2"),
-            AGGREGATION: ("rollout_mean", "section 3.2"),
+            ESTIMATOR: ("gmpo", "its objective"),
+            "objectives.gmpo_clip": (0.4, "section 4"),
+            AGGREGATION: ("rollout_mean", "its objective"),
         },
     ),
     "sapo": Preset(
         "arXiv 2511.20347",
         {
-            ESTIMATOR: ("sapo", "section 3"),
-            "objectives.sapo_tau_positive": (1.0, "section 5"),
-            "objectives.sapo_tau_negative": (1.05, "section 5"),
-            AGGREGATION: ("rollout_mean", "section 3"),
+            ESTIMATOR: ("sapo", "its objective"),
+            "objectives.sapo_tau_positive": (1.0, "its experiments"),
+            "objectives.sapo_tau_negative": (1.05, "its experiments"),
+            AGGREGATION: ("rollout_mean", "its objective"),
         },
     ),
 }

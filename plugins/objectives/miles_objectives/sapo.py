@@ -1,10 +1,11 @@
-"""SAPO: soft adaptive policy optimization (arXiv 2511.20347, section 3).
+"""SAPO: soft adaptive policy optimization (arXiv 2511.20347).
 
 A smooth gate replaces the clip of the ratio r_t:
 
     J_t = A (4 / tau) sigmoid(tau (r_t - 1)),   tau = tau_positive if A > 0, else tau_negative
 
-At r_t = 1 the gradient is that of the plain policy gradient, and it fades on both sides; a larger tau fades faster.
+At r_t = 1 the gradient is that of the plain policy gradient, and it fades on both sides; a larger tau fades faster. The paper's
+experiments use tau_positive = 1 and tau_negative = 1.05.
 """
 
 from __future__ import annotations

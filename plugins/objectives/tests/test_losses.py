@@ -90,6 +90,17 @@ def test_masked_tokens_and_extreme_ratios_are_finite(loss, reference):
     assert found[2] == found[7] == now.grad[2] == now.grad[7] == 0
 
 
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_the_default_thresholds_of_dppo(kind):
+    """From 0.5, the probability 0.64 is 0.14 (tv) and 0.041 (kl) away, and 0.66 is 0.16 and 0.055 away."""
+    ends = torch.tensor([0.64, 0.66], dtype=torch.float64)
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    ones = torch.ones(2, dtype=torch.int64)
+    inputs = PolicyLossInputs(ends.log(), half.log(), 2 * half, mask=ones, segments=torch.arange(2))
+    loss, _ = dppo.make_loss(kind)(inputs, Clip())
+    torch.testing.assert_close(loss.tolist(), [-1.28, 0.0], rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("name", ["gmpo", "sapo", "dppo tv", "dro"])
 def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(name):
     now = torch.tensor(OLD, dtype=torch.float64, requires_grad=True)

@@ -1,6 +1,6 @@
 """Advantages of PPO: generalised advantage estimation (arXiv 1506.02438, eq. 16) on rewards per token.
 
-The reward of a token is -kl_coef (log pi_old - log pi_ref), plus the sample's reward at its last trained token (arXiv 1909.08593, eq. 2):
+The reward of a token is -kl_coef (log pi_old - log pi_ref), plus the sample's reward at its last trained token (as in arXiv 1909.08593):
 
     delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lambda A_{t+1},    return_t = A_t + V_t
 

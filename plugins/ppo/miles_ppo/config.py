@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from miles_core.plugin import option
 
-#: Weight of the value loss next to the policy loss if both train one trunk (arXiv 1909.08593, section 2.2, in its published code).
+#: Weight of the value loss next to the policy loss if both train one trunk (the default of the published code of arXiv 1909.08593).
 VALUE_LOSS_COEF = 0.1
 
 

@@ -3,8 +3,8 @@ import io
 from rich.console import Console
 
 from miles_core.observe import log as logs
-from miles_core.observe import progress as module
-from miles_core.observe.progress import Progress
+from miles_tools import progress as module
+from miles_tools.progress import TerminalProgress
 
 METRICS = {
     "reward/mean": 0.5,
@@ -18,7 +18,7 @@ METRICS = {
 
 def plain_run(caplog, steps, **kwargs):
     console = Console(file=io.StringIO(), force_terminal=False)
-    with caplog.at_level("INFO"), Progress(steps, console, **kwargs) as progress:
+    with caplog.at_level("INFO"), TerminalProgress(steps, console, **kwargs) as progress:
         for _ in range(kwargs.get("start", 0), steps):
             progress.phase("rollout", total=4)
             progress.advance(4)
@@ -38,7 +38,7 @@ def test_without_a_terminal_first_and_last_steps_are_logged(caplog):
 def test_lines_come_at_intervals_and_at_evaluations(caplog, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    with caplog.at_level("INFO"), Progress(100, None, every=10) as progress:
+    with caplog.at_level("INFO"), TerminalProgress(100, None, every=10) as progress:
         now[0] += 60.0  # an engine that takes long to start
         progress.begin()
         for step in range(1, 31):
@@ -54,7 +54,7 @@ def test_lines_come_at_intervals_and_at_evaluations(caplog, monkeypatch):
 
 def test_graded_rewards_are_shown_as_their_mean_and_columns_keep_their_places(caplog):
     values = [{}, {"eval/accuracy": 0.0, "eval/reward": 0.56}, {"eval/accuracy": 0.5, "eval/reward": 0.5}]
-    with caplog.at_level("INFO"), Progress(100, None) as progress:
+    with caplog.at_level("INFO"), TerminalProgress(100, None) as progress:
         for step, more in enumerate(values, 8):
             progress.step(
                 METRICS | {"train/grad_norm": 10.0**step, "rollout/length_mean": 10.0**step / 1e6} | more, done=step
@@ -72,7 +72,7 @@ def test_resumed_run_counts_from_its_step(caplog):
 
 def test_on_a_terminal_bars_show_step_reward_and_phase():
     console = Console(file=io.StringIO(), force_terminal=True, width=140)
-    with Progress(3, console) as progress:
+    with TerminalProgress(3, console) as progress:
         progress.phase("rollout", total=8)
         progress.advance(5)
         progress._bars.refresh()

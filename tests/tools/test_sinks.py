@@ -5,7 +5,7 @@ import types
 import pytest
 
 from miles_core.errors import MilesError
-from miles_core.observe.sinks import TensorBoard, WeightsAndBiases, check_wandb_login
+from miles_tools.sinks import TensorBoard, WeightsAndBiases, check_wandb_login
 
 
 def test_missing_packages_name_the_pip_command(tmp_path, monkeypatch):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from miles_core.errors import MilesError
+from miles_core.errors import ConfigError, MilesError
 from miles_core.redact import redact_values
+
+if TYPE_CHECKING:
+    from miles_core.contracts.run import Run
 
 _LOGIN = "run wandb login, set WANDB_API_KEY, or set WANDB_MODE=offline to keep the metrics on this machine"
 #: Variables that give Weights & Biases a login, or a mode without one.
@@ -79,6 +83,36 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finish the W&B run."""
         self._run.finish()
+
+
+def make_tensorboard(run: Run) -> TensorBoard | None:
+    """Make the sink of ``--use-tensorboard``."""
+    return TensorBoard(run.directory / "tensorboard") if run.config.run.use_tensorboard else None
+
+
+def make_wandb(run: Run) -> WeightsAndBiases | None:
+    """Make the sink of ``--use-wandb``."""
+    options = run.config.run
+    if not options.use_wandb:
+        return None
+    name = options.wandb_name or run.directory.absolute().name
+    return WeightsAndBiases(run.directory, name, vars(run.config.args), options.wandb_project, options.wandb_group)
+
+
+def check_sinks(options: Any) -> None:
+    """Check that the packages of the chosen sinks (``config.run``) are installed and that Weights & Biases has a login.
+
+    Raises:
+        ConfigError, MilesError: a package or a login is missing.
+    """
+    for name, flag, package in (
+        ("use_wandb", "--use-wandb", "wandb"),
+        ("use_tensorboard", "--use-tensorboard", "tensorboard"),
+    ):
+        if getattr(options, name) and find_spec(package) is None:
+            raise ConfigError(f"{flag} needs the package {package!r}, which is not installed: pip install {package}")
+    if options.use_wandb:
+        check_wandb_login()
 
 
 def check_wandb_login() -> None:
