@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,13 @@ def main() -> None:
         parser.add_argument(f"--{name}-python", default=sys.executable, help="interpreter for it (default: this one)")
         parser.add_argument(f"--{name}-flags", help="of its runs (default: --cpu-kernels torch where there is that)")
     parser.add_argument("--cases", default=",".join(CASES), help=f"some of {','.join(CASES)}")
+    parser.add_argument(
+        "--added",
+        nargs="*",
+        default=[],
+        metavar="NAME",
+        help="entries that the earlier side does not have, such as policy",
+    )
     parser.add_argument("--work", type=Path, help="keep the runs in this new directory")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME-DATE.json")
     chosen = parser.parse_args()
@@ -139,7 +146,7 @@ def main() -> None:
         before = prepare("before", chosen.before, chosen.before_python, chosen.before_flags, work)
         after = prepare("after", chosen.after, chosen.after_python, chosen.after_flags, work)
         print(f"{'case':<20} {'compared':>8}  result", flush=True)
-        outcomes = {case: compare(case, before, after) for case in cases}
+        outcomes = {case: compare(case, before, after, chosen.added) for case in cases}
     same = all(o["same"] for o in outcomes.values())
     sides = {side.name: commit(side.checkout) for side in (before, after)}
     finish(Path(__file__).stem, {"same": same, **sides, "cases": outcomes}, chosen.save, lambda: installed("torch"))
@@ -185,14 +192,22 @@ def write_entry_points(directory: Path, distributions: dict[str, dict[str, dict[
         (home / "entry_points.txt").write_text("\n".join(lines))
 
 
-def compare(case: str, before: Side, after: Side) -> dict[str, Any]:
-    """A case on both sides at the same time; prints its row of the table and returns what that says."""
+def compare(case: str, before: Side, after: Side, added: Collection[str] = ()) -> dict[str, Any]:
+    """A case on both sides at the same time; prints its row of the table and returns what that says.
+
+    Entries with a name in ``added`` that only the later side has are counted and not compared.
+    """
     started = [(side, side.start(case)) for side in (before, after)]
     stopped = [side for side, process in started if process.wait()]
     left, right = (dict(read_numbers(side.work / case)) for side in (before, after))
-    pairs = {name: (left.get(name, "nothing"), right.get(name, "nothing")) for name in left | right}
+    new = {name for name in right.keys() - left.keys() if name.rpartition(" ")[2] in added}
+    pairs = {name: (left.get(name, "nothing"), right.get(name, "nothing")) for name in left | right if name not in new}
     differing = {name: difference(a, b) for name, (a, b) in pairs.items() if bits(a) != bits(b)}
-    outcome: dict[str, Any] = {"same": not stopped and not differing and bool(left), "compared": len(pairs)}
+    outcome: dict[str, Any] = {
+        "same": not stopped and not differing and bool(left),
+        "compared": len(pairs),
+        "added": len(new),
+    }
     if stopped or not left:
         errors = {s.name: (s.work / case / "errors.txt").read_text().splitlines()[-1:] for s in stopped}
         outcome["failed"] = text = f"failed: {errors}" if errors else "there is nothing to compare"
