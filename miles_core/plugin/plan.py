@@ -242,7 +242,7 @@ class Plan:
         marked = [p.source for p in self.plugins if p.source.startswith("file:")]
         return tuple(Path(s.removeprefix("file:").rpartition(" ")[0]) for s in marked)
 
-    @property
+    @cached_property
     def _facts(self) -> Facts:
         active = {p.name for p in self.plugins}
         hidden = {f.name.partition(".")[2] for f in self.facts if f.name.startswith("plugin.")} - active
