@@ -53,6 +53,13 @@ def check_present(part: Any) -> str:
     return "" if part is not None else describe_mismatch(part, "the part: is a `return` missing?")
 
 
+def check_sink(part: Any) -> str:
+    """Check for an object with ``write`` and ``close``, or None."""
+    if part is None or (callable(getattr(part, "write", None)) and callable(getattr(part, "close", None))):
+        return ""
+    return describe_mismatch(part, "an object with write(step, metrics) and close(), or None")
+
+
 # -- rollout ----------------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +348,7 @@ BOUNDARIES: dict[str, Boundary] = {
     "make_transport": Boundary(part=check_instance(Transport)),
     "make_advantage": Boundary(part=check_callable, call=check_advantages),
     "make_reward": Boundary(part=check_callable, call=check_reward, kind="async"),
+    "make_sink": Boundary(part=check_sink),
     # Core checks the results of the following hooks where it uses them.
     "make_check": UNCHECKED,
     "make_generate": UNCHECKED,

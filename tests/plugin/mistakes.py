@@ -228,4 +228,5 @@ MISTAKES = [
     Mistake("a log-prob of NaN", "make_engine (odd)", "nan", *engine("found.log_probs = [float('nan')] * len(found.log_probs)")),
     Mistake("a response beyond the vocabulary", "make_engine (odd)", "1000000",
             *engine("found.tokens = [10**6] * len(found.tokens)")),
+    Mistake("a sink that is a function", "make_sink (odd)", "write(step, metrics)", part("sink", "odd", "return print")),
 ]  # fmt: skip
