@@ -349,6 +349,7 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
     )
     made = list(dict.fromkeys(run.run.stash["made"]))
     assert made == [
+        "sink",
         "reward",
         "prompts for train",
         "generate",
@@ -387,7 +388,7 @@ from miles_core.sync.push import make_transport
 from miles_core.train.adamw import make_optimizer
 
 KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "schedule", "advantage", "reward", "check",
-         "prompts", "generate", "optimizer", "head")
+         "prompts", "generate", "optimizer", "head", "sink")
 plugin = Plugin(
     name="parts", summary="every part", version="1", core=">=0",
     provides={kind: {"mine": kind} for kind in KINDS},
@@ -442,6 +443,10 @@ def advantage(run):
 
 def check(run):
     note(run, "check")
+
+
+def sink(run):
+    note(run, "sink")
 
 
 def prompts(run, data, purpose):
