@@ -239,7 +239,7 @@ def main() -> None:
         "--seconds",
         type=float,
         default=float("inf"),
-        help="after which nobody is killed any more; of --anytime: in all",
+        help="no process is killed after this many; with --anytime: the total over all runs",
     )
     parser.add_argument(
         "--log", type=Path, help="a JSON line for each run that has ended; runs that it holds already count"

@@ -9,7 +9,7 @@ from miles_core.trainer import AdvantageInputs, Clip, PolicyLossInputs
 from miles_objectives import dppo, dro, gmpo, sapo
 from miles_objectives.gdpo import gdpo
 
-#: Three responses of 3, 1 and 4 tokens, two tokens of which are not trained.
+#: Three responses of 3, 1 and 4 tokens, with two tokens that are not trained.
 OWNER = [0, 0, 0, 1, 2, 2, 2, 2]
 MASK = [1, 1, 0, 1, 1, 1, 1, 0]
 NOW = [-0.2, -2.5, -9.0, -0.05, -1.7, -0.9, -4.0, -1.0]
