@@ -7,6 +7,7 @@ its result.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -383,12 +384,15 @@ class EmbeddedTrainer(Trainer):
 
 @contextmanager
 def _drain(units: Iterator[Unit]) -> Iterator[Iterator[Unit]]:
-    """Consume the remaining units on exit, also after an error, because other ranks wait for this one at each unit."""
+    """Consume the remaining units on exit, also after an error, because other ranks wait for this one at each unit.
+
+    Not while the interpreter exits: PyTorch's reference counts are no longer maintained, and an operation aborts the process."""
     try:
         yield units
     finally:
-        for _ in units:
-            pass
+        if not sys.is_finalizing():
+            for _ in units:
+                pass
 
 
 def _no_loss(output: Output, micro_batch: Batch, ctx: Context) -> Any:
