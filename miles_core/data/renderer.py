@@ -215,8 +215,8 @@ class Renderer:
         """Render a question, ``answer`` with the calls to which the tool messages in ``new`` respond, and if ``whole``, ``new``."""
         following = new if whole else ()
         with suppress(DataError):
-            return self.text([_QUESTION, _assistant(new, {}) | answer, *following], tools, whole)
-        return self.text([_QUESTION, _assistant(new, "{}") | answer, *following], tools, whole)  # arguments as text
+            return self.text([_QUESTION, _assistant(answer, new, {}), *following], tools, whole)
+        return self.text([_QUESTION, _assistant(answer, new, "{}"), *following], tools, whole)  # arguments as text
 
     def _without_control(self, messages: Sequence[Message], literals: list[str]) -> list[Message]:
         """Replace special tokens in the texts of ``messages`` with placeholders; append the originals to ``literals``."""
@@ -256,8 +256,8 @@ _FIELDS = {"content": "", "reasoning_content": _REASONING, "thinking": _REASONIN
 _INLINE = {"content": f"<think>\n{_REASONING}\n</think>\n\n{_ANSWER}"}
 
 
-def _assistant(following: Sequence[Message], arguments: Any) -> dict[str, Any]:
-    """Make an assistant message with the calls to which the tool messages in ``following`` respond."""
+def _assistant(answer: Message, following: Sequence[Message], arguments: Any) -> Message:
+    """Make an assistant message with the content of ``answer``, and the calls to which the tool messages in ``following`` respond."""
     calls = [
         {
             "id": str(message.get("tool_call_id", "call00000")),
@@ -267,7 +267,7 @@ def _assistant(following: Sequence[Message], arguments: Any) -> dict[str, Any]:
         for message in following
         if message.get("role") == "tool"
     ]
-    return {"role": "assistant"} | ({"tool_calls": calls} if calls else {})
+    return {"role": "assistant", **answer} | ({"tool_calls": calls} if calls else {})
 
 
 def _probe(role: str) -> Message:
