@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-#: Below this scale an overflow is no matter of scaling: the unscaled gradient overflows as well.
+#: Below this scale scaling cannot prevent an overflow: the unscaled gradient overflows as well.
 SMALLEST = 1.0
 
 

@@ -74,9 +74,7 @@ class MuonAdamW:
         if self._muon_groups:
             self._matrices = {p: _split(p.detach()) for group in self._muon_groups for p in group["params"]}
             parts = [{"params": [m for p in g["params"] for m in self._matrices[p]]} for g in self._muon_groups]
-            self._muon = torch.optim.Muon(
-                parts, momentum=options.muon_momentum, adjust_lr_fn=options.muon_adjust_lr
-            )
+            self._muon = torch.optim.Muon(parts, momentum=options.muon_momentum, adjust_lr_fn=options.muon_adjust_lr)
         self._adamw = make_adamw(rest) if rest else None
         self.state: Any = defaultdict(dict) if self._adamw is None else self._adamw.state
         self.param_groups = [*self._muon_groups, *(() if self._adamw is None else self._adamw.param_groups)]

@@ -11,7 +11,11 @@ from miles_embedded import training_of
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     """See ``miles_core.plugin.Plugin.review``."""
-    if facts.value("train.optimizer") != "muon" or facts.value("trainer") != "embedded" or not training_of(facts).sharded:
+    if (
+        facts.value("train.optimizer") != "muon"
+        or facts.value("trainer") != "embedded"
+        or not training_of(facts).sharded
+    ):
         return Review()
     names = ("train.optimizer", "embedded.sharding_strategy")
     return Review(
