@@ -128,7 +128,7 @@ class Model:
         True,
         help="compare the forward pass with that of the plain model at the start, and the engine with the trainer after the first weight sync",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = option(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", help="dtype of the model; auto is float32 on a CPU and bfloat16 on a GPU"
     )
     device: Literal["auto", "cpu", "cuda"] = option(
