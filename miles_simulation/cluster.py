@@ -30,6 +30,9 @@ from miles_simulation.setup import Setup
 #: What an ``EngineWorker`` reports of its engine.
 _SAID = {"capabilities": frozenset(), "kv_cache_dtype": "", "native_products": False, "model_facts": {}}
 
+#: Calls of an engine that take virtual time.
+_WAITING = frozenset({"answers", "sleep", "wake"})
+
 
 class EngineWorkers(Workers):
     """The engines, called without serialization.
@@ -60,11 +63,21 @@ class EngineWorkers(Workers):
         """Integral of the number of decoded requests over time, all engines."""
         return self.past_occupied + sum(engine.occupied for engine in self.engines)
 
+    async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
+        if method in _WAITING:
+            return await super().call(number, method, *args, named=named)
+        return self._answer(
+            number, method, *args
+        )  # takes no time: with thousands of engines, tasks would take most of ours
+
     async def send(self, number: int, method: str, *args: Any) -> Any:
+        answer = self._answer(number, method, *args)
+        return await answer if method in _WAITING else answer
+
+    def _answer(self, number: int, method: str, *args: Any) -> Any:
         if number in self._ended:
             raise self.lost(number, "it failed as simulated")
-        answer = getattr(self, f"_do_{method}")(number, *args)
-        return await answer if asyncio.iscoroutine(answer) else answer
+        return getattr(self, f"_do_{method}")(number, *args)
 
     async def renew(self, number: int) -> None:
         await asyncio.sleep(self.setup.restart)
@@ -135,6 +148,7 @@ class TrainerWorkers(Workers):
         super().__init__(["trainer-0"], trains=True)
         self.setup, self.ledger, self.engines = setup, ledger, engines
         self.busy_seconds, self.trained = 0.0, 0
+        self._whole = False
         self.over_time = Timeline()
 
     async def send(self, number: int, method: str, *args: Any) -> Any:
@@ -168,7 +182,8 @@ class TrainerWorkers(Workers):
         return SyncReport(version, 0, 0, seconds)
 
     async def _do_hold(self, parts: Sequence[str]) -> None:
-        if len(parts) > 1:  # the optimizer, too
+        if self._whole != (whole := len(parts) > 1):  # the optimizer moves
+            self._whole = whole
             await asyncio.sleep(self.setup.speed.switch)
 
     async def _do_nothing(self, *_: Any) -> None:

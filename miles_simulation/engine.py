@@ -150,7 +150,11 @@ class VirtualEngine:
         self._advance()
         while self._ends and (self._ends[0][2].joined is None or self._ends[0][0] <= self._steps + _EPSILON):
             flight = heapq.heappop(self._ends)[2]
-            if flight.joined is not None and self._batch.get(flight.request.key) is flight and self._rest(flight) <= _EPSILON:
+            if (
+                flight.joined is not None
+                and self._batch.get(flight.request.key) is flight
+                and self._rest(flight) <= _EPSILON
+            ):
                 self._return(flight)
         while len(self._batch) > 1 and self._context >= self.speed.cache:  # as SGLang: the youngest request gives way
             youngest = next(reversed(self._batch.values()))

@@ -92,13 +92,17 @@ class SimulationConfig:
     )
     reward_seconds: float = option(0.0, flag="--reward-seconds", help="seconds of a call of the reward function", ge=0)
     failure_hours: float | None = option(
-        None, flag="--engine-failure-hours", help="mean hours between failures of one engine (default: none fails)", gt=0
+        None,
+        flag="--engine-failure-hours",
+        help="mean hours between failures of one engine (default: none fails)",
+        gt=0,
     )
-    restart: float = option(
-        300.0, flag="--engine-restart-seconds", help="seconds to replace a failed engine", ge=0
-    )
-    warm_up: int = option(
-        2, flag="--warm-up-steps", help="first steps that the averages leave out", ge=0
+    restart: float = option(300.0, flag="--engine-restart-seconds", help="seconds to replace a failed engine", ge=0)
+    warm_up: int | None = option(
+        None,
+        flag="--warm-up-steps",
+        help="first steps that the averages leave out (default: 1, and with ahead and async as many as a sample may be old)",
+        ge=0,
     )
     resolution: int = option(
         64,

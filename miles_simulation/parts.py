@@ -3,7 +3,6 @@ can select it."""
 
 from __future__ import annotations
 
-
 from miles_core import __version__
 from miles_core.plugin import Plugin
 from miles_simulation.options import SimulationConfig

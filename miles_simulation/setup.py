@@ -38,6 +38,7 @@ class Setup:
         restart: seconds to replace a failed engine.
         failure_seconds: mean seconds between failures of one engine; None if none fails.
         warm_up: steps that averages leave out.
+        tail: steps to simulate after the last one that counts: a schedule that generates ahead has less to do at its end.
     """
 
     speed: Speed
@@ -50,6 +51,7 @@ class Setup:
     restart: float
     failure_seconds: float | None
     warm_up: int
+    tail: int
 
 
 def parse_setup(config: Config) -> Setup:
@@ -64,9 +66,11 @@ def parse_setup(config: Config) -> Setup:
     if engine_gpus % options.engine_size:
         flag = "--trainer-gpus (shared with --colocate)" if shared else "--engine-gpus"
         raise ConfigError(f"{flag} {engine_gpus} is not a multiple of --engine-size {options.engine_size}")
-    if config.rollout.num_rollout <= options.warm_up:
+    bound = 0 if config.run.schedule == "sync" else config.rollout.max_weight_staleness or 1
+    warm_up = 1 + bound if options.warm_up is None else options.warm_up
+    if config.rollout.num_rollout <= warm_up:
         raise ConfigError(
-            f"--num-rollout {config.rollout.num_rollout} leaves no step after --warm-up-steps {options.warm_up}; give more steps"
+            f"--num-rollout {config.rollout.num_rollout} leaves no step after --warm-up-steps {warm_up}; give more steps"
         )
     longest = config.rollout.max_response_len
     lengths = Lengths(
@@ -87,7 +91,8 @@ def parse_setup(config: Config) -> Setup:
         -(-longest // options.resolution),
         options.restart,
         None if options.failure_hours is None else 3600 * options.failure_hours,
-        options.warm_up,
+        warm_up,
+        bound + 1 if bound else 0,
     )
 
 
@@ -111,13 +116,12 @@ def _speed(options: SimulationConfig, longest: int) -> Speed:
     passes = 3 + options.recompute + options.passes
     peak = options.trainer_gpus * gpu.flops * options.mfu
     weights = model.parameters * options.weight_bytes
-    prefill, train, sync = given
     return Speed(
         decode,
-        forward / (size * gpu.flops * PREFILL_FLOPS) if prefill is None else prefill,
-        passes * forward / peak if train is None else train,
-        SYNC_FIXED + weights / SYNC_BANDWIDTH if sync is None else sync,
-        passes * 4 * model.attention_width / peak if train is None else 0.0,
+        forward / (size * gpu.flops * PREFILL_FLOPS) if options.prefill is None else options.prefill,
+        passes * forward / peak if options.train is None else options.train,
+        SYNC_FIXED + weights / SYNC_BANDWIDTH if options.sync is None else options.sync,
+        passes * 4 * model.attention_width / peak if options.train is None else 0.0,
         options.train_fixed,
         options.switch,
         _cache(options, model, weights, gpu.memory, longest),

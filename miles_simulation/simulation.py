@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,7 +82,7 @@ class Simulated:
 
     def __post_init__(self) -> None:
         ends = [step.at for step in self.steps]
-        self.seconds = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+        self.seconds = [b - a for a, b in pairwise(ends)]
 
     def summary(self) -> dict[str, float]:
         """Return averages over the steps after the warm-up.
@@ -205,7 +206,7 @@ def simulate(words: Sequence[str], name: str = "", report: Report | None = None)
         setup = parse_setup(config)
         rollout = config.rollout
         wanted = rollout.num_rollout
-        sizes = {"max_response_len": -(-rollout.max_response_len // setup.unit), "num_rollout": wanted + _tail(config)}
+        sizes = {"max_response_len": -(-rollout.max_response_len // setup.unit), "num_rollout": wanted + setup.tail}
         config = config.replace({f"rollout.{name}": value for name, value in sizes.items()}, origin="the simulation")
         run = _make_run(config, plan, catalogue, Path(directory))
         runtime = run.stash[RUNTIME] = SimulatedRuntime(run, setup)
@@ -222,11 +223,6 @@ def simulate(words: Sequence[str], name: str = "", report: Report | None = None)
         runtime.engines.failures,
         time.perf_counter() - start,
     )
-
-
-def _tail(config: Config) -> int:
-    """Return the number of steps to simulate after the last one that counts: a schedule that generates ahead has less to do at its end."""
-    return 0 if config.run.schedule == "sync" else 1 + (config.rollout.max_weight_staleness or 1)
 
 
 def _make_run(config: Config, plan: Plan, catalogue: Catalogue, directory: Path) -> Run:
@@ -247,7 +243,9 @@ def _make_run(config: Config, plan: Plan, catalogue: Catalogue, directory: Path)
 
 async def _run(run: Run, recorder: _Recorder) -> None:
     """Run core's training loop."""
-    log = RunLog(MetricLog(run.directory / "metrics.jsonl"), recorder, Hints(()), Profiler(run.directory, count=0), None)
+    log = RunLog(
+        MetricLog(run.directory / "metrics.jsonl"), recorder, Hints(()), Profiler(run.directory, count=0), None
+    )
     problems = Problems()
     inputs = Inputs(run.config, problems)
     problems.raise_all()

@@ -38,8 +38,10 @@ SYNC_BANDWIDTH, SYNC_FIXED = 30e9, 1.0
 class Decode(Protocol):
     """Seconds of one decode step of an engine."""
 
-    #: seconds for each token of context
-    per_token: float
+    @property
+    def per_token(self) -> float:
+        """Seconds for each token of context."""
+        ...
 
     def base(self, batch: int) -> float:
         """Return the seconds of a step with ``batch`` requests, without those for their context."""
@@ -107,14 +109,22 @@ def read_curve(path: Path | str) -> Curve:
     """
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        curve = Curve(tuple(map(int, raw["batches"])), tuple(map(float, raw["seconds"])), float(raw.get("per_token", 0)))
+        curve = Curve(
+            tuple(map(int, raw["batches"])), tuple(map(float, raw["seconds"])), float(raw.get("per_token", 0))
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f'--decode-curve {path}: {error}; give a JSON file {{"batches": [1, 8], "seconds": [0.01, 0.02], "per_token": 1e-7}}'
         ) from error
     batches, seconds = curve.batches, curve.seconds
     ascending = all(a < b for a, b in pairwise(batches))
-    if not batches or len(batches) != len(seconds) or not ascending or min(*seconds, *batches, 1) <= 0 or curve.per_token < 0:
+    if (
+        not batches
+        or len(batches) != len(seconds)
+        or not ascending
+        or min(*seconds, *batches, 1) <= 0
+        or curve.per_token < 0
+    ):
         raise ConfigError(
             f"--decode-curve {path}: it needs as many batches, ascending from 1, as positive seconds, and a per_token of at least 0"
         )
