@@ -60,7 +60,7 @@ def test_shared_gpus_pay_for_their_turns(words):
 
 
 def test_async_with_long_tails_keeps_engines_busy_and_its_bound(words):
-    tail = dict(lengths="lognormal:60,1.0", num_rollout=12)
+    tail = {"lengths": "lognormal:60,1.0", "num_rollout": 30, "warm_up_steps": 4}
     sync, ahead = (simulate(words(schedule=name, **tail)).summary() for name in ("sync", "ahead"))
     kept, trained = (
         simulate(words(schedule="async", max_weight_staleness=3, stale_samples=stale, **tail)).summary()
@@ -74,7 +74,7 @@ def test_async_with_long_tails_keeps_engines_busy_and_its_bound(words):
 
 
 def test_failed_engines_are_replaced_and_their_requests_sent_again(words):
-    cluster = dict(engine_gpus=4, lengths="lognormal:200,1.0", num_rollout=12)
+    cluster = {"engine_gpus": 4, "lengths": "lognormal:200,1.0", "num_rollout": 12}
     whole = simulate(words(**cluster)).summary()
     failing = simulate(words(**cluster, engine_failure_hours=15 / 3600, engine_restart_seconds=2)).summary()
     assert whole["failures"] == 0 < failing["failures"]
