@@ -135,6 +135,14 @@ SCHEDULES: list[dict[str, str]] = [
     },
 ]
 
+#: Runs on a virtual clock, one layer in itself.
+SIMULATION: list[dict[str, str]] = [
+    {
+        "simulation": "core: errors data plugin config observe precision contracts rollout train run loop miles_core "
+        "miles_core.plugin runtime: runtime tools: report",
+    },
+]
+
 #: The rooms of ``miles_embedded``.
 ROOMS: list[dict[str, str]] = [
     {
@@ -176,6 +184,7 @@ TABLES: dict[str, list[dict[str, str]]] = {
     "miles_mismatch": MISMATCH,
     "miles_runtime": RUNTIME,
     "miles_schedules": SCHEDULES,
+    "miles_simulation": SIMULATION,
     "miles_tools": TOOLS,
     "miles_transport": TRANSPORT,
     "miles_testing": TESTING,
