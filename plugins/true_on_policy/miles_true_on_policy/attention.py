@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from miles_core.errors import ConfigError
+from miles_core.plugin import ConfigError
 from miles_embedded import AttentionOptions, Call
 from miles_true_on_policy.elementwise import apply_aligned
 from miles_true_on_policy.products import pad_tiles

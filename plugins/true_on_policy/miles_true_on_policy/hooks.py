@@ -8,8 +8,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from miles_core.errors import ConfigError
-from miles_core.plugin import hookimpl
+from miles_core.plugin import ConfigError, hookimpl
 from miles_embedded import backbone, decoder_layers, head, is_embedded, operations_of, use_operations
 from miles_true_on_policy.attention import attend
 from miles_true_on_policy.log_probs import supported_log_probs

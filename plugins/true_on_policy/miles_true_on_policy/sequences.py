@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.errors import ConfigError
+from miles_core.plugin import ConfigError
 from miles_embedded import Call, DecodeCall, PackedCall, PromptCall
 
 #: Key in ``Context.attached`` of a call's places, which all its layers share.
