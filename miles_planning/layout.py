@@ -105,6 +105,10 @@ class TrainerPlanner(Protocol):
         """Yield every legal layout on ``ranks`` GPUs whose processes need at most ``budget`` bytes."""
         ...
 
+    def explain(self, facts: Facts, model: Mapping[str, Any], ranks: int) -> str:
+        """Return why ``find`` yields nothing, with numbers."""
+        ...
+
 
 class EnginePlanner(Protocol):
     """What an engine's backend provides under ``engine.NAME``."""
@@ -115,6 +119,10 @@ class EnginePlanner(Protocol):
 
     def find(self, facts: Facts, model: Mapping[str, Any], gpus: int, budget: float) -> Iterator[EngineLayout]:
         """Yield every legal layout on ``gpus`` GPUs whose processes need at most ``budget`` bytes on each."""
+        ...
+
+    def explain(self, facts: Facts, model: Mapping[str, Any], gpus: int) -> str:
+        """Return why ``find`` yields nothing, with numbers."""
         ...
 
 

@@ -32,7 +32,7 @@ GB = 1e9
 #: Fractions of the machines for the trainer, if engines have GPUs of their own.
 _SPLITS = (0.25, 0.5, 0.75)
 #: Number formats of engine and trainer to try.
-_FORMATS = (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8"))
+_FORMATS = (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8"), ("int4", "bf16"))
 #: Fastest layouts of each side that are combined, and combinations that the plan checks.
 _COMBINED, _CHECKED = 12, 40
 #: Bytes that a sleeping process keeps on its GPU: the CUDA context and NCCL's buffers.
@@ -94,12 +94,14 @@ class Result:
         best: the fastest accepted layouts, fastest first.
         trainers, engines: number of layouts that divide and fit, over all placements and formats.
         refused: problem -> number of fast combinations that the plan refused for it.
+        misfits: why no layout of a side fits; empty if some do.
     """
 
     best: tuple[Found, ...]
     trainers: int
     engines: int
     refused: Mapping[str, int]
+    misfits: tuple[str, ...] = ()
 
 
 def search(task: Task, count: int) -> Result:
@@ -127,7 +129,19 @@ def search(task: Task, count: int) -> Result:
             refused[first] = refused.get(first, 0) + 1
         else:
             best[kind] = found
-    return Result(tuple(best.values()), sides.count(sides.trainers), sides.count(sides.engines), refused)
+    numbers = sides.count(sides.trainers), sides.count(sides.engines)
+    return Result(tuple(best.values()), *numbers, refused, () if best else tuple(_explain(sides)))
+
+
+def _explain(sides: _Sides) -> Iterator[str]:
+    """Yield why no layout of the trainer or the engines fits."""
+    facts, model, gpus = sides.task.facts, sides.task.model, sides.task.gpus
+    if not sides.count(sides.trainers):
+        yield f"trainer: {trainer_planner(str(facts.value('trainer'))).explain(facts, model, gpus)}"
+    for formats in _formats(facts) if not sides.count(sides.engines) else ():
+        changed = change_facts(facts, formats)
+        name = changed.value("rollout.precision")
+        yield f"engines in {name}: {engine_planner(str(facts.value('engine'))).explain(changed, model, gpus)}"
 
 
 def change_facts(facts: Facts, changes: Changes) -> Facts:

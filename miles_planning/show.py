@@ -26,11 +26,12 @@ def describe(
     if as_json:
         rows = [_row(found) | {"command": command} for found, command in zip(result.best, commands, strict=True)]
         counts = {"trainer_layouts": result.trainers, "engine_layouts": result.engines}
-        return json.dumps({**counts, "best": rows, "refused": dict(result.refused), "assumed": list(notes)}, indent=1)
+        return json.dumps({**counts, "best": rows, "refused": dict(result.refused), "misfits": list(result.misfits), "assumed": list(notes)}, indent=1)
     lines = [_heading(task, result), *(f"  assumed: {note}" for note in notes), ""]
     if not result.best:
-        lines.append("no layout fits. The fastest combinations were refused because:")
-        lines += [f"  {problem} ({times} times)" for problem, times in result.refused.items()] or ["  no layout divides and fits"]
+        lines.append("no layout fits:")
+        lines += [f"  {why}" for why in result.misfits]
+        lines += [f"  {problem} (the reason for {times} combinations)" for problem, times in result.refused.items()]
     for number, (found, command) in enumerate(zip(result.best, commands, strict=True), 1):
         lines += [*_paragraph(number, found), f"    {command}", ""]
     return "\n".join(lines).rstrip()

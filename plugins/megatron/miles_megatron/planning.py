@@ -50,13 +50,11 @@ def find(facts: Facts, model: Mapping[str, Any], ranks: int, budget: float) -> I
     old = sizes_of(facts)
     given = facts.lookup("train.max_tokens_per_gpu")
     limits = (0,) if given.chosen or facts.lookup("train.micro_batch_size").chosen else _TOKENS
-    for cp in _CONTEXT:
+    for cp in (n for n in _CONTEXT if not ranks % n):
         start = Sizes(ranks=ranks, cp=cp)
         works = [(limit, _work(facts, start, limit)) for limit in limits]
         longest = works[0][1].longest
-        for s in candidates(start, a):
-            if s.cp != cp:
-                continue
+        for s in candidates(start, a, (cp,)):
             for limit, work in works:
                 if limit and cp > 1 and limit * cp >= 2 * max(longest, limit):
                     continue  # a smaller context-parallel size holds as many tokens
@@ -67,6 +65,24 @@ def find(facts: Facts, model: Mapping[str, Any], ranks: int, budget: float) -> I
                     if limit:
                         changes["train.max_tokens_per_gpu"] = limit
                     yield _layout(facts, a, s, saved, changes)
+
+
+def explain(facts: Facts, model: Mapping[str, Any], ranks: int) -> str:
+    """Implements ``miles_planning.layout.TrainerPlanner``."""
+    try:
+        a = families.read(model)
+    except CheckpointError as error:
+        return str(error)
+    start = Sizes(ranks=ranks)
+    least = replace(_work(facts, start, 0), **_SAVINGS[-1][1])
+    peaks = [(peak(a, s, least.split_over(s)), s) for s in candidates(start, a)]
+    if not peaks:
+        return f"no parallel sizes divide {ranks} ranks, {a.layers} layers and {a.heads} heads"
+    smallest, sizes = min(peaks, key=lambda pair: pair[0])
+    return (
+        f"the smallest of {len(peaks)} layouts on {ranks} ranks needs {smallest / 1e9:.0f} GB on a GPU of "
+        f"{facts.value('gpu.memory_gb')} GB, with recomputation and the optimizer on the host ({sizes.flags()})"
+    )
 
 
 def _architecture(model: Mapping[str, Any]) -> Architecture | None:

@@ -49,6 +49,21 @@ def find(facts: Facts, model: Mapping[str, Any], gpus: int, budget: float) -> It
             yield _layout(changed, model, size, server_of(changed, gpu), gpus, changes)
 
 
+def explain(facts: Facts, model: Mapping[str, Any], gpus: int) -> str:
+    """Implements ``miles_planning.layout.EnginePlanner``."""
+    size = size_of(facts, model)
+    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    if size is None or not gpu:
+        return "config.json does not determine the size of the model, or the GPU's memory is unknown"
+    most = min(gpus, int(facts.value("gpu.count") or 8))
+    tp = max(n for n in (1 << i for i in range(12)) if n <= most and _divides(model, n))
+    server = server_of(_change(facts, {"sglang.tp_size": tp, "sglang.mem_fraction_static": _SHARES[0] / 100}), gpu)
+    return (
+        f"on {tp} GPUs, the most of one machine that divide the model, weights and the cache of one sequence take "
+        f"{bytes_needed(facts, size, server) / GB:.0f} GB on each, and SGLang needs {server.reserve / GB:.0f} of its {gpu / GB:.0f} GB for activations"
+    )
+
+
 def _divides(model: Mapping[str, Any], tp: int) -> bool:
     """Whether attention heads and experts' inner units divide by ``tp``."""
     heads = int(model.get("num_attention_heads") or 0)
