@@ -29,7 +29,8 @@ class TrainerLayout:
         tp, pp, cp, ep, etp: tensor, pipeline, context, expert and expert-tensor parallel sizes.
         virtual: chunks per pipeline stage.
         stage_layers: decoder layers of the largest stage.
-        tokens: tokens per micro-batch of one replica.
+        tokens: maximum tokens per micro-batch of one replica.
+        samples: samples per micro-batch; 0 if it is filled up to ``tokens``.
         recompute: share of a layer's forward pass that the backward pass repeats, 0 to 1.
         offloaded: fraction of the optimizer's state in host memory.
         precision: number format of the products.
@@ -47,6 +48,7 @@ class TrainerLayout:
     virtual: int = 1
     stage_layers: int = 1
     tokens: int = 8192
+    samples: int = 0
     recompute: float = 0.0
     offloaded: float = 0.0
     precision: str = "bf16"

@@ -50,8 +50,7 @@ def training_time(
 ) -> TrainingTime:
     """Estimate the seconds of a step's training."""
     steps = max(work.optimizer_steps, 1)
-    mean = min(work.tokens, t.tokens) if t.tokens else work.tokens
-    per_batch = max(math.floor(t.tokens / mean), 1) * work.tokens  # whole samples fill a micro-batch
+    per_batch = (t.samples or max(math.floor(t.tokens / work.tokens), 1)) * work.tokens
     batches = max(math.ceil(work.samples * work.tokens / (t.dp * steps * per_batch)), 1)
     tokens = min(per_batch, work.samples * work.tokens / (t.dp * steps))
     forward = stage_seconds(rates, cost, t, tokens, work.tokens)

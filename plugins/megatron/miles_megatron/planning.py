@@ -120,6 +120,7 @@ def _layout(facts: Facts, a: Architecture, s: Sizes, work: Work, changes: Mappin
         virtual=s.virtual,
         stage_layers=max(s.stages(a.layers)),
         tokens=work.tokens,
+        samples=0 if work.limit else int(facts.value("train.micro_batch_size") or 0),
         recompute={"full": 1.0, "selective": 0.2}.get(work.recompute, 0.0),
         offloaded=work.offloaded,
         precision=str(facts.value("train.precision") or "bf16"),
