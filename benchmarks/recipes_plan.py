@@ -37,6 +37,13 @@ RECIPES = ROOT / "benchmarks" / "recipes.json"
 CONFIGS = ROOT / "tests" / "published"
 #: Models of the recipes that are stored under another name.
 STORED = {"glm4.5-355b": "glm-4.5"}
+#: Models whose recipes name no configuration.
+UNNAMED = {
+    "Qwen2.5-Math-7B": "qwen2.5-7b",
+    "Qwen3-4B": "qwen3-4b",
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen3-0.6B": "qwen3-0.6b",
+}
 #: Trainers of other frameworks -> trainer here.
 TRAINERS = {"megatron": "megatron", "fsdp2": "embedded"}
 #: GPUs that NVLink connects, where a machine is only a part of them.
@@ -49,7 +56,7 @@ PROMPT = 150.0
 
 def stage_config(row: dict[str, Any], folder: Path) -> Path | None:
     """Write the ``config.json`` of a recipe's model into a directory; None if the repository has none."""
-    name = row["config"] or {"Qwen3-4B": "qwen3-4b", "Qwen3-30B-A3B": "qwen3-30b-a3b", "Qwen3-0.6B": "qwen3-0.6b"}.get(row["model"])
+    name = row["config"] or UNNAMED.get(row["model"])
     source = CONFIGS / f"{STORED.get(name, name)}.json"
     if not name or not source.exists():
         return None
@@ -76,29 +83,44 @@ def _batch(row: dict[str, Any]) -> list[str]:
         "--max-tokens-per-gpu": row["max_tokens_per_gpu"],
         "--micro-batch-size": row["micro_batch"],
     }
-    if row["id"].startswith("nemo-"):  # fills micro-batches of this many samples of the longest length with shorter ones
+    if row["id"].startswith(
+        "nemo-"
+    ):  # fills micro-batches of this many samples of the longest length with shorter ones
         pairs["--max-tokens-per-gpu"] = pairs.pop("--micro-batch-size") * row["max_sequence"] // row["cp"]
     found = [word for flag, value in pairs.items() if value for word in (flag, str(value))]
     schedule = {0: [], 1: ["--schedule", "ahead"]}.get(row["max_lag_steps"])
-    return found + (["--schedule", "async", "--max-weight-staleness", str(row["max_lag_steps"])] if schedule is None else schedule)
+    return found + (
+        ["--schedule", "async", "--max-weight-staleness", str(row["max_lag_steps"])] if schedule is None else schedule
+    )
 
 
 def _placement(row: dict[str, Any]) -> list[str]:
     each = min(row["gpus_per_node"], row["trainer_gpus"])
-    found = ["--runtime", "ray", "--actor-num-nodes", str(row["trainer_gpus"] // each), "--actor-num-gpus-per-node", str(each)]
+    found = [
+        "--runtime",
+        "ray",
+        "--actor-num-nodes",
+        str(row["trainer_gpus"] // each),
+        "--actor-num-gpus-per-node",
+        str(each),
+    ]
     if row["placement"] == "colocated":
         found.append("--colocate")
     if not row["engine"]:
         return found
     found += ["--engine", "sglang", "--rollout-num-gpus", str(row["rollout_gpus"])]
     if row["engine_tp"]:
-        found += ["--rollout-num-gpus-per-engine", str(row["engine_tp"])]
+        # vLLM counts data-parallel attention on top of tensor parallelism, SGLang within it
+        each = row["engine_tp"] * (row["engine_dp"] if row["engine"] == "vllm" else 1)
+        found += ["--rollout-num-gpus-per-engine", str(each)]
     if row["engine_ep"] > 1:
         found += ["--sglang-ep-size", str(row["engine_ep"])]
     if row["engine_dp"] > 1:
         found += ["--sglang-dp-size", str(row["engine_dp"]), "--sglang-enable-dp-attention"]
     if row["mem_fraction"]:
-        found += ["--sglang-mem-fraction-static", str(row["mem_fraction"])]
+        # vLLM's share contains activations, about a tenth of a GPU; SGLang's does not
+        share = row["mem_fraction"] - (0.1 if row["engine"] == "vllm" else 0.0)
+        found += ["--sglang-mem-fraction-static", f"{share:.2f}"]
     return found + (["--rollout-precision", "fp8"] if row["rollout_precision"] == "fp8" else [])
 
 
@@ -118,7 +140,11 @@ def _megatron(row: dict[str, Any]) -> list[str]:
     granularity, _, modules = row["recompute"].partition(":")
     if granularity:
         found += ["--recompute-granularity", granularity]
-        found += ["--recompute-modules", modules] if modules else ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
+        found += (
+            ["--recompute-modules", modules]
+            if modules
+            else ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
+        )
     if row["optimizer_offload"]:
         found += ["--optimizer-cpu-offload", "--optimizer-offload-fraction", str(row["optimizer_offload"])]
     found += ["--use-precision-aware-optimizer"] * row["precision_aware_optimizer"]
@@ -141,13 +167,15 @@ def judge(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"id": row["id"]}
     if checkpoint is None:
         return found | {"accepted": None, "reason": f"no config.json of {row['model']} here"}
+    if not row["engine"]:
+        found["reason"] = "a trainer without an engine: only its memory and speed are compared"
     start = time.perf_counter()
     config = load(flags(row, checkpoint))
     catalogue = catalogue_for(config)
     facts = facts_for(config, [f"hardware={hardware(row)}"])
     result = check(requested_plugins(config, facts, catalogue), catalogue, facts)
-    found["accepted"] = not result.problems
-    if result.problems:
+    found["accepted"] = not result.problems if row["engine"] else None
+    if result.problems and row["engine"]:
         found["reason"] = "; ".join(f"{p.who} needs {p.needs}: {p.because}" for p in result.problems)
     found["seconds_of_the_plan"] = round(time.perf_counter() - start, 2)
     model = model_config(str(checkpoint))
@@ -178,7 +206,8 @@ def compare_time(row: dict[str, Any], facts: Facts, model: dict[str, Any]) -> di
     if "tokens_s" in published and not row["engine"]:
         work = Workload(row["trainer_gpus"], 0, row["max_sequence"], row["max_sequence"])
         speed = work.samples * work.tokens / training_time(rates, cost, layout, work).seconds
-        return {"tokens_s": round(speed), "published_tokens_s": published["tokens_s"], "time_ratio": round(published["tokens_s"] / speed, 3)}
+        ratio = round(published["tokens_s"] / speed, 3)
+        return {"tokens_s": round(speed), "published_tokens_s": published["tokens_s"], "trainer_time_ratio": ratio}
     work = workload(row)
     engine = engine_planner("sglang").read(facts, model, row["rollout_gpus"]) if row["engine"] else None
     if "step_s" not in published or work is None or engine is None:
@@ -207,7 +236,15 @@ def workload(row: dict[str, Any]) -> Workload | None:
         prompt = max(rate * row["gpus"] * published["step_s"] / samples - row["response_mean"], 50.0)
     longest = row["response_max"] or int(row["max_sequence"] - prompt)
     steps = max(samples // (row["global_batch"] or samples), 1)
-    return Workload(samples, prompt, row["response_mean"], longest, steps, FORWARDS[row["id"].partition("-")[0]], row["max_lag_steps"])
+    return Workload(
+        samples,
+        prompt,
+        row["response_mean"],
+        longest,
+        steps,
+        FORWARDS[row["id"].partition("-")[0]],
+        row["max_lag_steps"],
+    )
 
 
 def main() -> None:
@@ -219,22 +256,30 @@ def main() -> None:
         judged = [judge(row, Path(folder)) for row in rows]
     for one in judged:
         print(one, file=sys.stderr)
-    finish("recipes_plan", {"summary": summarize(judged), "rows": judged}, given.save, lambda: {"miles-core": metadata.version("miles-core")})
+    finish(
+        "recipes_plan",
+        {"summary": summarize(judged), "rows": judged},
+        given.save,
+        lambda: {"miles-core": metadata.version("miles-core")},
+    )
 
 
 def summarize(judged: list[dict[str, Any]]) -> dict[str, Any]:
     """Count what was accepted, and how many estimates are within the goals: 20 % of memory, a factor of 1.5 of time."""
     memory = [one["memory_ratio"] for one in judged if "memory_ratio" in one]
     seconds = [one["time_ratio"] for one in judged if "time_ratio" in one]
+    alone = [one["trainer_time_ratio"] for one in judged if "trainer_time_ratio" in one]
     return {
         "recipes": len(judged),
         "accepted": sum(one["accepted"] is True for one in judged),
         "refused": sum(one["accepted"] is False for one in judged),
-        "without_config": sum(one["accepted"] is None for one in judged),
+        "not_judged": sum(one["accepted"] is None for one in judged),
         "memory_published": len(memory),
         "memory_within_20_percent": sum(abs(ratio - 1) <= 0.2 for ratio in memory),
         "time_published": len(seconds),
         "time_within_factor_1_5": sum(1 / 1.5 <= ratio <= 1.5 for ratio in seconds),
+        "trainers_alone_published": len(alone),
+        "trainers_alone_within_factor_1_5": sum(1 / 1.5 <= ratio <= 1.5 for ratio in alone),
     }
 
 

@@ -20,11 +20,14 @@ _PARTS = {"--runtime": "ray", "--engine": "sglang", "--trainer": "megatron"}
 
 def plan(argv: Sequence[str]) -> int:
     """Implement ``miles plan``: with ``--search`` a search of layouts, else the plan of a run."""
+    _check_hardware(argv)
     if "--search" not in argv:
         return show_plan(argv)
     parser = make_parser(USAGE, "Search the layouts of a run.")
     parser.add_argument("--search", action="store_true", help="propose the fastest layouts for --hardware")
-    parser.add_argument("--mean-response-len", type=float, metavar="N", help="mean tokens of a response (default: half)")
+    parser.add_argument(
+        "--mean-response-len", type=float, metavar="N", help="mean tokens of a response (default: half)"
+    )
     parser.add_argument("--mean-prompt-len", type=float, metavar="N", help="mean tokens of a prompt (default: 512)")
     parser.add_argument("--top", type=int, default=4, metavar="N", help="number of layouts to show")
     options, rest = parser.parse_known_args(list(argv))
@@ -35,6 +38,21 @@ def plan(argv: Sequence[str]) -> int:
     result = search(task, options.top)
     print(describe(task, result, config, rest, notes, as_json=options.json))
     return 0 if result.best else 2
+
+
+def _check_hardware(argv: Sequence[str]) -> None:
+    """Refuse a cluster of several kinds of GPUs, for example ``8xH100,8xH200`` or ``8xH100+8xH200``."""
+    words = [*argv, ""]
+    given = [
+        words[i + 1] if word == "--hardware" else word for i, word in enumerate(argv) if word.startswith("--hardware")
+    ]
+    for word in given:
+        hardware = word.removeprefix("--hardware=")
+        if any(mark in hardware for mark in ",+;"):
+            raise ConfigError(
+                f"--hardware {hardware}: a run needs GPUs of one kind, because all ranks and engines wait for the slowest and must fit "
+                "the smallest; plan for one kind, or for the weakest with the number of all"
+            )
 
 
 def make_task(options: Any, rest: Sequence[str]) -> tuple[Task, Config, list[str]]:
@@ -76,9 +94,13 @@ def _workload(facts: Facts, options: Any) -> tuple[Workload, list[str]]:
     prompt, response = options.mean_prompt_len, options.mean_response_len
     if response is None:
         response = longest / 2
-        notes.append(f"responses of {response:,.0f} tokens on average: half of --rollout-max-response-len (--mean-response-len sets it)")
+        notes.append(
+            f"responses of {response:,.0f} tokens on average: half of --rollout-max-response-len (--mean-response-len sets it)"
+        )
     if not 0 < response <= longest:
-        raise ConfigError(f"--mean-response-len {response:g} must be between 1 and --rollout-max-response-len {longest}")
+        raise ConfigError(
+            f"--mean-response-len {response:g} must be between 1 and --rollout-max-response-len {longest}"
+        )
     if prompt is None:
         prompt = min(512.0, float(facts.value("rollout.max_prompt_len") or 512))
         notes.append(f"prompts of {prompt:,.0f} tokens on average (--mean-prompt-len sets it)")
@@ -87,5 +109,7 @@ def _workload(facts: Facts, options: Any) -> tuple[Workload, list[str]]:
     steps = steps or max(samples // int(facts.value("train.global_batch_size") or samples), 1)
     reference = bool(facts.value("algorithm.kl_loss_coef") or facts.value("algorithm.kl_coef"))
     old = steps > 1 and not facts.value("algorithm.use_rollout_logprobs")
-    lag = {"ahead": 1, "async": int(facts.value("rollout.max_weight_staleness") or 1)}.get(str(facts.value("schedule")), 0)
+    lag = {"ahead": 1, "async": int(facts.value("rollout.max_weight_staleness") or 1)}.get(
+        str(facts.value("schedule")), 0
+    )
     return Workload(samples, prompt, response, longest, steps, int(reference) + int(old), lag), notes

@@ -45,7 +45,9 @@ def explain(facts: Facts, model: Mapping[str, Any], ranks: int) -> str:
 
 def _layout(facts: Facts, size: ModelSize, ranks: int, changes: Mapping[str, Any]) -> TrainerLayout:
     recompute = bool(changes.get("train.activation_checkpointing", facts.value("train.activation_checkpointing")))
-    sharded = ranks > 1 and changes.get("embedded.sharding_strategy", facts.value("embedded.sharding_strategy")) != "no_shard"
+    sharded = (
+        ranks > 1 and changes.get("embedded.sharding_strategy", facts.value("embedded.sharding_strategy")) != "no_shard"
+    )
     how = replace(training_of(facts), ranks=ranks, sharded=sharded, recompute=recompute)
 
     def estimate() -> tuple[Usage, ...]:
@@ -61,6 +63,7 @@ def _layout(facts: Facts, size: ModelSize, ranks: int, changes: Mapping[str, Any
         recompute=float(recompute),
         precision=str(facts.value("train.precision") or "bf16"),
         sharded=sharded,
+        modules="_embedded",
         changes=changes,
         estimate=estimate,
     )

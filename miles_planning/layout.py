@@ -35,6 +35,7 @@ class TrainerLayout:
         offloaded: fraction of the optimizer's state in host memory.
         precision: number format of the products.
         sharded: weights are sharded over all ranks and gathered layer by layer.
+        modules: whose layers compute, a suffix of the efficiencies ``train_*``; empty for Megatron-Core's.
         changes: options that select this layout.
         estimate: returns the memory of its processes, as the backend estimates it.
     """
@@ -53,6 +54,7 @@ class TrainerLayout:
     offloaded: float = 0.0
     precision: str = "bf16"
     sharded: bool = False
+    modules: str = ""
     changes: Changes = field(default_factory=dict)
     estimate: Estimate = tuple
 

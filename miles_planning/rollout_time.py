@@ -67,7 +67,9 @@ def running_sequences(e: EngineLayout, work: Workload, continuous: bool = False)
     return max(min(e.slots, int(e.cache / max(held, 1.0)), math.ceil(samples / e.count)), 1)
 
 
-def rollout_time(rates: Rates, cost: ModelCost, e: EngineLayout, work: Workload, continuous: bool = False) -> RolloutTime:
+def rollout_time(
+    rates: Rates, cost: ModelCost, e: EngineLayout, work: Workload, continuous: bool = False
+) -> RolloutTime:
     """Estimate the seconds of a step's generation.
 
     Args:

@@ -186,7 +186,9 @@ class _Sides:
             self.trainers[key] = len(found), found[:_COMBINED]
         return self.trainers[key][1]
 
-    def generate(self, facts: Facts, gpus: int, colocated: bool, work: Workload) -> list[tuple[RolloutTime, EngineLayout]]:
+    def generate(
+        self, facts: Facts, gpus: int, colocated: bool, work: Workload
+    ) -> list[tuple[RolloutTime, EngineLayout]]:
         """Return the fastest layouts of engines on ``gpus`` GPUs."""
         key = (gpus, colocated, facts.value("rollout.precision"))
         if key not in self.engines:

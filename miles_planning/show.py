@@ -25,8 +25,15 @@ def describe(
     commands = [command_of(found, config, argv) for found in result.best]
     if as_json:
         rows = [_row(found) | {"command": command} for found, command in zip(result.best, commands, strict=True)]
-        counts = {"trainer_layouts": result.trainers, "engine_layouts": result.engines}
-        return json.dumps({**counts, "best": rows, "refused": dict(result.refused), "misfits": list(result.misfits), "assumed": list(notes)}, indent=1)
+        content = {
+            "trainer_layouts": result.trainers,
+            "engine_layouts": result.engines,
+            "best": rows,
+            "refused": dict(result.refused),
+            "misfits": list(result.misfits),
+            "assumed": list(notes),
+        }
+        return json.dumps(content, indent=1)
     lines = [_heading(task, result), *(f"  assumed: {note}" for note in notes), ""]
     if not result.best:
         lines.append("no layout fits:")
@@ -73,14 +80,18 @@ def _paragraph(number: int, found: Found) -> list[str]:
     where = f"colocated on {t.ranks} GPUs" if found.colocated else f"trainer {t.ranks} GPUs, engines {e.count * e.gpus}"
     experts = f", EP {t.ep}, ETP {t.etp}" if t.ep * t.etp > 1 else ""
     saved = ["recompute"] * (t.recompute == 1) + ["optimizer on the host"] * bool(t.offloaded)
-    turns = "in turns" if found.colocated or found.changes.get("schedule") is None else "at the same time, samples one step old"
+    turns = (
+        "in turns"
+        if found.colocated or found.changes.get("schedule") is None
+        else "at the same time, samples one step old"
+    )
     peak = max(u.parts.total for u in t.estimate()) / GB
     rows = [
         f"{number}. {s.seconds:,.0f} s per step: {where}, {turns}",
         f"   trainer: TP {t.tp}, PP {t.pp}, CP {t.cp}{experts}, {t.dp} replicas, {t.precision}, micro-batches of {t.tokens:,} tokens"
         f"{''.join(', ' + word for word in saved)}; peak {peak:.0f} GB",
-        f"   engines: {e.count} x TP {e.tp}{f', attention DP {e.dp}' if e.dp > 1 else ''}, {e.precision}; {s.rollout.running} sequences at once each, "
-        f"cache of {e.cache:,} tokens",
+        f"   engines: {e.count} x TP {e.tp}{f', attention DP {e.dp}' if e.dp > 1 else ''}, {e.precision}; "
+        f"{s.rollout.running} sequences at once each, cache of {e.cache:,} tokens",
         f"   rollout {s.rollout.seconds:,.0f} s ({s.rollout.tokens_per_second:,.0f} tokens/s; full batch {s.rollout.full_rate:,.0f}), "
         f"training {s.training.seconds:,.0f} s (passes {s.training.passes:,.0f}, log-probs {s.training.extra:,.0f}, optimizer "
         f"{s.training.optimizer:,.0f}, moving memory {s.training.moved:,.0f}), sync {s.sync:,.0f} s, other {s.other:,.0f} s",
@@ -90,7 +101,10 @@ def _paragraph(number: int, found: Found) -> list[str]:
 
 def _row(found: Found) -> dict[str, Any]:
     t, e = found.trainer, found.engine
-    sizes = {n: getattr(t, n) for n in ("ranks", "tp", "pp", "cp", "ep", "etp", "dp", "tokens", "recompute", "offloaded", "precision")}
+    sizes = {
+        n: getattr(t, n)
+        for n in ("ranks", "tp", "pp", "cp", "ep", "etp", "dp", "tokens", "recompute", "offloaded", "precision")
+    }
     peak = max(u.parts.total for u in t.estimate())
     engine = {n: getattr(e, n) for n in ("count", "tp", "dp", "slots", "cache", "precision")}
     return {

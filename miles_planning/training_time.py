@@ -75,10 +75,7 @@ def stage_seconds(rates: Rates, cost: ModelCost, t: TrainerLayout, tokens: float
     local = tokens / t.cp
     layer = (cost.active - size.vocab * size.hidden) / size.layers
     operations = local * (2 * layer + cost.attended * context) / t.tp
-    if t.precision in ("fp8", "mxfp8") and rates.gpu.fp8:
-        speed = rates.gpu.fp8 * rates.efficiency["train_fp8"] * (rates.efficiency["train_moe"] / 0.47 if cost.moe else 1)
-    else:
-        speed = rates.gpu.bf16 * rates.efficiency["train_moe" if cost.moe else "train_dense"]
+    speed = _speed(rates, cost, t)
     held = 2 * size.layer / t.tp if not cost.moe else 2 * (size.attention / t.tp + size.routed / (t.ep * t.etp))
     products = max(operations / speed, held / (rates.gpu.memory * rates.efficiency["decode_memory"]))
     seconds = t.stage_layers * max(products, rates.seconds["train_layer"])
@@ -86,6 +83,14 @@ def stage_seconds(rates: Rates, cost: ModelCost, t: TrainerLayout, tokens: float
     seconds += t.stage_layers * _collectives(rates, cost, t, local)
     head = 2 * local * size.vocab * size.hidden / t.tp / (rates.gpu.bf16 * rates.efficiency["train_dense"])
     return seconds + sparse * _exchange(rates, cost, t, local) + head / t.pp
+
+
+def _speed(rates: Rates, cost: ModelCost, t: TrainerLayout) -> float:
+    """Operations per second in a layer's products."""
+    reached = rates.efficiency[f"train_{'moe' if cost.moe else 'dense'}{t.modules}"]
+    if t.precision not in ("fp8", "mxfp8") or not rates.gpu.fp8 or t.modules:
+        return rates.gpu.bf16 * reached
+    return rates.gpu.fp8 * rates.efficiency["train_fp8"] * reached / rates.efficiency["train_dense"]
 
 
 def _collectives(rates: Rates, cost: ModelCost, t: TrainerLayout, local: float) -> float:

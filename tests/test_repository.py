@@ -24,6 +24,7 @@ SIBLINGS = (
     "miles_chat",
     "miles_embedded",
     "miles_mismatch",
+    "miles_planning",
     "miles_runtime",
     "miles_schedules",
     "miles_tools",

@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_offered_offload_fractions(checkpoint):
     with pytest.raises(PlanError) as error:
         plan(**given)
     text = str(error.value)
-    assert "the trainer megatron and the engine sglang need" in text and "gpu.memory_gb = 80" in text
+    assert "the trainer megatron and the engine sglang need" in text and "gpu.memory_gb = 86" in text
     fraction = float(re.search(r"--optimizer-cpu-offload --optimizer-offload-fraction (\S+)", text)[1])
     accepted = plan(**given, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
     assert f"{fraction:.0%} of the optimizer's state" in table(accepted)

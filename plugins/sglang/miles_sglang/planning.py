@@ -9,7 +9,16 @@ from typing import Any
 from miles_core.plugin import Facts
 from miles_embedded import ModelSize, size_of
 from miles_planning.layout import EngineLayout
-from miles_sglang.memory import GB, Server, bytes_needed, cache_bytes_per_token, draft_bytes, server_of, usage, weights_on_gpu
+from miles_sglang.memory import (
+    GB,
+    Server,
+    bytes_needed,
+    cache_bytes_per_token,
+    draft_bytes,
+    server_of,
+    usage,
+    weights_on_gpu,
+)
 
 #: Shares of a GPU for weights and cache to try, in hundredths.
 _SHARES = range(90, 15, -5)
@@ -60,7 +69,8 @@ def explain(facts: Facts, model: Mapping[str, Any], gpus: int) -> str:
     server = server_of(_change(facts, {"sglang.tp_size": tp, "sglang.mem_fraction_static": _SHARES[0] / 100}), gpu)
     return (
         f"on {tp} GPUs, the most of one machine that divide the model, weights and the cache of one sequence take "
-        f"{bytes_needed(facts, size, server) / GB:.0f} GB on each, and SGLang needs {server.reserve / GB:.0f} of its {gpu / GB:.0f} GB for activations"
+        f"{bytes_needed(facts, size, server) / GB:.0f} GB on each, and SGLang "
+        f"needs {server.reserve / GB:.0f} of its {gpu / GB:.0f} GB for activations"
     )
 
 
