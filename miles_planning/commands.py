@@ -1,11 +1,14 @@
-"""``miles plan --search`` and ``miles launch``."""
+"""``miles plan``, with and without ``--search``."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from miles_core.plugin import ConfigError, Facts
+from miles_planning.launch.command import KINDS, add_options, write_file
 from miles_planning.workload import Workload
 from miles_tools.commands.plan import USAGE, collect_facts, make_parser
 from miles_tools.commands.plan import run as show_plan
@@ -20,7 +23,7 @@ _PARTS = {"--runtime": "ray", "--engine": "sglang", "--trainer": "megatron"}
 
 def plan(argv: Sequence[str]) -> int:
     """Implement ``miles plan``: with ``--search`` a search of layouts, else the plan of a run."""
-    _check_hardware(argv)
+    check_hardware(argv)
     if "--search" not in argv:
         return show_plan(argv)
     parser = make_parser(USAGE, "Search the layouts of a run.")
@@ -30,17 +33,22 @@ def plan(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--mean-prompt-len", type=float, metavar="N", help="mean tokens of a prompt (default: 512)")
     parser.add_argument("--top", type=int, default=4, metavar="N", help="number of layouts to show")
+    parser.add_argument("--launch", choices=tuple(KINDS), help="write a launch file for the fastest layout")
+    add_options(parser)
     options, rest = parser.parse_known_args(list(argv))
     from miles_planning.search import search
-    from miles_planning.show import describe
+    from miles_planning.show import command_of, describe
 
     task, config, notes = make_task(options, rest)
     result = search(task, options.top)
     print(describe(task, result, config, rest, notes, as_json=options.json))
+    if options.launch and result.best:
+        command = shlex.split(command_of(result.best[0], config, rest))
+        print(write_file(options.launch, options, command[2:]), file=sys.stderr)
     return 0 if result.best else 2
 
 
-def _check_hardware(argv: Sequence[str]) -> None:
+def check_hardware(argv: Sequence[str]) -> None:
     """Refuse a cluster of several kinds of GPUs, for example ``8xH100,8xH200`` or ``8xH100+8xH200``."""
     words = [*argv, ""]
     given = [

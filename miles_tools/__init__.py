@@ -27,6 +27,10 @@ plugin = Plugin(
             "show what a run would consist of, why it cannot start, or the fastest layouts (--search)",
             "miles_planning.commands:plan",
         ),
+        "launch": Command(
+            "write a Slurm script, a KubeRay manifest or a SkyPilot task that starts a run",
+            "miles_planning.launch.command:run",
+        ),
         **{name: Command(summary, f"miles_tools.commands.{name}:run") for name, summary in _COMMANDS.items()},
     },
     standard=True,
