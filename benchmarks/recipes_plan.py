@@ -10,6 +10,8 @@ was published::
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -250,18 +252,39 @@ def workload(row: dict[str, Any]) -> Workload | None:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--only", default="", help="recipes whose id contains this")
+    parser.add_argument("--search", action="store_true", help="also measure the processor time of searches")
     given = parser.parse_args()
     rows = [row for row in json.loads(RECIPES.read_text(encoding="utf-8")) if given.only in row["id"]]
     with tempfile.TemporaryDirectory() as folder:
         judged = [judge(row, Path(folder)) for row in rows]
     for one in judged:
         print(one, file=sys.stderr)
-    finish(
-        "recipes_plan",
-        {"summary": summarize(judged), "rows": judged},
-        given.save,
-        lambda: {"miles-core": metadata.version("miles-core")},
-    )
+    result = {"summary": summarize(judged), "rows": judged}
+    if given.search:
+        result["search_seconds"] = measure_search()
+    finish("recipes_plan", result, given.save, lambda: {"miles-core": metadata.version("miles-core")})
+
+
+def measure_search() -> dict[str, float]:
+    """Return the processor seconds of ``miles plan --search``, start included, for large models on 8 to 2,048 GPUs."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("qwen3-235b-a22b", "deepseek-v3", "kimi-k2"):
+            target = Path(folder) / name
+            target.mkdir()
+            (target / "config.json").write_bytes((CONFIGS / f"{name}.json").read_bytes())
+            for gpus in (8, 256, 2048):
+                command = [sys.executable, "-m", "miles_core", "plan", "--search", "--hardware", f"{gpus}xH200"]
+                words = ["--hf-checkpoint", str(target), "--rollout-batch-size", "256", "--n-samples-per-prompt", "16"]
+                before = os.times()
+                done = subprocess.run(
+                    [*command, *words, "--rollout-max-response-len", "16384"], capture_output=True, check=False
+                )
+                after = os.times()
+                assert done.returncode in (0, 2), done.stderr
+                used = after.children_user - before.children_user + after.children_system - before.children_system
+                found[f"{name}, {gpus} GPUs"] = round(used, 2)
+    return found
 
 
 def summarize(judged: list[dict[str, Any]]) -> dict[str, Any]:

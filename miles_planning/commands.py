@@ -32,7 +32,7 @@ def plan(argv: Sequence[str]) -> int:
         "--mean-response-len", type=float, metavar="N", help="mean tokens of a response (default: half)"
     )
     parser.add_argument("--mean-prompt-len", type=float, metavar="N", help="mean tokens of a prompt (default: 512)")
-    parser.add_argument("--top", type=int, default=4, metavar="N", help="number of layouts to show")
+    parser.add_argument("--top", type=int, default=6, metavar="N", help="number of layouts to show")
     parser.add_argument("--launch", choices=tuple(KINDS), help="write a launch file for the fastest layout")
     add_options(parser)
     options, rest = parser.parse_known_args(list(argv))

@@ -29,12 +29,14 @@ from miles_planning.training_time import TrainingTime, training_time
 from miles_planning.workload import Workload
 
 GB = 1e9
-#: Fractions of the machines for the trainer, if engines have GPUs of their own.
-_SPLITS = (0.25, 0.5, 0.75)
+#: Fractions of the machines for the trainer, if engines have GPUs of their own, and the distance of further ones around the best.
+_SPLITS, _FINER = (0.25, 0.5, 0.75), 0.125
 #: Number formats of engine and trainer to try.
-_FORMATS = (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8"), ("int4", "bf16"))
-#: Fastest layouts of each side that are combined, and combinations that the plan checks.
-_COMBINED, _CHECKED = 12, 40
+_FORMATS = (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8"))
+#: Formats to try if engines do not fit in any of these.
+_SMALLER = (("int4", "bf16"),)
+#: Fastest layouts of each side that are combined, and combinations of a placement and pair of formats that the plan checks.
+_COMBINED, _CHECKED = 12, 8
 #: Bytes that a sleeping process keeps on its GPU: the CUDA context and NCCL's buffers.
 _ASLEEP = 2.0 * GB
 
@@ -114,23 +116,35 @@ def search(task: Task, count: int) -> Result:
     if cost is None:
         raise ConfigError("--search: config.json lacks the number of layers, heads, or the hidden size")
     sides = _Sides(task, cost, rates_of(str(task.facts.value("gpu")), task.machine))
-    every = sorted(_combinations(sides), key=lambda found: found.time.seconds)
-    best: dict[tuple[Any, ...], Found] = {}
+    best: list[Found] = []
     refused: dict[str, int] = {}
-    checked = 0
+    for pairs in (_FORMATS, _SMALLER):
+        formats = list(_formats(task.facts, pairs))
+        every = [*_combinations(sides, formats, _placements(task))]
+        every += _combinations(sides, formats, _finer_placements(task, every))
+        best = _accept(task, sorted(every, key=lambda found: found.time.seconds), count, refused)
+        if best:
+            break
+    numbers = sides.count(sides.trainers), sides.count(sides.engines)
+    return Result(tuple(best), *numbers, refused, () if best else tuple(_explain(sides)))
+
+
+def _accept(task: Task, every: Sequence[Found], count: int, refused: dict[str, int]) -> list[Found]:
+    """Return the first ``count`` layouts that the plan accepts, one of each placement and pair of formats, and count refusals."""
+    best: dict[tuple[Any, ...], Found] = {}
+    checked: dict[tuple[Any, ...], int] = {}
     for found in every:
         kind = (found.colocated, found.engine.precision, found.trainer.precision)
-        if kind in best or checked == _CHECKED or len(best) == count:
+        if kind in best or checked.get(kind) == _CHECKED or len(best) == count:
             continue
-        checked += 1
+        checked[kind] = checked.get(kind, 0) + 1
         result = check(task.requested, task.manifests, change_facts(task.facts, found.changes))
         if result.problems:
             first = f"{result.problems[0].who} needs {result.problems[0].needs}"
             refused[first] = refused.get(first, 0) + 1
         else:
             best[kind] = found
-    numbers = sides.count(sides.trainers), sides.count(sides.engines)
-    return Result(tuple(best.values()), *numbers, refused, () if best else tuple(_explain(sides)))
+    return list(best.values())
 
 
 def _explain(sides: _Sides) -> Iterator[str]:
@@ -138,10 +152,10 @@ def _explain(sides: _Sides) -> Iterator[str]:
     facts, model, gpus = sides.task.facts, sides.task.model, sides.task.gpus
     if not sides.count(sides.trainers):
         yield f"trainer: {trainer_planner(str(facts.value('trainer'))).explain(facts, model, gpus)}"
-    for formats in _formats(facts) if not sides.count(sides.engines) else ():
+    planner = engine_planner(str(facts.value("engine")))
+    for formats in _formats(facts, (*_FORMATS[:2], *_SMALLER)) if not sides.count(sides.engines) else ():
         changed = change_facts(facts, formats)
-        name = changed.value("rollout.precision")
-        yield f"engines in {name}: {engine_planner(str(facts.value('engine'))).explain(changed, model, gpus)}"
+        yield f"engines in {changed.value('rollout.precision')}: {planner.explain(changed, model, gpus)}"
 
 
 def change_facts(facts: Facts, changes: Changes) -> Facts:
@@ -204,12 +218,14 @@ class _Sides:
         return self.engines[key][1]
 
 
-def _combinations(sides: _Sides) -> Iterator[Found]:
+def _combinations(
+    sides: _Sides, pairs: Sequence[dict[str, Any]], placements: Sequence[tuple[bool, int]]
+) -> Iterator[Found]:
     """Yield the fastest trainers with the fastest engines, for each placement and pair of formats."""
     task = sides.task
     placement = runtime_planner(str(task.facts.value("runtime")))
-    for formats in _formats(task.facts):
-        for colocated, ranks in _placements(task):
+    for formats in pairs:
+        for colocated, ranks in placements:
             changes: dict[str, Any] = {**formats}
             if colocated != bool(task.facts.value("colocate")):
                 changes["colocate"] = colocated
@@ -235,12 +251,12 @@ def respects(facts: Facts, changes: Changes) -> bool:
     )
 
 
-def _formats(facts: Facts) -> Iterator[dict[str, Any]]:
-    """Yield the number formats to try: those that the user set, else the pairs of ``_FORMATS`` that the GPU computes."""
+def _formats(facts: Facts, pairs: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+    """Yield the number formats to try: those that the user set, else the pairs, of which older GPUs compute the first only."""
     sides = ("rollout.precision", "train.precision")
     known = int(facts.value("gpu.sm") or 0) >= 89
     seen = set()
-    for pair in _FORMATS if known else _FORMATS[:1]:
+    for pair in pairs if known else pairs[:1]:
         changes = {
             side: name
             for side, name in zip(sides, pair, strict=True)
@@ -251,12 +267,26 @@ def _formats(facts: Facts) -> Iterator[dict[str, Any]]:
             yield changes
 
 
-def _placements(task: Task) -> Sequence[tuple[bool, int]]:
+def _placements(task: Task) -> list[tuple[bool, int]]:
     """Return (colocated, ranks of the trainer) for each placement to try."""
     given = task.facts.lookup("colocate")
     found = [(True, task.gpus)] if not given.chosen or given.value else []
     if not given.chosen or not given.value:
-        unit = task.machine if task.gpus > task.machine else 1
-        parts = {max(round(share * task.gpus / unit), 1) * unit for share in _SPLITS}
-        found += [(False, ranks) for ranks in sorted(parts) if ranks < task.gpus]
+        found += [(False, ranks) for ranks in sorted({_share(task, share) for share in _SPLITS}) if ranks < task.gpus]
     return found
+
+
+def _finer_placements(task: Task, every: Sequence[Found]) -> list[tuple[bool, int]]:
+    """Return placements around the best one with engines on their own GPUs."""
+    apart = [found for found in every if not found.colocated]
+    if not apart:
+        return []
+    ranks = min(apart, key=lambda found: found.time.seconds).trainer.ranks
+    shares = {_share(task, ranks / task.gpus + step) for step in (-_FINER, _FINER)}
+    return [(False, finer) for finer in sorted(shares - {ranks for _, ranks in _placements(task)}) if finer < task.gpus]
+
+
+def _share(task: Task, share: float) -> int:
+    """Return this share of the GPUs in whole machines, or in GPUs of a single machine."""
+    unit = task.machine if task.gpus > task.machine else 1
+    return max(round(share * task.gpus / unit), 1) * unit
