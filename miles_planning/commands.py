@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from miles_core.plugin import ConfigError, Facts
+from miles_planning.hardware import check_hardware
 from miles_planning.launch.command import KINDS, add_options, write_file
 from miles_planning.workload import Workload
 from miles_tools.commands.plan import USAGE, collect_facts, make_parser
@@ -46,21 +47,6 @@ def plan(argv: Sequence[str]) -> int:
         command = shlex.split(command_of(result.best[0], config, rest))
         print(write_file(options.launch, options, command[2:]), file=sys.stderr)
     return 0 if result.best else 2
-
-
-def check_hardware(argv: Sequence[str]) -> None:
-    """Refuse a cluster of several kinds of GPUs, for example ``8xH100,8xH200`` or ``8xH100+8xH200``."""
-    words = [*argv, ""]
-    given = [
-        words[i + 1] if word == "--hardware" else word for i, word in enumerate(argv) if word.startswith("--hardware")
-    ]
-    for word in given:
-        hardware = word.removeprefix("--hardware=")
-        if any(mark in hardware for mark in ",+;"):
-            raise ConfigError(
-                f"--hardware {hardware}: a run needs GPUs of one kind, because all ranks and engines wait for the slowest and must fit "
-                "the smallest; plan for one kind, or for the weakest with the number of all"
-            )
 
 
 def make_task(options: Any, rest: Sequence[str]) -> tuple[Task, Config, list[str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from miles_core.plugin import ConfigError
+from miles_planning.hardware import check_hardware
 from miles_planning.launch import kuberay, skypilot, slurm
 from miles_planning.launch.job import Job
 from miles_tools.commands.plan import collect_facts
@@ -69,7 +70,6 @@ def make_job(options: argparse.Namespace, argv: Sequence[str]) -> Job:
     """Resolve the plan of a run and describe its job."""
     from miles_core.config.load import load
     from miles_core.run.prepare import prepare
-    from miles_planning.commands import check_hardware
 
     check_hardware(["--hardware", options.hardware])
     config = load(list(argv))

@@ -186,7 +186,17 @@ def test_impossible_jobs_are_refused(fields, message):
 
 def test_several_machines_need_a_runtime_for_them(checkpoint):
     with pytest.raises(ConfigError, match="a run on 2 machines needs a runtime with several processes"):
-        run(["slurm", "--hardware", "2x8xH100", "--hf-checkpoint", checkpoint("qwen3-0.6b"), "--max-running-requests", "8"])
+        run(
+            [
+                "slurm",
+                "--hardware",
+                "2x8xH100",
+                "--hf-checkpoint",
+                checkpoint("qwen3-0.6b"),
+                "--max-running-requests",
+                "8",
+            ]
+        )
 
 
 def test_a_search_writes_the_launch_file_of_its_best_layout(checkpoint, tmp_path, capsys):

@@ -13,13 +13,13 @@ from miles_planning.commands import plan
 BATCH = ["--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "8192"]
 
 
-def found(capsys, *argv):
+def run_search(capsys, *argv):
     code = plan(["--search", "--json", *argv])
     return code, json.loads(capsys.readouterr().out)
 
 
 def test_every_proposed_command_is_a_run_that_the_plan_accepts(checkpoint, capsys):
-    code, result = found(capsys, "--hf-checkpoint", checkpoint("qwen3-235b-a22b"), "--hardware", "64xH200", *BATCH)
+    code, result = run_search(capsys, "--hf-checkpoint", checkpoint("qwen3-235b-a22b"), "--hardware", "64xH200", *BATCH)
     assert code == 0 and len(result["best"]) >= 3
     assert result["trainer_layouts"] > 100 and result["engine_layouts"] >= 4
     for row in result["best"]:
@@ -43,7 +43,9 @@ def test_what_the_user_sets_is_kept(checkpoint, capsys):
         "bf16",
         "--colocate",
     ]
-    _, result = found(capsys, "--hf-checkpoint", checkpoint("qwen3-30b-a3b"), "--hardware", "16xH100", *BATCH, *fixed)
+    _, result = run_search(
+        capsys, "--hf-checkpoint", checkpoint("qwen3-30b-a3b"), "--hardware", "16xH100", *BATCH, *fixed
+    )
     assert len(result["best"]) == 1
     best = result["best"][0]
     assert best["colocated"] and best["trainer"]["tp"] == 4
@@ -63,7 +65,7 @@ def test_longer_responses_and_fewer_gpus_take_longer(checkpoint, capsys):
     fixed = ["--hf-checkpoint", model, *BATCH, "--colocate", "--rollout-precision", "bf16", "--train-precision", "bf16"]
 
     def seconds(*argv):
-        return found(capsys, *fixed, *argv)[1]["best"][0]["seconds"]
+        return run_search(capsys, *fixed, *argv)[1]["best"][0]["seconds"]
 
     short = seconds("--hardware", "32xH100", "--mean-response-len", "1000")
     assert seconds("--hardware", "32xH100", "--mean-response-len", "6000") > 1.5 * short
@@ -95,5 +97,5 @@ def test_bad_input_is_refused_in_one_sentence(argv, message, checkpoint):
 
 def test_the_embedded_trainer_is_searched_too(checkpoint, capsys):
     argv = ["--hf-checkpoint", checkpoint("qwen3-4b"), "--hardware", "8xH100", "--trainer", "embedded", *BATCH]
-    code, result = found(capsys, *argv)
+    code, result = run_search(capsys, *argv)
     assert code == 0 and all("--trainer embedded" in row["command"] for row in result["best"])

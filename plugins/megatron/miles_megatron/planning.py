@@ -13,7 +13,7 @@ from miles_megatron.memory import Work, peak
 from miles_megatron.sizes import Sizes, candidates, misfits, sizes_of
 from miles_megatron.usage import change_sizes, usages_of
 from miles_megatron.work import work_of
-from miles_planning.layout import TrainerLayout
+from miles_planning import TrainerLayout
 
 #: Tokens per micro-batch to try if ``--max-tokens-per-gpu`` is not set.
 _TOKENS = (8192, 16384, 32768)

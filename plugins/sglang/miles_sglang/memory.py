@@ -96,11 +96,10 @@ def weight_bytes(size: ModelSize, precision: str) -> float:
 
 def weights_on_gpu(facts: Facts, size: ModelSize, server: Server) -> float:
     """Return the bytes of the weights on one GPU. With data-parallel attention every GPU has all weights of its stage's attention."""
-    held = weight_bytes(size, str(facts.value("rollout.precision") or "bf16")) / server.gpus
-    if server.dp == 1:
-        return held
-    shared = 2.0 * size.layers * size.attention / server.pp
-    return held + shared * (server.dp - 1) / server.tp
+    precision = str(facts.value("rollout.precision") or "bf16")
+    stored, experts_only = STORED.get(precision, (2.0, False))
+    attention = (2.0 if experts_only else stored) * size.layers * size.attention / server.pp
+    return weight_bytes(size, precision) / server.gpus + attention * (server.dp - 1) / server.tp
 
 
 def cache_bytes_per_token(facts: Facts, size: ModelSize, server: Server) -> float:

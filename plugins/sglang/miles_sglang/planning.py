@@ -8,7 +8,7 @@ from typing import Any
 
 from miles_core.plugin import Facts
 from miles_embedded import ModelSize, size_of
-from miles_planning.layout import EngineLayout
+from miles_planning import EngineLayout
 from miles_sglang.memory import (
     GB,
     Server,
