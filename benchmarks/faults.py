@@ -259,7 +259,10 @@ def main() -> None:
         campaign = Campaign(chosen.anytime, chosen.runtime, ranks, chosen.gap, end, chosen.log, chosen.kills_a_run)
         result = many(campaign, chosen.jobs)
         finish(
-            f"{Path(__file__).stem}_anytime_{chosen.runtime}", result, chosen.save, lambda: installed("torch", *(["ray"] if chosen.runtime == "ray" else []))
+            f"{Path(__file__).stem}_anytime_{chosen.runtime}",
+            result,
+            chosen.save,
+            lambda: installed("torch", *(["ray"] if chosen.runtime == "ray" else [])),
         )
         return
     end = time.time() + min(chosen.seconds, 1e9)
