@@ -65,6 +65,8 @@ def read_rollouts(run_dir: Path | str, kind: str = "train", step: int | None = N
 def read_file(path: Path) -> list[dict[str, Any]] | None:
     """Return the samples of one file; None with a warning if the file is damaged, as after a power loss."""
     try:
+        if not path.stat().st_size:
+            raise EOFError("it is empty")
         with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
             return [dict(json.loads(line)) for line in file]
     except (OSError, EOFError, zlib.error, ValueError, TypeError, RecursionError) as error:
