@@ -65,9 +65,12 @@ def fell():
 
 DICE = random.Random(f"{SEED} {fell()} {os.getpid() if RUNTIME == 'ray' else ''}")
 
+def append(name, value):  # in one piece, whoever else writes and whenever this process is killed
+    with (HERE / name).open("ab", buffering=0) as file:
+        file.write(json.dumps(value).encode() + b"\n")
+
 def note(moment, how, name):
-    with (HERE / "faults.jsonl").open("a") as file:
-        file.write(json.dumps([moment, how, name, time.time()]) + "\n")
+    append("faults.jsonl", [moment, how, name, time.time()])
 
 def inflict(moment, name=None):
     if fell() >= KILLS or time.time() > DEADLINE:
@@ -121,10 +124,8 @@ def on_model(run, policy, model, role):
 @hookimpl
 def on_batch(run, batch):
     prompts = batch.tokens[batch.starts].tolist()
-    with (HERE / "trained.jsonl").open("a") as file:
-        file.write(json.dumps([run.step, sorted(zip(batch.group.tolist(), prompts))]) + "\n")
-    with (HERE / "batches.jsonl").open("a") as file:
-        file.write(json.dumps([run.step, digest(batch.tokens), digest(batch.scalars["reward"])]) + "\n")
+    append("trained.jsonl", [run.step, sorted(zip(batch.group.tolist(), prompts))])
+    append("batches.jsonl", [run.step, digest(batch.tokens), digest(batch.scalars["reward"])])
     perhaps("train", 0.1)
 
 @hookimpl
@@ -145,8 +146,7 @@ def wrap_weights(run):
                 whole |= {name: digest(tensor) for name, tensor in unit.tensors.items()}
                 perhaps("push", 0.004)
                 yield unit
-            with (HERE / "sent.jsonl").open("a") as file:
-                file.write(json.dumps(whole) + "\n")
+            append("sent.jsonl", whole)
         return weights
     return wrap
 
@@ -161,8 +161,7 @@ if not hasattr(EmbeddedEngine, "_noted"):
                 whole.update({name: digest(tensor) for name, tensor in unit.parts.items()})
                 yield unit
         await plain(self, seen(), version)
-        with (HERE / "installed.jsonl").open("a") as file:
-            file.write(json.dumps([version, whole]) + "\n")
+        append("installed.jsonl", [version, whole])
     EmbeddedEngine.update_weights = update_weights
 """
 
@@ -230,7 +229,10 @@ def _drive(command: list[str], directory: Path, end: float) -> int | None:
         if time.time() - max([started, *(file.stat().st_mtime for file in files if file.exists())]) > STALL:
             process.send_signal(signal.SIGABRT)
             with suppress(subprocess.TimeoutExpired):
-                return process.wait(10.0)
+                code = process.wait(10.0)
+                with suppress(ProcessLookupError):  # what is left of its cluster
+                    os.killpg(process.pid, signal.SIGKILL)
+                return code
             break
     process.terminate()  # a run with Ray then ends its cluster
     try:
