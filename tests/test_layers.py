@@ -143,6 +143,13 @@ SIMULATION: list[dict[str, str]] = [
     },
 ]
 
+#: What runs where, and how fast, one layer in itself.
+PLANNING: list[dict[str, str]] = [
+    {
+        "planning": "core: miles_core.plugin plugin config run embedded: miles_embedded tools: commands",
+    },
+]
+
 #: The rooms of ``miles_embedded``.
 ROOMS: list[dict[str, str]] = [
     {
@@ -182,6 +189,7 @@ TABLES: dict[str, list[dict[str, str]]] = {
     "miles_core": LAYERS,
     "miles_chat": CHAT,
     "miles_mismatch": MISMATCH,
+    "miles_planning": PLANNING,
     "miles_runtime": RUNTIME,
     "miles_schedules": SCHEDULES,
     "miles_simulation": SIMULATION,

@@ -99,7 +99,7 @@ def typed(flags):
 ])  # fmt: skip
 def test_the_plan_refuses_what_cannot_fit_with_sizes_that_do(checkpoint, model, ranks, options):
     text = refused(checkpoint, PUBLISHED[model], f"megatron.ranks={ranks}", **ELSEWHERE, **options)
-    assert re.search(r"the trainer megatron needs \d+ GB on each GPU", text) and "gpu.memory_gb = 141" in text
+    assert re.search(r"the trainer megatron needs \d+ GB on each GPU", text) and "gpu.memory_gb = 151" in text
     offered = text.split("would do:\n")[1].splitlines()
     sizes = next(line for line in offered if "parallel-size" in line and "--fact" not in line)
     accepted = plan(
