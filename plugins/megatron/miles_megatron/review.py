@@ -28,7 +28,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     problems += tuple(_misfit(facts, s, found) for found in misfits(s, a))
     if any(misfits(s, a)):
         return Review(problems=problems)
-    problems += tuple(_format(facts, a, s))
+    problems += (*_format(facts, a, s), *_local(facts, a, s))
     note: tuple[str, ...] = ()
     if untrained := a.mtp - bool(facts.value(MTP)):
         note = (f"{untrained} MTP layers are not trained; an export contains them unchanged",)
@@ -49,6 +49,18 @@ def _misfit(facts: Facts, s: Sizes, m: Misfit) -> Problem:
     tries = [{paths[0]: value} for value in m.fit] + [{f"megatron.{name}": value} for name, value in m.others]
     ranks = ("ranks", str(s.ranks), ranks_of(facts)[1])
     return Problem("megatron", m.needs, because, (*values, ranks), choices=tuple(paths), tries=lambda: tries)
+
+
+def _local(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
+    """Report tensor parallelism with latent attention on a CPU, where Megatron-Core's local modules compute wrong gradients."""
+    if a.latent is not None and s.tp > 1 and facts.value("gpu.count") == 0 and not facts.elsewhere:
+        name = "megatron.tensor_model_parallel_size"
+        why = (
+            "without a GPU, Megatron-Core's local modules do not sum the gradient of latent attention's shared keys over tensor-parallel "
+            "ranks; use pipeline, expert or context parallelism"
+        )
+        values = (describe_fact(facts.lookup(name)), describe_fact(facts.lookup("gpu.count")))
+        yield Problem("megatron", "--tensor-model-parallel-size 1", why, values, choices=(name,))
 
 
 def _format(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:

@@ -19,6 +19,8 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from miles_core.plugin import ConfigError
+
 
 class PackedAttention(MegatronModule):
     """``core_attention`` of a layer, constructed with the arguments of Megatron-Core's attention modules."""
@@ -29,6 +31,11 @@ class PackedAttention(MegatronModule):
         self.group = pg_collection.cp
         inside = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.before: int | None = config.window_size[0] if inside else None
+        if getattr(config, "multi_latent_attention", False) and pg_collection.tp.size() > 1:
+            raise ConfigError(  # the plan checks this too, unless it does not know the workers' GPUs
+                "without a GPU, Megatron-Core's local modules compute wrong gradients of latent attention with tensor parallelism; set "
+                "--tensor-model-parallel-size 1 and use pipeline, expert or context parallelism"
+            )
         self.softmax_offset: Any = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // pg_collection.tp.size()
