@@ -135,7 +135,10 @@ def review_memory(usages: Sequence[Usage], facts: Facts) -> tuple[list[str], lis
 
 def _peaks(usages: Sequence[Usage], colocated: bool, inline: bool) -> Iterable[_Peak]:
     for usage in usages:
-        others = [other for other in usages if other.kind != usage.kind]
+        alike = (
+            inline and not colocated
+        )  # processes of one kind that are one process here, such as a policy's and a critic's trainer
+        others = [other for other in usages if other.kind != usage.kind or (alike and other is not usage)]
         if colocated and others:
             yield _Peak(usage, max(o.asleep for o in others), f"the sleeping {others[0].kind}")
             if usage.kind != "trainer":
@@ -143,7 +146,7 @@ def _peaks(usages: Sequence[Usage], colocated: bool, inline: bool) -> Iterable[_
             pushed = max((o.during_sync() for o in others), key=lambda o: o.parts.total)
             yield _Peak(usage.during_sync(), pushed.parts.total, f"the {pushed.kind} during a weight sync")
         elif inline and others:
-            yield _Peak(usage, max(o.parts.total for o in others), f"the {others[0].kind}")
+            yield _Peak(usage, sum(o.parts.total for o in others), " and ".join(f"the {o.kind}" for o in others))
         else:
             yield _Peak(usage, 0.0, "")
 
