@@ -33,6 +33,8 @@ class BestCheckpoint:
         self.metric, self._sign = options.keep_best, 1.0 if options.keep_best_mode == "max" else -1.0
         self.value: float | None = None
         self.step = 0
+        #: last step that was saved; a later directory is that of a branch which the run has left
+        self._saved = 0
 
     @hookimpl
     def on_evaluation(self, run: Run, metrics: dict[str, float]) -> None:
@@ -41,7 +43,7 @@ class BestCheckpoint:
     @hookimpl
     def on_step(self, run: Run, metrics: dict[str, float]) -> None:
         check_metric("--keep-best", self.metric, metrics)
-        self._link(run)  # the checkpoint of the previous step, which was saved after its on_step
+        self._link(run)  # a checkpoint is complete after the on_step of its step
         self._compare(metrics, run.step)
         if self.value is not None:
             metrics |= {"pass_at_k/best": self.value, "pass_at_k/best_step": float(self.step)}
@@ -55,7 +57,9 @@ class BestCheckpoint:
             )
 
     @hookimpl
-    def on_save(self, policy: Any, store: Any) -> None:
+    def on_save(self, run: Run, policy: Any, store: Any) -> None:
+        if policy is None:
+            self._saved = run.step
         if policy is None and self.value is not None:
             store.put(FOLDER, data={"metric": self.metric, "value": self.value, "step": self.step})
 
@@ -66,6 +70,7 @@ class BestCheckpoint:
         for later in (run.directory / FOLDER).glob("step_*"):  # of the branch that this run leaves
             if later.name > _name(run.step):
                 shutil.rmtree(later)
+        self._saved = run.step
         kept = store.get(FOLDER)[1] if FOLDER in store else {}
         if kept.get("metric") != self.metric:
             return
@@ -85,7 +90,7 @@ class BestCheckpoint:
 
     def _link(self, run: Run) -> bool:
         """Link the best checkpoint if it was saved, and remove the previous one; returns whether it is in the folder."""
-        if self.value is None:
+        if self.value is None or self.step > self._saved:
             return False
         folder, name = run.directory / FOLDER, _name(self.step)
         if not (folder / name).is_dir():
