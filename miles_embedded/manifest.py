@@ -275,4 +275,5 @@ plugin = Plugin(
     review="miles_embedded.manifest:review",
     memory="miles_embedded.memory.usage:usage",
     examine="miles_embedded.model.examine:examine",
+    measures="miles_embedded.speed:measure_speeds",
 )

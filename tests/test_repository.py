@@ -26,6 +26,7 @@ SIBLINGS = (
     "miles_mismatch",
     "miles_runtime",
     "miles_schedules",
+    "miles_simulation",
     "miles_tools",
     "miles_transport",
     "miles_testing",

@@ -97,7 +97,9 @@ class Run:
         help="continue with a warning if engine and trainer compute different functions after the first weight sync",
     )
     log_level: LogLevel = option("info", help="how much to log")
-    profile: bool = option(False, help="record a torch profiler trace of the second rollout step")
+    profile: bool = option(
+        False, help="record a torch profiler trace of the second step, and print its kernels or operators"
+    )
     profile_dir: Path | None = option(None, help="directory of traces (default: the run directory)")
     use_wandb: bool = option(
         False, help="also send metrics to Weights & Biases; a resumed run continues the same record"

@@ -7,6 +7,7 @@ its result.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,10 +33,9 @@ from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import facts_of, mask_for
 from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
-from miles_embedded.model.parts import backbone, decoder_layers
+from miles_embedded.model.parts import backbone, decoder_layers, is_critic, value_head
 from miles_embedded.model.released import Released
 from miles_embedded.model.storage import constant_tensors, local_shard
-from miles_embedded.model.value_head import is_critic
 from miles_embedded.model.views import export
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
@@ -184,7 +184,7 @@ class EmbeddedTrainer(Trainer):
         """Compute log-probs, and other outputs requested by ``ctx``, from final hidden states [rows, hidden]; values if it has a value head."""
         packing: Packing = ctx.attached["packing"]
         sources, length = hidden.index_select(0, packing.sources), len(micro_batch.tokens)
-        values = predict_values(model, sources, ctx, packing, length)
+        values = None if value_head(model) is None else predict_values(model, sources, ctx, packing, length)
         if is_critic(model):
             return Output(values=values)
         support = micro_batch.columns.get(SAMPLING_SUPPORT.name)
@@ -385,12 +385,15 @@ class EmbeddedTrainer(Trainer):
 
 @contextmanager
 def _drain(units: Iterator[Unit]) -> Iterator[Iterator[Unit]]:
-    """Consume the remaining units on exit, also after an error, because other ranks wait for this one at each unit."""
+    """Consume the remaining units on exit, also after an error, because other ranks wait for this one at each unit.
+
+    Not while the interpreter exits: PyTorch's reference counts are no longer maintained, and an operation aborts the process."""
     try:
         yield units
     finally:
-        for _ in units:
-            pass
+        if not sys.is_finalizing():
+            for _ in units:
+                pass
 
 
 def _no_loss(output: Output, micro_batch: Batch, ctx: Context) -> Any:
