@@ -1,10 +1,10 @@
 """Optimizers: memory of their state, seconds of a step, and what the demo's task learns with each.
 
-Run on a CPU: ``python benchmarks/optimizers.py --save``; on a GPU: ``python benchmarks/optimizers.py --model 8b --groups 8 --parts step --save
+Run on a CPU: ``python benchmarks/optimizers.py --save``; on a GPU: ``python benchmarks/optimizers.py --model dense --groups 16 --parts step --save
 --variant gpu`` (needs ``plugins/optimizers`` and torchao). Two parts:
 
 - ``step``: a random BF16 model (``--model``, as in ``sglang_engine.py``), each optimizer in a process of its own. Bytes of FP32 masters and
-  optimizer state on the device between steps and during a step, bytes on the host, seconds of the optimizer step and of the whole step
+  optimizer state on the device between steps and during a step, bytes in a checkpoint, seconds of the optimizer step and of the whole step
   (medians of ``--turns`` after two that warm up), and on a GPU the largest allocated memory of a whole step.
   ``offloaded``: with ``--offload-optimizer``.
 - ``learning``: for every seed one supervised warm start of the demo's model, then reinforcement learning with each optimizer at the learning

@@ -135,10 +135,8 @@ def review_memory(usages: Sequence[Usage], facts: Facts) -> tuple[list[str], lis
 
 def _peaks(usages: Sequence[Usage], colocated: bool, inline: bool) -> Iterable[_Peak]:
     for usage in usages:
-        alike = (
-            inline and not colocated
-        )  # processes of one kind that are one process here, such as a policy's and a critic's trainer
-        others = [other for other in usages if other.kind != usage.kind or (alike and other is not usage)]
+        # one process holds the trainers of a policy and of its critic, too
+        others = [o for o in usages if o.kind != usage.kind or (inline and not colocated and o is not usage)]
         if colocated and others:
             yield _Peak(usage, max(o.asleep for o in others), f"the sleeping {others[0].kind}")
             if usage.kind != "trainer":
