@@ -47,7 +47,7 @@ def make_optimizer(run: Run, policy: Policy, groups: Sequence[dict[str, Any]]) -
 
 def block_of(parameter: Tensor) -> int | None:
     """Return the block size of a parameter's moments: the largest power of two up to 256 that divides its rows; None for FP32 moments."""
-    if parameter.dim() < 2:
+    if parameter.dim() < 2 or not parameter.is_contiguous():
         return None
     block = math.gcd(parameter.shape[-1], BLOCK)
     return block if block >= SMALLEST else None
