@@ -1,4 +1,4 @@
-"""Optimizers: memory of their state, seconds of a step, and what the demo's task learns with each.
+"""Optimizers: memory of their state, seconds of a step, and the reward of a toy task after some steps.
 
 Run on a CPU: ``python benchmarks/optimizers.py --save``; on a GPU: ``python benchmarks/optimizers.py --model dense --groups 16 --parts step --save
 --variant gpu`` (needs ``plugins/optimizers`` and torchao). Two parts:
@@ -7,8 +7,8 @@ Run on a CPU: ``python benchmarks/optimizers.py --save``; on a GPU: ``python ben
   optimizer state on the device between steps and during a step, bytes in a checkpoint, seconds of the optimizer step and of the whole step
   (medians of ``--turns`` after two that warm up), and on a GPU the largest allocated memory of a whole step.
   ``offloaded``: with ``--offload-optimizer``.
-- ``learning``: for every seed one supervised warm start of the demo's model, then reinforcement learning with each optimizer at the learning
-  rate of ``RATES``; accuracy on held-out prompts. The last line of the output is one JSON object.
+- ``learning``: toy runs in BF16 (the share of even tokens in a response is its reward) with each optimizer at one learning rate; mean reward of the
+  first and last five steps, for each seed. The last line of the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 from measure import finish, installed, options
 
 NAMES = ("adamw", "muon", "adamw8bit", "adamw-offload")
-#: Learning rates of the part ``learning``; Muon's default update is as large as AdamW's, so all are equal.
-RATES = dict.fromkeys(NAMES, 1e-3)
+#: Learning rate of the part ``learning`` (Muon's default update is as large as AdamW's), and steps whose rewards are averaged.
+RATE, AVERAGED = 1e-3, 5
 
 
 def main() -> None:
@@ -42,9 +42,8 @@ def main() -> None:
         default=0,
         help="prompts with 8 samples of 320 tokens in a step; 0: 12 short samples (default)",
     )
-    parser.add_argument("--seeds", type=int, default=2, help="seeds of the part learning (default: 2)")
-    parser.add_argument("--steps", type=int, default=40, help="steps of the part learning (default: 40)")
-    parser.add_argument("--warm-start", type=int, default=100, help="supervised steps before (default: 100)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the part learning (default: 3)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of the part learning (default: 60)")
     parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
@@ -171,26 +170,27 @@ def make(name: str, model: Any, groups: list[dict[str, Any]], config: Any) -> An
 
 
 def curves(given: argparse.Namespace) -> dict[str, Any]:
-    """Accuracy of the demo's task over the steps, per optimizer and seed; an FP16 run with AdamW as well."""
+    """Rewards of toy runs per optimizer and seed, and of FP16 training with AdamW."""
     import torch
-    from formats_in_the_loop import train, warm_start
+
+    from miles_testing import toy_run
 
     torch.set_num_threads(given.threads)
-    modes = {name: ["--optimizer", name] for name in given.optimizers}
-    modes["adamw fp16"] = ["--fp16"]
-    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
-    for seed in range(given.seeds):
-        with tempfile.TemporaryDirectory() as directory:
-            warm_start(Path(directory), seed, given.warm_start)
-            for mode, flags in modes.items():
-                words = ["--hf-checkpoint", str(Path(directory) / "start"), "--num-rollout", str(given.steps), *flags]
-                words += ["--lr", str(RATES[mode.split()[0]]), "--eval-interval", str(max(given.steps // 2, 1))]
-                metrics = train(Path(directory), mode, [*words, "--n-samples-per-eval-prompt", "4"], seed)
-                skipped = [m["train/skipped_steps"] for m in metrics if "train/skipped_steps" in m]
-                one = {"accuracy": [round(m["eval/accuracy"], 4) for m in metrics if "eval/accuracy" in m]}
-                found[mode].append(one | ({"skipped_steps": sum(skipped)} if skipped else {}))
-                print(f"seed {seed}  {mode:<16}", found[mode][-1], file=sys.stderr, flush=True)
-    return {mode: {"lr": RATES[mode.split()[0]], "seeds": runs} for mode, runs in found.items()}
+    modes: dict[str, dict[str, Any]] = {name: {"optimizer": name, "dtype": "bfloat16"} for name in given.optimizers}
+    modes["adamw offloaded"] = {"optimizer": "adamw", "dtype": "bfloat16", "offload_optimizer": True}
+    modes["adamw fp16"] = {"dtype": "float16"}
+    found: dict[str, Any] = {}
+    for mode, options in modes.items():
+        runs = []
+        for seed in range(given.seeds):
+            done = toy_run(
+                steps=given.steps, seed=seed, lr=RATE, rollout_batch_size=4, n_samples_per_prompt=8, **options
+            )
+            rewards = [m["reward/mean"] for m in done.metrics]
+            runs.append([round(statistics.mean(part), 4) for part in (rewards[:AVERAGED], rewards[-AVERAGED:])])
+        found[mode] = {"first_and_last_reward": runs, "mean_last": round(statistics.mean(last for _, last in runs), 4)}
+        print(f"{mode:<16}", found[mode], file=sys.stderr, flush=True)
+    return {"lr": RATE, "steps": given.steps, **found}
 
 
 if __name__ == "__main__":
