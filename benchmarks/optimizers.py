@@ -180,11 +180,11 @@ def curves(given: argparse.Namespace) -> dict[str, Any]:
     modes["adamw offloaded"] = {"optimizer": "adamw", "dtype": "bfloat16", "offload_optimizer": True}
     modes["adamw fp16"] = {"dtype": "float16"}
     found: dict[str, Any] = {}
-    for mode, options in modes.items():
+    for mode, given_options in modes.items():
         runs = []
         for seed in range(given.seeds):
             done = toy_run(
-                steps=given.steps, seed=seed, lr=RATE, rollout_batch_size=4, n_samples_per_prompt=8, **options
+                steps=given.steps, seed=seed, lr=RATE, rollout_batch_size=4, n_samples_per_prompt=8, **given_options
             )
             rewards = [m["reward/mean"] for m in done.metrics]
             runs.append([round(statistics.mean(part), 4) for part in (rewards[:AVERAGED], rewards[-AVERAGED:])])
