@@ -32,7 +32,7 @@ def train(checkpoint, strategy, share, directory, load=False):
     states = {}
     for (name, make), dtype in zip(MAKERS.items(), ("bfloat16", "float16"), strict=True):
         parallel = data_parallel(strategy, torch.device("cpu"))
-        config = TrainerConfig(CONFIG, offload_optimizer=True)
+        config = TrainerConfig(CONFIG, offload_optimizer=True, loss_scale=(256.0, 2000))
         trainer = EmbeddedTrainer(load_model(checkpoint, dtype), config, None, None, parallel, make)
         trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
         if load:
@@ -42,7 +42,7 @@ def train(checkpoint, strategy, share, directory, load=False):
                 trainer.step(part(share))
             trainer.save(directory / name)
         scale = trainer.optimizer.loss_scale
-        assert (None if scale is None else (scale.value, scale.clean)) == {"float16": (2.0**16, 2)}.get(dtype)
+        assert (None if scale is None else (scale.value, scale.clean)) == {"float16": (256.0, 2)}.get(dtype)
         with trainer.optimizer.on_device():
             states[name] = {n: t.clone() for n, t in trainer.optimizer.tensors().items()}
     return states
