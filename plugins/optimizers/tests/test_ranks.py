@@ -30,7 +30,7 @@ MAKERS = {
 def train(checkpoint, strategy, share, directory, load=False):
     """The state of each optimizer after two steps, or in a checkpoint."""
     states = {}
-    for (name, make), dtype in zip(MAKERS.items(), ("bfloat16", "float16"), strict=True):
+    for (name, make), dtype in zip(MAKERS.items(), ("bfloat16", "bfloat16"), strict=True):
         parallel = data_parallel(strategy, torch.device("cpu"))
         config = TrainerConfig(CONFIG, offload_optimizer=True, loss_scale=(256.0, 2000))
         trainer = EmbeddedTrainer(load_model(checkpoint, dtype), config, None, None, parallel, make)
