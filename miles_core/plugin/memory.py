@@ -135,7 +135,8 @@ def review_memory(usages: Sequence[Usage], facts: Facts) -> tuple[list[str], lis
 
 def _peaks(usages: Sequence[Usage], colocated: bool, inline: bool) -> Iterable[_Peak]:
     for usage in usages:
-        others = [other for other in usages if other.kind != usage.kind]
+        # one process holds the trainers of a policy and of its critic, too
+        others = [o for o in usages if o.kind != usage.kind or (inline and not colocated and o is not usage)]
         if colocated and others:
             yield _Peak(usage, max(o.asleep for o in others), f"the sleeping {others[0].kind}")
             if usage.kind != "trainer":
@@ -143,7 +144,7 @@ def _peaks(usages: Sequence[Usage], colocated: bool, inline: bool) -> Iterable[_
             pushed = max((o.during_sync() for o in others), key=lambda o: o.parts.total)
             yield _Peak(usage.during_sync(), pushed.parts.total, f"the {pushed.kind} during a weight sync")
         elif inline and others:
-            yield _Peak(usage, max(o.parts.total for o in others), f"the {others[0].kind}")
+            yield _Peak(usage, sum(o.parts.total for o in others), " and ".join(f"the {o.kind}" for o in others))
         else:
             yield _Peak(usage, 0.0, "")
 

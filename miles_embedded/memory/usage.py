@@ -1,8 +1,10 @@
 """Memory of the embedded trainer and engine on one GPU, and options that reduce it. Does not import torch.
 
 The trainer keeps a BF16 copy of each parameter, an FP32 master, its FP32 gradient and two FP32 moments: 18 bytes (16 if the copy is
-FP32 and serves as the master). ``full_shard`` shards all of it across the ranks and gathers one decoder layer at a time, prefetching
-the next. Activations are counted per token as Transformers' modules keep them; with recomputation a layer keeps its input only.
+FP32 and serves as the master). Plugins that provide an optimizer set the bytes of its state (``--optimizer-state-bytes``). With
+``--offload-optimizer`` masters and state are there after the activations only. ``full_shard`` shards all of it across the ranks and
+gathers one decoder layer at a time, prefetching the next. Activations are counted per token as Transformers' modules keep them; with
+recomputation a layer keeps its input only.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class Training:
         tokens: tokens per micro-batch.
         recompute: whether layers are recomputed in the backward pass.
         reference: whether there is a second, frozen model.
+        state: bytes of optimizer state per weight, without the master.
+        offload: whether masters and state are in host memory except during an optimizer step.
     """
 
     width: int
@@ -44,6 +48,13 @@ class Training:
     tokens: int
     recompute: bool
     reference: bool
+    state: float = 8.0
+    offload: bool = False
+
+    def optimizer(self, weights: float, activations: float) -> float:
+        """Bytes of masters and optimizer state of ``weights``, as far as they exceed ``activations``, which are gone during a step."""
+        held = (self.state + (4 if self.width == 2 else 0)) * weights
+        return max(held - activations, 0.0) if self.offload else held
 
     @property
     def share(self) -> float:
@@ -56,7 +67,10 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     size = size_of(facts, model)
     if size is None or facts.value("model.device") == "cpu":
         return
-    if facts.value("trainer") == "embedded" and not facts.value("plugin.lora"):  # that plugin counts a frozen base
+    trains = facts.value("rollout.num_rollout") != 0 or facts.value("sft.data")  # else its model is in host memory
+    if (
+        facts.value("trainer") == "embedded" and trains and not facts.value("plugin.lora")
+    ):  # that plugin counts a frozen base
         yield _trainer(facts, size)
     if facts.value("engine") == "embedded":
         yield _engine(facts, size)
@@ -100,6 +114,8 @@ def training_of(facts: Facts) -> Training:
         tokens=int(facts.value("train.micro_batch_size")) * longest if counted else max(limit, longest),
         recompute=bool(facts.value("train.activation_checkpointing")),
         reference=bool(facts.value("algorithm.kl_loss_coef") or facts.value("algorithm.kl_coef")),
+        state=float(facts.value("embedded.optimizer_state_bytes", 8.0)),
+        offload=bool(facts.value("embedded.offload_optimizer")),
     )
 
 
@@ -117,12 +133,12 @@ def trainer_parts(size: ModelSize, how: Training) -> Parts:
         reduced = how.width * (root + size.layer) + 4 * max(root, size.layer)
     elif how.ranks > 1:
         reduced = 4 * BUCKET
-    models = 2 if how.reference else 1
+    models, active = 2 if how.reference else 1, activations(size, how)
     return Parts(
         weights=models * how.width * held + gathered,
         gradients=4 * held + reduced,
-        optimizer=(12 if how.width == 2 else 8) * held,
-        activations=activations(size, how),
+        optimizer=how.optimizer(held, active),
+        activations=active,
         other=CONTEXT + (CHANNELS if how.ranks > 1 else 0),
     )
 

@@ -72,3 +72,11 @@ def test_changes_are_asked_for_with_the_room_that_is_left():
     assert asked == []  # only for a run that is refused for good
     assert list(problem.tries()) == [{"a": 1}]
     assert asked == [(pytest.approx(16), pytest.approx(76))]
+
+
+def test_a_critic_in_the_same_process_adds_up():
+    critic = Usage("trainer", "critic", Parts(weights=5 * GB, optimizer=30 * GB))
+    assert refused(TRAINER, critic, ENGINE, runtime="inline", memory=174) == []  # 70 + 35 + 60 of 95 %
+    (first, *_) = refused(TRAINER, critic, ENGINE, runtime="inline", memory=170)
+    assert first.endswith("need 174 GB on each GPU")
+    assert refused(TRAINER, critic, ENGINE, memory=75) == []  # GPUs of their own

@@ -33,7 +33,7 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     parts = Parts(
         weights=base * (1 if shared or not how.reference else 2) + how.width * own + gathered,
         gradients=4 * own,
-        optimizer=12 * own,
+        optimizer=how.optimizer(own, full.activations),
         activations=full.activations,
         other=full.other,
     )
