@@ -20,6 +20,7 @@ from miles_core.train.adamw import adamw
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.storage import LocalShard, local_shard
 from miles_embedded.trainer.data_parallel import Alone
+from miles_embedded.trainer.hosted import HostedMasters
 from miles_embedded.trainer.optimizer_group import OptimizerGroup, group_of
 
 #: Makes an optimizer with torch's interface from parameter groups with ``params`` and ``weight_decay``.
@@ -49,6 +50,7 @@ class Optimizer:
         self.copies: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.apart = {n for n, p in self.copies.items() if p.dtype not in (torch.float32, torch.float64)}
         self.masters: dict[str, Tensor] = {n: self._master(n, p) for n, p in self.copies.items()}
+        self._hosted = HostedMasters(self.copies, self.masters)
         self._names: dict[OptimizerGroup | None, list[str]] = {None: []}
         for name, parameter in self.copies.items():
             self._names.setdefault(group_of(parameter), []).append(name)
@@ -104,8 +106,10 @@ class Optimizer:
         if self._inner is None:
             raise ConfigError("no weight of this model is trained: all of them are frozen (requires_grad is False)")
         self._parallel.sum_gradients(self.masters.values())
+        hosted = self._hosted.gradients()
         grads = {
-            g: [m.grad for n in names if (m := self.masters[n]).grad is not None] for g, names in self._names.items()
+            g: [hosted.get(n, m.grad) for n in names if (m := self.masters[n]).grad is not None]
+            for g, names in self._names.items()
         }
         norms = {group: self._norm(each) for group, each in grads.items()}
         for norm in norms.values():
@@ -121,7 +125,7 @@ class Optimizer:
         for each in self._inner.param_groups:
             own = each["miles_group"]
             each["lr"] = rate if own is None or own.lr is None else own.lr
-        self._inner.step()
+        self._hosted.step(self._inner, hosted)
         self.refresh()
         self.zero_grad()
         self.step_number += self.fixed_lr is None

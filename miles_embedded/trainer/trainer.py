@@ -45,7 +45,7 @@ from miles_embedded.trainer.balance import Balance
 from miles_embedded.trainer.columns import check_columns, gather_columns, predict_values
 from miles_embedded.trainer.data_parallel import Alone, add_pairs
 from miles_embedded.trainer.emulate import emulate_properties
-from miles_embedded.trainer.expert_loads import Loads
+from miles_embedded.trainer.expert_loads import ExpertLoads
 from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
 from miles_embedded.trainer.optimizer import MakeOptimizer, Optimizer
 from miles_embedded.trainer.packing import Packing, idle_sample, pack_grown, split
@@ -122,7 +122,7 @@ class EmbeddedTrainer(Trainer):
         self.parallel.shard(model)
         self.optimizer = Optimizer(model, config.optimizer, self.parallel, optimizer)
         self.balance = Balance(model, config.aux_loss_coef) if config.aux_loss_coef > 0 else None
-        self.loads = Loads(model)
+        self.loads = ExpertLoads(model)
         self._make_reference = reference
         self._reference: nn.Module | None = None
         if config.recompute:

@@ -40,3 +40,17 @@ def test_one_rank_an_actor(embedded, monkeypatch):
         same(toy_run(["r3", "tis"], trainer="megatron", aux_loss_coef=0.1, **given).metrics, embedded)
     finally:
         ray.shutdown()
+
+
+@pytest.mark.parametrize("plugins", [["experts"], ["experts", "r3"]])
+def test_experts_drop_what_they_drop_in_the_embedded_trainer(plugins):
+    """Capacity, drops and loads, with shared prompts computed apart in both trainers: one sample per prompt."""
+    options = {"moe_capacity_factor": 0.6, "n_samples_per_prompt": 1, "rollout_batch_size": 6, "steps": 1, "aux_loss_coef": 0.1}
+    options |= {"micro_batch_size": 6, "advantage_estimator": "reinforce_plus_plus"}
+    here, there = (
+        next(m for m in toy_run(plugins, trainer=trainer, **options).metrics if "train/loss" in m)
+        for trainer in ("embedded", "megatron")
+    )
+    assert 0.05 < here["moe/dropped_fraction"] < 0.9
+    for name in ("moe/dropped_fraction", "train/grad_norm", "train/expert_imbalance", "train/load_balance"):
+        assert there[name] == pytest.approx(here[name], rel=1e-3), name

@@ -1,4 +1,4 @@
-"""Routing replay, load-balancing loss and load statistics at the MoE routers.
+"""Routing replay, load-balancing loss, capacity and load statistics at the MoE routers.
 
 Megatron-Core's layers accept no per-call context, and recomputation runs them again after the call has ended. Each router therefore has a
 queue: a training pass appends its ``Passage``, and the recomputation, which runs in the same order, removes it. Replayed routes enter
@@ -8,6 +8,9 @@ The load-balancing loss is computed per sample (DeepSeek-V3, arXiv 2412.19437, e
 chosen per token, ``sum_e f_e P_e`` with ``f_e = E / (k T) * (number of times e was chosen)`` and ``P_e`` the mean normalised score. It is
 weighted by the sample's trained tokens and divided by the trained tokens of the whole step, so it depends neither on packing nor on the
 parallel sizes.
+
+Megatron-Core drops assignments above an expert's capacity after the choice (``moe_expert_capacity_factor``). Loads and the loss count
+the choices from before, and verifications drop nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ from miles_core.plugin import PluginError
 from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Context
 from miles_megatron.architecture import Architecture
 
+#: Passes in which experts have a capacity.
+_LIMITED = ("old", "ref", "train")
+
 
 @dataclass
 class Passage:
@@ -42,6 +48,7 @@ class Passage:
         own: sparse layer -> [rows, k] the router's own choice; filled in replayed passes.
         balance: sum of this rank's unscaled load-balancing loss over the routers that ran.
         passed: number of routers that ran.
+        assigned, dropped: number of assignments to experts, and of those above the experts' capacity.
     """
 
     routes: Tensor | None
@@ -52,6 +59,8 @@ class Passage:
     own: dict[int, Tensor] = field(default_factory=dict)
     balance: Tensor | float = 0.0
     passed: int = 0
+    assigned: Tensor | float = 0.0
+    dropped: Tensor | float = 0.0
 
 
 class Routers:
@@ -67,6 +76,8 @@ class Routers:
         self.a, self.coefficient = a, coefficient
         self.tokens = torch.ones(())  #: trained tokens of the step on all replicas
         self.active: Passage | None = None
+        configs = [chunk.config for chunk in chunks if a.experts is not None]
+        self._capacities = [(config, config.moe_expert_capacity_factor) for config in configs]
         self._sparse = [i for i, sparse in enumerate(a.sparse) if sparse and a.experts is not None]
         self._seats = [
             _Seat(self, module, self._sparse.index(int(layer.layer_number) - 1))
@@ -82,6 +93,8 @@ class Routers:
         if not self._sparse:
             yield
             return
+        for config, capacity in self._capacities:
+            config.moe_expert_capacity_factor = capacity if ctx.kind in _LIMITED else None
         # no indexing with masks: the result's size would need a device synchronisation
         owner, trained, samples = micro_batch.owner, micro_batch.mask != 0, len(micro_batch)
         tokens, starts = torch.arange(len(owner), device=owner.device), micro_batch.starts
@@ -103,6 +116,8 @@ class Routers:
             self.active = None
         if passage.routes is not None:
             ctx.attached[OWN_ROUTES] = passage.own
+        if isinstance(passage.dropped, Tensor):
+            ctx.metrics["moe/dropped_fraction"] = (passage.dropped, torch.as_tensor(passage.assigned))
         if passage.training and self.coefficient and passage.passed:
             share = passage.passed / len(self._sparse) / _ranks(self._seats[0].router).size()
             total = torch.as_tensor(passage.balance) * self.coefficient
@@ -150,6 +165,7 @@ class _Seat:
         self.waiting: deque[Passage] = deque()
         self.loads = torch.zeros(router.num_experts, dtype=torch.float64, device=router.weight.device)
         self._now: Passage | None = None
+        self._indices: Tensor | None = None
         self._inner: Callable[..., tuple[Tensor, Tensor]] = router.routing
         router.routing, router.router_replay = self.routing, self
 
@@ -158,32 +174,39 @@ class _Seat:
         active = self.routers.active
         passage = self._now = active or self.waiting.popleft()
         try:
-            weights, chosen = self._inner(logits, padding_mask=padding_mask)
+            weights, kept = self._inner(logits, padding_mask=padding_mask)
         finally:
             self._now = None
         if not passage.training:
-            return weights, chosen
+            return weights, kept
+        chosen = kept
+        if self.router.config.moe_expert_capacity_factor is not None:
+            assert self._indices is not None
+            chosen = torch.zeros_like(kept).scatter(1, self._indices, True)
         if active:
+            if chosen is not kept:
+                passage.assigned += chosen.sum()
+                passage.dropped += chosen.sum() - kept.sum()
             self.waiting.append(passage)
             self.loads += (chosen & (passage.owner >= 0).unsqueeze(1)).sum(0)
         if not self.routers.coefficient:
-            return weights, chosen
+            return weights, kept
         balance = self._balance(passage, logits.flatten(0, -2), chosen)
         if active:
             passage.balance += _total(balance.detach(), self.router) / _ranks(self.router).size()
             passage.passed += 1
-        return _AddLoss.apply(weights, balance * (self.routers.coefficient / self.routers.tokens)), chosen
+        return _AddLoss.apply(weights, balance * (self.routers.coefficient / self.routers.tokens)), kept
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
     ) -> tuple[Tensor, Tensor]:
         """Return [rows, k] scores and indices of the experts to use. Called by Megatron-Core."""
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
-        passage = self._now
+        passage, self._indices = self._now, own
         if passage is None or passage.routes is None:
             return values, own
         passage.own.setdefault(self.position, own.detach())
-        given = passage.routes[:, self.position]
+        given = self._indices = passage.routes[:, self.position]
         return scores.gather(1, given), given
 
     def _balance(self, passage: Passage, logits: Tensor, chosen: Tensor) -> Tensor:
