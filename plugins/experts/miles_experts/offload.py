@@ -97,7 +97,7 @@ class HostedExperts:
         for name, parameter in self.parameters.items():
             value = values[name]
             if torch.is_grad_enabled() and parameter.requires_grad:
-                value = _Borrow.apply(parameter, value, self)
+                value = _Borrow.apply(parameter, value, self)  # type: ignore[no-untyped-call]
             experts.__dict__[name] = value
         # with recomputation, the layer keeps nothing of the first visit, and the second one is followed by its backward pass
         if torch.is_grad_enabled() and not (ctx is not None and ctx.recompute):

@@ -44,8 +44,14 @@ def test_one_rank_an_actor(embedded, monkeypatch):
 
 @pytest.mark.parametrize("plugins", [["experts"], ["experts", "r3"]])
 def test_experts_drop_what_they_drop_in_the_embedded_trainer(plugins):
-    """Capacity, drops and loads, with shared prompts computed apart in both trainers: one sample per prompt."""
-    options = {"moe_capacity_factor": 0.6, "n_samples_per_prompt": 1, "rollout_batch_size": 6, "steps": 1, "aux_loss_coef": 0.1}
+    """With one sample per prompt, because the embedded trainer computes a shared prompt once."""
+    options = {
+        "moe_capacity_factor": 0.6,
+        "n_samples_per_prompt": 1,
+        "rollout_batch_size": 6,
+        "steps": 1,
+        "aux_loss_coef": 0.1,
+    }
     options |= {"micro_batch_size": 6, "advantage_estimator": "reinforce_plus_plus"}
     here, there = (
         next(m for m in toy_run(plugins, trainer=trainer, **options).metrics if "train/loss" in m)

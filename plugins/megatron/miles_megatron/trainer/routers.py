@@ -9,7 +9,8 @@ chosen per token, ``sum_e f_e P_e`` with ``f_e = E / (k T) * (number of times e 
 weighted by the sample's trained tokens and divided by the trained tokens of the whole step, so it depends neither on packing nor on the
 parallel sizes.
 
-Megatron-Core drops assignments above an expert's capacity after the choice (``moe_expert_capacity_factor``). Loads and the loss count
+Assignments above an expert's capacity (``moe_expert_capacity_factor``) are dropped after the choice. Unlike Megatron-Core's own rule, padding
+and tokens after the last trained one do not compete for capacity, so the result is that of the embedded trainer. Loads and the loss count
 the choices from before, and verifications drop nothing.
 """
 
@@ -45,6 +46,7 @@ class Passage:
         lengths: [samples] number of tokens that count for balance and loads.
         trained: [samples] number of trained tokens.
         training: whether to count loads, compute the loss, and keep the passage for recomputation.
+        limited: whether experts have a capacity.
         own: sparse layer -> [rows, k] the router's own choice; filled in replayed passes.
         balance: sum of this rank's unscaled load-balancing loss over the routers that ran.
         passed: number of routers that ran.
@@ -56,6 +58,7 @@ class Passage:
     lengths: Tensor
     trained: Tensor
     training: bool
+    limited: bool
     own: dict[int, Tensor] = field(default_factory=dict)
     balance: Tensor | float = 0.0
     passed: int = 0
@@ -76,8 +79,6 @@ class Routers:
         self.a, self.coefficient = a, coefficient
         self.tokens = torch.ones(())  #: trained tokens of the step on all replicas
         self.active: Passage | None = None
-        configs = [chunk.config for chunk in chunks if a.experts is not None]
-        self._capacities = [(config, config.moe_expert_capacity_factor) for config in configs]
         self._sparse = [i for i, sparse in enumerate(a.sparse) if sparse and a.experts is not None]
         self._seats = [
             _Seat(self, module, self._sparse.index(int(layer.layer_number) - 1))
@@ -93,8 +94,6 @@ class Routers:
         if not self._sparse:
             yield
             return
-        for config, capacity in self._capacities:
-            config.moe_expert_capacity_factor = capacity if ctx.kind in _LIMITED else None
         # no indexing with masks: the result's size would need a device synchronisation
         owner, trained, samples = micro_batch.owner, micro_batch.mask != 0, len(micro_batch)
         tokens, starts = torch.arange(len(owner), device=owner.device), micro_batch.starts
@@ -109,6 +108,7 @@ class Routers:
             lengths=count.scatter_add(0, owner, needed.long()).clamp(min=1),
             trained=count.scatter_add(0, owner, trained.long()),
             training=ctx.kind == "train",
+            limited=ctx.kind in _LIMITED,
         )
         try:
             yield
@@ -116,8 +116,8 @@ class Routers:
             self.active = None
         if passage.routes is not None:
             ctx.attached[OWN_ROUTES] = passage.own
-        if isinstance(passage.dropped, Tensor):
-            ctx.metrics["moe/dropped_fraction"] = (passage.dropped, torch.as_tensor(passage.assigned))
+        if passage.training and any(seat.router.config.moe_expert_capacity_factor for seat in self._seats):
+            ctx.metrics["moe/dropped_fraction"] = (torch.as_tensor(passage.dropped), torch.as_tensor(passage.assigned))
         if passage.training and self.coefficient and passage.passed:
             share = passage.passed / len(self._sparse) / _ranks(self._seats[0].router).size()
             total = torch.as_tensor(passage.balance) * self.coefficient
@@ -165,7 +165,6 @@ class _Seat:
         self.waiting: deque[Passage] = deque()
         self.loads = torch.zeros(router.num_experts, dtype=torch.float64, device=router.weight.device)
         self._now: Passage | None = None
-        self._indices: Tensor | None = None
         self._inner: Callable[..., tuple[Tensor, Tensor]] = router.routing
         router.routing, router.router_replay = self.routing, self
 
@@ -173,20 +172,21 @@ class _Seat:
         """Run the router's own ``routing`` for the active passage, or for the oldest waiting one during recomputation."""
         active = self.routers.active
         passage = self._now = active or self.waiting.popleft()
+        config = self.router.config
+        factor, config.moe_expert_capacity_factor = config.moe_expert_capacity_factor, None
         try:
-            weights, kept = self._inner(logits, padding_mask=padding_mask)
+            weights, chosen = self._inner(logits, padding_mask=padding_mask)
         finally:
-            self._now = None
+            self._now, config.moe_expert_capacity_factor = None, factor
+        kept = chosen
+        if factor is not None and passage.limited:
+            kept = self._find_kept(passage, weights, chosen, factor)
+            weights = weights * kept
         if not passage.training:
             return weights, kept
-        chosen = kept
-        if self.router.config.moe_expert_capacity_factor is not None:
-            assert self._indices is not None
-            chosen = torch.zeros_like(kept).scatter(1, self._indices, True)
         if active:
-            if chosen is not kept:
-                passage.assigned += chosen.sum()
-                passage.dropped += chosen.sum() - kept.sum()
+            passage.assigned += (chosen & (passage.owner >= 0).unsqueeze(1)).sum()
+            passage.dropped += (chosen & ~kept).sum()
             self.waiting.append(passage)
             self.loads += (chosen & (passage.owner >= 0).unsqueeze(1)).sum(0)
         if not self.routers.coefficient:
@@ -197,16 +197,29 @@ class _Seat:
             passage.passed += 1
         return _AddLoss.apply(weights, balance * (self.routers.coefficient / self.routers.tokens)), kept
 
+    def _find_kept(self, passage: Passage, weights: Tensor, chosen: Tensor, factor: float) -> Tensor:
+        """Return [rows, experts] bool: the choices within the capacity of their expert, ``ceil(factor * rows * top_k / experts)``."""
+        counted = chosen & (passage.owner >= 0).unsqueeze(1)
+        rows = (passage.owner >= 0).sum().double()
+        mean = rows * self.router.topk / chosen.shape[1]
+        capacity = torch.ceil(factor * mean - 1e-9)  # 1.1 * 10 is 11.000000000000002
+        if self.router.config.moe_token_drop_policy == "position":
+            return chosen & (~counted | (counted.cumsum(0) <= capacity))
+        order = weights.detach().masked_fill(~counted, -1.0).argsort(dim=0, descending=True, stable=True)
+        places = torch.arange(len(order), device=order.device).unsqueeze(1).expand_as(order)
+        place = torch.empty_like(order).scatter_(0, order, places)
+        return chosen & (~counted | (place < capacity))
+
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any
     ) -> tuple[Tensor, Tensor]:
         """Return [rows, k] scores and indices of the experts to use. Called by Megatron-Core."""
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
-        passage, self._indices = self._now, own
+        passage = self._now
         if passage is None or passage.routes is None:
             return values, own
         passage.own.setdefault(self.position, own.detach())
-        given = self._indices = passage.routes[:, self.position]
+        given = passage.routes[:, self.position]
         return scores.gather(1, given), given
 
     def _balance(self, passage: Passage, logits: Tensor, chosen: Tensor) -> Tensor:
