@@ -16,7 +16,8 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
 - to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``;
-- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``, ``trainer_parts``;
+- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``, ``trainer_parts``,
+  ``trainer_usage``, ``engine_usage``;
 - to count the tokens of each expert: ``ExpertLoads``, summed with ``sum_over_ranks``;
 - to replace steps of a model: ``Operations`` (with the types of its functions), ``operations_of``, ``use_operations``, and the calls
   that attention receives.
@@ -43,10 +44,12 @@ if TYPE_CHECKING:
     from miles_embedded.engine.sampling import pick
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
+        engine_usage,
         engines_gpus,
         longest_sample,
         size_of,
         trainer_parts,
+        trainer_usage,
         training_of,
         wanted_rows,
     )
@@ -128,6 +131,7 @@ __all__ = [
     "codes_of",
     "decoder_layers",
     "encode_weights",
+    "engine_usage",
     "engines_gpus",
     "examine",
     "export_checkpoint",
@@ -163,6 +167,7 @@ __all__ = [
     "text_configuration",
     "to_emitted",
     "trainer_parts",
+    "trainer_usage",
     "training_of",
     "unloaded_model",
     "use_operations",
@@ -180,7 +185,8 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.sampling": "pick",
         "miles_embedded.memory.model_size": "ModelSize model_size",
-        "miles_embedded.memory.usage": "engines_gpus longest_sample size_of trainer_parts training_of wanted_rows",
+        "miles_embedded.memory.usage": "engine_usage engines_gpus longest_sample size_of trainer_parts trainer_usage training_of "
+        "wanted_rows",
         "miles_embedded.model.attention": "AttentionOptions",
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",

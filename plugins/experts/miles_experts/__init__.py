@@ -75,6 +75,7 @@ plugin = Plugin(
     },
     after=("r3",),
     review="miles_experts.review:review",
+    memory="miles_experts.memory:usage",
     panels=(
         Panel(
             "moe_dropped",

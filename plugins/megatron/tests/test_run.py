@@ -60,3 +60,16 @@ def test_experts_drop_what_they_drop_in_the_embedded_trainer(plugins):
     assert 0.05 < here["moe/dropped_fraction"] < 0.9
     for name in ("moe/dropped_fraction", "train/grad_norm", "train/expert_imbalance", "train/load_balance"):
         assert there[name] == pytest.approx(here[name], rel=1e-3), name
+
+
+def test_a_critic_learns_what_the_embedded_trainers_does(tmp_path):
+    options = {"advantage_estimator": "ppo", "critic_lr": 1e-2, "adam_eps": 1e-2, "normalize_advantages": True}
+    here = toy_run(["ppo"], steps=3, **options).metrics
+    there = toy_run(["ppo"], tmp_path / "parts", steps=2, trainer="megatron", **options)
+    resumed = toy_run(
+        ["ppo"], steps=3, directory=None, save=None, load=tmp_path / "parts", trainer="megatron", **options
+    )
+    for ours, theirs in zip([*there.metrics, resumed.metrics[-1]], here, strict=True):
+        for name in ("critic/train/value_loss", "critic/train/values", "critic/train/grad_norm", "train/grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+    assert here[-1]["critic/train/values"] != 0
