@@ -25,7 +25,7 @@ def reference_kept(index, weights, experts, capacity, policy):
             if index[row, choice] == expert
         ]
         if policy == "probs":
-            asking.sort(key=lambda place: -float(weights[place]))
+            asking.sort(key=lambda place: -float(weights[place].detach()))
         for place in asking[:capacity]:
             kept[place] = True
     return kept

@@ -56,7 +56,7 @@ def test_few_layers_have_copies_at_once(checkpoint_of, monkeypatch, recompute):
     alive, most = [], 0
     copy = HostedExperts.copy
 
-    def counted(self):
+    def copy_and_count(self):
         nonlocal most
         before = self._values
         copy(self)
@@ -64,7 +64,7 @@ def test_few_layers_have_copies_at_once(checkpoint_of, monkeypatch, recompute):
             alive.extend(map(torch.utils.weak.WeakTensorKeyDictionary, ({v: None} for v in self._values.values())))
         most = max(most, sum(len(each) for each in alive))
 
-    monkeypatch.setattr(HostedExperts, "copy", counted)
+    monkeypatch.setattr(HostedExperts, "copy", copy_and_count)
     model, *_ = trained(checkpoint_of("qwen3_moe", num_hidden_layers=6), "float32", True, recompute, steps=1)
     gc.collect()
     assert len(routed_blocks(model)) == 6 and most <= 2 * 3, (
