@@ -44,6 +44,11 @@ plugin = Plugin(
             " is the optimizer whose result does not depend on that",
         ),
         Rule(
+            "not embedded.offload_optimizer",
+            when="experts.offload",
+            because="both move optimizer states to host memory: --offload-optimizer those of the whole model, between steps",
+        ),
+        Rule(
             "not plugin.lora",
             when="experts.offload",
             because="adapters and their frozen base have a memory layout of their own",

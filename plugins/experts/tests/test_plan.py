@@ -29,6 +29,7 @@ def test_a_capacity_warns_of_the_mismatch_that_it_creates(plan):
     [
         ({"moe_token_drop_policy": "position"}, ["experts"], "nothing is dropped without a capacity"),
         ({"offload_experts": True, "colocate": True}, [], "where the experts are already"),
+        ({"offload_experts": True, "offload_optimizer": True}, [], "both move optimizer states"),
         ({"offload_experts": True}, ["zero_copy"], "share"),
         ({"offload_experts": True}, ["lora"], "frozen base"),
     ],
