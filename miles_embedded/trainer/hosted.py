@@ -65,7 +65,8 @@ class HostedMasters:
         home, state = master.data, inner.state.get(master, {})
         homes = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
         master.data = home.to(device)
-        state.update({key: value.to(device) for key, value in homes.items()})
+        fused = inner.defaults.get("fused")  # it needs the step count on the device, too
+        state.update({k: v.to(device) for k, v in state.items() if k in homes or (fused and isinstance(v, Tensor))})
         try:
             yield
         finally:

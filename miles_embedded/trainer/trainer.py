@@ -90,7 +90,7 @@ class EmbeddedTrainer(Trainer):
     Args:
         model: the model.
         config: see ``TrainerConfig``.
-        reference: makes the reference model for ``kind="ref"`` on first use.
+        reference: makes the reference model for ``kind="ref"`` on first use, on the device of ``model``.
         precision: precision of the models; None if it is fixed.
         parallel: data-parallel strategy. Every process has such a trainer and receives the same calls.
         optimizer: makes the optimizer from parameter groups; AdamW by default.
@@ -155,7 +155,7 @@ class EmbeddedTrainer(Trainer):
         if self._reference is None:
             if self._make_reference is None:
                 raise RuntimeError("this trainer was built without a reference model")
-            reference = self._make_reference().to(self.device).requires_grad_(False).eval()
+            reference = self._make_reference().requires_grad_(False).eval()
             self.parallel.shard(reference)
             self._reference = reference
         return self._reference
