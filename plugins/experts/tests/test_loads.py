@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from miles_core import api
+from miles_core.plugin import MilesError
 from miles_experts.loads import summarise, write_loads
 
 
@@ -41,6 +42,10 @@ def test_a_run_writes_loads_and_the_report_draws_them(toy_run):
     assert "Load of experts relative to the mean of their layer" in page
     assert (done.run.directory / "report" / "expert_loads.png").stat().st_size > 2000
     assert (done.run.directory / "report" / "expert_entropy.png").is_file()
+    for damaged in ("{", '{"values": [[1], [2, 3]], "names": [0, 1], "rows": "", "columns": ""}', "[]"):
+        (done.run.directory / "expert_loads.json").write_text(damaged)
+        with pytest.raises(MilesError, match=r"expert_loads.json is not a grid of a report"):
+            api.report(done.run.directory)
 
 
 def test_totals_survive_a_resume(toy_run):
