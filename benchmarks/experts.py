@@ -35,8 +35,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Train some steps in this process."""
     import torch
 
-    from miles_core.data import Sample, collate
-    from miles_core.trainer import Callbacks, Loss, OptimizerConfig
+    from miles_core.data import Batch, Sample, collate
+    from miles_core.trainer import Callbacks, Context, Loss, OptimizerConfig, Output
     from miles_embedded import load_model
     from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
     from miles_experts.offload import offload_experts
@@ -51,9 +51,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         offload_experts(model)
     config = TrainerConfig(OptimizerConfig(lr=1e-4, clip_grad=1.0), micro_batch_size=1, recompute=recompute)
     trainer = EmbeddedTrainer(model, config)
-    trainer.bind(
-        Callbacks(trainer.forward, lambda o, m, c: Loss(-o.log_probs.sum() / given.tokens), trainer.optimizer_step)
-    )
+
+    def loss(output: Output, micro_batch: Batch, ctx: Context) -> Loss:
+        assert output.log_probs is not None
+        return Loss(-output.log_probs.sum() / given.tokens)
+
+    trainer.bind(Callbacks(trainer.forward, loss, trainer.optimizer_step))
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(2, 60, (given.tokens,), generator=generator).tolist() for _ in range(given.micro_batches)]
     batch = collate([Sample(tokens=row, response_length=given.tokens - 1, index=n) for n, row in enumerate(rows)])
