@@ -181,6 +181,8 @@ def hold(given: argparse.Namespace) -> dict[str, Any]:
         "rollout_max_response_len": given.answer,
         "n_samples_per_prompt": given.samples // 2,
     }
+    if given.device == "cuda":
+        more.pop("emulate_precision", None)
     with tempfile.TemporaryDirectory() as directory:
         if "four" in given.mode:
             (Path(directory) / "four.yaml").write_text(json.dumps({"policies": {name: {} for name in POLICIES}}))
