@@ -65,6 +65,8 @@ class Usage:
         usable: fraction of the GPU's memory that it can use.
         note: how the numbers were computed, one line.
         processes: number of processes that work together, one per GPU; several processes never run in the driver's process.
+        replaces: whether it takes the place of all other plugins' usages of its kind, as for a plugin that changes how a backend stores a
+            model.
         fitting: (bytes available next to other processes, bytes available alone) -> changes of facts under which the process fits,
             smallest first. They may include other hardware (``gpu.count``, ``gpu.machines``).
     """
@@ -76,6 +78,7 @@ class Usage:
     usable: float = USABLE
     note: str = ""
     processes: int = 1
+    replaces: bool = False
     fitting: Callable[[float, float], Changes] = lambda budget, alone: ()
 
     def during_sync(self) -> Usage:
@@ -107,6 +110,7 @@ def review_memory(usages: Sequence[Usage], facts: Facts) -> tuple[list[str], lis
         usages: usages of all processes of one policy.
         facts: facts of the plan. Without a known ``gpu.memory_gb``, nothing is compared.
     """
+    usages = [u for u in usages if u.replaces or not any(o.replaces and o.kind == u.kind for o in usages)]
     if not usages:
         return [], []
     memory = facts.lookup("gpu.memory_gb")
@@ -117,14 +121,12 @@ def review_memory(usages: Sequence[Usage], facts: Facts) -> tuple[list[str], lis
     end = "  no GPU here to compare with: plan for some with --hardware 8xH200"
     if gpu:
         end = f"  a GPU has {gpu / GB:.0f} GB ({memory.origin})"
-    where = "they take turns on the same GPUs"
-    if not colocated:
-        where = "they share one GPU" if inline else "on separate GPUs"
-    kinds = {usage.kind for usage in usages}
+    apart = "they share one GPU" if inline else "on separate GPUs"
+    where = "they take turns on the same GPUs" if colocated else apart
     notes = [
         _table(usages),
         *(f"  {usage.note}" for usage in usages if usage.note),
-        end + f"; {where}" * (len(kinds) > 1),
+        end + f"; {where}" * (len({usage.kind for usage in usages}) > 1),
     ]
     over = [peak for peak in peaks if gpu and peak.room(gpu) < peak.usage.parts.total]
     over.sort(key=lambda peak: peak.total, reverse=True)

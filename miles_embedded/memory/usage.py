@@ -63,17 +63,15 @@ class Training:
 
 
 def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
-    """See ``miles_core.plugin.Plugin.memory``."""
+    """See ``miles_core.plugin.Plugin.memory``. A plugin that changes how a model is stored yields usages that replace these."""
     size = size_of(facts, model)
     if size is None or facts.value("model.device") == "cpu":
         return
     trains = facts.value("rollout.num_rollout") != 0 or facts.value("sft.data")  # else its model is in host memory
-    if (
-        facts.value("trainer") == "embedded" and trains and not facts.value("plugin.lora")
-    ):  # that plugin counts a frozen base
-        yield _trainer(facts, size)
+    if facts.value("trainer") == "embedded" and trains:
+        yield trainer_usage(facts, size)
     if facts.value("engine") == "embedded":
-        yield _engine(facts, size)
+        yield engine_usage(facts, size, shares_storage(facts))
 
 
 def size_of(facts: Facts, model: Mapping[str, Any]) -> ModelSize | None:
@@ -156,7 +154,8 @@ def activations(size: ModelSize, how: Training) -> float:
     return float(how.tokens * (layers + 6 * how.width * size.hidden) + logits)
 
 
-def _trainer(facts: Facts, size: ModelSize) -> Usage:
+def trainer_usage(facts: Facts, size: ModelSize) -> Usage:
+    """Memory of a rank of the embedded trainer, whose whole model is trained and stored on the device."""
     how = training_of(facts)
     strategy = "" if how.ranks == 1 else f", {facts.value('embedded.sharding_strategy')}"
     note = (
@@ -225,14 +224,13 @@ def _on_ranks(facts: Facts, ranks: int, engines: int) -> dict[str, Any]:
     return {**found, "ray.actor_num_nodes": nodes, "ray.actor_num_gpus_per_node": each}
 
 
-def _engine(facts: Facts, size: ModelSize) -> Usage:
+def engine_usage(facts: Facts, size: ModelSize, shares: bool) -> Usage:
+    """Memory of an embedded engine. ``shares``: it has no weights of its own, because it reads the trainer's."""
     rows, (longest, why) = wanted_rows(facts), longest_sample(facts)
     inline = facts.value("runtime") == "inline"
     quantised = facts.value("rollout.precision") not in ("bf16", None) and not facts.value("precision.emulated")
     codes = float(size.parameters - size.embeddings) if quantised and facts.value("gpu.sm") else 0.0
-    if shares_base(facts):
-        codes = 0.0
-    weights = 0.0 if shares_storage(facts) or shares_base(facts) else float(_width(facts) * size.parameters)
+    weights = 0.0 if shares else float(_width(facts) * size.parameters)
     width = 1 if str(facts.value("rollout.kv_cache_dtype")).startswith("float8") else _width(facts)
     row = float(longest * size.cached * width)
     drafts = size.mtp * float(_width(facts)) if facts.value("plugin.speculative") else 0.0
@@ -259,10 +257,3 @@ def shares_storage(facts: Facts) -> bool:
     """Whether engine and trainer share one copy of the weights in one process."""
     here = facts.value("runtime") == "inline" and facts.value("trainer") == "embedded"
     return here and bool(facts.value("plugin.zero_copy")) and facts.value("schedule") == "sync"
-
-
-def shares_base(facts: Facts) -> bool:
-    """Whether engine and trainer share a frozen base, plain or encoded, under separate adapters."""
-    here = facts.value("runtime") == "inline" and facts.value("trainer") == "embedded" and not facts.value("colocate")
-    alike = facts.value("train.precision") == facts.value("rollout.precision")
-    return bool(here and alike and facts.value("plugin.lora") and facts.value("lora.sync") == "adapter")

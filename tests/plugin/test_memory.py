@@ -50,6 +50,14 @@ def test_a_weight_sync_needs_both_sides_weights():
     assert "weight sync" in str(problem.values) and problem.headline.endswith("need 89 GB on each GPU")
 
 
+def test_a_plugin_replaces_the_usage_of_a_backend():
+    smaller = Usage("trainer", "rank", Parts(weights=10 * GB, optimizer=1 * GB), replaces=True)
+    assert refused(TRAINER, smaller, ENGINE, memory=66) == []
+    assert refused(smaller, TRAINER, memory=66) == [] != refused(TRAINER, memory=66)
+    (note,), _ = review_memory([TRAINER, smaller, ENGINE], facts())
+    assert "70.0" not in note and note.count("trainer, rank") == 1 and "engine, GPU" in note
+
+
 def test_nothing_is_compared_without_a_gpu():
     notes, problems = review_memory([TRAINER, ENGINE], facts(memory=0))
     assert not problems and "--hardware 8xH200" in notes[0]

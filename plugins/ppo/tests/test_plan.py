@@ -15,7 +15,6 @@ PPO = {"advantage_estimator": "ppo"}
     ("options", "why"),
     [
         ({"advantage_estimator": "grpo"}, "other advantage estimators do not read the critic's values"),
-        ({**PPO, "trainer": "megatron"}, "the critic is a model with a value head"),
         ({**PPO, "critic_trunk": "policy", "trainer": "megatron"}, "only the embedded trainer hands to a value head"),
         ({**PPO, "critic_trunk": "policy", "critic_load": "x"}, "only a critic that is a model of its own"),
         ({**PPO, "critic_trunk": "policy", "critic_optimizer": "adam"}, "only a critic that is a model of its own"),
