@@ -79,10 +79,8 @@ def _reduce(function: Callable[..., Any], mean: bool, x: Any, *args: Any, **kwar
     return found if keep else found.squeeze(-1)
 
 
-for _function in (torch.sum, torch.Tensor.sum):
-    REPLACED[_function] = partial(_reduce, _function, False)
-for _function in (torch.mean, torch.Tensor.mean):
-    REPLACED[_function] = partial(_reduce, _function, True)
+REPLACED |= {f: partial(_reduce, f, False) for f in (torch.sum, torch.Tensor.sum)}
+REPLACED |= {f: partial(_reduce, f, True) for f in (torch.mean, torch.Tensor.mean)}
 
 
 class Invariant(TorchFunctionMode):
