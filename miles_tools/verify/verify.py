@@ -51,7 +51,7 @@ class Verification:
     def ok(self) -> bool:
         """Within the tolerance; if the layers were compared, bit-identical."""
         if self.layers is not None:
-            return self.layers.first is None and self.gap.max_abs == 0
+            return bool(self.layers.modules) and self.layers.first is None and self.gap.max_abs == 0
         return self.gap.mean_abs <= self.tolerance
 
     def to_dict(self) -> dict[str, Any]:
