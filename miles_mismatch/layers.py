@@ -13,7 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from miles_core.errors import ConfigError
+from miles_mismatch.budget import in_this_process
+
+if TYPE_CHECKING:
+    from miles_core.contracts.runtime import PolicyParts
 
 #: Bytes of the digest of a row, and hexadecimal digits of the digest of a module's outputs.
 _ROW, _SHOWN = 16, 16
@@ -85,6 +91,20 @@ def compare_rows(engine: Rows, trainer: Rows) -> LayerComparison:
             if name in engine
         )
     )
+
+
+def find_models(parts: PolicyParts) -> tuple[Any, Any]:
+    """Return the models of engine and trainer. ConfigError if one of them is in another process or has no such model."""
+    learner: Any = parts.learner
+    rank = getattr(getattr(learner, "ranks", None), "rank", None)
+    chunks: Any = getattr(getattr(rank, "trainer", None), "chunks", ())
+    if not in_this_process(parts.serving) or len(chunks) != 1:
+        raise ConfigError(
+            "--exact reads the outputs of both models and needs them in this process: give --engine embedded --trainer embedded "
+            "--runtime inline"
+        )
+    engine: Any = parts.serving
+    return engine.model, chunks[0]
 
 
 def _record(found: Rows, name: str, module: Any, args: Any, output: Any) -> None:

@@ -28,9 +28,7 @@ def run(argv: Sequence[str]) -> int:
     made = make_parser(USAGE, DESCRIPTION)
     made.add_argument("--budget", action="store_true", help="divide the gap among its causes")
     made.add_argument(
-        "--exact",
-        action="store_true",
-        help="compare every module's outputs bit by bit; exits with 1 unless all are identical",
+        "--exact", action="store_true", help="compare every module's outputs; exit with 1 unless bit-identical"
     )
     options, rest = made.parse_known_args(list(argv))
     from miles_core.config.load import load

@@ -32,19 +32,7 @@ _UNBOUNDED = 10_000
 _MODULES = 8
 
 #: Columns of words; the others are numbers.
-_WORDS = {
-    "",
-    "cause",
-    "text",
-    "before",
-    "after",
-    "side",
-    "format",
-    "tensors",
-    "declared",
-    "measured",
-    "worst probe",
-} | set(LAYER_COLUMNS[:1])
+_WORDS = {*PARITY_COLUMNS[:5], PARITY_COLUMNS[6], "", "cause", "text", "before", "after", "module"}
 
 
 def gap_rows(found: Verification) -> list[tuple[str, ...]]:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.data.sample import Sample
-from miles_core.errors import ConfigError
 from miles_core.precision.quantizer import SideParity
 from miles_mismatch.at_sync import check_version, check_versions_of, score
 from miles_mismatch.budget import Budget, budget, in_this_process
 from miles_mismatch.gap import Gap, measure
-from miles_mismatch.layers import LayerComparison, compare_rows, record_rows
+from miles_mismatch.layers import LayerComparison, compare_rows, find_models, record_rows
 from miles_mismatch.probe import bare, probe, probe_prompts
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Verification:
     def ok(self) -> bool:
         """Within the tolerance; if the layers were compared, bit-identical."""
         if self.layers is not None:
-            return self.layers.first is None and self.gap.max_abs == 0
+            return bool(self.layers.modules) and self.layers.first is None and self.gap.max_abs == 0
         return self.gap.mean_abs <= self.tolerance
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,17 +130,3 @@ async def verify_policy(
         parity=parts.parity,
         layers=compare_rows(of_engine, of_trainer) if exact else None,
     )
-
-
-def find_models(parts: PolicyParts) -> tuple[Any, Any]:
-    """Return the models of engine and trainer. ConfigError if one of them is in another process or has no such model."""
-    learner: Any = parts.learner
-    rank = getattr(getattr(learner, "ranks", None), "rank", None)
-    chunks: Any = getattr(getattr(rank, "trainer", None), "chunks", ())
-    if not in_this_process(parts.serving) or len(chunks) != 1:
-        raise ConfigError(
-            "--exact reads the outputs of both models and needs them in this process: give --engine embedded --trainer embedded "
-            "--runtime inline"
-        )
-    engine: Any = parts.serving
-    return engine.model, chunks[0]

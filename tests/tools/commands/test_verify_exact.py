@@ -1,10 +1,13 @@
 """``miles verify --exact`` names the first module whose outputs differ between engine and trainer."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from miles_core.cli.main import main
+from miles_core.errors import ConfigError
+from miles_mismatch.layers import find_models
 from miles_testing.toy import toy_files
 
 #: One module of the trainer's model returns a row that differs in its last bits.
@@ -53,3 +56,8 @@ def test_a_planted_difference_is_named(verify, tmp_path):
 def test_without_the_plugin_the_first_product_differs(verify):
     code, found, _ = verify()
     assert code == 1 and found["layers"]["first"].startswith("model.layers.0.")
+
+
+def test_an_engine_in_another_process_is_refused():
+    with pytest.raises(ConfigError, match="needs them in this process: give --engine embedded --trainer embedded"):
+        find_models(SimpleNamespace(learner=None, serving=None))
