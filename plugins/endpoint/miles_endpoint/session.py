@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from miles_chat.rows import drop_earlier_rows
+
 from miles_core.data import CannotExtend
 from miles_core.plugin import DataError
 from miles_endpoint.answer import Answer, AnswerReader
@@ -176,6 +178,8 @@ class Session:
         self._turns += call.n
         asked = [self.ask(tokens, after=after, sampling=sampling, policy=call.policy) for _ in range(call.n)]
         turns = await asyncio.gather(*asked)
+        for turn in turns:
+            drop_earlier_rows(turn)
         return list(turns)
 
     def _fit(self, call: Call, length: int) -> Any:
