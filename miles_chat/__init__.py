@@ -1,6 +1,7 @@
-"""How models write reasoning and tool calls: one parser per family, and detection of the format from a chat template.
+"""What plugins for conversations share: how models write reasoning and tool calls, with one parser per family and detection of the format from a
+chat template; rows of recorded fields (``rows``); users' files and calls that may block (``user_code``).
 
-Plugins that let a model call tools use this package. The tokens of an answer are never changed; ``Dialect.read`` reads their text.
+The tokens of an answer are never changed; ``Dialect.read`` reads their text.
 """
 
 from typing import TYPE_CHECKING

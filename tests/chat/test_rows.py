@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from miles_chat.rows import drop_earlier_rows
 
+from miles_chat.rows import drop_earlier_rows
 from miles_core.data import Sample
 from miles_core.data.field import Field
 from miles_core.engine import Response
