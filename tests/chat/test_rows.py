@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_chat.rows import drop_earlier_rows
+from miles_chat import drop_earlier_rows
 from miles_core.data import Sample
 from miles_core.data.field import Field
 from miles_core.engine import Response
@@ -35,6 +35,7 @@ def record(turns, drop):
     return transcript
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(-1, 5), st.integers(1, 4), st.integers(0, 3), st.sampled_from(["one", "two"])),

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from miles_chat.user_code import import_code
+from miles_chat import import_code
 from miles_core.plugin import ConfigError
 
 #: Bytes of an agent's output that are kept: the end of each stream.

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles_chat.rows import drop_earlier_rows
+from miles_chat import drop_earlier_rows
 from miles_core.data import CannotExtend
 from miles_core.plugin import DataError
 from miles_endpoint.answer import Answer, AnswerReader

@@ -9,7 +9,7 @@ import math
 import time
 from typing import Any
 
-from miles_chat.rows import drop_earlier_rows
+from miles_chat import drop_earlier_rows
 from miles_core.data import CannotExtend, Sample, Status
 from miles_core.plugin import Ask, Config, RolloutFunction, Run, Turn
 from miles_environments.environment import EnvironmentFault, Episode, Step, find_answer, instructions_of

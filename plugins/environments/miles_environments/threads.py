@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from miles_chat.user_code import call_in_thread
+from miles_chat import call_in_thread
 from miles_environments.environment import EnvironmentFault
 
 T = TypeVar("T")

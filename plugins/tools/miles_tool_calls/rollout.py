@@ -9,8 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from miles_chat import Answer, Call, Dialect, find_dialect
-from miles_chat.rows import drop_earlier_rows
+from miles_chat import Answer, Call, Dialect, drop_earlier_rows, find_dialect
 from miles_core.data import CannotExtend, Sample, Status
 from miles_core.plugin import Ask, Config, MilesError, RolloutFunction, Run, Turn
 from miles_tool_calls.budget import Budget

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from miles_chat.user_code import call_in_thread
+from miles_chat import call_in_thread
 from miles_core.data import Sample
 from miles_core.plugin import ConfigError
 from miles_tool_calls.config import ToolsConfig
