@@ -8,7 +8,6 @@ curves. The last line is one JSON object.
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import subprocess
@@ -155,24 +154,23 @@ def main() -> None:
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--eval-interval", type=int, default=10)
     parser.add_argument("--eval-size", type=int, default=128, help="held-out tasks")
     parser.add_argument("--sft-steps", type=int, default=30, help="steps of the warm start on calls")
     parser.add_argument("--more", default="", help="further flags of miles train, for smaller runs")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; time/step then includes the others")
     parser.add_argument("--plot", type=Path, help="SVG file for the curves")
     parser.add_argument("--variant", default="", help="part of the result file's name, such as a device")
     given = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         write_task(Path(name), given.eval_size)
-        runs = list(itertools.product(given.variants, given.seeds))
+        runs = [(variant, seed) for variant in given.variants for seed in given.seeds]
         with ThreadPoolExecutor(given.jobs) as pool:
-            for (variant, seed), curve in zip(
-                runs, pool.map(lambda r: train(*r, given, Path(name)), runs), strict=True
-            ):
-                found.setdefault(variant, {})[str(seed)] = curve
+            curves = list(pool.map(lambda run: train(*run, given, Path(name)), runs))
+        for (variant, seed), curve in zip(runs, curves, strict=True):
+            found.setdefault(variant, {})[str(seed)] = curve
     if given.plot:
         draw(found, given.plot)
     flags = {variant: VARIANTS[variant] for variant in given.variants}
