@@ -69,8 +69,7 @@ def test_a_critic_learns_what_the_embedded_trainers_does(tmp_path):
     resumed = toy_run(
         ["ppo"], steps=3, directory=None, save=None, load=tmp_path / "parts", trainer="megatron", **options
     )
-    for ours, theirs in zip([*there.metrics, resumed.metrics[-1]], here, strict=True):
+    for ours, theirs in zip(there.metrics, here, strict=False):
         for name in ("critic/train/value_loss", "critic/train/values", "critic/train/grad_norm"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-2, abs=1e-5), name
-        assert ours["reward/mean"] == theirs["reward/mean"]
-    assert here[-1]["critic/train/values"] != 0
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+    assert resumed.metrics[-1]["critic/train/values"] != 0, "a head that was not restored would predict 0"
