@@ -186,15 +186,6 @@ def test_what_the_trainer_lacks_is_refused(checkpoint):
     assert "megatron needs model.moe" in text
 
 
-def test_latent_attention_under_tensor_parallelism_needs_a_gpu(checkpoint, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    given = {"trainer": "megatron", "hf_checkpoint": checkpoint(PUBLISHED["DEEPSEEK_V3"]), "sequence_parallel": True}
-    with pytest.raises(PlanError, match=r"needs --tensor-model-parallel-size 1(?s:.*)shared keys over"):
-        plan(**given, tensor_model_parallel_size=2)
-    elsewhere = refused(checkpoint, PUBLISHED["DEEPSEEK_V3"], "megatron.ranks=2", sequence_parallel=True, tensor_model_parallel_size=2)  # fmt: skip
-    assert "GB on each GPU" in elsewhere and "shared keys over" not in elsewhere
-
-
 def test_gradients_are_quantised_in_a_number_format_alone(checkpoint):
     text = refused(checkpoint, PUBLISHED["QWEN3_8B"], "megatron.ranks=8", backward_override="none")
     assert "megatron needs train.precision in {fp8, mxfp8}" in text
