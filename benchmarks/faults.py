@@ -258,9 +258,8 @@ def main() -> None:
         end = time.time() + min(chosen.seconds, 1e9)
         campaign = Campaign(chosen.anytime, chosen.runtime, ranks, chosen.gap, end, chosen.log, chosen.kills_a_run)
         result = many(campaign, chosen.jobs)
-        finish(
-            f"{Path(__file__).stem}_anytime_{chosen.runtime}", result, chosen.save, lambda: installed("torch", "ray")
-        )
+        packages = ["torch", "ray"] if chosen.runtime == "ray" else ["torch"]
+        finish(f"{Path(__file__).stem}_anytime_{chosen.runtime}", result, chosen.save, lambda: installed(*packages))
         return
     end = time.time() + min(chosen.seconds, 1e9)
     cells = [(victim, phase) for victim in chosen.victims.split(",") for phase in chosen.phases.split(",")]

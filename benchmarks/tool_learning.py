@@ -8,11 +8,13 @@ curves. The last line is one JSON object.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean
@@ -158,14 +160,19 @@ def main() -> None:
     parser.add_argument("--eval-size", type=int, default=128, help="held-out tasks")
     parser.add_argument("--sft-steps", type=int, default=30, help="steps of the warm start on calls")
     parser.add_argument("--more", default="", help="further flags of miles train, for smaller runs")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; time/step then includes the others")
     parser.add_argument("--plot", type=Path, help="SVG file for the curves")
     parser.add_argument("--variant", default="", help="part of the result file's name, such as a device")
     given = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         write_task(Path(name), given.eval_size)
-        for variant in given.variants:
-            found[variant] = {str(seed): train(variant, seed, given, Path(name)) for seed in given.seeds}
+        runs = list(itertools.product(given.variants, given.seeds))
+        with ThreadPoolExecutor(given.jobs) as pool:
+            for (variant, seed), curve in zip(
+                runs, pool.map(lambda r: train(*r, given, Path(name)), runs), strict=True
+            ):
+                found.setdefault(variant, {})[str(seed)] = curve
     if given.plot:
         draw(found, given.plot)
     flags = {variant: VARIANTS[variant] for variant in given.variants}

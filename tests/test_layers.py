@@ -135,18 +135,18 @@ SCHEDULES: list[dict[str, str]] = [
     },
 ]
 
-#: What runs where, and how fast, one layer in itself.
-PLANNING: list[dict[str, str]] = [
-    {
-        "planning": "core: miles_core.plugin plugin config run embedded: miles_embedded tools: commands",
-    },
-]
-
 #: Runs on a virtual clock, one layer in itself.
 SIMULATION: list[dict[str, str]] = [
     {
         "simulation": "core: errors data plugin config observe precision contracts rollout train run loop miles_core "
         "miles_core.plugin runtime: runtime tools: report",
+    },
+]
+
+#: What runs where, and how fast, one layer in itself.
+PLANNING: list[dict[str, str]] = [
+    {
+        "planning": "core: miles_core.plugin plugin config run embedded: miles_embedded tools: commands",
     },
 ]
 
