@@ -1,6 +1,6 @@
 """A RayJob of KubeRay (``ray.io/v1``): the operator starts a Ray cluster, runs the driver in it, and removes it at the end.
 
-Fields as in KubeRay's API reference (docs/reference/api.md). Every pod takes the GPUs of a whole machine, the head too.
+Fields as in the API reference of KubeRay. Every pod takes the GPUs of a whole machine, the head too.
 """
 
 from __future__ import annotations

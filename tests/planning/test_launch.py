@@ -29,7 +29,7 @@ RUN += ["--tensor-model-parallel-size", "4", "--sequence-parallel", "--expert-mo
 RUN += ["--recompute-granularity", "full", "--optimizer-cpu-offload", "--sglang-mem-fraction-static", "0.6"]
 RUN += ["--actor-num-gpus-per-node", "8", "--prompt-data", "a b.jsonl"]
 
-#: Fields that KubeRay's API reference (docs/reference/api.md, ray.io/v1) documents.
+#: Fields that KubeRay's API reference documents for ray.io/v1.
 KUBERAY = {
     "RayJobSpec": "activeDeadlineSeconds backoffLimit rayClusterSpec submitterPodTemplate metadata clusterSelector submitterConfig managedBy "
     "deletionStrategy entrypoint runtimeEnvYAML jobId submissionMode entrypointResources entrypointNumCpus entrypointNumGpus "
