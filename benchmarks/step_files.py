@@ -20,6 +20,12 @@ from measure import finish, installed, options
 ROOT = Path(__file__).parents[1]
 
 
+def is_ours(frame: FrameType) -> bool:
+    """Whether the code of ``frame`` is in this repository."""
+    file = frame.f_code.co_filename
+    return file.startswith(str(ROOT)) and ".venv" not in file
+
+
 def main() -> None:
     given = options(__doc__).parse_args()
     from miles_core import loop
@@ -30,15 +36,11 @@ def main() -> None:
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal depth
-        if (
-            event == "call"
-            and frame.f_code.co_filename.startswith(str(ROOT))
-            and ".venv" not in frame.f_code.co_filename
-        ):
+        if event == "call" and is_ours(frame):
             functions[frame.f_code.co_filename, frame.f_code.co_qualname] += 1
             own, outer = 0, frame
             while outer is not None:
-                own += outer.f_code.co_filename.startswith(str(ROOT))
+                own += is_ours(outer)
                 outer = outer.f_back  # type: ignore[assignment]
             depth = max(depth, own)
 

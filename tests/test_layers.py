@@ -75,6 +75,7 @@ TOOLS: list[dict[str, str]] = [
         "environment": "core: redact",
         "progress": "core: observe",
         "sinks": "core: errors redact contracts",
+        "profiler": "core: contracts",
     },
     {
         "native": "environment core: errors",
@@ -147,6 +148,7 @@ ROOMS: list[dict[str, str]] = [
     {
         "memory": "core: miles_core.plugin miles_core.trainer",
         "manifest": "core: miles_core miles_core.plugin",
+        "speed": "",
     },
     {
         "kernels": "core: errors",

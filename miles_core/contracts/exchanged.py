@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-3
 
 
-def check_response(run: Run, request: Request, response: Any) -> None:
-    """Check an engine's response to ``request``.
+def check_response(run: Run, request: Request, response: Any, vocabulary: int) -> None:
+    """Check an engine's response to ``request``; ``vocabulary`` is the model's number of tokens.
 
     Raises:
         PluginError: the response is invalid; names the plugin that provides the engine.
     """
-    if wrong := _describe_invalid_response(request, response, vocabulary_size(run)):
+    if wrong := _describe_invalid_response(request, response, vocabulary):
         name = run.config.run.engine
         raise refuse(run.hooks.provider("engine", name), f"make_engine ({name})", wrong)
 

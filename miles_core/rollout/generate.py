@@ -277,7 +277,7 @@ class Generator:
             request = Request([*tokens, *generated], rest, key=key, group=group, extras=set(self.extras), policy=policy)
             self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
             response = await engine.generate(request)
-            check_response(self.run, request, response)
+            check_response(self.run, request, response, self.vocabulary)
             add(self.answers, {self._engine_metric(policy, n): (v, 1.0) for n, v in response.metrics.items()})
             if response.finish == "abort" and len(response.tokens) == request.sampling.max_new_tokens:
                 response.finish = "length"

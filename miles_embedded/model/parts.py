@@ -17,6 +17,8 @@ from miles_core.errors import CheckpointError
 
 #: Submodule name of the head.
 VALUE_HEAD = "miles_value_head"
+#: Attribute that is true if the value head is in place of the output layer.
+VALUES_ONLY = "miles_values_only"
 
 
 def configuration(model: Any) -> Any:
@@ -63,6 +65,11 @@ def value_head(model: nn.Module) -> nn.Module | None:
     """Return the value head of a critic's model; None for other models."""
     found: nn.Module | None = getattr(model, VALUE_HEAD, None)
     return found
+
+
+def is_critic(model: nn.Module) -> bool:
+    """Whether the model's value head is in place of its output layer."""
+    return getattr(model, VALUES_ONLY, False)
 
 
 def put_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -11,9 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from miles_core.errors import PluginError
-from miles_embedded.model.parts import VALUE_HEAD, head, text_configuration
-
-_VALUES_ONLY = "miles_values_only"
+from miles_embedded.model.parts import VALUE_HEAD, VALUES_ONLY, head, text_configuration
 
 
 def make_head(run: Any, policy: Any, model: nn.Module) -> nn.Module:
@@ -28,7 +26,7 @@ def make_head(run: Any, policy: Any, model: nn.Module) -> nn.Module:
 def replace_output(run: Any, policy: Any, model: nn.Module) -> None:
     """Make a critic of a model: add a value head; the output layer is not used, and is frozen unless its weight is the embedding."""
     add_value_head(model, new_value_head(run, policy, model))
-    setattr(model, _VALUES_ONLY, True)
+    setattr(model, VALUES_ONLY, True)
     output, embedding = head(model), model.get_input_embeddings()  # type: ignore[operator]
     if output.weight is not embedding.weight:
         output.requires_grad_(False)
@@ -50,11 +48,6 @@ def add_value_head(model: nn.Module, module: nn.Module) -> None:
     with the model, and its weights are part of the export stream under names that start with ``VALUE_HEAD``.
     """
     setattr(model, VALUE_HEAD, module)
-
-
-def is_critic(model: nn.Module) -> bool:
-    """Whether the model's value head is in place of its output layer."""
-    return getattr(model, _VALUES_ONLY, False)
 
 
 def values_of(module: nn.Module, hidden: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class PackedCall:
     ) -> Tensor:
         """See ``Call.attend``."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        if options is None and flash_supports(query):
+        if options is None and query.is_cuda and flash_supports(query):
             return flash(q, k, v, self._flash, scaling).unsqueeze(0)
         return self._attend_buckets(q, k, v, scaling, options).unsqueeze(0)
 

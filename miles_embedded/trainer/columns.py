@@ -11,8 +11,8 @@ from miles_core.contracts.trainer import Context, Output
 from miles_core.data.batch import Batch
 from miles_core.errors import MilesError
 from miles_embedded.model.logprobs import scatter
-from miles_embedded.model.parts import text_configuration, value_head
-from miles_embedded.model.value_head import is_critic, values_of
+from miles_embedded.model.parts import is_critic, text_configuration, value_head
+from miles_embedded.model.value_head import values_of
 from miles_embedded.trainer.packing import Packing, spans
 
 #: Columns that ``EmbeddedTrainer.columns`` can compute.

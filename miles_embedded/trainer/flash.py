@@ -66,10 +66,9 @@ class FlashPlan:
 
 
 def flash_supports(query: Tensor) -> bool:
-    """Whether the kernel supports this query: half precision, on a GPU that can run it."""
+    """Whether the kernel supports this query on a GPU: half precision, and a GPU that can run it."""
     return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
+        query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] <= _WIDEST
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
