@@ -6,7 +6,7 @@ verl's pages also give the trainer's seconds of the asynchronous rows, which its
 take them as given, so that they test the schedule and the engines alone. Lengths are log-normal with sigma 1 (unpublished), cut at the
 published maximum. Clusters and batches with more than 1,000 samples per step are simulated at the given fraction.
 
-Run: ``python benchmarks/simulate_published.py --save`` (ten minutes on one core).
+Run: ``python benchmarks/simulate_published.py --save`` (two minutes on one core).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _verl(name: str, seconds: float, gpus: int, shared: bool, train: float, roll
     sizes = (512, 16, 0, 28672)
     family = f"verl 7B {gpus} H20"
     return Row(
-        family, name, seconds, "qwen2.5-7b", "H20", 1, split, shared, *sizes, schedule, train, rollout, 0.25, source=VERL
+        family, name, seconds, "qwen2.5-7b", "H20", 1, split, shared, *sizes, schedule, train, rollout, 1 / 16, source=VERL
     )  # fmt: skip
 
 
@@ -118,9 +118,9 @@ ROWS = (
     Row("NeMo 235B", "128 shared, sync", 395, "qwen3-235b-a22b", "H100", 16, (128, 128), True, 16, 32, 5698, 16384),
     Row("NeMo 235B", "256 shared, sync", 312, "qwen3-235b-a22b", "H100", 16, (256, 256), True, 16, 32, 5700, 16384),
     Row("NeMo 235B", "128+128, 1-off", 231, "qwen3-235b-a22b", "H100", 8, (128, 128), False, 16, 32, 5721, 16384, "--schedule ahead"),
-    Row("NeMo 30B", "32 shared, sync", 192, "qwen3-30b-a3b", "H100", 2, (32, 32), True, 64, 32, 3200, 16384, fraction=0.5),
-    Row("NeMo 30B", "16+16, 1-off", 152, "qwen3-30b-a3b", "H100", 2, (16, 16), False, 64, 32, 3201, 16384, "--schedule ahead", fraction=0.5),
-    Row("NeMo 30B", "64+128, 8-off", 34.5, "qwen3-30b-a3b", "H100", 2, (64, 128), False, 64, 32, 3206, 16384, ASYNC8, fraction=0.5),
+    Row("NeMo 30B", "32 shared, sync", 192, "qwen3-30b-a3b", "H100", 2, (32, 32), True, 64, 32, 3200, 16384, fraction=0.25),
+    Row("NeMo 30B", "16+16, 1-off", 152, "qwen3-30b-a3b", "H100", 2, (16, 16), False, 64, 32, 3201, 16384, "--schedule ahead", fraction=0.25),
+    Row("NeMo 30B", "64+128, 8-off", 34.5, "qwen3-30b-a3b", "H100", 2, (64, 128), False, 64, 32, 3206, 16384, ASYNC8, fraction=0.25),
 )  # fmt: skip
 
 #: Published decode speeds: model, GPU, GPUs of the engine, bytes per parameter, batch, context of a request -> seconds of a step.
@@ -162,7 +162,7 @@ def words(row: Row, files: Path, median: float, per_token: float, steps: int = 4
 
 def fit(target: float, measure: Any, low: float, high: float) -> float:
     """Bisect the logarithm of a parameter until ``measure`` gives the target."""
-    for _ in range(7):
+    for _ in range(6):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if measure(middle) < target else (low, middle)
     return float((low * high) ** 0.5)

@@ -2,7 +2,8 @@
 
 Two kinds of runs measure the speeds: short responses of one length at several batch sizes (the decode curve and the training), and long
 ones at one batch size (seconds per token of context). The simulation then predicts runs with other batches, lengths and limits, whose
-lengths it reads from their saved rollouts. Times are medians over the steps after the first two, on one thread.
+lengths it reads from their saved rollouts. Times are medians over the steps after the first two, on one thread, in seconds of the
+processor instead of the clock: other programs on this machine then change them less.
 
 Run: ``python benchmarks/simulate_real.py --threads 1 --save`` (five minutes).
 """
@@ -14,6 +15,7 @@ import logging
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,11 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-STEPS, WARM_UP, SAMPLES = 7, 2, 4
+STEPS, WARM_UP, SAMPLES = 6, 2, 4
 #: prompts per step of the runs that measure, at SHORT tokens at most; and of the one with long responses.
 BATCHES, SHORT, LONG = (1, 4, 12, 32), 24, 256
 #: prompts per step, limit on responses, temperature of the runs that are predicted. A higher temperature makes responses shorter.
-PREDICTED = ((8, 96, 1.0), (24, 64, 1.0), (2, 192, 1.0), (16, 192, 1.0), (40, 128, 1.0))
+PREDICTED = ((8, 96, 1.0), (24, 64, 1.0), (2, 192, 1.0), (16, 192, 1.0), (32, 128, 1.0))
 
 
 def measure(directory: Path, prompts: int, longest: int, temperature: float = 1.0) -> dict[str, float]:
@@ -111,6 +113,7 @@ def main() -> None:
     chosen = options(__doc__).parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(chosen.threads)
+    time.perf_counter = time.process_time  # the clock of the run's phases
     with tempfile.TemporaryDirectory() as temporary:
         files = Path(temporary)
         runs = [measure(files / f"batch-{batch}", batch, SHORT) for batch in BATCHES]
