@@ -179,9 +179,7 @@ def predict(files: Path) -> list[dict[str, Any]]:
         if row.mean:
             median = fit(row.mean, lambda m, r=row: _mean(m, r.longest), row.mean / 4, row.mean)
         if fits and row.rollout is not None:
-            median = fit(
-                row.rollout, lambda m, r=row: _rollout(simulate(words(r, files, m, 0.0, 1))), 200, 20_000
-            )
+            median = fit(row.rollout, lambda m, r=row: _rollout(simulate(words(r, files, m, 0.0, 1))), 200, 20_000)
         first = simulate(words(row, files, median, 0.0 if row.train is not None else gpu_seconds / row.split[1]))
         summary = first.summary()
         if fits and row.train is None:  # what the rollout does not take is training
@@ -248,7 +246,14 @@ def latencies() -> list[dict[str, Any]]:
         kv = 0.25 if model == "27b" else 1.0  # one layer of four of this model keeps keys and values
         seconds = roofline.base(round(batch)) + kv * roofline.per_token * batch * context
         error = round(seconds / published - 1, 3)
-        found.append({"case": name, "published_ms": round(1e3 * published, 2), "computed_ms": round(1e3 * seconds, 2), "error": error})
+        found.append(
+            {
+                "case": name,
+                "published_ms": round(1e3 * published, 2),
+                "computed_ms": round(1e3 * seconds, 2),
+                "error": error,
+            }
+        )
     return found
 
 

@@ -58,13 +58,17 @@ def measure(directory: Path, prompts: int, longest: int, temperature: float = 1.
     )
     rows = made.metrics[WARM_UP:]
     lengths = [row["response_length"] for row in made.samples]
-    phases = {name: statistics.median(row.get(f"time/{name}", 0.0) for row in rows) for name in ("step", "rollout", "sync")}
+    phases = {
+        name: statistics.median(row.get(f"time/{name}", 0.0) for row in rows) for name in ("step", "rollout", "sync")
+    }
     return {
         **phases,
         "tokens": sum(lengths) / STEPS,
         "samples": prompts * SAMPLES,
         "prompt": statistics.fmean(len(row["tokens"]) - row["response_length"] for row in made.samples),
-        "longest": statistics.fmean(max(lengths[i : i + prompts * SAMPLES]) for i in range(0, len(lengths), prompts * SAMPLES)),
+        "longest": statistics.fmean(
+            max(lengths[i : i + prompts * SAMPLES]) for i in range(0, len(lengths), prompts * SAMPLES)
+        ),
         "sum_of_squares": sum(n * n for n in lengths) / STEPS,
     }
 
@@ -91,7 +95,9 @@ def fit_training(runs: list[dict[str, float]]) -> tuple[float, float]:
     return max(float(fixed), 0.0), max(float(per_token), 0.0)
 
 
-def predict(run: Path, curve: Path, prompts: int, longest: int, prompt: float, speeds: dict[str, float]) -> dict[str, float]:
+def predict(
+    run: Path, curve: Path, prompts: int, longest: int, prompt: float, speeds: dict[str, float]
+) -> dict[str, float]:
     """Simulate the run in ``run`` with its lengths."""
     flags: dict[str, Any] = {
         "--rollout-batch-size": prompts,
