@@ -204,8 +204,7 @@ class Learner:
     def units(self, purpose: Purpose = "sync", everywhere: bool = False) -> Generator[Unit, None, None]:
         """Yield the weights for a purpose, transformed by ``wrap_weights``; ``everywhere`` as for ``Trainer.units``.
 
-        The trainer's stream is closed with this one and after an error of a plugin, because it may compute when it is closed (other
-        ranks wait for it). A traceback would otherwise keep it open until the interpreter exits, where computing aborts the process.
+        The trainer's stream is closed with this one: closing may compute, and computing while the interpreter exits aborts the process.
         """
         chain = self.run.hooks.chain("wrap_weights", run=self.run, policy=self.policy, purpose=purpose)
         with ExitStack() as opened:
