@@ -51,7 +51,7 @@ MODELS: dict[str, dict[str, int]] = {
 }
 
 NEMO = "NeMo-RL, performance table of its documentation"
-VERL = "verl, docs/advance/fully_async.md"
+VERL = "verl, page on its fully asynchronous policy"
 
 
 @dataclass(frozen=True)
