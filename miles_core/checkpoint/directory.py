@@ -17,11 +17,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +196,7 @@ def check_files(path: Path | str) -> dict[str, Any]:
                 f"checkpoint {path}: file {name} has {size:,} bytes, {entry['size']:,} were saved; "
                 "use an earlier checkpoint"
             )
-    digests = _digests([path / name for name in manifest["files"]])
-    for (name, entry), digest in zip(manifest["files"].items(), digests, strict=True):
-        if digest != entry["blake2b"]:
+        if _digest(file) != entry["blake2b"]:
             raise CheckpointError(
                 f"checkpoint {path}: the contents of {name} changed after it was saved (its digest differs); "
                 "use an earlier checkpoint"
@@ -315,11 +311,9 @@ def checkpoint_step(directory: Path) -> int:
 
 def _seal(work: Path, step: int, plan: Mapping[str, Any] | None) -> None:
     """Write the manifest and flush all files and directories to the disk."""
-    found = sorted(p for p in work.rglob("*") if p.is_file())
-    files = {
-        file.relative_to(work).as_posix(): {"size": file.stat().st_size, "blake2b": digest}
-        for file, digest in zip(found, _digests(found, flush=True), strict=True)
-    }
+    files = {}
+    for file in sorted(p for p in work.rglob("*") if p.is_file()):
+        files[file.relative_to(work).as_posix()] = {"size": file.stat().st_size, "blake2b": _digest(file, flush=True)}
     manifest = {"format": FORMAT, "step": step, "miles_core": __version__, "plan": plan, "files": files}
     with (work / MANIFEST).open("w", encoding="utf-8") as out:
         out.write(json.dumps(manifest))
@@ -327,12 +321,6 @@ def _seal(work: Path, step: int, plan: Mapping[str, Any] | None) -> None:
         os.fsync(out.fileno())
     for directory in (*(p for p in work.rglob("*") if p.is_dir()), work):
         _sync_directory(directory)
-
-
-def _digests(files: Sequence[Path], flush: bool = False) -> list[str]:
-    """Return the digest of each file. One thread per core computes them, because reading and hashing release the interpreter's lock."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(partial(_digest, flush=flush), files))
 
 
 def _digest(file: Path, flush: bool = False) -> str:

@@ -2,12 +2,10 @@ import errno
 import json
 import os
 import shutil
-import threading
 
 import pytest
 from safetensors import SafetensorError
 
-from miles_core.checkpoint import directory as directory_module
 from miles_core.checkpoint.directory import (
     Checkpoints,
     changes,
@@ -37,23 +35,6 @@ def test_saved_directory_is_complete_and_latest(tmp_path):
     manifest = check_files(checkpoints.path(12))
     assert manifest["step"] == 12
     assert manifest["files"]["policy/model.txt"]["size"] == len("newer")
-
-
-def test_files_are_hashed_at_the_same_time(tmp_path, monkeypatch):
-    both, hash_one = threading.Barrier(2, timeout=30), directory_module._digest
-
-    def meet(file, flush=False):
-        both.wait()  # returns only if another file is hashed meanwhile
-        return hash_one(file, flush)
-
-    monkeypatch.setattr(directory_module, "_digest", meet)
-    monkeypatch.setattr(directory_module.os, "cpu_count", lambda: 2)
-    checkpoints = Checkpoints(tmp_path)
-    with checkpoints.save(1) as directory:
-        (directory / "a").write_text("1")
-        (directory / "b").write_text("2")
-    monkeypatch.undo()
-    assert checkpoints.load(1) == checkpoints.path(1)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
