@@ -49,6 +49,7 @@ class EngineFront(Engine):
         self._mail = [Mailbox(engines, number) for number in range(len(engines))]
         self._in_flight = LeastLoaded()
         self._groups: dict[int, list[int]] = {}
+        self._sent: dict[int, int] = {}  # key -> engine, of requests in flight and of cancelled ones until ``abort``
         self._state: dict[str, tuple[Any, ...]] = {}
         self._asleep: set[EnginePart] = set()
         self._senders: tuple[str, ...] = ()
@@ -95,11 +96,18 @@ class EngineFront(Engine):
             group = self._groups.setdefault(request.group, [number, 0])
             group[:] = number, group[1] + 1
             self._in_flight.add(number, 1)
+            self._sent[request.key] = number
+            cancelled = False
             try:
                 return await self._mail[number].ask(request)
+            except asyncio.CancelledError:
+                cancelled = True  # the engine continues until ``abort``
+                raise
             except WorkerLost as lost:
                 self.replace_lost(lost)
             finally:
+                if not cancelled:
+                    self._sent.pop(request.key, None)
                 self._in_flight.add(number, -1)
                 group[1] -= 1
                 if not group[1]:
@@ -158,6 +166,8 @@ class EngineFront(Engine):
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._state["pause"] = (mode,)
+        if mode == "abort":  # engines return all requests
+            self._sent.clear()
         await self._all("pause", mode)
 
     async def resume(self) -> None:
@@ -165,7 +175,16 @@ class EngineFront(Engine):
         await self._all("resume")
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
-        await self._all("abort", keys)
+        """Send each key to the engine with its request only: the messages grow with the keys, not with keys times engines."""
+        if keys is None:
+            self._sent.clear()
+            await self._all("abort", None)
+            return
+        by_engine: dict[int, list[int]] = {}
+        for key in keys:
+            if (number := self._sent.pop(key, None)) in self._alive:
+                by_engine.setdefault(number, []).append(key)
+        await gather_in_order(self._call(number, "abort", mine) for number, mine in by_engine.items())
 
     async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         await self.whole()  # an engine under construction uses memory, and must receive this call too
@@ -269,15 +288,15 @@ class EngineFront(Engine):
             await self._all("sleep", sorted(self._asleep), to={number})
 
     async def _all(self, method: str, *args: Any, to: Collection[int] | None = None) -> None:
-        """Call all engines that are not lost; start the replacement of an engine that is lost during the call."""
+        """Call all engines that are not lost."""
+        await gather_in_order(self._call(number, method, *args) for number in sorted(self._alive if to is None else to))
 
-        async def one(number: int) -> None:
-            try:
-                await self.engines.call(number, method, *args)
-            except WorkerLost as lost:
-                self.replace_lost(lost)
-
-        await gather_in_order(one(number) for number in sorted(self._alive if to is None else to))
+    async def _call(self, number: int, method: str, *args: Any) -> None:
+        """Call an engine; start its replacement if it is lost during the call."""
+        try:
+            await self.engines.call(number, method, *args)
+        except WorkerLost as lost:
+            self.replace_lost(lost)
 
     async def _choose(self, group: int | None = None) -> int:
         """Return the index of the engine with requests of ``group`` in flight, else of the one with the fewest requests."""

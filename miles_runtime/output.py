@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Collection
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from miles_core.redact import RedactingFormatter, RedactingStream, redact
@@ -33,6 +34,8 @@ _ERROR = re.compile(r"Error|Exception|Traceback|FATAL|CRITICAL|[Kk]illed|[Ss]egm
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 #: The first line of every process.
 _PROCESS = f"INFO {__name__}: process"
+#: Number of other workers whose output shows which lines libraries print in every worker.
+OTHERS = 32
 #: A message about a lost worker shows up to LAST lines from the last TAIL bytes, each truncated to WIDTH characters.
 LAST, TAIL, WIDTH = 8, 8192, 240
 
@@ -67,7 +70,7 @@ def last_lines(directory: Path | str, worker: str) -> tuple[str, ...]:
     lines = _tail(path)
     starts = [at for at, line in enumerate(lines) if _PROCESS in line]
     lines = lines[starts[-1] + 1 :] if starts else lines  # earlier lines belong to the process that this one replaced
-    others = {line for other in path.parent.glob("*.log") if other != path for line in _tail(other)}
+    others = {line for other in islice(path.parent.glob("*.log"), OTHERS) if other != path for line in _tail(other)}
     own = [line for line in lines if not _is_noise(line, others)]
     return tuple(redact(line)[:WIDTH] for line in own)[-LAST:]
 
@@ -116,24 +119,48 @@ class Output:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
-        self._repeat()
+        await self._repeat()
 
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL)
-            self._repeat()
+            await self._repeat()
 
-    def _repeat(self) -> None:
-        for path in sorted(self.directory.glob("*.log")):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                whole, newline, _ = file.read().rpartition(b"\n")
-            self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
-            for line in whole.decode(errors="replace").splitlines():
-                if line.strip() and not self._is_repeated(path.stem, line):
+    async def _repeat(self) -> None:
+        """Copy new lines. The files of thousands of workers are read in a thread, so that the event loop does not wait for the disk."""
+        reading = asyncio.ensure_future(asyncio.to_thread(self._read_new))
+        try:
+            found = await asyncio.shield(reading)
+        except asyncio.CancelledError:  # a thread cannot be cancelled; what it has read must not be lost
+            self._copy(await reading)
+            raise
+        self._copy(found)
+
+    def _read_new(self) -> list[tuple[str, str]]:
+        """Return (worker, complete new lines) of every file that has grown, by name. Only those are opened."""
+        new = []
+        with suppress(FileNotFoundError), os.scandir(self.directory) as entries:
+            grown = [
+                Path(entry.path)
+                for entry in entries
+                if entry.name.endswith(".log") and entry.stat().st_size > self._read.get(Path(entry.path), 0)
+            ]
+            for path in sorted(grown):
+                with path.open("rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    whole, newline, _ = file.read().rpartition(b"\n")
+                self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
+                new.append((path.stem, whole.decode(errors="replace")))
+        return new
+
+    def _copy(self, new: list[tuple[str, str]]) -> None:
+        """Log the lines under their workers' names."""
+        for worker, text in new:
+            for line in text.splitlines():
+                if line.strip() and not self._is_repeated(worker, line):
                     found = _LEVEL.match(line)
                     level = logging.getLevelNamesMapping()[found[1]] if found else logging.INFO
-                    log.log(level, "%s: %s", path.stem, line[found.end() :] if found else line)
+                    log.log(level, "%s: %s", worker, line[found.end() :] if found else line)
 
     def _is_repeated(self, worker: str, line: str) -> bool:
         """Return whether a library's line was already copied for another worker."""

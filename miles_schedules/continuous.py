@@ -115,28 +115,25 @@ class AsyncSchedule(Schedule):
     async def _oldest(self, step: int) -> list[Group]:
         """Wait until enough groups for a step are ready; return the oldest of them."""
         want = self.run.config.rollout.batch_size
-        fresh: set[int] = set()
+        fresh = 0
         while True:
             if self.run.config.rollout.stale_samples == "drop":
-                self._drop_stale(fresh)
+                fresh = self._drop_stale(fresh)
             if len(self.collector.ready) >= want:
                 return self.collector.pop(want)
             self._refill()
             await self._next_news()
 
-    def _drop_stale(self, fresh: set[int]) -> None:
-        """Drop ready groups that are too old to train on; add the numbers of the others to ``fresh``."""
-        ready, stale = [], []
-        for prompt, group in self.collector.ready:
-            number = prompt.group_index
-            if number in fresh or self._age(group) <= self.bound:
-                fresh.add(number)
-                ready.append((prompt, group))
-            else:
-                stale.append(prompt)
-        self.collector.ready = ready
+    def _drop_stale(self, fresh: int) -> int:
+        """Drop ready groups that are too old to train on, and return the number of the others. The first ``fresh`` groups passed this
+        check for the same step; new groups are behind them."""
+        ready = self.collector.ready
+        is_stale = [self._age(group) > self.bound for _, group in ready[fresh:]]
+        stale = [prompt for (prompt, _), old in zip(ready[fresh:], is_stale, strict=True) if old]
+        ready[fresh:] = [item for item, old in zip(ready[fresh:], is_stale, strict=True) if not old]
         self.collector.prompts.put_back(stale)
         self._dropped += len(stale)
+        return len(ready)
 
     def _age(self, group: Group) -> int:
         return max(age(sample, current_version(self.run, sample)) for sample in group)

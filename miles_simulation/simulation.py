@@ -23,7 +23,6 @@ from miles_core.loop import train
 from miles_core.observe.hints import Hints
 from miles_core.observe.metrics import MetricLog
 from miles_core.observe.progress import Progress
-from miles_core.observe.timer import Profiler
 from miles_core.plugin.discovery import Catalogue, discover
 from miles_core.plugin.plan import Plan
 from miles_core.run.inputs import Inputs
@@ -243,9 +242,7 @@ def _make_run(config: Config, plan: Plan, catalogue: Catalogue, directory: Path)
 
 async def _run(run: Run, recorder: _Recorder) -> None:
     """Run core's training loop."""
-    log = RunLog(
-        MetricLog(run.directory / "metrics.jsonl"), recorder, Hints(()), Profiler(run.directory, count=0), None
-    )
+    log = RunLog(MetricLog(run.directory / "metrics.jsonl"), recorder, Hints(()), None)
     problems = Problems()
     inputs = Inputs(run.config, problems)
     problems.raise_all()

@@ -29,8 +29,8 @@ from miles_simulation.model_shape import ModelShape
 LAUNCH, LAUNCH_PARALLEL = 25e-6, 60e-6
 #: Fraction of the memory bandwidth that decoding reaches.
 BANDWIDTH = 0.65
-#: Fraction of the peak arithmetic in decoding, and in prefill.
-DECODE_FLOPS, PREFILL_FLOPS = 0.35, 0.35
+#: Fraction of the peak arithmetic that the products of large batches reach in decoding, and that prefill reaches with its attention.
+DECODE_FLOPS, PREFILL_FLOPS = 0.6, 0.35
 #: Bytes per second of a weight sync over all links, and its fixed seconds.
 SYNC_BANDWIDTH, SYNC_FIXED = 30e9, 1.0
 

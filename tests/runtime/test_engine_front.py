@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from miles_core.data.unit import Encoded
 from miles_core.data.world import World
 from miles_core.errors import MismatchError, WorkerLost
 from miles_runtime.engine_front import EngineFront
+from miles_runtime.least_loaded import LeastLoaded
 
 NAMES = ("engine-0", "engine-1", "engine-2")
 
@@ -52,14 +55,63 @@ def test_other_calls_go_to_all_and_score_to_one(recorded, said):
         workers = recorded(NAMES, {"score": ["scores"]})
         front = EngineFront(workers, said, 1)
         await front.pause("abort")
-        await front.abort([3])
+        await front.abort()
         await front.resume()
         assert await front.score([[1, 2]]) == ["scores"]
         assert [c[0] for c in workers.asked("pause")] == [0, 1, 2]
-        assert workers.asked("abort")[2] == (2, "abort", [3]) and len(workers.asked("score")) == 1
+        assert workers.asked("abort")[2] == (2, "abort", None) and len(workers.asked("score")) == 1
         assert front.capabilities == {"score"} and front.model_facts() == {"a": 1}
 
     run(main)
+
+
+def test_an_abort_reaches_only_the_engines_with_the_requests(recorded, said):
+    async def generate(number, request):
+        await asyncio.sleep(60)
+
+    async def main():
+        workers = recorded(NAMES, {"generate": generate})
+        front = EngineFront(workers, said, 1)
+        tasks = [asyncio.create_task(front.generate(request(key // 2, key))) for key in range(6)]
+        await asyncio.sleep(0.01)
+        for task in tasks[:2]:  # as a collection that has enough groups
+            task.cancel()
+        await asyncio.wait(tasks[:2])
+        await front.abort([0, 1, 99])
+        await front.abort([0, 1])
+        assert workers.asked("abort") == [(0, "abort", [0, 1])]
+        await front.abort([2, 5])  # requests in flight
+        assert workers.asked("abort")[1:] == [(1, "abort", [2]), (2, "abort", [5])]
+        for task in tasks:
+            task.cancel()
+
+    run(main)
+
+
+def test_a_choice_among_thousands_of_engines_looks_at_few():
+    class Engines(set):
+        looked = 0
+
+        def __contains__(self, number):
+            Engines.looked += 1
+            return super().__contains__(number)
+
+    engines, load, flights = Engines(range(4096)), LeastLoaded(), Counter()
+    draw = random.Random(0)
+    for _ in range(20_000):
+        if flights and draw.random() < 0.5:
+            number = draw.choice([*flights][:8])
+            flights -= Counter([number])
+            load.add(number, -1)
+        else:
+            number = load.choose(engines)
+            flights[number] += 1
+            load.add(number, 1)
+    assert Engines.looked < 6 * 20_000  # a search of all engines looks at 40 million
+    least = min(flights[number] for number in range(4096))
+    assert load.choose(engines) == next(number for number in range(4096) if flights[number] == least)
+    engines.discard(load.choose(engines))
+    assert load.choose(engines) in engines and load.choose({7}) == 7
 
 
 def test_weights_travel_in_buckets_as_bytes(recorded, said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 
 from miles_runtime.output import Output, last_lines, path_of
 
@@ -25,6 +26,44 @@ def test_what_a_library_has_every_worker_say_is_said_once(tmp_path, caplog):
     own = ["miles_thing.work: ready", "Traceback (most recent call last):"]
     assert said[:2] == ["a: somewhere: a file is missing", "a: " + LINES.splitlines()[1].replace("{n}", "0")]
     assert said[2:] == [f"{name}: {line}" for name in "ab" for line in own]
+
+
+def test_only_files_that_have_grown_are_opened_and_not_in_the_event_loop(tmp_path, caplog, monkeypatch):
+    path_of(tmp_path, "a").parent.mkdir()
+    for number in range(300):
+        path_of(tmp_path, f"worker-{number}").write_text("a line\n")
+    output, opened, threads = Output(tmp_path), [], set()  # lines of an earlier process are not copied
+    path_open = type(tmp_path).open
+
+    def watched(path, *args, **options):
+        opened.append(path.stem)
+        threads.add(threading.current_thread())
+        return path_open(path, *args, **options)
+
+    monkeypatch.setattr(type(tmp_path), "open", watched)
+    with path_open(path_of(tmp_path, "worker-7"), "a") as file:
+        file.write("one more\nhalf a li")
+    with caplog.at_level(logging.INFO, logger="miles_runtime"):
+        asyncio.run(output.close())
+    assert opened == ["worker-7"] and threading.main_thread() not in threads
+    assert [record.getMessage() for record in caplog.records] == ["worker-7: one more"]
+
+
+def test_a_copy_that_is_cancelled_loses_no_line(tmp_path, caplog):
+    path_of(tmp_path, "a").parent.mkdir()
+    output = Output(tmp_path)
+
+    async def stop_while_reading():
+        path_of(tmp_path, "a").write_text("one\n")
+        task = asyncio.create_task(output._repeat())
+        await asyncio.sleep(0)  # the thread has started
+        task.cancel()
+        await asyncio.wait([task])
+        await output.close()
+
+    with caplog.at_level(logging.INFO, logger="miles_runtime"):
+        asyncio.run(stop_while_reading())
+    assert [record.getMessage() for record in caplog.records] == ["a: one"]
 
 
 def test_the_last_lines_of_a_lost_worker_are_its_own(tmp_path):

@@ -148,12 +148,12 @@ def test_an_event_per_change_not_per_token():
         loop, calls = asyncio.get_running_loop(), 0
         settle = engine._settle
 
-        def counted():
+        def count_and_settle():
             nonlocal calls
             calls += 1
             settle()
 
-        engine._settle = counted
+        engine._settle = count_and_settle
         await asyncio.gather(*(engine.generate(request(key, ledger)) for key in range(8)))
         return calls, loop.time()
 

@@ -1,0 +1,155 @@
+"""``miles simulate`` against real runs on this machine: the embedded engine on the CPU, in one process.
+
+Two kinds of runs measure the speeds: short responses of one length at several batch sizes (the decode curve and the training), and long
+ones at one batch size (seconds per token of context). The simulation then predicts runs with other batches, lengths and limits, whose
+lengths it reads from their saved rollouts. Times are medians over the steps after the first two, on one thread, in seconds of the
+processor instead of the clock: other programs on this machine then change them less.
+
+Run: ``python benchmarks/simulate_real.py --threads 1 --save`` (five minutes).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measure import finish, installed, options
+
+from miles_simulation.simulation import simulate
+from miles_testing import toy_run
+
+#: A small dense model, so that a step takes milliseconds.
+MODEL = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+STEPS, WARM_UP, SAMPLES = 6, 2, 4
+#: prompts per step of the runs that measure, at SHORT tokens at most; and of the one with long responses.
+BATCHES, SHORT, LONG = (1, 4, 12, 32), 24, 256
+#: prompts per step, limit on responses, temperature of the runs that are predicted. A higher temperature makes responses shorter.
+PREDICTED = ((8, 96, 1.0), (24, 64, 1.0), (2, 192, 1.0), (16, 192, 1.0), (32, 128, 1.0))
+
+
+def measure(directory: Path, prompts: int, longest: int, temperature: float = 1.0) -> dict[str, float]:
+    """One real run: median seconds per step and of its phases, and its lengths."""
+    made = toy_run(
+        (),
+        directory,
+        steps=STEPS,
+        family="qwen3",
+        sizes=MODEL,
+        rollout_batch_size=prompts,
+        n_samples_per_prompt=SAMPLES,
+        rollout_max_response_len=longest,
+        rollout_temperature=temperature,
+        lr=1e-6,
+        log_level="error",
+    )
+    rows = made.metrics[WARM_UP:]
+    lengths = [row["response_length"] for row in made.samples]
+    phases = {
+        name: statistics.median(row.get(f"time/{name}", 0.0) for row in rows) for name in ("step", "rollout", "sync")
+    }
+    return {
+        **phases,
+        "tokens": sum(lengths) / STEPS,
+        "samples": prompts * SAMPLES,
+        "prompt": statistics.fmean(len(row["tokens"]) - row["response_length"] for row in made.samples),
+        "longest": statistics.fmean(
+            max(lengths[i : i + prompts * SAMPLES]) for i in range(0, len(lengths), prompts * SAMPLES)
+        ),
+        "sum_of_squares": sum(n * n for n in lengths) / STEPS,
+    }
+
+
+def fit_curve(runs: list[dict[str, float]], long: dict[str, float], file: Path) -> dict[str, Any]:
+    """Decode seconds by batch from the short runs, and seconds per token of context from the long one."""
+    batches = [int(run["samples"]) for run in runs]
+    seconds = [run["rollout"] / run["longest"] for run in runs]
+    at = float(np.interp(long["samples"], batches, seconds))
+    # sum over steps of the context = sum over responses of n (prompt + n / 2)
+    context = long["prompt"] * long["tokens"] + long["sum_of_squares"] / 2
+    steady = at * long["longest"]
+    per_token = max(0.0, (long["rollout"] - steady) / context)
+    curve = {"batches": batches, "seconds": seconds, "per_token": per_token}
+    file.write_text(json.dumps(curve))
+    return curve
+
+
+def fit_training(runs: list[dict[str, float]]) -> tuple[float, float]:
+    """Seconds per step and per token of everything except the rollout and the sync."""
+    tokens = np.array([run["tokens"] + run["samples"] * run["prompt"] for run in runs])
+    rest = np.array([run["step"] - run["rollout"] - run["sync"] for run in runs])
+    (per_token, fixed), *_ = np.linalg.lstsq(np.stack([tokens, np.ones_like(tokens)], 1), rest, rcond=None)
+    return max(float(fixed), 0.0), max(float(per_token), 0.0)
+
+
+def predict(
+    run: Path, curve: Path, prompts: int, longest: int, prompt: float, speeds: dict[str, float]
+) -> dict[str, float]:
+    """Simulate the run in ``run`` with its lengths."""
+    flags: dict[str, Any] = {
+        "--rollout-batch-size": prompts,
+        "--n-samples-per-prompt": SAMPLES,
+        "--rollout-max-response-len": longest,
+        "--num-rollout": 12,
+        "--lengths": f"run:{run}",
+        "--prompt-lengths": f"constant:{max(1, round(prompt))}",
+        "--decode-curve": curve,
+        "--engine-gpus": 1,
+        "--trainer-gpus": 1,
+        "--prefill-seconds-per-token": 0,
+        **speeds,
+    }
+    return simulate([str(word) for pair in flags.items() for word in pair]).summary()
+
+
+def main() -> None:
+    chosen = options(__doc__).parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(chosen.threads)
+    time.perf_counter = time.process_time  # the clock of the run's phases
+    with tempfile.TemporaryDirectory() as temporary:
+        files = Path(temporary)
+        runs = [measure(files / f"batch-{batch}", batch, SHORT) for batch in BATCHES]
+        long = measure(files / "long", 12, LONG)
+        curve = fit_curve(runs, long, files / "curve.json")
+        fixed, per_token = fit_training([*runs, long])
+        sync = statistics.median(run["sync"] for run in [*runs, long])
+        speeds = {"--train-seconds-per-step": fixed, "--train-seconds-per-token": per_token, "--sync-seconds": sync}
+        rows = []
+        for prompts, longest, temperature in PREDICTED:
+            directory = files / f"run-{prompts}-{longest}"
+            real = measure(directory, prompts, longest, temperature)
+            found = predict(directory, files / "curve.json", prompts, longest, real["prompt"], speeds)
+            simulated = found["seconds_per_step"]
+            rows.append(
+                {
+                    "prompts": prompts,
+                    "longest": longest,
+                    "mean_length": round(real["tokens"] / real["samples"], 1),
+                    "measured": round(real["step"], 4),
+                    "simulated": round(simulated, 4),
+                    "error": round(simulated / real["step"] - 1, 3),
+                    "measured_rollout": round(real["rollout"], 4),
+                    "simulated_rollout": round(simulated * (1 - found["trainer_busy"]) - sync, 4),
+                }
+            )
+            print(rows[-1], file=sys.stderr, flush=True)
+    result = {"rows": rows, "curve": curve, **{name.strip("-"): value for name, value in speeds.items()}}
+    finish(Path(__file__).stem, result, chosen.save, lambda: installed("torch", "transformers"))
+
+
+if __name__ == "__main__":
+    main()
