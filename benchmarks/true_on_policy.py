@@ -137,7 +137,8 @@ def measure_time(threads: int, turns: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         work = make_workload(Path(directory))
         command = [sys.executable, str(Path(__file__).with_name("grpo_step.py")), "--worker", "miles"]
-        command += ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file), "--steps", str(turns + 3)]
+        command += ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file), "--steps-a-turn", "1"]
+        command += ["--steps", str(2 * (turns + 2) + 1)]  # the first step of a turn is not counted
         flags = {"plain": "--num-steps-per-rollout 1", "exact": "--num-steps-per-rollout 1 --plugins true_on_policy"}
         workers = [Worker(name, [*command, f"--worker-flags={more}"], threads) for name, more in flags.items()]
         reports: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
