@@ -11,17 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from miles_core.algorithm.correction import Correction
 from miles_core.contracts.engine import Engine, Request, Sampling
 from miles_core.contracts.exchanged import describe_invalid_tokens, vocabulary_size
-from miles_core.contracts.runtime import Runtime
+from miles_core.contracts.run import check_policies
+from miles_core.contracts.runtime import Learned, Runtime
 from miles_core.contracts.schedule import Schedule
 from miles_core.contracts.trainer import Loss, Output, Trainer
 from miles_core.contracts.transport import Transport
 from miles_core.data.batch import Batch, Ragged
+from miles_core.data.field import Field
+from miles_core.data.prompt_source import PromptSource
 from miles_core.data.sample import Sample, number
 from miles_core.data.unit import Unit
 from miles_core.errors import DataError
@@ -48,6 +52,11 @@ def check_callable(part: Any) -> str:
     return "" if callable(part) else describe_mismatch(part, "a function")
 
 
+def check_function_or_none(part: Any) -> str:
+    """Check that a part is callable, or None for no part."""
+    return "" if part is None else check_callable(part)
+
+
 def check_present(part: Any) -> str:
     """Check that a part is not None; another part defines its interface."""
     return "" if part is not None else describe_mismatch(part, "the part: is a `return` missing?")
@@ -68,14 +77,26 @@ def check_groups(value: Any, _: tuple[Any, ...]) -> str:
     expected = "a list of groups, each a list of Sample"
     if not isinstance(value, list) or not value:
         return describe_mismatch(value, expected)
-    return next(
-        (describe_mismatch(g, f"{expected}; this is one of its entries") for g in value if _check_sample_list(g)), ""
-    )
+    for group in value:
+        if _check_sample_list(group):
+            return describe_mismatch(group, f"{expected}; this is one of its entries")
+        if wrong := next(
+            (w for s in group if (w := _check_reward_of(s) or f"sample {s.index} has no reward" * (s.reward is None))),
+            "",
+        ):
+            return wrong
+    return ""
 
 
 def check_samples(value: Any, _: tuple[Any, ...]) -> str:
-    """Check for a list of at least one sample."""
-    return _check_sample_list(value)
+    """Check for a list of at least one sample, whose rewards, if they have any, are numbers or dicts."""
+    return _check_sample_list(value) or next((wrong for s in value if (wrong := _check_reward_of(s))), "")
+
+
+def _check_reward_of(sample: Sample) -> str:
+    if sample.reward is None or isinstance(sample.reward, Mapping):  # a dict may hold entries that are no reward
+        return ""
+    return f"sample {sample.index}: {wrong}" if (wrong := _check_one_reward(sample.reward)) else ""
 
 
 def _check_sample_list(value: Any) -> str:
@@ -102,6 +123,24 @@ def _check_one_reward(value: Any) -> str:
             number(entry, None)
         except DataError as error:
             return f"the reward{f' {name!r}' if name else ''} {error}"
+    return ""
+
+
+def check_learned(value: Any, _: tuple[Any, ...]) -> str:
+    """Check for a ``Learned`` whose metrics are numbers."""
+    if not isinstance(value, Learned):
+        return describe_mismatch(value, "what learn returned, or Learned({}, 0) if nothing was trained")
+    return check_numbers(value.metrics, ())
+
+
+def check_nothing(value: Any, _: tuple[Any, ...]) -> str:
+    """Check for None."""
+    return "" if value is None else describe_mismatch(value, "nothing")
+
+
+def check_policies_of(_: None, arguments: Mapping[str, Any]) -> str:
+    """Check ``run.policies``; raises PluginError."""
+    check_policies(arguments["run"].policies)
     return ""
 
 
@@ -201,10 +240,10 @@ def check_advantages(value: Any, arguments: tuple[Any, ...]) -> str:
     return wrong or _check_values("the advantage", value, negative=True)
 
 
-def check_optimizer_metrics(value: Any, _: tuple[Any, ...]) -> str:
-    """Check for a dict of numbers."""
+def check_numbers(value: Any, _: tuple[Any, ...]) -> str:
+    """Check for metrics: a dict of numbers."""
     if not isinstance(value, dict):
-        return describe_mismatch(value, "the dict of metrics that the inner function returned")
+        return describe_mismatch(value, "a dict of metrics, name -> number")
     wrong = next((name for name, entry in value.items() if not _is_scalar(entry)), None)
     return "" if wrong is None else f"the metric {wrong!r} is {describe(value[wrong])}; expected a number"
 
@@ -260,8 +299,16 @@ def check_batch(_: None, arguments: Mapping[str, Any]) -> str:
     """Check that every column has one row per token and every scalar one row per sample."""
     batch: Batch = arguments["batch"]
     tokens, count = len(batch.tokens), len(batch)
-    if batch.tokens.dtype != torch.int64:
-        return f"batch.tokens is {describe(batch.tokens)}; expected int64 token ids"
+    if not isinstance(batch.tokens, Tensor) or batch.tokens.dtype != torch.int64:
+        return f"batch.tokens is {describe(batch.tokens)}; expected a Tensor of int64 token ids"
+    low, high = (int(bound) for bound in batch.tokens.aminmax())
+    if low < 0 or high >= (vocabulary := vocabulary_size(arguments["run"])):
+        return f"batch.tokens has the token {low if low < 0 else high}; expected token ids from 0 to {vocabulary - 1}"
+    for name, column in (batch.columns | batch.scalars).items():
+        if isinstance(column, Tensor) and column.device != batch.tokens.device:
+            return f"batch has {name!r} on {column.device}; expected {batch.tokens.device}, the device of batch.tokens"
+        if isinstance(column, Tensor) and column.is_floating_point() and not bool(column.isfinite().all()):
+            return f"batch has {name!r} with {float(column[~column.isfinite()][0])}; expected finite values"
     for name, column in batch.columns.items():
         if not isinstance(column, (Tensor, Ragged)):
             return f"batch.columns[{name!r}] is {describe(column)}; expected a Tensor [tokens, ...]"
@@ -279,13 +326,32 @@ def _count_rows(tensor: Tensor) -> int:
     return len(tensor) if tensor.dim() else 0
 
 
-def check_sample(_: None, arguments: Mapping[str, Any]) -> str:
-    """Check that the sample's lists have the length of its response and its fields match their declarations."""
+def copy_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the sample's fields before the hook changes them."""
+    return dict(arguments["sample"].fields)
+
+
+def check_sample(state: dict[str, Any], arguments: Mapping[str, Any]) -> str:
+    """Check that the sample's lists have the length of its response, and that added fields match their declarations."""
+    sample, fields = arguments["sample"], {spec.name: spec for spec in arguments["run"].fields}
+    sample.validate(arguments["run"].fields)
+    for name, value in sample.fields.items():
+        if state.get(name) is not value and (wrong := _check_field(fields.get(name), value)):
+            return f"sample.fields[{name!r}] is {describe(value)}; {wrong}"
+    return _check_reward_of(sample)
+
+
+def _check_field(spec: Field | None, value: Any) -> str:
+    if spec is None:
+        return "no manifest declares this field; add miles_core.data.Field(...) to `fields` of the plugin"
+    if spec.ragged:
+        return ""
     try:
-        arguments["sample"].validate(arguments["run"].fields)
-    except (DataError, TypeError) as error:
-        return f"it left a sample that cannot be used: {error}"
-    return ""
+        shape = np.asarray(value).astype(spec.dtype).shape[spec.align != "sample" :]
+    except (TypeError, ValueError):
+        return f"expected rows of {spec.dtype}, as declared"
+    valid = len(shape) == len(spec.shape) and all(w in (None, n) for w, n in zip(spec.shape, shape, strict=True))
+    return "" if valid else f"expected {spec.dtype} rows of shape {list(spec.shape)}, as declared"
 
 
 def check_request(_: None, arguments: Mapping[str, Any]) -> str:
@@ -297,8 +363,9 @@ def check_request(_: None, arguments: Mapping[str, Any]) -> str:
         return f"it left the request with {wrong}"
     if not isinstance(request.sampling, Sampling) or request.sampling.max_new_tokens < 1:
         return f"it left the request with sampling {request.sampling!r:.80}; expected a Sampling with max_new_tokens of at least 1"
-    if not isinstance(request.extras, set):
-        return f"it left the request with extras that are {describe(request.extras)}; expected a set of field names"
+    declared = {spec.name for spec in arguments["run"].fields}
+    if not isinstance(request.extras, set) or request.extras - declared:
+        return f"it left the request with extras {request.extras!r:.80}; expected a set with some of {', '.join(sorted(declared))}"
     return ""
 
 
@@ -321,19 +388,22 @@ def check_added_metrics(state: dict[str, Any], arguments: Mapping[str, Any]) -> 
 
 #: hook -> checks of its results. ``UNCHECKED`` hooks cannot damage their arguments, or core checks their results elsewhere.
 BOUNDARIES: dict[str, Boundary] = {
-    "on_start": UNCHECKED,
+    "on_start": Boundary(after=check_policies_of),
     "on_model": Boundary(before=record_model, after=check_model),
     "on_mtp_layers": UNCHECKED,  # the trainer checks the requests against its model
     "wrap_rollout": Boundary(call=check_groups, kind="async"),
     "wrap_generate": Boundary(call=check_samples, kind="async"),
     "on_request": Boundary(after=check_request),
-    "on_sample": Boundary(after=check_sample),
+    "on_sample": Boundary(before=copy_fields, after=check_sample),
+    "on_evaluation": Boundary(before=copy_metrics, after=check_added_metrics),
+    "wrap_learn": Boundary(call=check_learned, kind="async"),
+    "wrap_export": Boundary(call=check_nothing),
     "on_batch": Boundary(after=check_batch),
     "wrap_forward": Boundary(call=check_output),
     "wrap_correction": Boundary(call=check_correction),
     "wrap_loss": Boundary(call=check_loss),
     "wrap_weights": Boundary(call=check_unit, kind="stream", shapes=unit_shapes),
-    "wrap_optimizer_step": Boundary(call=check_optimizer_metrics),
+    "wrap_optimizer_step": Boundary(call=check_numbers),
     "on_weights_synced": UNCHECKED,
     "on_step": Boundary(before=copy_metrics, after=check_added_metrics),
     "on_save": UNCHECKED,  # Store.put checks its arguments
@@ -349,13 +419,10 @@ BOUNDARIES: dict[str, Boundary] = {
     "make_advantage": Boundary(part=check_callable, call=check_advantages),
     "make_reward": Boundary(part=check_callable, call=check_reward, kind="async"),
     "make_sink": Boundary(part=check_sink),
+    "make_prompts": Boundary(part=check_instance(PromptSource)),
+    "make_check": Boundary(part=check_function_or_none, call=check_numbers, kind="async"),
     # Core checks the results of the following hooks where it uses them.
-    "make_check": UNCHECKED,
     "make_generate": UNCHECKED,
     "make_head": UNCHECKED,
     "make_optimizer": UNCHECKED,
-    "make_prompts": UNCHECKED,
-    "on_evaluation": UNCHECKED,
-    "wrap_export": UNCHECKED,
-    "wrap_learn": UNCHECKED,
 }
