@@ -16,6 +16,7 @@ import asyncio
 import json
 import random
 import shutil
+import subprocess
 import tempfile
 import time
 import zlib
@@ -37,6 +38,7 @@ from miles_endpoint.testing import CHATML, STRIPS
 from miles_testing import toy_run
 
 AGENTS = ("openai-agents", "openai-agents-chat", "langgraph", "smolagents")
+LIBRARIES = ("openai", "openai-agents", "langgraph", "langchain-openai", "smolagents")
 NOTES = ("", "naïve café", "x  y", 'say \\"hi\\"', "\\u00e9", "日本語", "tab\\there", "a/b", "1e-5", " lead")
 
 
@@ -223,6 +225,13 @@ def read_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
+def read_versions(python: str) -> dict[str, str]:
+    """Versions of the libraries here, and of the agents' in their interpreter."""
+    program = f"import json\nfrom importlib.metadata import version\nprint(json.dumps({{n: version(n) for n in {LIBRARIES}}}))"
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
+    return installed("miles-core", "uvicorn", "transformers", "tokenizers") | json.loads(done.stdout)
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--tokenizer", help="a checkpoint's directory, or a tokenizer.json")
@@ -240,7 +249,8 @@ def main() -> None:
             "agents",
             {"checkpoint": Path(given.checkpoint).name, "agents": models},
             given.save,
-            lambda: installed("miles-core", "uvicorn"),
+            lambda: read_versions(given.python),
+            f"model-{given.template}",
         )
         return
     if not given.tokenizer:
@@ -253,18 +263,20 @@ def main() -> None:
         counts = asyncio.run(run_agent(agent, given, tokenizer, renderer, 10_000 * i))
         found[agent] = {name: counts[name] for name in sorted(counts)}
         print(agent, json.dumps(found[agent]), flush=True)
-    wrong = {
+    sums = {
         name: sum(counts.get(name, 0) for counts in found.values())
-        for name in ("re_tokenized", "wrong_log_probs", "missing_tokens")
-    }
+        for name in (
+            "transcripts", "turns", "trained_tokens", "drifting_answers", "re_tokenized", "wrong_log_probs", "missing_tokens",
+        )
+    }  # fmt: skip
     result = {
         "template": given.template,
         "vocabulary": len(tokenizer),
         "agents": found,
-        **wrong,
+        **sums,
         "seconds": round(time.perf_counter() - started, 1),
     }
-    finish("agents", result, given.save, lambda: installed("miles-core", "uvicorn", "transformers"))
+    finish("agents", result, given.save, lambda: read_versions(given.python), given.template)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ load-balancing loss (miles has none on either), the grouped expert kernel, no lo
 
 ``--model DIR`` takes a real checkpoint instead of the random one: a chat model, asked for sums of two numbers through its own chat
 template, ``--prompts-a-step 16`` of them on a small machine.
+
+``--gpu dense`` (or ``moe``) is the same comparison on a GPU in BF16: a random model of ``sglang_engine.py``, 32 prompts of 64 tokens x 8
+samples of 256 tokens. Both sides stay on the GPU while the other one works, and TRL generates with Transformers.
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ from typing import Any
 from measure import Reporter, Steps, Worker, alternate, finish, installed, medians, options, spread
 
 PROMPTS, SAMPLES, TOKENS, LR = 64, 8, 16, 1e-6
+#: The same on a GPU, and tokens in a micro-batch of miles.
+GPU_PROMPTS, GPU_TOKENS, GPU_MICRO_BATCH = 32, 256, 36000
 
 
 def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
-    """Run ``miles train``, with the worker's flags, held before each step."""
+    """Run ``miles train``, with the worker's flags, held before each step. The device's queue is empty when a step's time is taken."""
     from miles_core import loop
     from miles_core.cli import train
     from miles_core.observe.metrics import read
@@ -44,6 +49,7 @@ def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
             await asyncio.to_thread(turn.wait)
             started = time.perf_counter()
             await original(run, *parts)
+            wait_for_device(given)
             seconds = time.perf_counter() - started
             record = read(run.directory / "metrics.jsonl")[-1]
             phases = {
@@ -53,11 +59,13 @@ def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
 
         loop.step = timed_step
         flags = f"""--hf-checkpoint {given.checkpoint} --prompt-data {given.prompts} --input-key prompt --label-key label
-            --custom-rm-path {Path(__file__).with_name("workload.py")}:rm --save {directory}/run --device cpu
-            --dtype float32 --rollout-batch-size {count} --n-samples-per-prompt {SAMPLES} --num-rollout {given.steps}
-            --rollout-max-response-len {TOKENS} --max-running-requests {count * SAMPLES} --lr {LR}
+            --custom-rm-path {Path(__file__).with_name("workload.py")}:{"rm_odd" if given.gpu else "rm"} --save {directory}/run
+            --device {device_of(given)} --dtype {"bfloat16" if given.gpu else "float32"}
+            --rollout-batch-size {count} --n-samples-per-prompt {SAMPLES} --num-rollout {given.steps}
+            --rollout-max-response-len {GPU_TOKENS if given.gpu else TOKENS} --max-running-requests {count * SAMPLES} --lr {LR}
             --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0 --eps-clip 0.2 --loss-aggregation token_mean
-            --use-dynamic-batch-size --max-tokens-per-gpu 65536 --seed 0 --log-level warning"""
+            --use-dynamic-batch-size --max-tokens-per-gpu {GPU_MICRO_BATCH if given.gpu else 65536} --seed 0
+            --log-level warning"""
         train.run([*flags.split(), *given.worker_flags.split()])
 
 
@@ -70,7 +78,7 @@ def trl_config(directory: str, given: argparse.Namespace) -> Any:
         per_device_train_batch_size=given.trl_batch,
         gradient_accumulation_steps=given.prompts_a_step * SAMPLES // given.trl_batch,
         num_generations=SAMPLES,
-        max_completion_length=TOKENS,
+        max_completion_length=GPU_TOKENS if given.gpu else TOKENS,
         max_steps=given.steps,
         learning_rate=LR,
         lr_scheduler_type="constant",
@@ -84,9 +92,9 @@ def trl_config(directory: str, given: argparse.Namespace) -> Any:
         top_p=1.0,
         top_k=0,
         router_aux_loss_coef=0.0,
-        bf16=False,
+        bf16=bool(given.gpu),
         gradient_checkpointing=False,
-        use_cpu=True,
+        use_cpu=device_of(given) == "cpu",
         dataloader_num_workers=0,
         dataloader_pin_memory=False,
         save_strategy="no",
@@ -94,16 +102,18 @@ def trl_config(directory: str, given: argparse.Namespace) -> Any:
         report_to="none",
         disable_tqdm=True,
         seed=0,
-        model_init_kwargs={"dtype": "float32"} | ({} if given.model else {"experts_implementation": given.trl_experts}),
+        model_init_kwargs={"dtype": "float32"}
+        | ({} if given.model or given.gpu == "dense" else {"experts_implementation": given.trl_experts}),
     )
 
 
 def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
     """Run ``GRPOTrainer.train``, held between two steps."""
+    import pyarrow
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
-    from workload import letters
+    from workload import letters, odd
 
     lengths: list[float] = []
     phases: dict[str, float] = {}
@@ -111,7 +121,7 @@ def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         lengths.append(statistics.fmean(map(len, completion_ids)))
-        return [letters(text) for text in completions]
+        return [odd(ids) for ids in completion_ids] if given.gpu else [letters(text) for text in completions]
 
     class Held(TrainerCallback):
         started = 0.0
@@ -121,6 +131,7 @@ def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
             Held.started = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
+            wait_for_device(given)
             seconds = time.perf_counter() - Held.started
             rest = {"other": seconds - sum(phases.values())}
             turn.report(seconds=seconds, length=lengths[-1], **phases, **rest)
@@ -136,6 +147,7 @@ def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
             try:
                 return inner(*args, **kwargs)
             finally:
+                wait_for_device(given)
                 phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - started
 
         setattr(GRPOTrainer, name, outer)
@@ -149,7 +161,9 @@ def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
             given.checkpoint,
             reward,
             args=config,
-            train_dataset=Dataset.from_dict({"prompt": rows}),
+            train_dataset=Dataset(
+                pyarrow.table({"prompt": rows}), fingerprint="prompts"
+            ),  # else datasets pickles pyarrow
             processing_class=AutoTokenizer.from_pretrained(given.checkpoint, padding_side="left"),
             callbacks=[Held()],
         )
@@ -157,12 +171,29 @@ def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
         trainer.train()
 
 
+def device_of(given: argparse.Namespace) -> str:
+    """Return where both sides compute."""
+    import torch
+
+    return "cuda" if given.gpu and torch.cuda.is_available() else "cpu"
+
+
+def wait_for_device(given: argparse.Namespace) -> None:
+    """Wait until the GPU has computed everything, if there is one."""
+    if device_of(given) == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
 def compare(given: argparse.Namespace) -> dict[str, Any]:
     """Take turns between TRL and miles, bare and with each set of plugins."""
-    from workload import make_workload, questions_for
+    from workload import make_workload, questions_for, random_words
 
     with tempfile.TemporaryDirectory() as directory:
-        if given.model:
+        if given.gpu:
+            work = random_words(Path(directory), given.gpu)
+        elif given.model:
             work = questions_for(Path(directory), Path(given.model))
         else:
             work = make_workload(Path(directory), given.shots)
@@ -170,6 +201,7 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         common = ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file), "--steps", str(steps)]
         common += ["--steps-a-turn", str(given.steps_a_turn), "--prompts-a-step", str(given.prompts_a_step)]
         common += ["--model", given.model] if given.model else []
+        common += ["--gpu", given.gpu] if given.gpu else []
         here = str(Path(__file__).resolve())
         commands = {"miles": [sys.executable, here, "--worker", "miles", *common]}
         for plugins in given.plugins:
@@ -189,10 +221,10 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         return {
             "workload": {
                 "prompts": given.prompts_a_step,
-                "model": Path(given.model).name if given.model else "random Qwen3-MoE",
+                "model": Path(given.model).name if given.model else given.gpu or "random Qwen3-MoE",
                 "samples": SAMPLES,
-                "max_new_tokens": TOKENS,
-                "prompt_tokens": round(statistics.fmean(len(p.encode()) for p in work.prompts), 1),
+                "max_new_tokens": GPU_TOKENS if given.gpu else TOKENS,
+                "prompt_tokens": 64 if given.gpu else round(statistics.fmean(len(p.encode()) for p in work.prompts), 1),
                 "threads": given.threads,
                 "turns": given.turns,
                 "steps_a_turn": given.steps_a_turn,
@@ -216,11 +248,13 @@ def main() -> None:
     parser.add_argument("--trl-experts", default="grouped_mm", help="Transformers' experts implementation for TRL")
     parser.add_argument("--trl-batch", type=int, default=0, help="TRL's micro-batch (default: all samples of a step)")
     parser.add_argument("--model", default="", help="a chat model's checkpoint instead of the random one")
-    parser.add_argument("--prompts-a-step", type=int, default=PROMPTS, help="prompts of a step")
+    parser.add_argument("--gpu", choices=("dense", "moe", "tiny"), default="", help="a random BF16 model on a GPU")
+    parser.add_argument("--prompts-a-step", type=int, default=0, help="prompts of a step (default: 64; on a GPU 32)")
     for name in ("--worker", "--checkpoint", "--prompts", "--worker-flags"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    given.prompts_a_step = given.prompts_a_step or (GPU_PROMPTS if given.gpu else PROMPTS)
     given.trl_batch = given.trl_batch or given.prompts_a_step * SAMPLES
     if given.worker == "miles":
         work_with_miles(given, Reporter())
@@ -228,7 +262,7 @@ def main() -> None:
         work_with_trl(given, Reporter())
     else:
         result = compare(given)
-        finish("grpo_step", result, given.save, lambda: installed("miles-core"))
+        finish("grpo_step", result, given.save, lambda: installed("miles-core"), given.gpu)
 
 
 if __name__ == "__main__":

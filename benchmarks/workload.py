@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,27 @@ def questions_for(directory: Path, model: Path, count: int = 512) -> Workload:
 def letters(text: str) -> float:
     """Fraction of ASCII letters; samples of a random model differ in it, so every group has advantages."""
     return sum(c.isascii() and c.isalpha() for c in text) / RESPONSE_TOKENS
+
+
+def random_words(directory: Path, kind: str, count: int = 512) -> Workload:
+    """A random BF16 model of ``sglang_engine.py`` and prompts of 64 random words, one token each."""
+    from sglang_engine import VOCABULARY, make_model
+
+    draw = random.Random(0)
+    prompts = [" ".join(f"w{draw.randrange(2, VOCABULARY)}" for _ in range(64)) for _ in range(count)]
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps({PROMPT_KEY: text, LABEL_KEY: ""}) + "\n" for text in prompts))
+    return Workload(make_model(kind, directory / "model"), path, prompts)
+
+
+def odd(tokens: Sequence[int]) -> float:
+    """Fraction of odd token ids, which differs within a group of random samples of any length."""
+    return sum(token % 2 for token in tokens) / max(len(tokens), 1)
+
+
+async def rm_odd(args: Any, sample: Any) -> float:
+    """``odd`` as a custom reward."""
+    return odd(sample.tokens[len(sample.tokens) - sample.response_length :])
 
 
 async def rm(args: Any, sample: Any) -> float:

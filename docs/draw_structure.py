@@ -22,6 +22,7 @@ ORDER = (
     "miles_embedded",
     "miles_testing",
     "miles_transport",
+    "miles_simulation",
     "miles_tools",
     "miles_runtime",
     "miles_schedules",
@@ -36,6 +37,7 @@ SUBTITLES = {
     "miles_transport": "weights between processes",
     "miles_runtime": "where trainer and engines run",
     "miles_schedules": "schedules that generate while they train",
+    "miles_simulation": "a run on a virtual clock",
     "miles_mismatch": "whether engine and trainer agree",
     "miles_tools": "commands and reports, attached as a third party would",
 }

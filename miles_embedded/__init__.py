@@ -34,7 +34,7 @@ for _noisy in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
-    from miles_embedded.engine.attention import DecodeCall
+    from miles_embedded.engine.attention import DecodeCall, PromptCall
     from miles_embedded.engine.build import make_engine
     from miles_embedded.engine.cache import CachedRows
     from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
         operations_of,
         use_operations,
     )
-    from miles_embedded.model.parts import backbone, decoder_layers, text_configuration
+    from miles_embedded.model.parts import backbone, decoder_layers, head, text_configuration
     from miles_embedded.model.released import Released
     from miles_embedded.model.storage import (
         codes_of,
@@ -110,6 +110,7 @@ __all__ = [
     "OptimizerGroup",
     "PackedCall",
     "Packing",
+    "PromptCall",
     "Prompts",
     "Released",
     "Routed",
@@ -130,6 +131,7 @@ __all__ = [
     "full_values",
     "gather_tensor",
     "has_windows",
+    "head",
     "is_constant",
     "is_embedded",
     "load_model",
@@ -166,7 +168,7 @@ __all__ = [
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
-        "miles_embedded.engine.attention": "DecodeCall",
+        "miles_embedded.engine.attention": "DecodeCall PromptCall",
         "miles_embedded.engine.build": "make_engine",
         "miles_embedded.engine.cache": "CachedRows",
         "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
@@ -178,7 +180,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
-        "miles_embedded.model.parts": "backbone decoder_layers text_configuration",
+        "miles_embedded.model.parts": "backbone decoder_layers head text_configuration",
         "miles_embedded.model.storage": "codes_of full_values gather_tensor is_constant local_shard mark_constant",
         "miles_embedded.quantized.encoded": "EncodedParameter encode_weights share_weights",
         "miles_embedded.model.examine": "examine",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles_core import __version__
-from miles_core.plugin import Facts, Plugin, Problem, Review, describe_fact, option
+from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fact, option
 
 _STATE = (
     "its layers keep a recurrent state (linear attention, Mamba, convolutions), but the embedded backend caches keys and values only, "
@@ -24,6 +24,11 @@ _OWN_ATTENTION = (
     "its attention is incompatible with packed sequences or cached keys (two attentions in one cache slot, its own mask or positions, "
     "a compressed or indexed cache); use another engine and trainer"
 )
+_OWN_CALL = (
+    "its forward does not pass the arguments that carry the embedded backend's attention on to its decoder layers; use another engine "
+    "and trainer"
+)
+_FP16 = "only FP16 gradients overflow, so only FP16 training scales the loss (--dtype float16)"
 #: Reason -> refused model types. ``docs/families.md`` lists them and the tested ones. A type in neither list is untested; its scores
 #: are compared with plain forwards when an engine is built.
 REFUSED: dict[str, tuple[str, ...]] = {
@@ -84,6 +89,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     _OWN_ATTENTION: (
         *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "modernbert-decoder"),
     ),
+    _OWN_CALL: ("moshi",),
 }
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {
@@ -191,6 +197,24 @@ class EmbeddedConfig:
         help="on a GPU the engine decodes by replaying CUDA graphs if the model and the options allow it; this flag launches every "
         "step from Python instead, which is several times slower but runs Python hooks of the model at every step",
     )
+    offload_optimizer: bool = option(
+        False,
+        flag="--offload-optimizer",
+        help="keep FP32 master weights and optimizer state in host memory (pinned for a GPU) except during an optimizer step",
+    )
+    initial_loss_scale: float = option(
+        65536.0,
+        flag="--initial-loss-scale",
+        help="with --dtype float16: the first loss scale; it is halved when a gradient overflows, and that step is skipped",
+        ge=1,
+    )
+    loss_scale_window: int = option(
+        2000,
+        flag="--loss-scale-window",
+        help="with --dtype float16: steps without an overflow after which the loss scale is doubled",
+        metavar="N",
+        ge=1,
+    )
 
 
 plugin = Plugin(
@@ -235,7 +259,19 @@ plugin = Plugin(
         ),
     },
     defaults={"engine": "embedded", "trainer": "embedded"},
+    aliases={"--fp16": {"model.dtype": "float16"}},
+    requires=(
+        Rule(
+            "train.precision == bf16 and rollout.precision == bf16",
+            when="model.dtype == float16",
+            because="number formats encode a BF16 copy of the weights, which would round FP16 weights; leave the format out, or train in "
+            "--dtype bfloat16",
+        ),
+        Rule("model.dtype == float16", when="embedded.initial_loss_scale != 65536", because=_FP16),
+        Rule("model.dtype == float16", when="embedded.loss_scale_window != 2000", because=_FP16),
+    ),
     review="miles_embedded.manifest:review",
     memory="miles_embedded.memory.usage:usage",
     examine="miles_embedded.model.examine:examine",
+    measures="miles_embedded.speed:measure_speeds",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, 
 from miles_core.data.unit import Encoded
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MismatchError, SyncError, WorkerLost
+from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import Mailbox
 from miles_runtime.workers import Workers, gather_in_order
 
@@ -47,7 +47,7 @@ class EngineFront(Engine):
         self._alive = set(self.serving)
         self._version = -1
         self._mail = [Mailbox(engines, number) for number in range(len(engines))]
-        self._in_flight: Counter[int] = Counter()
+        self._in_flight = LeastLoaded()
         self._groups: dict[int, list[int]] = {}
         self._state: dict[str, tuple[Any, ...]] = {}
         self._asleep: set[EnginePart] = set()
@@ -94,13 +94,13 @@ class EngineFront(Engine):
             number = await self._choose(request.group)
             group = self._groups.setdefault(request.group, [number, 0])
             group[:] = number, group[1] + 1
-            self._in_flight[number] += 1
+            self._in_flight.add(number, 1)
             try:
                 return await self._mail[number].ask(request)
             except WorkerLost as lost:
                 self.replace_lost(lost)
             finally:
-                self._in_flight[number] -= 1
+                self._in_flight.add(number, -1)
                 group[1] -= 1
                 if not group[1]:
                     self._groups.pop(request.group, None)
@@ -289,4 +289,4 @@ class EngineFront(Engine):
             await self._news.wait()
         if group is not None and group in self._groups and self._groups[group][0] in self.serving:
             return self._groups[group][0]
-        return min(self.serving, key=lambda number: (self._in_flight[number], number))
+        return self._in_flight.choose(self.serving)

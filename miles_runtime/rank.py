@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,8 @@ class Rank(Learner):
 
     def take_snapshot(self, version: int) -> None:
         """See ``LearnerHandle.take_snapshot``."""
-        self.snapshot = snapshot(self.units("snapshot", everywhere=True), self.codec, version)
+        with closing(self.units("snapshot", everywhere=True)) as units:
+            self.snapshot = snapshot(units, self.codec, version)
 
     def rebuild(self, due: Precisions) -> None:
         """See ``LearnerHandle.rebuild``."""
@@ -106,8 +108,8 @@ class Rank(Learner):
         held = {*self._held}  # excludes the weights if an engine died during its turn
         needed: list[TrainerPart] = ["weights", *held]
         self.hold(needed)
-        units = self.units("sync", transport.everywhere)
-        report = await transport.send(self.codec.encode(units, transport.reserve), version)
+        with closing(self.units("sync", transport.everywhere)) as units:
+            report = await transport.send(self.codec.encode(units, transport.reserve), version)
         self.hold([*held])
         return report
 
@@ -116,8 +118,8 @@ class Rank(Learner):
         transport = self._numbered_transport(number)
         transport.unstage()
         if version is not None:
-            units = self.units("sync", transport.everywhere)
-            await transport.stage(self.codec.encode(units, transport.reserve), version)
+            with closing(self.units("sync", transport.everywhere)) as units:
+                await transport.stage(self.codec.encode(units, transport.reserve), version)
 
     def hold(self, parts: Sequence[TrainerPart]) -> None:
         """Keep only these parts of the trainer in device memory, plus weights that the engine reads in place."""

@@ -42,7 +42,11 @@ plugin = Plugin(
             "verify_logprobs": "miles_mismatch.at_sync:make_check",
         },
         "progress": {"terminal": "miles_tools.progress:TerminalProgress"},
-        "sink": {"tensorboard": "miles_tools.sinks:make_tensorboard", "wandb": "miles_tools.sinks:make_wandb"},
+        "sink": {
+            "tensorboard": "miles_tools.sinks:make_tensorboard",
+            "wandb": "miles_tools.sinks:make_wandb",
+            "profile": "miles_tools.profiler:make_profiler",
+        },
         "record": {"environment": "miles_tools.environment:write_environment"},
         "report": {"html": "miles_tools.report.report:report"},
     },

@@ -25,6 +25,11 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 quantises expert matrices only, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
     (frozenset({"endpoint", "tools"}), "", "", "agents are run by this rollout function only"),
+    (frozenset({"true_on_policy", "cpu_kernels"}), "", "", "adds in another order in decoding than in training"),
+    *(
+        (frozenset({"true_on_policy", name}), "", f"{name}xbf16", "computes another function than a plain trainer")
+        for name in FORMATS
+    ),
     *((frozenset(two), "", "", "a run has one low-precision format") for two in combinations(FORMATS, 2)),
 )
 
@@ -53,7 +58,18 @@ DRAFTS: dict[str, dict[str, object]] = {"speculative": {"spec_lookahead": 2, "on
 EXPECTED = ("train/grad_norm", "mismatch/abs_log_prob", "speculative/accept_length")
 DRAFT = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64}
 #: Plugins without a part that depends on the model's family, tried in pairs with one family.
-ANY_FAMILY = {"coevolution", "distillation", "endless", "endpoint", "environments", "lora", "mxfp6", "ppo", "tools"}
+ANY_FAMILY = {
+    "coevolution",
+    "distillation",
+    "endless",
+    "endpoint",
+    "environments",
+    "lora",
+    "mxfp6",
+    "ppo",
+    "tools",
+    "true_on_policy",
+}
 #: The most plugins in one run: when it fails, the reason has to be found among them.
 GROUP = 5
 
@@ -156,6 +172,8 @@ def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, tmp_path, na
         # one format on both sides, or none: what the engine sampled is what the trainer computes
         if rollout == train:
             assert max(values["mismatch/abs_log_prob"]) < 1e-3, (names, cell)
+        if "true_on_policy" in names:
+            assert max(values["mismatch/abs_log_prob"]) == 0, (names, cell)
 
 
 def test_refusals_are_the_table_s():

@@ -75,6 +75,7 @@ TOOLS: list[dict[str, str]] = [
         "environment": "core: redact",
         "progress": "core: observe",
         "sinks": "core: errors redact contracts",
+        "profiler": "core: contracts",
     },
     {
         "native": "environment core: errors",
@@ -134,11 +135,20 @@ SCHEDULES: list[dict[str, str]] = [
     },
 ]
 
+#: Runs on a virtual clock, one layer in itself.
+SIMULATION: list[dict[str, str]] = [
+    {
+        "simulation": "core: errors data plugin config observe precision contracts rollout train run loop miles_core "
+        "miles_core.plugin runtime: runtime tools: report",
+    },
+]
+
 #: The rooms of ``miles_embedded``.
 ROOMS: list[dict[str, str]] = [
     {
         "memory": "core: miles_core.plugin miles_core.trainer",
         "manifest": "core: miles_core miles_core.plugin",
+        "speed": "",
     },
     {
         "kernels": "core: errors",
@@ -174,6 +184,7 @@ TABLES: dict[str, list[dict[str, str]]] = {
     "miles_mismatch": MISMATCH,
     "miles_runtime": RUNTIME,
     "miles_schedules": SCHEDULES,
+    "miles_simulation": SIMULATION,
     "miles_tools": TOOLS,
     "miles_transport": TRANSPORT,
     "miles_testing": TESTING,

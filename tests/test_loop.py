@@ -240,10 +240,5 @@ def test_a_filter_that_refuses_everything_ends_the_run_with_advice(toy_run, tmp_
         toy_run(dynamic_sampling_filter_path=tmp_path / "keep.py", n_samples_per_prompt=2)
 
 
-def test_the_second_step_is_profiled(toy_run):
-    run = toy_run(profile=True)
-    assert list((run.directory / "profile").iterdir())
-
-
 def test_function_and_fixture_are_the_same():
     assert toy_run(steps=1).metrics[0]["step"] == 1

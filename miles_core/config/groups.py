@@ -97,7 +97,9 @@ class Run:
         help="continue with a warning if engine and trainer compute different functions after the first weight sync",
     )
     log_level: LogLevel = option("info", help="how much to log")
-    profile: bool = option(False, help="record a torch profiler trace of the second rollout step")
+    profile: bool = option(
+        False, help="record a torch profiler trace of the second step, and print its kernels or operators"
+    )
     profile_dir: Path | None = option(None, help="directory of traces (default: the run directory)")
     use_wandb: bool = option(
         False, help="also send metrics to Weights & Biases; a resumed run continues the same record"
@@ -126,7 +128,7 @@ class Model:
         True,
         help="compare the forward pass with that of the plain model at the start, and the engine with the trainer after the first weight sync",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = option(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", help="dtype of the model; auto is float32 on a CPU and bfloat16 on a GPU"
     )
     device: Literal["auto", "cpu", "cuda"] = option(

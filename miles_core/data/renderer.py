@@ -12,8 +12,10 @@ roles cause this.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,9 +29,9 @@ Message = Mapping[str, Any]
 #: error.
 Effect = Literal["appends", "drops reasoning", "rewrites", "refuses"]
 
-#: Placeholder for an assistant's answer in conversations that are rendered to examine the template.
-_ANSWER = "qzjAnswerqzj"
-_REASONING = "qzjReasonqzj"
+#: Placeholders in conversations that are rendered to examine the template.
+_ANSWER, _REASONING, _NEW = "qzjAnswerqzj", "qzjReasonqzj", "qzjNewqzj"
+_QUESTION = {"role": "user", "content": "question"}
 #: Delimiters of the placeholder for a special token written in a message: private-use characters, which no template treats specially.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 
@@ -124,10 +126,15 @@ class Renderer:
         roles = [str(message.get("role")) for message in messages]
         if not messages or "assistant" in roles:
             raise DataError(f"extend takes at least one message and no assistant messages, got the roles {roles}")
-        self._check_effects(tokens, roles)
+        dropping = next((role for role in roles if self.examine(role) == "drops reasoning"), None)
+        if dropping and self._has_reasoning(tokens):
+            raise CannotExtend(
+                "the chat template removes the reasoning of earlier answers when a message of the role "
+                f"{dropping} follows; render the whole conversation",
+                "reasoning",
+            )
         literals: list[str] = []
-        calls_and_closing, new = self._tail(self._without_control(messages, literals), tools)
-        following = self._encode(self._closing_in(calls_and_closing) + new, literals)
+        following = self._encode(self._tail(self._without_control(messages, literals), tools), literals)
         if tokens[-1] == following[0]:
             return [*tokens, *following[1:]]
         if tokens[-1] in self.tokenizer.all_special_ids:
@@ -140,59 +147,45 @@ class Renderer:
         return [*tokens, *following]
 
     def examine(self, role: str) -> Effect:
-        """Determine how appending a message of ``role`` after an answer affects the earlier text."""
-        if role not in self._effects:
-            self._effects[role] = self._determine_effect(role)
-        return self._effects[role]
+        """Determine how appending a message of ``role`` after an answer affects what the model wrote in this answer.
+
+        Text that only the template writes may differ, such as an empty reasoning block of the generation prompt.
+        """
+        return self._effects.get(role) or self._effects.setdefault(role, self._determine_effect(role))
 
     def _determine_effect(self, role: str) -> Effect:
+        new = [_probe(role)]
         try:
-            plain = self._keeps(role, _ANSWER)
-            reasoned = self._keeps(role, f"<think>\n{_REASONING}\n</think>\n\n{_ANSWER}")
+            tail, history = self._tail(new, None), self._history(new, _FIELDS if self._reasoning_mark else _INLINE)
+        except CannotExtend:
+            return "rewrites"
         except DataError:
             return "refuses"
-        return "appends" if plain and reasoned else "drops reasoning" if plain else "rewrites"
+        return "refuses" if _NEW not in tail else "appends" if _REASONING in history else "drops reasoning"
 
-    def _keeps(self, role: str, answer: str) -> bool:
-        """Return whether prompt, answer and continuation together equal the rendered whole conversation."""
-        user, new = {"role": "user", "content": "question"}, _probe(role)
-        prompt = self.text([user])
-        history = self.text([user, _assistant([new], answer), new])
-        return history == prompt + answer.removeprefix(_shared(prompt, answer)) + "".join(self._tail([new], None))
-
-    def _check_effects(self, tokens: Sequence[int], roles: Sequence[str]) -> None:
-        for role in dict.fromkeys(roles):
-            effect = self.examine(role)
-            if effect == "rewrites" or (effect == "drops reasoning" and self._has_reasoning(tokens)):
-                what = (
-                    "removes the reasoning of earlier answers"
-                    if effect == "drops reasoning"
-                    else "changes earlier text"
-                )
-                raise CannotExtend(
-                    f"the chat template {what} when a message of the role {role} follows; render the whole conversation",
-                    "reasoning" if effect == "drops reasoning" else "rewrites",
-                )
+    @cached_property
+    def _reasoning_mark(self) -> str:
+        """The text that opens the reasoning in a message; "" if the template takes reasoning as a part of the content only."""
+        for following in ([], [_probe("tool")]):
+            with suppress(DataError):
+                before, shown, _ = self._history(following, _FIELDS, whole=False).partition(_REASONING)
+                if shown:
+                    return before[len(os.path.commonprefix([before, self.text([_QUESTION])])) :].strip() or "<think>"  # noqa: RUF071
+        return ""
 
     def _has_reasoning(self, tokens: Sequence[int]) -> bool:
         """Return whether ``tokens`` hold reasoning, complete or cut off before its end."""
-        marks = [self.tokenizer.encode(mark, add_special_tokens=False) for mark in ("<think>", "</think>")]
-        if all(len(mark) == 1 for mark in marks):
-            return any(mark[0] in tokens for mark in marks)
-        text = str(self.tokenizer.decode(list(tokens)))
-        return "<think>" in text or "</think>" in text
+        marks = (self._reasoning_mark or "<think>", "</think>")
+        ids = [self.tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
+        if all(len(one) == 1 and one[0] not in tokens for one in ids):
+            return False
+        text = re.sub(r"<think>\s*</think>", "", str(self.tokenizer.decode(list(tokens))))
+        return any(mark in text for mark in marks)
 
     @cached_property
     def _closing(self) -> str:
         """The text that the template writes after an answer."""
-        text = self.text(
-            [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}], generate=False
-        )
-        if text.count(_ANSWER) != 1:
-            raise ConfigError(
-                "the chat template does not show an assistant's answer, so no conversation can be continued with it"
-            )
-        return text.partition(_ANSWER)[2]
+        return self._history([], {"content": _ANSWER}, whole=False).partition(_ANSWER)[2]
 
     def _closing_in(self, text: str) -> str:
         """Return the part of ``text`` that closes an answer. ``text`` holds the answer's calls and its end; a call may also end with a
@@ -201,19 +194,29 @@ class Renderer:
             return self._closing
         return text[max((text.rfind(special) for special in self._special if special in text), default=len(text)) :]
 
-    def _tail(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, str]:
-        """Return the texts that the template writes after an answer's content: its calls and end; and ``messages`` up to the next
-        answer."""
-        before = [{"role": "user", "content": "question"}, _assistant(messages, _ANSWER)]
-        base = self.text(before, tools, generate=False)
-        whole = self.text([*before, *messages], tools)
-        if not whole.startswith(base):
-            roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))
-            raise CannotExtend(
-                f"the chat template changes earlier text when a message of the role {roles} follows; render the whole conversation",
-                "rewrites",
-            )
-        return base.partition(_ANSWER)[2], whole[len(base) :]
+    def _tail(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+        """Return the text that the template writes after an answer with its calls: the end, and ``messages`` up to the next answer."""
+        calls = any(message.get("role") == "tool" for message in messages)
+        for content in (_ANSWER, "")[: 1 + calls]:  # some templates omit or move the content of an answer with calls
+            base, whole = (self._history(messages, {"content": content}, tools, all_) for all_ in (False, True))
+            if content and content in base and content in whole:
+                base, whole = (text.partition(content)[2] for text in (base, whole))
+                if not calls:
+                    return whole
+            if calls and whole.startswith(base) and _ANSWER not in whole[len(base) :]:
+                return self._closing_in(base) + whole[len(base) :]
+        roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))
+        raise CannotExtend(
+            f"the chat template changes earlier text when a message of the role {roles} follows; render the whole conversation",
+            "rewrites",
+        )
+
+    def _history(self, new: Sequence[Message], answer: Message, tools: Any = None, whole: bool = True) -> str:
+        """Render a question, ``answer`` with the calls to which the tool messages in ``new`` respond, and if ``whole``, ``new``."""
+        following = new if whole else ()
+        with suppress(DataError):
+            return self.text([_QUESTION, _assistant(answer, new, {}), *following], tools, whole)
+        return self.text([_QUESTION, _assistant(answer, new, "{}"), *following], tools, whole)  # arguments as text
 
     def _without_control(self, messages: Sequence[Message], literals: list[str]) -> list[Message]:
         """Replace special tokens in the texts of ``messages`` with placeholders; append the originals to ``literals``."""
@@ -248,25 +251,25 @@ class Renderer:
         return tokens + (self.tokenizer.encode(rest, add_special_tokens=False) if rest else [])
 
 
-def _assistant(following: Sequence[Message], answer: str) -> Message:
-    """Make an assistant message with the calls to which the tool messages in ``following`` respond."""
+#: An answer with reasoning, as fields of a message that different templates read, and as a part of the content.
+_FIELDS = {"content": "", "reasoning_content": _REASONING, "thinking": _REASONING}
+_INLINE = {"content": f"<think>\n{_REASONING}\n</think>\n\n{_ANSWER}"}
+
+
+def _assistant(answer: Message, following: Sequence[Message], arguments: Any) -> Message:
+    """Make an assistant message with the content of ``answer``, and the calls to which the tool messages in ``following`` respond."""
     calls = [
         {
             "id": str(message.get("tool_call_id", "call00000")),
             "type": "function",
-            "function": {"name": str(message.get("name", "function")), "arguments": {}},
+            "function": {"name": str(message.get("name", "function")), "arguments": arguments},
         }
         for message in following
         if message.get("role") == "tool"
     ]
-    return {"role": "assistant", "content": answer} | ({"tool_calls": calls} if calls else {})
+    return {"role": "assistant", **answer} | ({"tool_calls": calls} if calls else {})
 
 
 def _probe(role: str) -> Message:
     named = {"name": "function", "tool_call_id": "call00000"} if role == "tool" else {}
-    return {"role": role, "content": "message", **named}
-
-
-def _shared(prompt: str, answer: str) -> str:
-    """Return the longest prefix of ``answer`` that is a suffix of ``prompt``: some generation prompts open the reasoning."""
-    return next((answer[:n] for n in range(len(answer), 0, -1) if prompt.endswith(answer[:n])), "")
+    return {"role": role, "content": _NEW, **named}

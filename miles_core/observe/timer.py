@@ -1,14 +1,10 @@
-"""Measures the time of a step's phases, and implements the profiler of ``--profile``."""
+"""Measures the time of a step's phases."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-
-log = logging.getLogger(__name__)
 
 
 class Clock:
@@ -70,45 +66,3 @@ class Clock:
         if self._open:
             self.add(self._open[-1], now - self._mark)
         self._mark = now
-
-
-class Profiler:
-    """Profiles chosen steps with ``torch.profiler``.
-
-    For each step it writes ``step_00000003.trace.json`` (for chrome://tracing or ui.perfetto.dev) and ``step_00000003.txt``, the
-    operators sorted by self time, to ``directory``.
-
-    Args:
-        directory: output directory.
-        first: the first profiled step, as the number of completed steps at its start. 1 is the second step; the first step warms up
-            caches.
-        count: number of consecutive steps; 0 disables the profiler.
-    """
-
-    def __init__(self, directory: Path | str, first: int = 1, count: int = 1) -> None:
-        self.directory = Path(directory)
-        self.steps = range(first, first + count)
-
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Context of one step: profile it if it is selected."""
-
-        if step not in self.steps:
-            yield
-            return
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        activities = [ProfilerActivity.CPU]
-        order = "self_cpu_time_total"
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-            order = "self_device_time_total"
-        with profile(activities=activities) as profiled:
-            yield
-        self.directory.mkdir(parents=True, exist_ok=True)
-        base = self.directory / f"step_{step:08d}"
-        profiled.export_chrome_trace(f"{base}.trace.json")
-        table = profiled.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=60)
-        Path(f"{base}.txt").write_text(table + "\n", encoding="utf-8")
-        log.info("profile of step %d: %s.txt and %s.trace.json", step, base, base)

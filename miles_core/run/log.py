@@ -1,4 +1,4 @@
-"""Output of a run: metrics and samples on disk, progress on the screen, hints, profiles."""
+"""Output of a run: metrics and samples on disk, progress on the screen, hints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from miles_core.data.sample import Sample
 from miles_core.observe.hints import Hints
 from miles_core.observe.metrics import MetricLog
 from miles_core.observe.progress import Progress
-from miles_core.observe.timer import Profiler
 from miles_core.run.rollouts import RolloutFiles
 
 log = logging.getLogger(__name__)
@@ -28,15 +27,12 @@ class RunLog:
         metrics: the metric log.
         progress: live display.
         hints: warns about suspicious metrics.
-        profiler: traces the steps selected with ``--profile``.
         rollouts: stores samples; None with ``--no-save-rollouts``.
     """
 
-    def __init__(
-        self, metrics: MetricLog, progress: Progress, hints: Hints, profiler: Profiler, rollouts: RolloutFiles | None
-    ) -> None:
+    def __init__(self, metrics: MetricLog, progress: Progress, hints: Hints, rollouts: RolloutFiles | None) -> None:
         self.metrics, self.progress, self.rollouts = metrics, progress, rollouts
-        self.hints, self.profiler = hints, profiler
+        self.hints = hints
         self._runtime: Runtime | None = None
 
     def watch(self, runtime: Runtime) -> None:
@@ -56,8 +52,8 @@ class RunLog:
 
     @contextmanager
     def step(self, run: Run) -> Iterator[None]:
-        """Context of one step: profiles it if configured, and counts time outside all phases as ``time/other``."""
-        with self.profiler.step(run.step), run.clock.phase("other"):
+        """Context of one step: counts time outside all phases as ``time/other``."""
+        with run.clock.phase("other"):
             yield
 
     def record(self, step: int, metrics: dict[str, float]) -> None:

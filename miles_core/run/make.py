@@ -15,7 +15,6 @@ from miles_core.data.tokenizer import load_tokenizer
 from miles_core.observe.hints import Hints, hints_of
 from miles_core.observe.metrics import MetricLog, Sink
 from miles_core.observe.progress import Progress
-from miles_core.observe.timer import Profiler
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
 from miles_core.run.log import RunLog
@@ -69,7 +68,6 @@ def make_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, star
         MetricLog(run.directory / "metrics.jsonl", resume_step=resume_step, sinks=make_sinks(run)),
         progress,
         Hints(hints_of(manifests.values(), run.plan.holds)),
-        Profiler(options.profile_dir or run.directory / "profile", count=int(options.profile)),
         rollouts if options.save_rollouts else None,
     )
 

@@ -6,7 +6,8 @@ loss weights, the trainer's step. For a critic: values -> advantages -> returns 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -200,11 +201,16 @@ class Learner:
         spans = [slice(s + p, s + n) for s, p, n in zip(starts, batch.prompt_lengths.tolist(), lengths, strict=True)]
         return [{name: flat[span] for name, flat in arrays.items()} for span in spans]
 
-    def units(self, purpose: Purpose = "sync", everywhere: bool = False) -> Iterator[Unit]:
-        """Return the stream of weights for a purpose, transformed by ``wrap_weights``; ``everywhere`` as for ``Trainer.units``."""
+    def units(self, purpose: Purpose = "sync", everywhere: bool = False) -> Generator[Unit, None, None]:
+        """Yield the weights for a purpose, transformed by ``wrap_weights``; ``everywhere`` as for ``Trainer.units``.
+
+        The trainer's stream is closed with this one: closing may compute, and computing while the interpreter exits aborts the process.
+        """
         chain = self.run.hooks.chain("wrap_weights", run=self.run, policy=self.policy, purpose=purpose)
-        stream: Iterator[Unit] = compose(lambda: self.trainer.units(everywhere), chain)()
-        return stream
+        with ExitStack() as opened:
+            yield from compose(
+                lambda: opened.enter_context(closing(unit for unit in self.trainer.units(everywhere))), chain
+            )()
 
     def configure(self, options: Mapping[str, float]) -> None:
         """See ``LearnerHandle.configure``."""
@@ -229,7 +235,8 @@ class Learner:
         """Write a Hugging Face checkpoint of the weights as transformed by plugins. This is a collective."""
 
         def export(directory: Path) -> None:
-            self.trainer.export(directory, self.run.tokenizer, self.units("export", everywhere=True))
+            with closing(self.units("export", everywhere=True)) as units:
+                self.trainer.export(directory, self.run.tokenizer, units)
 
         compose(export, self.run.hooks.chain("wrap_export", run=self.run, policy=self.policy))(directory)
 

@@ -72,8 +72,8 @@ class PromptCall:
     ) -> Tensor:
         """See ``Call.attend``."""
         q, k, v = (self.pad(t[0].transpose(0, 1)).transpose(1, 2) for t in (query, key, value))
-        self._store("k", module.layer_idx, k)
-        self._store("v", module.layer_idx, v)
+        self.store("k", module.layer_idx, k)
+        self.store("v", module.layer_idx, v)
         out = self._causal(q, k, v, scaling) if options is None else self._masked(q, k, v, scaling, options)
         flat = out.transpose(1, 2).reshape(self.count * self.longest, *out.shape[1:2], out.shape[3])
         if not self.even:
@@ -107,10 +107,10 @@ class PromptCall:
             mask, keys = choose_in_parts(
                 padded, None, causal_mask(self.longest, self.longest, padded.hidden.device)[None]
             )
-        self._store(INDEX, indexed.module.layer_idx, keys.unsqueeze(1))
+        self.store(INDEX, indexed.module.layer_idx, keys.unsqueeze(1))
         return ChosenKeys(None if mask is None else mask.unsqueeze(1))
 
-    def _store(self, kind: str, layer: int, entries: Tensor) -> None:
+    def store(self, kind: str, layer: int, entries: Tensor) -> None:
         """Store entries [sequences, heads, longest, ...] if this call has cache slots."""
         if self.cache is None or self.slots is None:
             return

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from miles_core.data.batch import Ragged
-from miles_embedded.model.operations import LogProbs, operations_of
+from miles_embedded.model.operations import (
+    LogProbs,
+    SupportedLogProbs,
+    logits_of_support,
+    operations_of,
+    sum_support,
+)
 from miles_embedded.model.parts import head, text_configuration
 
 #: Largest number of logits in memory at once; further rows are processed in chunks.
@@ -178,15 +184,17 @@ def _chunk(
 def _sampled(
     model: nn.Module, logits: Tensor, tokens: Tensor, support: Ragged | None, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    operation = operations_of(model).log_probs
+    operations = operations_of(model)
     if support is None:
-        return _compute_full(logits, tokens, entropy, operation)
+        return _compute_full(logits, tokens, entropy, operations.log_probs)
     sampled = support.offsets.diff() > 0
     if bool(sampled.all()):
-        return _compute_supported(logits, tokens, support, entropy)
-    log_probs, entropies = _compute_full(logits, tokens, entropy, operation)
+        return _compute_supported(logits, tokens, support, entropy, operations.supported_log_probs)
+    log_probs, entropies = _compute_full(logits, tokens, entropy, operations.log_probs)
     where = sampled.nonzero().flatten()
-    narrow, narrow_entropies = _compute_supported(logits[where], tokens[where], support.select(where), entropy)
+    narrow, narrow_entropies = _compute_supported(
+        logits[where], tokens[where], support.select(where), entropy, operations.supported_log_probs
+    )
     log_probs = log_probs.index_copy(0, where, narrow)
     if entropies is not None and narrow_entropies is not None:
         entropies = entropies.index_copy(0, where, narrow_entropies)
@@ -200,18 +208,15 @@ def _compute_full(logits: Tensor, tokens: Tensor, entropy: bool, operation: LogP
     return every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(every.exp() * every).sum(-1)
 
 
-def _compute_supported(logits: Tensor, tokens: Tensor, support: Ragged, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    counts = support.offsets.diff()
-    owner = torch.repeat_interleave(torch.arange(len(tokens), device=tokens.device), counts)
-    values = logits[owner, support.values.long()]
-    highest = values.detach().new_full((len(tokens),), -torch.inf).scatter_reduce(0, owner, values.detach(), "amax")
-    weights = (values - highest[owner]).exp()
-    total = torch.zeros_like(highest).index_add(0, owner, weights)
-    normaliser = total.log() + highest
-    log_probs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - normaliser
+def _compute_supported(
+    logits: Tensor, tokens: Tensor, support: Ragged, entropy: bool, operation: SupportedLogProbs
+) -> tuple[Tensor, Tensor | None]:
+    log_probs = operation(logits, tokens, support)
     if not entropy:
         return log_probs, None
-    expected = torch.zeros_like(highest).index_add(0, owner, weights * values) / total
+    owner, values = logits_of_support(logits, support)
+    normaliser, weights, total = sum_support(owner, values, len(tokens))
+    expected = torch.zeros_like(total).index_add(0, owner, weights * values) / total
     return log_probs, normaliser - expected
 
 

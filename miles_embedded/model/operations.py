@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miles_core.data.batch import Ragged
 from miles_embedded.model.attention import AttentionOptions, attention_options, window_mask
 from miles_embedded.model.call import Call
 from miles_embedded.model.grouped_experts import swiglu_experts
@@ -39,12 +40,34 @@ from miles_embedded.model.replaced_steps import (
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 LogProbs = Callable[[Tensor, Tensor], Tensor]
+SupportedLogProbs = Callable[[Tensor, Tensor, Ragged], Tensor]
 Attention = Callable[[Call, nn.Module, Tensor, Tensor, Tensor, float, AttentionOptions | None], Tensor]
 
 
 def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     """Default of ``Operations.log_probs``, with torch."""
     return logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def supported_log_probs(logits: Tensor, tokens: Tensor, support: Ragged) -> Tensor:
+    """Default of ``Operations.supported_log_probs``: reads only the logits of the supports."""
+    owner, values = logits_of_support(logits, support)
+    return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - sum_support(owner, values, len(tokens))[0]
+
+
+def logits_of_support(logits: Tensor, support: Ragged) -> tuple[Tensor, Tensor]:
+    """Return the row and the logit of every supported token, one row after the other."""
+    rows = torch.arange(len(logits), device=logits.device)
+    owner = torch.repeat_interleave(rows, support.offsets.diff())
+    return owner, logits[owner, support.values.long()]
+
+
+def sum_support(owner: Tensor, values: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log of each row's sum of exponentials [rows], the exponentials divided by the row's largest, and their sums [rows]."""
+    highest = values.detach().new_full((rows,), -torch.inf).scatter_reduce(0, owner, values.detach(), "amax")
+    weights = (values - highest[owner]).exp()
+    total = torch.zeros_like(highest).index_add(0, owner, weights)
+    return total.log() + highest, weights, total
 
 
 def attention(
@@ -76,6 +99,8 @@ class Operations:
         experts: routes rows to standard experts, multiplies, and sums the results; signature of ``grouped_experts.swiglu_experts``.
         log_probs: (logits [rows, vocabulary], tokens [rows]) -> [rows] log softmax(logits) of the tokens. Used for trained tokens over
             the whole vocabulary if no entropy is needed.
+        supported_log_probs: (logits [rows, vocabulary], tokens [rows], support) -> [rows] log softmax over the ids of each row's support, for
+            tokens whose sampler chose from a part of the vocabulary.
         attention: (call, module, query, key, value, scaling, options) -> the result of ``call.attend`` for the other arguments, for every
             layer.
     """
@@ -86,6 +111,7 @@ class Operations:
     route: Route | None = None
     experts: Experts = swiglu_experts
     log_probs: LogProbs = log_probs
+    supported_log_probs: SupportedLogProbs = supported_log_probs
     attention: Attention = attention
 
 

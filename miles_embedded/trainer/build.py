@@ -77,4 +77,6 @@ def trainer_config(config: Any, device: torch.device, trains: bool = True) -> Tr
         aux_loss_coef=train.aux_loss_coef,
         entropy=config.algorithm.entropy_coef > 0,
         trains=trains,
+        offload_optimizer=config.embedded.offload_optimizer,
+        loss_scale=(config.embedded.initial_loss_scale, config.embedded.loss_scale_window),
     )

@@ -43,10 +43,18 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) 
     # tensors that are replicated on every rank, such as buffers, are written by rank 0
     tensors = {n: own.tensor for n, own in weights.items() if own.sharded or world.rank == 0}
     _write(tensors, _file(directory, WEIGHTS, world.rank, files))
-    moments = optimizer.tensors()
-    _write(moments, _file(directory, MOMENTS, world.rank, files))
+    with optimizer.on_device():
+        moments = optimizer.tensors()
+        _write(moments, _file(directory, MOMENTS, world.rank, files))
     if world.rank == 0:
-        noted = {"step": optimizer.step_number, "files": files, "ranks": world.size, "tensors": len(moments)}
+        noted: dict[str, Any] = {
+            "step": optimizer.step_number,
+            "files": files,
+            "ranks": world.size,
+            "tensors": len(moments),
+        }
+        if optimizer.loss_scale is not None:
+            noted["loss_scale"] = optimizer.loss_scale.state()
         (directory / STEP).write_text(json.dumps(noted))
 
 
@@ -68,7 +76,10 @@ def load(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) 
                     f"{directory}: {MOMENTS} has {len(moments)} tensors where {noted['tensors']} were saved"
                 )
             _load_weights(model, weights)
-            optimizer.restore({n: moments.rows(n, optimizer.shard_of(n)) for n in moments.names}, noted["step"])
+            found = {n: moments.rows(n, optimizer.shard_of(n), exact=n.startswith("master.")) for n in moments.names}
+            optimizer.restore(found, noted["step"])
+            if optimizer.loss_scale is not None and "loss_scale" in noted:
+                optimizer.loss_scale.load_state(noted["loss_scale"])
     except SafetensorError as error:
         raise CheckpointError(f"{directory}: a file is damaged or truncated ({error})") from error
     except KeyError as error:
@@ -79,13 +90,13 @@ def load(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) 
         log.warning("%s has no random-number state of rank %d, which continues with its own", directory, world.rank)
 
 
-def _read_step(directory: Path) -> dict[str, int]:
+def _read_step(directory: Path) -> dict[str, Any]:
     file = directory / STEP
     if not file.is_file():
         raise CheckpointError(f"{directory}: it has no {STEP}; is this a trainer checkpoint of the embedded backend?")
     try:
         noted = json.loads(file.read_text())
-        return {name: int(noted[name]) for name in ("step", "files", "ranks", "tensors")}
+        return {**noted, **{name: int(noted[name]) for name in ("step", "files", "ranks", "tensors")}}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is damaged or has another version ({error!r})") from error
 
@@ -126,15 +137,18 @@ class _ShardedFiles:
     def __len__(self) -> int:
         return len(self.names)
 
-    def rows(self, name: str, mine: LocalShard | None) -> Tensor:
-        """Return the local rows of a tensor; the full tensor if ``mine`` is None."""
+    def rows(self, name: str, mine: LocalShard | None, exact: bool = True) -> Tensor:
+        """Return the local rows of a tensor; the full tensor if ``mine`` is None. Unless ``exact``, the tensor may have another shape than
+        the parameter; without its number of rows it is read as a whole, from the first file."""
         files = self.names[name]
         if mine is None:
             return files[0].get_tensor(name)
         slices = [file.get_slice(name) for file in files]
         shapes = [tuple(part.get_shape()) for part in slices]
         saved = (sum(s[0] for s in shapes), *shapes[0][1:]) if shapes[0] else ()
-        if saved != mine.shape:
+        if not exact and saved[:1] != mine.shape[:1]:
+            return files[0].get_tensor(name)
+        if exact and saved != mine.shape:
             raise CheckpointError(
                 f"{self.directory}: {name} has shape {list(saved)}, the model's is {list(mine.shape)}; it is another model"
             )

@@ -2,13 +2,15 @@
 
 An FP32 (or FP64) model is its own master. A BF16 model has a separate FP32 master, to which the gradient of every micro-batch is added
 as soon as it is complete, so that neither the sum over micro-batches nor the step loses precision. The master of a sharded parameter is
-the local shard.
+the local shard. With ``offload``, masters and optimizer state are in host memory except during a step. An FP16 model has a loss scale
+(``loss_scale``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +20,24 @@ from torch import Tensor, nn
 from miles_core.errors import ConfigError, NonFiniteError, PluginError
 from miles_core.train.adamw import adamw
 from miles_core.train.optimizer import OptimizerConfig
+from miles_embedded.model.released import Released
 from miles_embedded.model.storage import LocalShard, local_shard
 from miles_embedded.trainer.data_parallel import Alone
+from miles_embedded.trainer.loss_scale import LossScale
 from miles_embedded.trainer.optimizer_group import OptimizerGroup, group_of
 
-#: Makes an optimizer with torch's interface from parameter groups with ``params`` and ``weight_decay``.
+#: Makes an optimizer with torch's interface from parameter groups with ``params``, ``param_names`` and ``weight_decay``.
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class Optimizer:
     """Steps the trainable parameters of a model. An ``OptimizerGroup`` overrides clipping, weight decay and learning rate.
+
+    Args:
+        model, config, parallel: the model, the options, and the data-parallel strategy.
+        make: makes the optimizer; AdamW by default.
+        loss_scale: scale of the loss whose gradients arrive, for FP16 models.
+        offload: keep masters and optimizer state in host memory between steps.
 
     Attributes:
         masters: parameter name -> tensor to step; its ``grad`` is the step's gradient.
@@ -41,8 +51,10 @@ class Optimizer:
         config: OptimizerConfig,
         parallel: Alone | None = None,
         make: MakeOptimizer | None = None,
+        loss_scale: LossScale | None = None,
+        offload: bool = False,
     ) -> None:
-        self.config = config
+        self.config, self.loss_scale = config, loss_scale
         self._parallel = parallel or Alone()
         self.step_number = 0
         self.fixed_lr: float | None = None
@@ -52,10 +64,13 @@ class Optimizer:
         self._names: dict[OptimizerGroup | None, list[str]] = {None: []}
         for name, parameter in self.copies.items():
             self._names.setdefault(group_of(parameter), []).append(name)
-        groups = _groups({g: [self.masters[n] for n in names] for g, names in self._names.items()}, config)
+        groups = _groups({g: {n: self.masters[n] for n in names} for g, names in self._names.items()}, config)
         self._inner: torch.optim.Optimizer | None = None
         if groups:  # none for a frozen model
             self._inner = make(groups) if make is not None else adamw(groups, config)
+        self._offload, self._offloaded = offload, Released(keep=True)
+        with self.on_device():
+            pass
 
     def _master(self, name: str, copy: nn.Parameter) -> Tensor:
         own = local_shard(copy)
@@ -80,52 +95,89 @@ class Optimizer:
             if each["weight_decay"] and (own is None or own.weight_decay is None):
                 each["weight_decay"] = self.config.weight_decay
 
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Keep masters and optimizer state in device memory inside this context; see ``offload``."""
+        if not self._offload:
+            yield
+            return
+        self._offloaded.restore()
+        try:
+            yield
+        finally:
+            self._offloaded.release(self.memory())
+
     def reset(self) -> None:
         """Drop the optimizer state and restart the schedule; masters do not change."""
         self.step_number = 0
         if self._inner is not None:
-            self._inner.state.clear()
+            with self.on_device():
+                self._inner.state.clear()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for master in self.masters.values():
             master.grad = None
 
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply the loss by the loss scale, if there is one."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.value
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale, if there is one; call it once, before the step."""
+        if self.loss_scale is not None:
+            grads = [m.grad for m in self.masters.values() if m.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, 1 / self.loss_scale.value)
+
     def step(self) -> dict[str, float]:
         """Clip the gradients, step, and update the model from the masters.
 
         Returns:
-            ``grad_norm`` (before clipping; for further groups ``grad_norm/NAME``) and ``lr``.
+            ``grad_norm`` (before clipping; for further groups ``grad_norm/NAME``) and ``lr``. With a loss scale also ``loss_scale`` and
+            ``skipped_steps``: 1 if a gradient overflowed, so that nothing changed but the scale.
 
         Raises:
-            NonFiniteError: a norm is not finite; nothing has changed then.
+            NonFiniteError: a norm is not finite, and a smaller loss scale cannot help; nothing has changed then.
         """
         if self._inner is None:
             raise ConfigError("no weight of this model is trained: all of them are frozen (requires_grad is False)")
+        with self.on_device():
+            return self._step(self._inner)
+
+    def _step(self, inner: torch.optim.Optimizer) -> dict[str, float]:
+        scale = self.loss_scale
+        scaled = {} if scale is None else {"loss_scale": scale.value, "skipped_steps": 0.0}
         self._parallel.sum_gradients(self.masters.values())
         grads = {
             g: [m.grad for n in names if (m := self.masters[n]).grad is not None] for g, names in self._names.items()
         }
         norms = {group: self._norm(each) for group, each in grads.items()}
+        rate = self.config.rate(self.step_number) if self.fixed_lr is None else self.fixed_lr
         for norm in norms.values():
             if not math.isfinite(norm):
-                raise NonFiniteError(self._describe_nonfinite(norm))
+                if scale is None or not scale.can_shrink():
+                    raise NonFiniteError(self._describe_nonfinite(norm))
+                scale.shrink()
+                self.zero_grad()
+                return {**scaled, "skipped_steps": 1.0, "lr": rate}
         for group, norm in norms.items():
             bound = self.config.clip_grad if group is None else group.clip_grad
             if 0 < bound < norm:
                 torch._foreach_mul_(grads[group], bound / norm)
             if group is not None and group.renewed:
                 self._renew(group)
-        rate = self.config.rate(self.step_number) if self.fixed_lr is None else self.fixed_lr
-        for each in self._inner.param_groups:
+        for each in inner.param_groups:
             own = each["miles_group"]
             each["lr"] = rate if own is None or own.lr is None else own.lr
-        self._inner.step()
+        inner.step()
         self.refresh()
         self.zero_grad()
         self.step_number += self.fixed_lr is None
+        if scale is not None:
+            scale.accept()
         further = {f"grad_norm/{g.name}": norm for g, norm in norms.items() if g is not None and grads[g]}
-        return {"grad_norm": norms[None], "lr": rate, **further}
+        return {"grad_norm": norms[None], "lr": rate, **further, **scaled}
 
     def _norm(self, grads: list[Tensor]) -> float:
         """Return the norm of these gradients over all processes."""
@@ -157,11 +209,13 @@ class Optimizer:
         )
 
     def memory(self) -> Iterator[Tensor]:
-        """Yield device tensors other than the parameters; none is needed between two steps."""
+        """Yield tensors on the parameters' device other than the parameters; none is needed between two steps."""
+        if self._offloaded:
+            return
         for name, master in self.masters.items():
-            if name in self.apart:
-                yield master
-            yield from (v for v in self._state.get(master, {}).values() if isinstance(v, Tensor) and v.dim())
+            state = self._state.get(master, {}).values()
+            own = (v for v in state if isinstance(v, Tensor) and v.dim() and v.device == master.device)
+            yield from (master, *own) if name in self.apart else own
 
     @property
     def _state(self) -> Any:
@@ -180,10 +234,11 @@ class Optimizer:
                 out[f"master.{name}"] = master.detach()
             for key, value in self._state.get(master, {}).items():
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-                if tensor.dim() and tensor.shape != master.shape and local_shard(self.copies[name]).sharded:
+                if tensor.dim() and not _has_rows(tensor, master) and local_shard(self.copies[name]).sharded:
                     raise PluginError(
                         f"the optimizer {type(self._inner).__name__} keeps {key} of shape {list(tensor.shape)} for {name}, whose shard on "
-                        f"this rank is {list(master.shape)}; with --sharding-strategy full_shard state must have the shape of the shard"
+                        f"this rank is {list(master.shape)}; with --sharding-strategy full_shard state must have the rows of the shard: as "
+                        "many dimensions, the first of the same size"
                     )
                 out[f"{key}.{name}"] = tensor
         return out
@@ -197,7 +252,7 @@ class Optimizer:
         key, _, parameter = name.partition(".")
         own, master = local_shard(self.copies[parameter]), self.masters[parameter]
         kept = self._state.get(master, {}).get(key)
-        if key == "step" or (isinstance(kept, Tensor) and kept.shape != master.shape):
+        if key == "step" or (isinstance(kept, Tensor) and not _has_rows(kept, master)):
             return None
         return own
 
@@ -206,12 +261,13 @@ class Optimizer:
         """Load the result of ``tensors`` after the model's weights were loaded. KeyError names a missing tensor."""
         self.reset()
         self.step_number = step_number
-        for name, master in self.masters.items():
-            if name in self.apart:
-                master.copy_(tensors[f"master.{name}"])
-            kept = {key: t for key, t in _select_state(tensors, name).items() if key != "master"}
-            if kept:
-                self._state[master] = {key: self._place_state(value, master) for key, value in kept.items()}
+        with self.on_device():
+            for name, master in self.masters.items():
+                if name in self.apart:
+                    master.copy_(tensors[f"master.{name}"])
+                kept = {key: t for key, t in _select_state(tensors, name).items() if key != "master"}
+                if kept:
+                    self._state[master] = {key: self._place_state(value, master) for key, value in kept.items()}
 
     def _place_state(self, value: Tensor, master: Tensor) -> Tensor:
         """Copy a loaded state tensor to the device that the optimizer expects: step counts on the CPU unless it is fused."""
@@ -227,14 +283,26 @@ def _select_state(tensors: dict[str, Tensor], parameter: str) -> dict[str, Tenso
     return {name[: -len(end)]: t for name, t in tensors.items() if name.endswith(end) and "." not in name[: -len(end)]}
 
 
-def _groups(masters: dict[OptimizerGroup | None, list[Tensor]], config: OptimizerConfig) -> list[dict[str, Any]]:
+def _has_rows(state: Tensor, master: Tensor) -> bool:
+    """Whether a state tensor has the rows of its parameter, and can be divided among ranks like it."""
+    return state.dim() == master.dim() and state.shape[:1] == master.shape[:1]
+
+
+def _groups(masters: dict[OptimizerGroup | None, dict[str, Tensor]], config: OptimizerConfig) -> list[dict[str, Any]]:
     """Make torch's parameter groups, with weight decay for matrices only."""
     groups: list[dict[str, Any]] = []
     for group, members in masters.items():
         decay = config.weight_decay if group is None or group.weight_decay is None else group.weight_decay
-        decayed, others = ([m for m in members if (m.dim() > 1) is many] for many in (True, False))
-        groups.append({"params": decayed, "weight_decay": decay, "miles_group": group})
-        groups.append({"params": others, "weight_decay": 0.0, "miles_group": group})
+        for matrices in (True, False):
+            own = {n: m for n, m in members.items() if (m.dim() > 1) is matrices}
+            groups.append(
+                {
+                    "params": [*own.values()],
+                    "param_names": [*own],
+                    "weight_decay": decay if matrices else 0.0,
+                    "miles_group": group,
+                }
+            )
     return [group for group in groups if group["params"]]
 
 

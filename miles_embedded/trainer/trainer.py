@@ -7,6 +7,7 @@ its result.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ from miles_embedded.trainer.columns import check_columns, gather_columns, predic
 from miles_embedded.trainer.data_parallel import Alone, add_pairs
 from miles_embedded.trainer.emulate import emulate_properties
 from miles_embedded.trainer.expert_loads import Loads
+from miles_embedded.trainer.loss_scale import make_loss_scale
 from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
 from miles_embedded.trainer.optimizer import MakeOptimizer, Optimizer
 from miles_embedded.trainer.packing import Packing, idle_sample, pack_grown, split
@@ -65,6 +67,8 @@ class TrainerConfig:
         aux_loss_coef: coefficient of the load-balancing loss; 0 disables it.
         entropy: provide the loss with the entropy at trained positions.
         trains: False for a frozen model, which has no optimizer.
+        offload_optimizer: keep masters and optimizer state in host memory between optimizer steps.
+        loss_scale: initial scale and window of ``LossScale``, for FP16 models.
     """
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -76,13 +80,15 @@ class TrainerConfig:
     aux_loss_coef: float = 0.0
     entropy: bool = False
     trains: bool = True
+    offload_optimizer: bool = False
+    loss_scale: tuple[float, int] = (2.0**16, 2000)
 
 
 class EmbeddedTrainer(Trainer):
-    """Trainer of one Transformers model, in one process or several.
+    """Trainer of one Transformers model (prepared by ``miles_embedded.model.load``), in one process or several.
 
     Args:
-        model: prepared by ``miles_embedded.model.load``.
+        model: the model.
         config: see ``TrainerConfig``.
         reference: makes the reference model for ``kind="ref"`` on first use.
         precision: precision of the models; None if it is fixed.
@@ -119,7 +125,8 @@ class EmbeddedTrainer(Trainer):
                 f"no weight of {type(model).__name__} is trained: all of them are frozen (requires_grad is False) after on_model"
             )
         self.parallel.shard(model)
-        self.optimizer = Optimizer(model, config.optimizer, self.parallel, optimizer)
+        scale = make_loss_scale(model, *config.loss_scale)
+        self.optimizer = Optimizer(model, config.optimizer, self.parallel, optimizer, scale, config.offload_optimizer)
         self.balance = Balance(model, config.aux_loss_coef) if config.aux_loss_coef > 0 else None
         self.loads = Loads(model)
         self._make_reference = reference
@@ -239,9 +246,10 @@ class EmbeddedTrainer(Trainer):
             output = self.parallel.call(self.callbacks.forward, self.model, micro_batch, ctx)
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             if share.value.requires_grad:
-                share.value.backward()
+                self.optimizer.scale(share.value).backward()
             if samples:
                 add_pairs(totals, share.metrics | ctx.metrics)
+        self.optimizer.unscale()
         try:
             stepped = self.callbacks.optimizer_step()
         except NonFiniteError as error:
@@ -277,14 +285,8 @@ class EmbeddedTrainer(Trainer):
             yield [], *self.prepare(idle_sample(batch), [0], kind, entropy)
 
     def prepare(self, batch: Batch, samples: list[int], kind: Pass, entropy: bool) -> tuple[Batch, Context]:
-        """Pack one micro-batch on the model's device, and make the context for ``forward``.
-
-        Args:
-            batch: samples of the step.
-            samples: indices of the micro-batch's samples, one entry of ``split``.
-            kind: kind of the pass.
-            entropy: whether the pass needs the entropy.
-        """
+        """Pack one micro-batch on the model's device, and make the context for ``forward``. Arguments as for ``micro_batches``;
+        ``samples`` are the indices of the micro-batch's samples, one entry of ``split``."""
         micro_batch = batch if samples == list(range(len(batch))) else batch.select(samples)
         packing = pack_grown(micro_batch, self.config.share_prompts, self._switch)
         micro_batch = micro_batch.to(self.device)
@@ -383,12 +385,15 @@ class EmbeddedTrainer(Trainer):
 
 @contextmanager
 def _drain(units: Iterator[Unit]) -> Iterator[Iterator[Unit]]:
-    """Consume the remaining units on exit, also after an error, because other ranks wait for this one at each unit."""
+    """Consume the remaining units on exit, also after an error, because other ranks wait for this one at each unit.
+
+    Not while the interpreter exits: PyTorch's reference counts are no longer maintained, and an operation aborts the process."""
     try:
         yield units
     finally:
-        for _ in units:
-            pass
+        if not sys.is_finalizing():
+            for _ in units:
+                pass
 
 
 def _no_loss(output: Output, micro_batch: Batch, ctx: Context) -> Any:

@@ -35,6 +35,8 @@ OPENERS = (
 EMPTY_THINK = CHATML.replace(
     "<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif"
 )
+#: Earlier answers are not shown.
+LAST_ONLY = CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' else '(earlier)' }}")
 NO_TOOLS = CHATML.replace(
     "{%- for m in messages -%}<",
     "{%- for m in messages -%}{%- if m.role == 'tool' -%}{{ raise_exception('no tools') }}{%- endif -%}<",
@@ -94,10 +96,11 @@ def test_whatever_the_model_sampled_stays(sampled, text):
         (CHATML, "appends", "appends"),
         (STRIPS, "drops reasoning", "appends"),
         (OPENERS, "appends", "appends"),
-        (EMPTY_THINK, "rewrites", "rewrites"),
+        (EMPTY_THINK, "appends", "appends"),
+        (LAST_ONLY, "rewrites", "drops reasoning"),
         (NO_TOOLS, "appends", "refuses"),
     ],
-    ids=["chatml", "strips", "openers", "empty think", "no tools"],
+    ids=["chatml", "strips", "openers", "empty think", "last only", "no tools"],
 )
 def test_what_templates_do_to_earlier_text(template, user, tool):
     render = renderer(template)
@@ -119,7 +122,7 @@ def test_a_template_that_removes_reasoning_continues_answers_without_it_only():
 
 
 def test_a_template_that_always_rewrites_is_refused():
-    render = renderer(EMPTY_THINK)
+    render = renderer(LAST_ONLY)
     with pytest.raises(CannotExtend, match="changes earlier text when a message of the role user follows") as error:
         render.extend([*render.render(QUESTION), *ids(render, "abc<|im_end|>")], QUESTION)
     assert error.value.reason == "rewrites"

@@ -1,11 +1,9 @@
-import json
 import time
 
 import pytest
-import torch
 
 from miles_core.observe import timer
-from miles_core.observe.timer import Clock, Profiler
+from miles_core.observe.timer import Clock
 
 
 def ticking(monkeypatch, times):
@@ -40,13 +38,3 @@ def test_device_is_synchronised_around_phases():
     with clock.phase("train"):
         assert len(calls) == 1
     assert len(calls) == 2
-
-
-def test_profiler_writes_trace_and_table_of_chosen_steps_only(tmp_path):
-    profiler = Profiler(tmp_path / "profile")
-    for step in (0, 1, 2):
-        with profiler.step(step):
-            torch.ones(4, 4) @ torch.ones(4, 4)
-    assert sorted(p.name for p in (tmp_path / "profile").iterdir()) == ["step_00000001.trace.json", "step_00000001.txt"]
-    assert json.loads((tmp_path / "profile" / "step_00000001.trace.json").read_text())["traceEvents"]
-    assert "aten::mm" in (tmp_path / "profile" / "step_00000001.txt").read_text()

@@ -42,7 +42,7 @@ def test_a_group_stays_together_and_the_idlest_engine_is_asked(recorded, said):
         by_group = {g: {w for w, other in zip(where, groups, strict=True) if other == g} for g in groups}
         assert all(len(engines) == 1 for engines in by_group.values())
         assert by_group[1] | by_group[2] | by_group[3] == {0, 1, 2} and by_group[4] == by_group[3]
-        assert not front._groups and not front._in_flight.total()
+        assert not front._groups and not front._in_flight.load.total()
 
     run(main)
 

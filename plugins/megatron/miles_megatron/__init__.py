@@ -39,6 +39,16 @@ plugin = Plugin(
     facts={"megatron.ranks": "processes that train one policy, if no runtime determines it"},
     requires=(
         Rule(
+            "model.dtype != float16",
+            when="trainer == megatron",
+            because="this trainer computes in BF16 or FP32 and scales no loss; use --dtype bfloat16, or --trainer embedded, which trains in FP16",
+        ),
+        Rule(
+            "not embedded.offload_optimizer",
+            when="trainer == megatron",
+            because="--offload-optimizer is for the embedded trainer; Megatron-Core has --optimizer-cpu-offload",
+        ),
+        Rule(
             needs="model.moe",
             when="trainer == megatron and train.aux_loss_coef > 0",
             because="a dense model has no routed experts to balance",

@@ -1,0 +1,68 @@
+"""Log-probabilities that are bit-identical in engine and trainer, whatever the batch; for miles-core."""
+
+from miles_core.plugin import Hint, Plugin, Remedy, Rule, above
+from miles_true_on_policy.config import TrueOnPolicyConfig
+
+__version__ = "0.1.0"
+
+plugin = Plugin(
+    name="true_on_policy",
+    summary="bit-identical log-probs in engine and trainer for any batch, packing and number of threads",
+    version=__version__,
+    core="~=0.1",
+    config=TrueOnPolicyConfig,
+    hooks={"": "miles_true_on_policy.hooks:TrueOnPolicy"},
+    requires=(
+        Rule(
+            needs="engine == embedded and trainer == embedded",
+            because="both sides must compute with the same functions, and the plugin replaces those of the embedded engine and trainer",
+        ),
+        Rule(
+            needs="model.device == cpu or model.device == auto and gpu.count == 0",
+            because="its attention and products were proven on CPUs only; on a machine with a GPU, give --device cpu",
+        ),
+        Rule(
+            needs="not plugin.cpu_kernels",
+            because="its compiled attention, experts and norms add in another order in decoding than in training",
+        ),
+        Rule(
+            needs="rollout.precision == bf16 or train.precision != bf16",
+            because="an engine in a number format computes another function than a plain trainer",
+        ),
+        Rule(
+            needs="train.precision == bf16 or rollout.precision != bf16",
+            because="a trainer in a number format computes another function than a plain engine",
+        ),
+        Rule(
+            needs="rollout.kv_cache_dtype == auto",
+            because="the engine would attend to rounded keys and values, and the trainer has no cache to round",
+        ),
+        Rule(
+            needs="lora.sync == adapter",
+            when="plugin.lora",
+            because="the engine would multiply by base plus adapters as one matrix, and the trainer by base and adapters apart",
+        ),
+        Rule(
+            needs="model.type not in {deepseek_v32, glm_moe_dsa}",
+            because="the keys that their indexers choose have no attention here whose result is independent of the batch",
+        ),
+    ),
+    remedies=(
+        Remedy(
+            "mismatch",
+            "compute the same bits on both sides (--plugins true_on_policy)",
+            when="engine == embedded and trainer == embedded and not plugin.true_on_policy",
+        ),
+    ),
+    hints=(
+        Hint(
+            "not-exact",
+            "*mismatch/abs_log_prob",
+            above(0.0, steps=1),
+            "{metric} is {value}, and with --true-on-policy-mode it is exactly 0 where tokens and update have the same weights",
+            "miles verify --exact names the first layer whose outputs differ; samples of older weights (--schedule async, "
+            "--partial-rollout) differ because the policy changed",
+            when="plugin.true_on_policy",
+        ),
+    ),
+)

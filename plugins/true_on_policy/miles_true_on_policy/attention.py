@@ -1,0 +1,158 @@
+"""Attention in which a query's result depends on its own keys only: the same bits in a prompt, a decode step and a packed training batch.
+
+Every call is brought into one form: the keys and values of each sequence by position (``sequences``). The keys are then read in blocks of ``BLOCK``
+positions. The scores of a block are one product of whole tiles of queries; the sums over keys are one sum per block, and the blocks are
+added in order. Blocks beyond a query contribute exactly zero, so the length of the longest sequence changes nothing. Scores, softmax and sums
+are FP32 (FP64 for an FP64 model).
+
+The backward pass is that of the call's own attention, computed again there: gradients need not be the same for every batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from miles_core.plugin import ConfigError
+from miles_embedded import AttentionOptions, Call
+from miles_true_on_policy.elementwise import apply_aligned
+from miles_true_on_policy.products import pad_tiles
+from miles_true_on_policy.sequences import Sequences, sequences_of
+
+#: Keys of a block.
+BLOCK = 64
+#: Largest number of scores in memory at once.
+_SCORES = 1 << 24
+
+
+def attend(
+    call: Call,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    options: AttentionOptions | None,
+) -> Tensor:
+    """Compute the attention of one layer; see ``miles_embedded.Attention``.
+
+    Raises:
+        ConfigError: an indexer chose keys, or ``sequences_of`` does not support the call.
+    """
+    if options is not None and options.choice is not None:
+        raise ConfigError(
+            "--true-on-policy-mode has no attention over keys that an indexer chose; leave it out for this model"
+        )
+    sinks = None if options is None else options.sinks
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, sinks)):
+        found: Tensor = _Attention.apply(call, module, query, key, value, sinks, scaling, options)
+        return found
+    return _forward(call, module, query, key, value, scaling, options)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        scaling: float,
+        options: AttentionOptions | None,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, sinks)
+        ctx.rest = call, module, scaling, options
+        return _forward(call, module, query, key, value, scaling, options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        call, module, scaling, options = ctx.rest
+        needs = ctx.needs_input_grad[2:6]
+        with torch.enable_grad():
+            saved = ctx.saved_tensors
+            inputs = [None if x is None else x.detach().requires_grad_(n) for x, n in zip(saved, needs, strict=True)]
+            query, key, value, sinks = inputs
+            if sinks is not None:
+                options = replace(options, sinks=sinks)
+            out = call.attend(module, query, key, value, scaling, options)
+        wanted = [x for x, need in zip(inputs, needs, strict=True) if x is not None and need]
+        found = iter(torch.autograd.grad(out, wanted, grads[0]))
+        grad = [next(found) if need else None for need in needs]
+        return None, None, *grad, None, None
+
+
+@torch.no_grad()
+def _forward(
+    call: Call,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    options: AttentionOptions | None,
+) -> Tensor:
+    """Attend query [1, heads, rows, dim]; returns [1, rows, heads, value dim]."""
+    found = sequences_of(call, module, query, key, value)
+    heads, width = query.shape[1], value.shape[3]
+    flat = query.new_empty(found.count * found.queries, heads, width)
+    by_sequence = flat.view(found.count, found.queries, heads, width)
+    rows = max(1, _SCORES // (heads * found.keys.shape[1]))
+    at_once = max(1, rows // found.queries)
+    for first in range(0, found.count, at_once):
+        part = slice(first, first + at_once)
+        for start in range(0, found.queries, rows):
+            piece = slice(start, start + rows)
+            by_sequence[part, piece] = _attend(found.select(part, piece), scaling, options)
+    return flat.index_select(0, found.places).unsqueeze(0)
+
+
+def _attend(found: Sequences, scaling: float, options: AttentionOptions | None) -> Tensor:
+    """Attend the queries of some sequences; returns [sequences, queries, heads, value dim]."""
+    options = options or AttentionOptions()
+    count, length, heads, dim = found.query.shape
+    kv_heads = found.keys.shape[2]
+    shared = heads // kv_heads
+    wide = torch.promote_types(found.query.dtype, torch.float32)
+    # one matrix per (sequence, kv head); its rows are the queries of every head that shares the kv head
+    q = found.query.view(count, length, kv_heads, shared, dim).permute(0, 2, 1, 3, 4)
+    q = pad_tiles(q.reshape(count * kv_heads, length * shared, dim).to(wide))
+    keys, values = (_blocks(x, wide) for x in (found.keys, found.values))
+    blocks = keys.shape[1]
+    column = torch.arange(blocks * BLOCK, device=q.device)
+    seen = options.sees(found.positions[:, :, None], column)
+    seen = seen[:, None, :, None].expand(-1, kv_heads, -1, shared, -1).reshape(len(q), length * shared, blocks, BLOCK)
+    hidden = pad(~seen, (0, 0, 0, 0, 0, q.shape[1] - length * shared))
+    scores = torch.stack([torch.bmm(q, keys[:, i].transpose(1, 2)) for i in range(blocks)], 2).mul_(scaling)
+    if options.cap:
+        scores = apply_aligned(torch.tanh, scores.div_(options.cap)).mul_(options.cap)
+    scores.masked_fill_(hidden, -torch.inf)
+    highest = scores.amax((2, 3))
+    sinks = None
+    if options.sinks is not None:
+        sinks = options.sinks.to(wide).view(1, kv_heads, 1, shared).expand(count, -1, length, -1)
+        sinks = pad(sinks.reshape(len(q), length * shared), (0, q.shape[1] - length * shared))
+        highest = torch.maximum(highest, sinks)
+    weights = apply_aligned(torch.exp, scores.sub_(highest[:, :, None, None]))
+    parts = weights.sum(3)
+    total = torch.zeros_like(highest) if sinks is None else apply_aligned(torch.exp, sinks - highest)
+    out = q.new_zeros(*q.shape[:2], values.shape[3])
+    for i in range(blocks):
+        total += parts[:, :, i]
+        out += torch.bmm(weights[:, :, i].contiguous(), values[:, i])
+    out = (out / total.unsqueeze(2))[:, : length * shared].to(found.values.dtype)
+    out = out.view(count, kv_heads, length, shared, -1).transpose(1, 2)
+    return out.reshape(count, length, heads, -1)
+
+
+def _blocks(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[sequences, keys, kv heads, dim] -> [sequences * kv heads, blocks, BLOCK, dim], padded with zeros."""
+    x = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % BLOCK)).to(dtype)
+    count, width, heads, dim = x.shape
+    return x.transpose(1, 2).reshape(count * heads, width // BLOCK, BLOCK, dim)

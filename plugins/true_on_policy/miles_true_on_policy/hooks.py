@@ -1,0 +1,62 @@
+"""Hooks of the plugin: every forward of a model runs in ``mode.Invariant``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from miles_core.plugin import ConfigError, hookimpl
+from miles_embedded import backbone, decoder_layers, head, is_embedded, operations_of, use_operations
+from miles_true_on_policy.attention import attend
+from miles_true_on_policy.log_probs import supported_log_probs
+from miles_true_on_policy.mode import compute_inside
+from miles_true_on_policy.products import check_tiles
+
+
+class TrueOnPolicy:
+    """Makes the models of the embedded engine and trainer compute every row by itself."""
+
+    @hookimpl
+    def on_model(self, model: nn.Module, role: str) -> None:
+        if is_embedded(model):
+            make_invariant(model)
+
+
+def make_invariant(model: nn.Module) -> None:
+    """Make the log-probabilities of a model independent of batch, packing, micro-batch and number of threads.
+
+    Args:
+        model: prepared by ``miles_embedded.load_model``.
+
+    Raises:
+        ConfigError: a product of the model's shapes depends on the number of rows on this machine.
+    """
+    check_products(model)
+    use_operations(model, replace(operations_of(model), attention=attend, supported_log_probs=supported_log_probs))
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__dict__.pop("forward", None)  # a product that depends on the number of rows
+    # the parts of a layer too: recomputation in the backward pass calls them, but not the backbone
+    parts = [part for layer in decoder_layers(model) for part in layer.children()]
+    for module in (backbone(model), head(model), *parts):
+        compute_inside(module)
+
+
+def check_products(model: nn.Module) -> None:
+    """Try the products of every matrix of a model; ConfigError with the name of the first whose rows depend on each other."""
+    for name, weight in model.named_parameters():
+        if weight.dim() not in (2, 3) or not weight.is_floating_point() or weight.device.type == "meta":
+            continue
+        columns, inner = weight.shape[-2:]
+        if not has_exact_rows(columns, inner, weight.dtype, weight.device):
+            raise ConfigError(
+                f"--true-on-policy-mode: the product with {name} ({columns} x {inner}, {str(weight.dtype).removeprefix('torch.')}) depends "
+                f"on the number of rows or threads with this machine's libraries (PyTorch {torch.__version__}); try another --dtype, or leave "
+                "the flag out"
+            )
+
+
+has_exact_rows = cache(check_tiles)

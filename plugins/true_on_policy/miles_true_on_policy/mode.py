@@ -1,0 +1,98 @@
+"""A context in which torch's functions depend on no other row of a batch.
+
+The forward of the modules passed to ``compute_inside`` runs in it, so that every product and every function that a family's code calls is
+replaced, whichever module calls it: linear layers, routers, experts, a format's fake-quantised products. The backward pass is torch's own:
+gradients need not be the same for every batch, only the policy has to be.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from miles_true_on_policy.elementwise import apply_aligned
+from miles_true_on_policy.products import multiply, multiply_groups, multiply_rows
+
+#: Elementwise functions that torch computes in two ways; see ``elementwise``.
+ELEMENTWISE: tuple[Any, ...] = (
+    functional.silu,
+    functional.gelu,
+    functional.softplus,
+    functional.mish,
+    functional.elu,
+    functional.sigmoid,
+    functional.logsigmoid,
+    functional.tanh,
+    torch.sigmoid,
+    torch.tanh,
+    torch.exp,
+    torch.pow,
+    torch.rsqrt,
+    torch.cos,
+    torch.sin,
+    torch.Tensor.sigmoid,
+    torch.Tensor.tanh,
+    torch.Tensor.exp,
+    torch.Tensor.pow,
+    torch.Tensor.__pow__,
+    torch.Tensor.rsqrt,
+    torch.Tensor.cos,
+    torch.Tensor.sin,
+)
+PRODUCTS: tuple[Any, ...] = (
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    torch.Tensor.matmul,
+    torch.Tensor.mm,
+    torch.Tensor.bmm,
+    torch.Tensor.__matmul__,
+)
+REPLACED: dict[Any, Callable[..., Any]] = {
+    **{function: partial(apply_aligned, function) for function in ELEMENTWISE},
+    **dict.fromkeys(PRODUCTS, multiply),
+    functional.linear: multiply_rows,
+}
+if hasattr(torch, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls
+    REPLACED[torch._grouped_mm] = multiply_groups
+if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # of the embedded experts, on processors for which oneDNN is faster
+    REPLACED[torch.ops.mkldnn._linear_pointwise] = lambda x, weight, bias, *fused: multiply_rows(x, weight, bias)
+
+
+class Invariant(TorchFunctionMode):
+    """Replaces the functions of ``REPLACED`` while it is entered, in this thread."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the replacement of ``func``, or ``func``."""
+        return REPLACED.get(func, func)(*args, **(kwargs or {}))
+
+
+_state = threading.local()
+
+
+def compute_inside(module: nn.Module) -> None:
+    """Run the forward of ``module``, and everything that it calls, in ``Invariant``."""
+    module.register_forward_pre_hook(_enter)
+    module.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    _state.depth = getattr(_state, "depth", 0) + 1
+    if _state.depth == 1:
+        _state.mode = Invariant()
+        _state.mode.__enter__()
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    _state.depth -= 1
+    if _state.depth == 0:
+        _state.mode.__exit__(None, None, None)

@@ -1,0 +1,116 @@
+"""Log-probabilities of engine and trainer are equal to the last bit, and those of a run without the plugin are not."""
+
+import pytest
+import torch
+
+MXFP8 = {"moe_intermediate_size": 32}
+FORMATS = {
+    "fp8": {},
+    "mxfp8": {"sizes": MXFP8},
+    "nvfp4": {},
+    "int4": {"int4_group_size": 16},
+}
+SPLITS = ({"micro_batch_size": 1}, {"micro_batch_size": 3}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 16})
+
+
+def gaps(run):
+    return [record["mismatch/abs_log_prob"] for record in run.metrics]
+
+
+def weights_after(run):
+    return {name: value.clone() for name, value in run.trainer.model.state_dict().items()}
+
+
+def assert_same_bits(one, two):
+    left, right = weights_after(one), weights_after(two)
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_gap_is_zero_and_without_the_plugin_it_is_not(toy_run, family, dtype):
+    exact = toy_run(["true_on_policy"], family=family, dtype=dtype, rollout_max_response_len=9)
+    plain = toy_run(family=family, dtype=dtype, rollout_max_response_len=9)
+    assert gaps(exact) == [0.0, 0.0]
+    assert min(gaps(plain)) > 0
+    assert all(record["train/grad_norm"] > 0 for record in exact.metrics)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_micro_batches_and_requests_change_nothing(toy_run, split):
+    run = toy_run(["true_on_policy"], max_running_requests=3, n_samples_per_prompt=5, **split)
+    assert gaps(run) == [0.0, 0.0]
+
+
+def test_two_threads_sample_and_score_the_same(toy_run, two_threads):
+    run = toy_run(["true_on_policy"], steps=1, rollout_max_response_len=9)
+    torch.set_num_threads(1)
+    alone = toy_run(["true_on_policy"], steps=1, rollout_max_response_len=9)
+    assert gaps(run) == gaps(alone) == [0.0]
+    found, expected = ([s["rollout_log_probs"] for s in each.samples] for each in (run, alone))
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_on_both_sides(toy_run, name):
+    options = {"rollout_precision": name, "train_precision": name, "emulate_precision": True, **FORMATS[name]}
+    exact = toy_run([name, "true_on_policy"], dtype="bfloat16", **options)
+    assert gaps(exact) == [0.0, 0.0]
+    assert gaps(toy_run([name], steps=1, dtype="bfloat16", **options))[0] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rollout_temperature": 0.7},
+        {"rollout_top_p": 0.9},
+        {"rollout_top_k": 5, "entropy_coef": 0.01},
+        {"num_steps_per_rollout": 2, "kl_loss_coef": 0.1},
+        {"recompute_activations": True},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_options_of_sampling_and_training(toy_run, options):
+    assert gaps(toy_run(["true_on_policy"], **options)) == [0.0, 0.0]
+
+
+def test_adapters_next_to_the_base(toy_run):
+    run = toy_run(["lora", "true_on_policy"], lora_sync="adapter")
+    assert gaps(run) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("other", ["tis", "r3"])
+def test_corrections_and_replay_are_the_identity(toy_run, other):
+    alone, both = (toy_run(plugins, lr=1e-2) for plugins in (["true_on_policy"], ["true_on_policy", other]))
+    assert_same_bits(alone, both)
+    if other == "tis":
+        assert [record["tis/ess"] for record in both.metrics] == [1.0, 1.0]
+
+
+def test_without_the_plugin_a_correction_is_not(toy_run):
+    alone, corrected = (toy_run(plugins, lr=1e-2) for plugins in ([], ["tis"]))
+    left, right = weights_after(alone), weights_after(corrected)
+    assert any(not torch.equal(left[name], right[name]) for name in left)
+
+
+def test_tokens_of_partial_rollouts_that_have_the_trained_weights(toy_run):
+    run = toy_run(["true_on_policy"], steps=3, partial_rollout=True, over_sampling_batch_size=4, lr=0.0)
+    assert gaps(run) == [0.0, 0.0, 0.0]
+
+
+def test_a_resumed_run(toy_run):
+    whole = toy_run(["true_on_policy"], steps=3)
+    first = toy_run(["true_on_policy"], steps=2)
+    resumed = toy_run(["true_on_policy"], steps=3, load=first.directory)
+    assert gaps(resumed)[-1] == 0.0
+    assert_same_bits(whole, resumed)

@@ -1,0 +1,135 @@
+"""Products, elementwise functions and attention: each row's bits do not depend on the other rows."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from miles_core.contracts.trainer import Context
+from miles_core.plugin import ConfigError
+from miles_embedded import AttentionOptions, PackedCall, PromptCall
+from miles_embedded.trainer.packing import Packing, Segments
+from miles_true_on_policy import hooks
+from miles_true_on_policy.attention import attend
+from miles_true_on_policy.elementwise import apply_aligned, whole_vectors
+from miles_true_on_policy.mode import Invariant
+from miles_true_on_policy.products import multiply_groups, multiply_rows
+
+SIZES = (1, 5, 7, 31, 33, 1000, 65537)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "softplus", "sigmoid"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_elementwise(threads, name, dtype):
+    function = getattr(functional, name)
+    x = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = torch.cat([function(part) for part in x.split(1 << 10)])
+    for size in SIZES:
+        assert torch.equal(apply_aligned(function, x[:size].clone()), whole[:size])
+
+
+def test_shares_of_threads_are_whole_vectors():
+    for count in (1, 64, 32768, 32769, 100003):
+        for threads in (1, 2, 3, 7):
+            padded = whole_vectors(count, threads)
+            used = max(1, min(threads, -(-padded // 32768)))
+            assert padded >= count and padded % (64 * used) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products(threads, dtype):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(200, 96, generator=generator).to(dtype)
+    weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((80, 96), (80,)))
+    whole = multiply_rows(x, weight, bias)
+    for rows in (1, 2, 3, 7, 33, 150):
+        assert torch.equal(multiply_rows(x[4 : 4 + rows], weight, bias), whole[4 : 4 + rows])
+    torch.testing.assert_close(whole, functional.linear(x, weight, bias))
+    ends = torch.tensor([3, 3, 40, 200], dtype=torch.int32)
+    matrices = torch.randn(4, 96, 16, generator=generator).to(dtype)
+    grouped = multiply_groups(x, matrices, ends)
+    assert torch.equal(grouped[3:40], multiply_groups(x[3:40], matrices[2:3], torch.tensor([37])))
+
+
+def test_the_mode_reaches_every_product_of_a_forward():
+    x, weight = torch.randn(3, 64), torch.randn(48, 64)
+    with Invariant():
+        found = [functional.linear(x, weight), x @ weight.t(), torch.mm(x, weight.t()), x.matmul(weight.t())]
+    assert all(torch.equal(each, multiply_rows(x, weight)) for each in found)
+
+
+def packed(lengths, trunk):
+    """A call with one trunk and branches of ``lengths`` tokens."""
+    starts = np.cumsum([trunk, *lengths[:-1]])
+    trunks = Segments(np.array([0]), np.array([trunk]), np.array([-1]))
+    branches = Segments(starts, np.array(lengths), np.zeros(len(lengths), np.int64))
+    rows = torch.arange(trunk + sum(lengths))
+    positions = torch.cat([torch.arange(trunk), *(trunk + torch.arange(n) for n in lengths)])
+    packing = Packing(rows, positions, rows, trunks, branches, rows[:0], rows[:0])
+    return PackedCall(Context("train", (0,), rows), packing)
+
+
+MODULE = SimpleNamespace(layer_idx=0)
+OPTIONS = {
+    "plain": None,
+    "window": AttentionOptions(window=5),
+    "chunk": AttentionOptions(chunk=8),
+    "cap": AttentionOptions(cap=3.0),
+    "sinks": AttentionOptions(sinks=torch.tensor([0.3, -1.0, 2.0, 0.1])),
+}
+
+
+def heads(rows, generator, dtype=torch.float32):
+    return [torch.randn(1, n, rows, 16, generator=generator).to(dtype) for n in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_a_branch_is_that_of_its_sequence(name, dtype):
+    trunk, lengths = 70, [9, 1, 64]
+    qkv = heads(trunk + sum(lengths), torch.Generator().manual_seed(2), dtype)
+    found = attend(packed(lengths, trunk), MODULE, *qkv, 0.25, OPTIONS[name])
+    start = trunk
+    for length in lengths:
+        rows = torch.cat([torch.arange(trunk), torch.arange(start, start + length)])
+        call = PromptCall(Context("rollout", (0,), rows), [len(rows)])
+        alone = attend(call, MODULE, *(x[:, :, rows] for x in qkv), 0.25, OPTIONS[name])
+        assert torch.equal(found[:, rows], alone)
+        start += length
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_and_its_gradients_are_those_of_the_call(name):
+    options, call = OPTIONS[name], packed([9, 3], 20)
+    qkv = [x.double().requires_grad_() for x in heads(32, torch.Generator().manual_seed(3))]
+    found, expected = attend(call, MODULE, *qkv, 0.25, options), call.attend(MODULE, *qkv, 0.25, options)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    for one, two in zip(
+        torch.autograd.grad(found, qkv, weights), torch.autograd.grad(expected, qkv, weights), strict=True
+    ):
+        torch.testing.assert_close(one, two)
+
+
+def test_a_product_that_depends_on_the_number_of_rows_is_named(monkeypatch):
+    monkeypatch.setattr(hooks, "has_exact_rows", lambda columns, inner, *rest: columns != 5)
+    with pytest.raises(
+        ConfigError, match=r"the product with 1\.weight \(5 x 3, float32\) depends on the number of rows"
+    ):
+        hooks.check_products(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 5)))
+
+
+def test_keys_that_an_indexer_chose_are_refused():
+    options = SimpleNamespace(sinks=None, choice=object())
+    with pytest.raises(ConfigError, match="keys that an indexer chose"):
+        attend(packed([1], 1), MODULE, *heads(2, torch.Generator()), 0.25, options)
