@@ -178,8 +178,9 @@ NOT_TRIED = {
 
 def explain_not_tried(detail: str) -> str:
     """Why no tiny model could be made of a class's defaults."""
-    usual = "its defaults are incomplete: sizes or layer types are None"
-    return next((why for part, why in NOT_TRIED.items() if part in detail), usual)
+    usual = "its defaults are incomplete: sizes, layer types or rotary entries are missing"
+    incomplete = "NoneType" in detail or "rope_theta" in detail
+    return usual if incomplete else next((why for part, why in NOT_TRIED.items() if part in detail), usual)
 
 
 def main() -> None:
