@@ -75,7 +75,7 @@ def describe_invalid_tokens(tokens: Sequence[Any], vocabulary: int) -> str:
 
 
 def _check_versions(pairs: list[tuple[int, int]], count: int) -> str:
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
         return f"the response has weight_versions {pairs!r:.80}; expected pairs (first token, version)"
     starts, versions = [start for start, _ in pairs], [version for _, version in pairs]
     if versions != sorted(versions) or len(set(starts)) < len(starts) or starts != sorted(starts):

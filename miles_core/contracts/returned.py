@@ -301,7 +301,7 @@ def check_batch(_: None, arguments: Mapping[str, Any]) -> str:
     tokens, count = len(batch.tokens), len(batch)
     if not isinstance(batch.tokens, Tensor) or batch.tokens.dtype != torch.int64:
         return f"batch.tokens is {describe(batch.tokens)}; expected a Tensor of int64 token ids"
-    low, high = (int(bound) for bound in batch.tokens.aminmax())
+    low, high = (int(bound) for bound in batch.tokens.aminmax()) if tokens else (0, 0)
     if low < 0 or high >= (vocabulary := vocabulary_size(arguments["run"])):
         return f"batch.tokens has the token {low if low < 0 else high}; expected token ids from 0 to {vocabulary - 1}"
     for name, column in (batch.columns | batch.scalars).items():
@@ -344,12 +344,15 @@ def check_sample(state: dict[str, Any], arguments: Mapping[str, Any]) -> str:
 def _check_field(spec: Field | None, value: Any) -> str:
     if spec is None:
         return "no manifest declares this field; add miles_core.data.Field(...) to `fields` of the plugin"
-    if spec.ragged:
+    if spec.ragged or not isinstance(value, (list, tuple, np.ndarray, Tensor)):  # others may be stored elsewhere
         return ""
     try:
-        shape = np.asarray(value).astype(spec.dtype).shape[spec.align != "sample" :]
+        rows = np.asarray(value)
     except (TypeError, ValueError):
+        rows = np.asarray("")
+    if rows.dtype.kind not in "biuf":
         return f"expected rows of {spec.dtype}, as declared"
+    shape = rows.shape[spec.align != "sample" :]
     valid = len(shape) == len(spec.shape) and all(w in (None, n) for w, n in zip(spec.shape, shape, strict=True))
     return "" if valid else f"expected {spec.dtype} rows of shape {list(spec.shape)}, as declared"
 

@@ -73,7 +73,7 @@ class Hooks:
             try:
                 wrong = boundary.after(state, arguments) if boundary.after is not None else ""
             except (MilesError, TypeError) as error:
-                wrong = f"it left {', '.join(arguments)} that cannot be used: {error}"
+                wrong = f"its changes cannot be used: {error}"
             if wrong:
                 raise refuse(plugin, name, wrong)
 
