@@ -8,13 +8,17 @@ The kills of a victim in a phase are divided over runs, ``--jobs`` of which go o
 ``--seconds`` the script kills no more processes and the runs end. What each run found is a line of ``--log`` as soon as it ends,
 and runs that are in it already count, so that the matrix can be made in several sittings.
 ``--anytime N`` inflicts N kills and stops at random moments instead, also during pushes, builds, saves and recoveries. With it, a run that
-has not ended after ``--seconds`` is stopped and does not count, and no fault happens in the last minute.
+has not ended after ``--seconds`` is stopped and only counted as such, and no fault happens in the last minute. The result file of ``--save``
+is written again after every run, so an interrupted measurement keeps its counts. Neither git nor installed packages are needed: the
+checkout and its plugins may be on PYTHONPATH.
 Run: ``python benchmarks/faults.py --kills 20 --save`` (an hour and a half on two cores; ``--kills 1``: five minutes; with
-``--jobs 24 --kills-a-run 5`` some minutes on 32 cores), ``python benchmarks/faults.py --anytime 500 --jobs 12 --seconds 540 --log FILE --save``.
+``--jobs 24 --kills-a-run 5`` some minutes on 32 cores), and on 16 cores
+``python benchmarks/faults.py --anytime 500 --jobs 14 --seconds 520 --log FILE --save``.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -28,9 +32,11 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from checkout import register
 from faults_anytime import Campaign, many
 from measure import finish, installed, options
 
@@ -249,18 +255,44 @@ def main() -> None:
     )
     parser.add_argument("--runtime", default="apart", choices=("apart", "ray"), help="of --anytime")
     parser.add_argument("--ranks", type=int, default=2, help="trainer ranks of --anytime --runtime ray")
+    parser.add_argument(
+        "--failures", type=Path, help="a directory for the files of the runs of --anytime in which something is wrong"
+    )
     parser.add_argument("--gap", type=float, default=1.0, help="mean seconds between two faults of --anytime")
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    ray = ("ray",) if not chosen.anytime or chosen.runtime == "ray" else ()
+    with tempfile.TemporaryDirectory() as directory:
+        register(Path(directory), ray, ray)
+        measure(chosen, ray)
+
+
+def measure(chosen: argparse.Namespace, libraries: Sequence[str]) -> None:
+    """Do what the command line ``chosen`` asks for; the result names the versions of ``libraries``."""
+    versions = partial(installed, "torch", *libraries)
     if chosen.anytime:
         toy_files()
         ranks = 1 if chosen.runtime == "apart" else chosen.ranks
         end = time.time() + min(chosen.seconds, 1e9)
-        campaign = Campaign(chosen.anytime, chosen.runtime, ranks, chosen.gap, end, chosen.log, chosen.kills_a_run)
-        result = many(campaign, chosen.jobs)
-        finish(
-            f"{Path(__file__).stem}_anytime_{chosen.runtime}", result, chosen.save, lambda: installed("torch", "ray")
+        report = partial(
+            finish,
+            Path(__file__).stem,
+            save=chosen.save,
+            versions=versions,
+            variant=f"anytime-{chosen.runtime}",
         )
+        campaign = Campaign(
+            chosen.anytime,
+            chosen.runtime,
+            ranks,
+            chosen.gap,
+            end,
+            chosen.log,
+            chosen.kills_a_run,
+            chosen.failures,
+            partial(report, quiet=True),
+        )
+        report(many(campaign, chosen.jobs))
         return
     end = time.time() + min(chosen.seconds, 1e9)
     cells = [(victim, phase) for victim in chosen.victims.split(",") for phase in chosen.phases.split(",")]
@@ -292,7 +324,7 @@ def main() -> None:
         "cells": matrix,
         **{name: sum(found[name] for found in matrix.values()) for name in SUMS},
     }
-    finish(Path(__file__).stem, result, chosen.save, lambda: installed("torch", "ray"))
+    finish(Path(__file__).stem, result, chosen.save, versions)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Kills and stops at random moments, for ``faults.py --anytime N``.
 
 A plugin file kills (SIGKILL) or stops (SIGSTOP) a random worker after a random time, and sometimes in the middle of a hook: at a tensor of a
-push, a micro-batch, a save, the build of a model. With the runtime ``apart`` the workers are objects of the run's process, which makes many
-faults cheap; with ``ray`` they are processes.
+push, a batch, a save, the build of a model. Some faults kill the driver instead, which is then started again with ``--load``. With the
+runtime ``apart`` the workers are objects of the run's process, which makes many faults cheap; with ``ray`` they are processes.
 
 Counted over all runs: samples that were lost or trained twice (of a step that was repeated the last time counts), versions that an engine
-installed with tensors of two pushes, workers that the log calls lost although nothing was done to them, runs that failed, and seconds from a
-fault to the next completed step. The last checkpoint is compared byte for byte with that of a run without faults.
+installed with tensors of two pushes, workers that the log calls lost although nothing was done to them, runs that failed or made no progress
+for ``STALL`` seconds, complaints of Python, PyTorch or asyncio on standard error, and seconds from a fault to the next completed step. The
+last checkpoint is compared byte for byte with that of a run without faults.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -24,7 +26,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,14 @@ from miles_testing.toy import toy_arguments
 GROUPS, SAMPLES = 2, 4
 #: Seconds before the end in which no fault happens, so that runs reach their last step.
 SPARE = 60.0
+#: Seconds without a completed step or a fault after which a run counts as failed.
+STALL = 150.0
+#: What a process writes that did not end properly.
+COMPLAINT = re.compile(
+    r"terminate called|Exception ignored|was destroyed but|never retrieved|Fatal Python error|was never awaited"
+)
+#: The log's message about a replaced worker; no match spans two of them.
+REPLACED = re.compile(r"worker (\S+) was lost: (?:(?!worker \S+ was lost: ).)*?; it is replaced", re.DOTALL)
 #: Seconds after which a stopped worker counts as lost.
 HEARTBEAT = {"apart": 0.5, "ray": 5.0}
 
@@ -45,21 +57,29 @@ from miles_core.plugin import hookimpl
 
 HERE = Path(__file__).parent
 RUNTIME, KILLS, SEED, GAP, DEADLINE = json.loads((HERE / "fault.json").read_text())
-DICE = random.Random(f"{SEED} {os.getpid() if RUNTIME == 'ray' else ''} {time.time() if RUNTIME == 'ray' else ''}")
-SENT, STARTED = {}, []
+STARTED = []
 
 def fell():
     path = HERE / "faults.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
+DICE = random.Random(f"{SEED} {fell()} {os.getpid() if RUNTIME == 'ray' else ''}")
+
+def append(name, value):  # in one piece, whoever else writes and whenever this process is killed
+    with (HERE / name).open("ab", buffering=0) as file:
+        file.write(json.dumps(value).encode() + b"\n")
+
 def note(moment, how, name):
-    with (HERE / "faults.jsonl").open("a") as file:
-        file.write(json.dumps([moment, how, name, time.time()]) + "\n")
+    append("faults.jsonl", [moment, how, name, time.time()])
 
 def inflict(moment, name=None):
     if fell() >= KILLS or time.time() > DEADLINE:
         return
     how = "stop" if DICE.random() < 0.25 else "kill"
+    if DICE.random() < 0.05:
+        note(moment, "kill", "driver")
+        os.kill(int((HERE / "driver").read_text()), signal.SIGKILL)
+        return
     if RUNTIME == "apart":
         from miles_testing.doubles import apart
         runtime = apart.latest()
@@ -99,22 +119,18 @@ def on_start(run):
 
 @hookimpl
 def on_model(run, policy, model, role):
-    if RUNTIME == "apart":
-        perhaps("build", 0.05)
+    perhaps("build", 0.05)
 
 @hookimpl
 def on_batch(run, batch):
     prompts = batch.tokens[batch.starts].tolist()
-    with (HERE / "trained.jsonl").open("a") as file:
-        file.write(json.dumps([run.step, sorted(zip(batch.group.tolist(), prompts))]) + "\n")
-    with (HERE / "batches.jsonl").open("a") as file:
-        file.write(json.dumps([run.step, digest(batch.tokens), digest(batch.scalars["reward"])]) + "\n")
-    if RUNTIME == "apart":
-        perhaps("train", 0.1)
+    append("trained.jsonl", [run.step, sorted(zip(batch.group.tolist(), prompts))])
+    append("batches.jsonl", [run.step, digest(batch.tokens), digest(batch.scalars["reward"])])
+    perhaps("train", 0.1)
 
 @hookimpl
 def on_save(run, policy):
-    if policy is not None and RUNTIME == "apart":
+    if policy is not None:
         perhaps("save", 0.1)
 
 def digest(tensor):
@@ -128,11 +144,9 @@ def wrap_weights(run):
             whole = {}
             for unit in inner():
                 whole |= {name: digest(tensor) for name, tensor in unit.tensors.items()}
-                if RUNTIME == "apart":
-                    perhaps("push", 0.004)
+                perhaps("push", 0.004)
                 yield unit
-            with (HERE / "sent.jsonl").open("a") as file:
-                file.write(json.dumps(whole) + "\n")
+            append("sent.jsonl", whole)
         return weights
     return wrap
 
@@ -147,8 +161,7 @@ if not hasattr(EmbeddedEngine, "_noted"):
                 whole.update({name: digest(tensor) for name, tensor in unit.parts.items()})
                 yield unit
         await plain(self, seen(), version)
-        with (HERE / "installed.jsonl").open("a") as file:
-            file.write(json.dumps([version, whole]) + "\n")
+        append("installed.jsonl", [version, whole])
     EmbeddedEngine.update_weights = update_weights
 """
 
@@ -164,8 +177,8 @@ def arguments(*given: Any, **options: Any) -> list[str]:
 
 
 def steps_of(kills: int) -> int:
-    """Steps of a run with so many faults."""
-    return max(4, kills // 2)
+    """Steps of a run with so many faults; more than that many faults happen only if recoveries take long."""
+    return max(4, kills)
 
 
 def once(
@@ -194,21 +207,40 @@ def once(
         worker_heartbeat=HEARTBEAT[runtime],
         **sizes,
     )
-    environment = {**os.environ, "RAY_TMPDIR": str(directory)}
+    command = [sys.executable, "-m", "miles_core.cli.main", "train", *words]
+    while (code := _drive(command, directory, end)) == -signal.SIGKILL:
+        if (directory / "run/checkpoints").is_dir() and "--save" in command:
+            command[command.index("--save")] = "--load"
+    return None if code is None else judge(directory, steps, code)
+
+
+def _drive(command: list[str], directory: Path, end: float) -> int | None:
+    """Run a driver until it ends; its exit status, or None if it had not ended at ``end``. A run without progress is stopped with SIGABRT,
+    which writes the stack of each thread."""
+    environment = {**os.environ, "RAY_TMPDIR": str(directory), "PYTHONFAULTHANDLER": "1"}
     with (directory / "output").open("ab") as output:
-        command = [sys.executable, "-m", "miles_core.cli.main", "train", *words]
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-        try:
-            code = process.wait(max(1.0, end - time.time()))
-        except subprocess.TimeoutExpired:
-            process.terminate()  # a run with Ray then ends its cluster
-            try:
-                process.wait(25)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            return None
-    return judge(directory, steps, code)
+    (directory / "driver").write_text(str(process.pid))
+    started = time.time()
+    while time.time() < end:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(1.0)
+        files = [directory / "faults.jsonl", directory / "run/metrics.jsonl"]
+        if time.time() - max([started, *(file.stat().st_mtime for file in files if file.exists())]) > STALL:
+            process.send_signal(signal.SIGABRT)
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(10.0)
+                with suppress(ProcessLookupError):  # what is left of its cluster
+                    os.killpg(process.pid, signal.SIGKILL)
+                return code
+            break
+    process.terminate()  # a run with Ray then ends its cluster
+    try:
+        process.wait(25)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return None
 
 
 def judge(directory: Path, steps: int, code: int) -> dict[str, Any]:
@@ -223,27 +255,35 @@ def judge(directory: Path, steps: int, code: int) -> dict[str, Any]:
     mixed = [
         v for v, whole in read_lines(directory / "installed.jsonl") if json.dumps(whole, sort_keys=True) not in sent
     ]
+    output = (directory / "output").read_text(errors="replace")
     log = (directory / "run/run.log").read_text() if (directory / "run/run.log").is_file() else ""
-    blamed = Counter(re.findall(r"worker (\S+) was lost: .*; it is replaced", log.replace("\n", " ")))
+    blamed = Counter(REPLACED.findall(log))
     struck = Counter(name for _, _, name, _ in faults)
     done = [record["time"] for record in read_lines(directory / "run/metrics.jsonl")]
     waits = [min((at for at in done if at > when), default=when) - when for *_, when in faults]
     found = {
         "kills": len(faults),
         "moments": dict(Counter(moment for moment, *_ in faults)),
+        "drivers": struck["driver"],
         "stopped": sum(how == "stop" for _, how, *_ in faults),
         "lost": max(0, GROUPS * SAMPLES * steps - samples.total()) + steps - len(trained),
         "doubled": sum(n - SAMPLES for n in samples.values() if n > SAMPLES),
         "mixed": len(mixed),
         "innocent": sum(max(0, count - struck[name]) for name, count in blamed.items()),
+        "complaints": COMPLAINT.findall(output),
         "failed": int(code != 0),
         "waits": waits,
         "weights": weights_of(directory / "run/checkpoints", steps),
         "batches": read_lines(directory / "batches.jsonl"),
     }
     if code:
-        found["error"] = (directory / "output").read_text()[-1500:]
+        found["error"] = f"exit status {code}: {output[-1500:]}"
     return found
+
+
+def is_wrong(found: dict[str, Any]) -> bool:
+    """Whether a run found anything that must not happen."""
+    return any(found[name] for name in ("lost", "doubled", "mixed", "innocent", "failed", "complaints"))
 
 
 def _merged(parts: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -266,6 +306,8 @@ class Campaign:
         gap: mean seconds between two faults of a run.
         end: ``time.time()`` at which a run that has not ended is stopped and does not count; no fault happens in the last ``SPARE`` seconds.
         log: a file with one JSON line per run; the runs that it holds already count.
+        failures: a directory that receives the files of runs in which something is wrong.
+        report: called with the counts after every run.
     """
 
     kills: int
@@ -275,12 +317,15 @@ class Campaign:
     end: float
     log: Path | None
     a_run: int
+    failures: Path | None = None
+    report: Callable[[dict[str, Any]], None] = lambda counts: None
 
     def __post_init__(self) -> None:
         from faults import read_lines
 
         self.runs = [run for run in (read_lines(self.log) if self.log else []) if run["runtime"] == self.runtime]
         self.undisturbed: dict[int, tuple[str, dict[int, list[str]]]] = {}
+        self.cut = 0
         self._lock, self._referring, self._flying = threading.Lock(), threading.Lock(), 0
 
     def work(self) -> None:
@@ -289,6 +334,8 @@ class Campaign:
             seed = random.randrange(1 << 30)
             with tempfile.TemporaryDirectory(prefix="f", ignore_cleanup_errors=True) as name:
                 found = once(self.runtime, count, seed, self.gap, self.ranks, Path(name), self.end)
+                if self.failures is not None and (found is None or is_wrong(found)):
+                    shutil.copytree(name, self.failures / str(seed), ignore=shutil.ignore_patterns("session_*", "ray*"))
             if found and not found["failed"]:
                 weights, batches = self._reference(steps_of(count))
                 found["equal"] = found["weights"] == weights
@@ -296,6 +343,7 @@ class Campaign:
                 found["different_batches"] = different  # other tokens were sampled in these steps
             with self._lock:
                 self._flying -= count
+                self.cut += found is None
                 if found:
                     found.pop("batches", None)
                     self._record({"runtime": self.runtime, "seed": seed, **found})
@@ -303,7 +351,7 @@ class Campaign:
     def _claim(self) -> int:
         """Faults of the next run; 0 if there is no further run."""
         with self._lock:
-            count = min(self.a_run, self.kills - sum(run["kills"] for run in self.runs) - self._flying)
+            count: int = min(self.a_run, self.kills - sum(run["kills"] for run in self.runs) - self._flying)
             if count <= 0 or time.time() > self.end - 2 * SPARE:
                 return 0
             self._flying += count
@@ -327,12 +375,13 @@ class Campaign:
         if self.log is not None:
             with self.log.open("a") as file:
                 file.write(json.dumps(run) + "\n")
+        self.report(self.summary())
 
     def summary(self) -> dict[str, Any]:
         """The counts of all runs."""
         runs = self.runs
         waits = [seconds for run in runs for seconds in run["waits"]]
-        names = ("kills", "stopped", "lost", "doubled", "mixed", "innocent", "failed")
+        names = ("kills", "drivers", "stopped", "lost", "doubled", "mixed", "innocent", "failed")
         moments = sum((Counter(run["moments"]) for run in runs), Counter[str]())
         return {
             "runtime": self.runtime,
@@ -340,6 +389,8 @@ class Campaign:
             "engines": 2,
             "runs": len(runs),
             **{name: sum(run[name] for run in runs) for name in names},
+            "complaints": dict(Counter(text for run in runs for text in run["complaints"])),
+            "not_ended": self.cut,
             "moments": dict(moments),
             "runs_compared": sum("equal" in run for run in runs),
             "checkpoints_equal": sum(run.get("equal", False) for run in runs),

@@ -5,7 +5,10 @@ one supervised warm start, then reinforcement learning from it with each mode, i
 measured. Intervals are 95 % of Student's t over the seeds.
 
 ``--memory`` measures the largest resident memory of two steps of a larger random model (``--hidden``, ``--layers``), above that of an idle process,
-for full training, adapters, a base in INT4, and four policies over one base, in a process each.
+for full training, adapters, a base in INT4 or FP8, and four policies over one base, in a process each. With ``--device cuda`` it measures the GPU's
+memory instead, and the time of a training step. It needs no network. On one GPU:
+
+    python benchmarks/lora.py --modes --memory --device cuda --hidden 2048 --layers 24 --answer 512 --samples 32 --save
 
 ``--trl`` adds a comparison with TRL and peft: the prompts, reward and random model of ``grpo_step.py`` with adapters of the same rank, targets and
 learning rate on both sides, one process per side, taking turns for time; the reward of both over ``--trl-steps`` steps. ``--trl-python`` names an
@@ -135,6 +138,18 @@ MEMORY: dict[str, tuple[list[str], dict[str, Any]]] = {
             **{"train_precision": "int4", "rollout_precision": "int4"},
         },
     ),
+    "lora fp8 base": (
+        ["lora", "fp8"],
+        {
+            **{
+                "lora_target_modules": "all-linear",
+                "lora_rank": RANK,
+                "lora_sync": "adapter",
+                "emulate_precision": True,
+            },
+            **{"train_precision": "fp8", "rollout_precision": "fp8"},
+        },
+    ),
     "lora adapter, four policies": (
         ["lora"],
         {"lora_target_modules": "all-linear", "lora_rank": RANK, "lora_sync": "adapter"},
@@ -151,7 +166,7 @@ def on_sample(run, sample):
 
 
 def hold(given: argparse.Namespace) -> dict[str, Any]:
-    """Two steps of a run in this process, and the memory that it took."""
+    """Some steps of a run in this process: the memory that it took, and the seconds that its training took per step."""
     import torch
 
     import miles_core.launch  # noqa: F401 - part of the idle process
@@ -161,6 +176,13 @@ def hold(given: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(given.threads)
     plugins, flags = MEMORY[given.mode]
     more: dict[str, Any] = {"hf_checkpoint": given.checkpoint, "dtype": "bfloat16", "save_rollouts": False, **flags}
+    more |= {
+        "device": given.device,
+        "rollout_max_response_len": given.answer,
+        "n_samples_per_prompt": given.samples // 2,
+    }
+    if given.device == "cuda":
+        more.pop("emulate_precision", None)
     with tempfile.TemporaryDirectory() as directory:
         if "four" in given.mode:
             (Path(directory) / "four.yaml").write_text(json.dumps({"policies": {name: {} for name in POLICIES}}))
@@ -170,10 +192,18 @@ def hold(given: argparse.Namespace) -> dict[str, Any]:
                 {**more, "config": f"{directory}/four.yaml", "rollout_batch_size": 4},
             )
         idle = resident()
-        done = toy_run(plugins, Path(directory) / "run", steps=2, **more)
+        done = toy_run(plugins, Path(directory) / "run", steps=3, **more)
         peak, after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, resident()
-    assert len(done.metrics) == 2
-    return {"peak_mb": round(peak - idle), "after_mb": round(after - idle)}
+    assert len(done.metrics) == 3
+    seconds = [m["time/train"] for m in done.metrics[1:] if "time/train" in m]
+    found: dict[str, Any] = {"train_seconds": float(f"{statistics.median(seconds):.4g}")}
+    if given.device == "cuda":
+        return found | {
+            "gpu": torch.cuda.get_device_name(),
+            "peak_mb": round(torch.cuda.max_memory_allocated() / 2**20),
+            "after_mb": round(torch.cuda.memory_allocated() / 2**20),
+        }
+    return found | {"peak_mb": round(peak - idle), "after_mb": round(after - idle)}
 
 
 def resident() -> float:
@@ -213,8 +243,12 @@ def memory(given: argparse.Namespace) -> dict[str, Any]:
                 "--threads",
                 str(given.threads),
             ]
-            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-            found[mode] = json.loads(done.stdout.splitlines()[-1])
+            words += ["--device", given.device, "--answer", str(given.answer), "--samples", str(given.samples)]
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+            # a mode that does not fit into the memory is a result, too
+            found[mode] = (
+                json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.returncode}
+            )
             print(f"memory  {mode:<30}", found[mode], file=sys.stderr, flush=True)
     return found
 
@@ -346,6 +380,9 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="measure memory with a larger model too")
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size of that model")
     parser.add_argument("--layers", type=int, default=8, help="its layers")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the memory measurement")
+    parser.add_argument("--answer", type=int, default=4, help="tokens of an answer in the memory measurement")
+    parser.add_argument("--samples", type=int, default=8, help="samples of a step in the memory measurement")
     parser.add_argument("--trl", action="store_true", help="compare with TRL and peft too")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")
     parser.add_argument("--trl-steps", type=int, default=30, help="steps of that comparison")

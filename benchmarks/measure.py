@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +142,16 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 
 def finish(
-    name: str, result: Mapping[str, Any], save: bool, versions: Callable[[], dict[str, str]], variant: str = ""
+    name: str,
+    result: Mapping[str, Any],
+    save: bool,
+    versions: Callable[[], dict[str, str]],
+    variant: str = "",
+    quiet: bool = False,
 ) -> None:
     """Print the result as one JSON line, and save it with where it comes from when asked to.
 
-    ``variant``: told apart in the file's name, as in another device."""
+    ``variant``: told apart in the file's name, as in another device. ``quiet``: print nothing; for a result that is not complete yet."""
     record = {
         "benchmark": name,
         "date": datetime.now(UTC).date().isoformat(),
@@ -161,13 +166,22 @@ def finish(
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"{name}-{record['date']}{variant and '-' + variant}.json"
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        print(f"saved {path.relative_to(ROOT)}", file=sys.stderr)
-    print(json.dumps(record), flush=True)
+        if not quiet:
+            print(f"saved {path.relative_to(ROOT)}", file=sys.stderr)
+    if not quiet:
+        print(json.dumps(record), flush=True)
 
 
 def installed(*names: str) -> dict[str, str]:
-    """Versions of distributions in this interpreter."""
-    return {name: metadata.version(name) for name in names}
+    """Versions of distributions in this interpreter; of packages on PYTHONPATH without metadata, what they call their version."""
+    return {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return str(getattr(import_module(name), "__version__", "unknown"))
 
 
 def hardware() -> str:
@@ -187,4 +201,7 @@ def commit(root: Path = ROOT) -> str:
 
 
 def _git(root: Path, *words: str) -> str:
-    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=root, check=False).stdout.strip()
+    try:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=root, check=False).stdout.strip()
+    except FileNotFoundError:  # no git on this machine
+        return ""

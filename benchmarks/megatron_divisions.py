@@ -66,7 +66,9 @@ def make_trainer(checkpoint: Path, sizes: dict[str, Any]) -> Any:
     with without_cuda():
         world = start_groups(s, 0)
         adapt_modules()
-        from miles_megatron.trainer.trainer import MegatronTrainer, Settings
+        from miles_megatron.trainer.settings import Settings
+    from miles_megatron.trainer.trainer import MegatronTrainer
+
     settings = Settings(
         adamw=OptimizerConfig(1e-3), dtype=torch.bfloat16 if gpu else torch.float32, micro_batch_size=3, longest=256
     )

@@ -148,7 +148,8 @@ def make_trainer(given: Any, name: str, directory: Path, format: str = "bf16", r
     sizes = {k: int(v) if v.isdigit() else v == "True" for k, v in (p.split("=") for p in given.sizes)}
     s = Sizes(**{"ranks": ranks, "etp": 1 if "ep" in sizes else sizes.get("tp", 1), **sizes})
     world = start_groups(s, 0)
-    from miles_megatron.trainer.trainer import MegatronTrainer, Settings
+    from miles_megatron.trainer.settings import Settings
+    from miles_megatron.trainer.trainer import MegatronTrainer
     from miles_megatron.trainer.weights import Weights
 
     Weights.load, Weights.checkpoint_shapes = fill, table_shapes  # type: ignore[method-assign, assignment]

@@ -95,7 +95,8 @@ class Side:
 
     def environment(self) -> dict[str, str]:
         """One thread, no hub, and an import path that starts with the checkout's entry points and packages."""
-        path = os.pathsep.join([str(self.work / "entry_points"), *(str(p.parent) for p in self.projects())])
+        outer = filter(None, [os.environ.get("PYTHONPATH")])  # libraries of a machine without an installation
+        path = os.pathsep.join([str(self.work / "entry_points"), *(str(p.parent) for p in self.projects()), *outer])
         return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     def output(self, code: str, *words: str) -> str:

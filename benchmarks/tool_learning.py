@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean
@@ -153,6 +154,7 @@ def main() -> None:
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--eval-interval", type=int, default=10)
     parser.add_argument("--eval-size", type=int, default=128, help="held-out tasks")
@@ -164,8 +166,11 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         write_task(Path(name), given.eval_size)
-        for variant in given.variants:
-            found[variant] = {str(seed): train(variant, seed, given, Path(name)) for seed in given.seeds}
+        runs = [(variant, seed) for variant in given.variants for seed in given.seeds]
+        with ThreadPoolExecutor(given.jobs) as pool:
+            curves = list(pool.map(lambda run: train(*run, given, Path(name)), runs))
+        for (variant, seed), curve in zip(runs, curves, strict=True):
+            found.setdefault(variant, {})[str(seed)] = curve
     if given.plot:
         draw(found, given.plot)
     flags = {variant: VARIANTS[variant] for variant in given.variants}

@@ -19,6 +19,7 @@ TABLE = runpy.run_path(str(ROOT / "tests" / "test_layers.py"))
 
 #: Import packages from the top.
 ORDER = (
+    "miles_planning",
     "miles_embedded",
     "miles_testing",
     "miles_transport",
@@ -32,6 +33,7 @@ ORDER = (
 )
 SUBTITLES = {
     "miles_testing": "the test kit for plugin authors",
+    "miles_planning": "layouts and times for hardware that is elsewhere",
     "miles_embedded": "the backend that ships with core, a plugin like any other",
     "miles_chat": "how models write tool calls",
     "miles_transport": "weights between processes",

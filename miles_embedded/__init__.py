@@ -15,8 +15,10 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to keep a base under adapters: ``mark_constant``, ``encode_weights``, ``share_weights``, ``full_values``, ``make_model``;
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
-- to free device memory temporarily: ``Released``;
-- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``, ``trainer_parts``;
+- to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``;
+- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``, ``trainer_parts``,
+  ``trainer_usage``, ``engine_usage``;
+- to count the tokens of each expert: ``ExpertLoads``, summed with ``sum_over_ranks``;
 - to replace steps of a model: ``Operations`` (with the types of its functions), ``operations_of``, ``use_operations``, and the calls
   that attention receives.
 
@@ -42,10 +44,12 @@ if TYPE_CHECKING:
     from miles_embedded.engine.sampling import pick
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
+        engine_usage,
         engines_gpus,
         longest_sample,
         size_of,
         trainer_parts,
+        trainer_usage,
         training_of,
         wanted_rows,
     )
@@ -84,12 +88,15 @@ if TYPE_CHECKING:
         is_constant,
         local_shard,
         mark_constant,
+        mark_hosted,
     )
     from miles_embedded.model.value_head import VALUE_HEAD, add_value_head, new_value_head
     from miles_embedded.model.views import views
     from miles_embedded.quantized.encoded import EncodedParameter, encode_weights, share_weights
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
+    from miles_embedded.trainer.data_parallel import sum_over_ranks
+    from miles_embedded.trainer.expert_loads import ExpertLoads
     from miles_embedded.trainer.optimizer_group import OptimizerGroup, optimizer_group
     from miles_embedded.trainer.packing import Packing
 
@@ -103,6 +110,7 @@ __all__ = [
     "Decoder",
     "Emitted",
     "EncodedParameter",
+    "ExpertLoads",
     "Experts",
     "LogProbs",
     "ModelSize",
@@ -124,6 +132,7 @@ __all__ = [
     "codes_of",
     "decoder_layers",
     "encode_weights",
+    "engine_usage",
     "engines_gpus",
     "examine",
     "export_checkpoint",
@@ -142,6 +151,7 @@ __all__ = [
     "make_model",
     "make_trainer",
     "mark_constant",
+    "mark_hosted",
     "model_size",
     "new_layer",
     "new_value_head",
@@ -155,9 +165,11 @@ __all__ = [
     "run_layer",
     "share_weights",
     "size_of",
+    "sum_over_ranks",
     "text_configuration",
     "to_emitted",
     "trainer_parts",
+    "trainer_usage",
     "training_of",
     "unloaded_model",
     "use_operations",
@@ -175,13 +187,14 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.sampling": "pick",
         "miles_embedded.memory.model_size": "ModelSize model_size",
-        "miles_embedded.memory.usage": "engines_gpus longest_sample size_of trainer_parts training_of wanted_rows",
+        "miles_embedded.memory.usage": "engine_usage engines_gpus longest_sample size_of trainer_parts trainer_usage training_of "
+        "wanted_rows",
         "miles_embedded.model.attention": "AttentionOptions",
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
         "miles_embedded.model.parts": "backbone decoder_layers head text_configuration",
-        "miles_embedded.model.storage": "codes_of full_values gather_tensor is_constant local_shard mark_constant",
+        "miles_embedded.model.storage": "codes_of full_values gather_tensor is_constant local_shard mark_constant mark_hosted",
         "miles_embedded.quantized.encoded": "EncodedParameter encode_weights share_weights",
         "miles_embedded.model.examine": "examine",
         "miles_embedded.model.load": "build_empty checkpoint_config has_windows is_embedded load_model make_model prepare "
@@ -195,6 +208,8 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.views": "views",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",
+        "miles_embedded.trainer.data_parallel": "sum_over_ranks",
+        "miles_embedded.trainer.expert_loads": "ExpertLoads",
         "miles_embedded.trainer.optimizer_group": "OptimizerGroup optimizer_group",
         "miles_embedded.trainer.packing": "Packing",
     },

@@ -202,6 +202,13 @@ class EmbeddedConfig:
         flag="--offload-optimizer",
         help="keep FP32 master weights and optimizer state in host memory (pinned for a GPU) except during an optimizer step",
     )
+    optimizer_state_bytes: float = option(
+        8.0,
+        flag="--optimizer-state-bytes",
+        help="bytes of optimizer state per weight without the FP32 master, for the memory table of the plan; plugins set it with their optimizer",
+        metavar="X",
+        ge=0,
+    )
     initial_loss_scale: float = option(
         65536.0,
         flag="--initial-loss-scale",

@@ -40,6 +40,7 @@ async def wait_for(answer: Awaitable[Any], seconds: float | None, *instead: asyn
         TimeoutExpired: no result within ``seconds``; ``answer`` is then cancelled.
     """
     task, pieces = asyncio.ensure_future(answer), 0
+    task.add_done_callback(ignore_error)  # an answer that arrives together with the end of this wait
     piece = None if seconds is None else seconds / PIECES
     try:
         while not task.done():
@@ -54,6 +55,12 @@ async def wait_for(answer: Awaitable[Any], seconds: float | None, *instead: asyn
     finally:
         if not task.done():
             task.cancel()
+
+
+def ignore_error(task: asyncio.Future[Any]) -> None:
+    """Done callback of a task whose error may be of no interest: asyncio then does not log it as never retrieved."""
+    if not task.cancelled():
+        task.exception()
 
 
 class TimeoutExpired(Exception):

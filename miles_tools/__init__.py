@@ -8,7 +8,6 @@ from miles_core.plugin import Command, Plugin
 from miles_tools.hints import HINTS
 
 _COMMANDS = {
-    "plan": "show what a run would consist of, or why it cannot start",
     "demo": "train a small model on this machine in minutes and write a report",
     "plugins": "list what is installed; check, explain, new",
     "convert": "convert a checkpoint to a number format, or back to bf16",
@@ -23,7 +22,17 @@ plugin = Plugin(
     summary="conversion, verification, reports and the demo, shipped with miles-core",
     version=__version__,
     core=f"=={__version__}",
-    commands={name: Command(summary, f"miles_tools.commands.{name}:run") for name, summary in _COMMANDS.items()},
+    commands={
+        "plan": Command(
+            "show what a run would consist of, why it cannot start, or the fastest layouts (--search)",
+            "miles_planning.commands:plan",
+        ),
+        "launch": Command(
+            "write a Slurm script, a KubeRay manifest or a SkyPilot task that starts a run",
+            "miles_planning.launch.command:run",
+        ),
+        **{name: Command(summary, f"miles_tools.commands.{name}:run") for name, summary in _COMMANDS.items()},
+    },
     standard=True,
     examine="miles_tools.examine:examine",
     hints=HINTS,

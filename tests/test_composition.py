@@ -25,7 +25,7 @@ REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 quantises expert matrices only, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
     (frozenset({"endpoint", "tools"}), "", "", "agents are run by this rollout function only"),
-    (frozenset({"true_on_policy", "cpu_kernels"}), "", "", "adds in another order in decoding than in training"),
+    (frozenset({"true_on_policy", "cpu_kernels"}), "", "", "add in another order in decoding than in training"),
     *(
         (frozenset({"true_on_policy", name}), "", f"{name}xbf16", "computes another function than a plain trainer")
         for name in FORMATS

@@ -24,6 +24,7 @@ SIBLINGS = (
     "miles_chat",
     "miles_embedded",
     "miles_mismatch",
+    "miles_planning",
     "miles_runtime",
     "miles_schedules",
     "miles_simulation",
@@ -62,7 +63,7 @@ PUBLIC = (
     "miles_core.plugin",
 )
 PUBLIC += ("miles_core.trainer", "miles_testing", "miles_transport")
-PUBLIC += ("miles_chat", "miles_runtime", "miles_tools.convert", "miles_tools.http_client", "miles_tools.native")
+PUBLIC += ("miles_chat", "miles_planning", "miles_runtime", "miles_tools.convert", "miles_tools.http_client", "miles_tools.native")
 PUBLIC_OF_A_BACKEND = ("miles_embedded", "miles_embedded.testing")
 OUTSIDE = sorted(path for where in ("plugins/*/miles_*/**/*.py", "examples/**/*.py") for path in ROOT.glob(where))
 

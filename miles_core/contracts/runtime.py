@@ -46,8 +46,8 @@ Metrics = dict[str, float]
 Learn = Callable[[Sequence[Sample], int], Awaitable["Learned"]]
 #: Options that ``LearnerHandle.configure`` changes in a running trainer.
 CHANGEABLE = (
-    *("train.lr", "train.min_lr", "train.weight_decay", "train.clip_grad"),
-    *("algorithm.eps_clip", "algorithm.eps_clip_high", "algorithm.entropy_coef", "algorithm.kl_loss_coef"),
+    *("train.lr", "train.min_lr", "train.weight_decay", "train.clip_grad", "algorithm.entropy_coef"),
+    *("algorithm.eps_clip", "algorithm.eps_clip_high", "algorithm.kl_loss_coef", "algorithm.kl_coef"),
 )
 
 

@@ -18,28 +18,29 @@ from miles_core.plugin.facts import Fact, Facts, State
 from miles_core.plugin.model_config import EXPERTS, EXPERTS_PER_TOKEN, model_config
 from miles_core.plugin.rule import parse_literal
 
-#: GPU -> (compute capability x 10, memory in GB), for ``--fact gpu=NAME``. AMD GPUs have no compute capability (0).
+#: GPU -> (compute capability x 10, memory in GB of 1e9 bytes as NVML reports it, so that a plan elsewhere agrees with one on the
+#: machine), for ``--fact gpu=NAME``. AMD GPUs have no compute capability (0).
 KNOWN_GPUS: dict[str, tuple[int, int]] = {
-    "V100": (70, 32),
+    "V100": (70, 34),
     "T4": (75, 16),
-    "A100": (80, 80),
+    "A100": (80, 86),
     "A10": (86, 24),
     "A40": (86, 48),
     "L4": (89, 24),
     "L40S": (89, 48),
-    "RTX-4090": (89, 24),
-    "H100": (90, 80),
-    "H800": (90, 80),
-    "H20": (90, 96),
-    "H200": (90, 141),
-    "GH200": (90, 96),
+    "RTX-4090": (89, 26),
+    "H100": (90, 86),
+    "H800": (90, 86),
+    "H20": (90, 103),
+    "H200": (90, 151),
+    "GH200": (90, 103),
     "B100": (100, 192),
-    "B200": (100, 180),
-    "GB200": (100, 186),
+    "B200": (100, 192),
+    "GB200": (100, 199),
     "B300": (103, 270),
     "GB300": (103, 279),
-    "RTX-5090": (120, 32),
-    "RTX-PRO-6000": (120, 96),
+    "RTX-5090": (120, 34),
+    "RTX-PRO-6000": (120, 103),
     "MI300A": (0, 128),
     "MI300X": (0, 192),
     "MI325X": (0, 256),

@@ -65,6 +65,8 @@ class Usage:
         usable: fraction of the GPU's memory that it can use.
         note: how the numbers were computed, one line.
         processes: number of processes that work together, one per GPU; several processes never run in the driver's process.
+        replaces: whether it takes the place of all other plugins' usages of its kind, as for a plugin that changes how a backend stores a
+            model.
         fitting: (bytes available next to other processes, bytes available alone) -> changes of facts under which the process fits,
             smallest first. They may include other hardware (``gpu.count``, ``gpu.machines``).
     """
@@ -76,6 +78,7 @@ class Usage:
     usable: float = USABLE
     note: str = ""
     processes: int = 1
+    replaces: bool = False
     fitting: Callable[[float, float], Changes] = lambda budget, alone: ()
 
     def during_sync(self) -> Usage:
@@ -107,6 +110,7 @@ def review_memory(usages: Sequence[Usage], facts: Facts) -> tuple[list[str], lis
         usages: usages of all processes of one policy.
         facts: facts of the plan. Without a known ``gpu.memory_gb``, nothing is compared.
     """
+    usages = [u for u in usages if u.replaces or not any(o.replaces and o.kind == u.kind for o in usages)]
     if not usages:
         return [], []
     memory = facts.lookup("gpu.memory_gb")
@@ -117,14 +121,12 @@ def review_memory(usages: Sequence[Usage], facts: Facts) -> tuple[list[str], lis
     end = "  no GPU here to compare with: plan for some with --hardware 8xH200"
     if gpu:
         end = f"  a GPU has {gpu / GB:.0f} GB ({memory.origin})"
-    where = "they take turns on the same GPUs"
-    if not colocated:
-        where = "they share one GPU" if inline else "on separate GPUs"
-    kinds = {usage.kind for usage in usages}
+    apart = "they share one GPU" if inline else "on separate GPUs"
+    where = "they take turns on the same GPUs" if colocated else apart
     notes = [
         _table(usages),
         *(f"  {usage.note}" for usage in usages if usage.note),
-        end + f"; {where}" * (len(kinds) > 1),
+        end + f"; {where}" * (len({usage.kind for usage in usages}) > 1),
     ]
     over = [peak for peak in peaks if gpu and peak.room(gpu) < peak.usage.parts.total]
     over.sort(key=lambda peak: peak.total, reverse=True)
@@ -135,7 +137,8 @@ def review_memory(usages: Sequence[Usage], facts: Facts) -> tuple[list[str], lis
 
 def _peaks(usages: Sequence[Usage], colocated: bool, inline: bool) -> Iterable[_Peak]:
     for usage in usages:
-        others = [other for other in usages if other.kind != usage.kind]
+        # one process holds the trainers of a policy and of its critic, too
+        others = [o for o in usages if o.kind != usage.kind or (inline and not colocated and o is not usage)]
         if colocated and others:
             yield _Peak(usage, max(o.asleep for o in others), f"the sleeping {others[0].kind}")
             if usage.kind != "trainer":
@@ -143,7 +146,7 @@ def _peaks(usages: Sequence[Usage], colocated: bool, inline: bool) -> Iterable[_
             pushed = max((o.during_sync() for o in others), key=lambda o: o.parts.total)
             yield _Peak(usage.during_sync(), pushed.parts.total, f"the {pushed.kind} during a weight sync")
         elif inline and others:
-            yield _Peak(usage, max(o.parts.total for o in others), f"the {others[0].kind}")
+            yield _Peak(usage, sum(o.parts.total for o in others), " and ".join(f"the {o.kind}" for o in others))
         else:
             yield _Peak(usage, 0.0, "")
 

@@ -17,7 +17,8 @@ class Panel:
             replaced by the matching text. The panel is omitted if no metric matches the first line.
         unit: y-axis label.
         section: heading of the plot; empty is the main section.
-        kind: ``line``, or ``stack`` for values that add up.
+        kind: ``line``; ``stack`` for values that add up; or ``grid``, a heat map of values in a file of the run directory, whose name (a
+            pattern) takes the place of a metric in ``lines`` (format: ``miles_tools.report.grids``).
         log: use a logarithmic y axis if all values are positive and span more than a factor of 20.
         percent: show the values, which are fractions, as percentages.
         band: metric drawn as a band around the first line (a standard deviation).

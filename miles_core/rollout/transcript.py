@@ -278,8 +278,9 @@ def _describe_cut(sample: Sample, turn: Turn, count: int) -> str:
 def _assemble(spec: Field, sample: Sample, turns: list[Turn]) -> Any:
     """Align the rows of a field that ``turns`` report with the sample; rows that no turn reports hold the pad value."""
     total = rows(spec, len(sample.tokens), sample.response_length)
-    offset = sample.prompt_length
-    reported = [(t.start - offset if spec.align == "response" else 0, t.response.extras[spec.name]) for t in turns]
+    shift = {"response": -sample.prompt_length, "token-1": -1}.get(spec.align, 0)  # rows end with their turn
+    extras = [(turn.end + shift, turn.response.extras[spec.name]) for turn in turns]
+    reported = [(0 if spec.align == "sample" else end - len(values), values) for end, values in extras]
     if spec.ragged:
         pieces: list[Any] = [np.zeros(0, spec.dtype)] * total
         for start, values in reversed(reported):  # if several turns report a row, the earliest one wins
@@ -291,7 +292,6 @@ def _assemble(spec: Field, sample: Sample, turns: list[Turn]) -> Any:
 
     shape = next((a.shape[1:] for _, a in arrays if len(a)), arrays[0][1].shape[1:])
     out = np.full((total, *shape), spec.pad, spec.dtype)
-    for start, array in reversed(arrays):
-        if len(array):
-            out[start : start + len(array)] = array
+    for start, array in reversed([pair for pair in arrays if len(pair[1])]):
+        out[start : start + len(array)] = array
     return out

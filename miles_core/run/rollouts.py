@@ -59,23 +59,27 @@ def read_rollouts(run_dir: Path | str, kind: str = "train", step: int | None = N
             raise MilesError(f"{run_dir}: the {kind} samples of step {step} are not on disk; {have}")
         files = {step: files[step]}
     for path in files.values():
-        yield from read_file(path)
+        yield from read_file(path) or ()
 
 
-def read_file(path: Path) -> list[dict[str, Any]]:
-    """Return the samples of one file; [] with a warning if the file is damaged, as after a power loss."""
+def read_file(path: Path) -> list[dict[str, Any]] | None:
+    """Return the samples of one file; None with a warning if the file is damaged, as after a power loss."""
     try:
+        if not path.stat().st_size:
+            raise EOFError("it is empty")
         with gzip.open(path, "rt", encoding="utf-8", newline="\n") as file:
             return [dict(json.loads(line)) for line in file]
     except (OSError, EOFError, zlib.error, ValueError, TypeError, RecursionError) as error:
         log.warning("%s cannot be read (%s); the samples of that step are skipped", path, error)
-        return []
+        return None
 
 
 log = logging.getLogger(__name__)
 
 #: gzip level 1 takes a third of the time of the default level; the files are a fifth larger.
 LEVEL = 1
+#: Number of the newest files of each kind that a resumed run reads: those that a power loss may have damaged.
+CHECKED = 4
 
 
 class RolloutFiles:
@@ -97,6 +101,13 @@ class RolloutFiles:
         for torn in (run_dir / DIRECTORY).glob("*/*.part"):
             torn.unlink()
         self.roll_back(start)
+        newest = [path for kind in KINDS for path in list(rollout_files(run_dir, kind).values())[-CHECKED:]]
+        if count := sum(read_file(path) is None for path in newest):
+            log.warning(
+                "%d of the %d newest files with saved samples are damaged: the report and miles_core.samples leave them out",
+                count,
+                len(newest),
+            )
 
     def roll_back(self, step: int) -> None:
         """Delete the samples of all steps after ``step``."""

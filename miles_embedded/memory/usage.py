@@ -1,8 +1,10 @@
 """Memory of the embedded trainer and engine on one GPU, and options that reduce it. Does not import torch.
 
 The trainer keeps a BF16 copy of each parameter, an FP32 master, its FP32 gradient and two FP32 moments: 18 bytes (16 if the copy is
-FP32 and serves as the master). ``full_shard`` shards all of it across the ranks and gathers one decoder layer at a time, prefetching
-the next. Activations are counted per token as Transformers' modules keep them; with recomputation a layer keeps its input only.
+FP32 and serves as the master). Plugins that provide an optimizer set the bytes of its state (``--optimizer-state-bytes``). With
+``--offload-optimizer`` masters and state are there after the activations only. ``full_shard`` shards all of it across the ranks and
+gathers one decoder layer at a time, prefetching the next. Activations are counted per token as Transformers' modules keep them; with
+recomputation a layer keeps its input only.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class Training:
         tokens: tokens per micro-batch.
         recompute: whether layers are recomputed in the backward pass.
         reference: whether there is a second, frozen model.
+        state: bytes of optimizer state per weight, without the master.
+        offload: whether masters and state are in host memory except during an optimizer step.
     """
 
     width: int
@@ -44,6 +48,13 @@ class Training:
     tokens: int
     recompute: bool
     reference: bool
+    state: float = 8.0
+    offload: bool = False
+
+    def optimizer(self, weights: float, activations: float) -> float:
+        """Bytes of masters and optimizer state of ``weights``, as far as they exceed ``activations``, which are gone during a step."""
+        held = (self.state + (4 if self.width == 2 else 0)) * weights
+        return max(held - activations, 0.0) if self.offload else held
 
     @property
     def share(self) -> float:
@@ -52,14 +63,15 @@ class Training:
 
 
 def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
-    """See ``miles_core.plugin.Plugin.memory``."""
+    """See ``miles_core.plugin.Plugin.memory``. A plugin that changes how a model is stored yields usages that replace these."""
     size = size_of(facts, model)
     if size is None or facts.value("model.device") == "cpu":
         return
-    if facts.value("trainer") == "embedded" and not facts.value("plugin.lora"):  # that plugin counts a frozen base
-        yield _trainer(facts, size)
+    trains = facts.value("rollout.num_rollout") != 0 or facts.value("sft.data")  # else its model is in host memory
+    if facts.value("trainer") == "embedded" and trains:
+        yield trainer_usage(facts, size)
     if facts.value("engine") == "embedded":
-        yield _engine(facts, size)
+        yield engine_usage(facts, size, shares_storage(facts))
 
 
 def size_of(facts: Facts, model: Mapping[str, Any]) -> ModelSize | None:
@@ -100,6 +112,8 @@ def training_of(facts: Facts) -> Training:
         tokens=int(facts.value("train.micro_batch_size")) * longest if counted else max(limit, longest),
         recompute=bool(facts.value("train.activation_checkpointing")),
         reference=bool(facts.value("algorithm.kl_loss_coef") or facts.value("algorithm.kl_coef")),
+        state=float(facts.value("embedded.optimizer_state_bytes", 8.0)),
+        offload=bool(facts.value("embedded.offload_optimizer")),
     )
 
 
@@ -117,12 +131,12 @@ def trainer_parts(size: ModelSize, how: Training) -> Parts:
         reduced = how.width * (root + size.layer) + 4 * max(root, size.layer)
     elif how.ranks > 1:
         reduced = 4 * BUCKET
-    models = 2 if how.reference else 1
+    models, active = 2 if how.reference else 1, activations(size, how)
     return Parts(
         weights=models * how.width * held + gathered,
         gradients=4 * held + reduced,
-        optimizer=(12 if how.width == 2 else 8) * held,
-        activations=activations(size, how),
+        optimizer=how.optimizer(held, active),
+        activations=active,
         other=CONTEXT + (CHANNELS if how.ranks > 1 else 0),
     )
 
@@ -140,7 +154,8 @@ def activations(size: ModelSize, how: Training) -> float:
     return float(how.tokens * (layers + 6 * how.width * size.hidden) + logits)
 
 
-def _trainer(facts: Facts, size: ModelSize) -> Usage:
+def trainer_usage(facts: Facts, size: ModelSize) -> Usage:
+    """Memory of a rank of the embedded trainer, whose whole model is trained and stored on the device."""
     how = training_of(facts)
     strategy = "" if how.ranks == 1 else f", {facts.value('embedded.sharding_strategy')}"
     note = (
@@ -209,14 +224,13 @@ def _on_ranks(facts: Facts, ranks: int, engines: int) -> dict[str, Any]:
     return {**found, "ray.actor_num_nodes": nodes, "ray.actor_num_gpus_per_node": each}
 
 
-def _engine(facts: Facts, size: ModelSize) -> Usage:
+def engine_usage(facts: Facts, size: ModelSize, shares: bool) -> Usage:
+    """Memory of an embedded engine. ``shares``: it has no weights of its own, because it reads the trainer's."""
     rows, (longest, why) = wanted_rows(facts), longest_sample(facts)
     inline = facts.value("runtime") == "inline"
     quantised = facts.value("rollout.precision") not in ("bf16", None) and not facts.value("precision.emulated")
     codes = float(size.parameters - size.embeddings) if quantised and facts.value("gpu.sm") else 0.0
-    if shares_base(facts):
-        codes = 0.0
-    weights = 0.0 if shares_storage(facts) or shares_base(facts) else float(_width(facts) * size.parameters)
+    weights = 0.0 if shares else float(_width(facts) * size.parameters)
     width = 1 if str(facts.value("rollout.kv_cache_dtype")).startswith("float8") else _width(facts)
     row = float(longest * size.cached * width)
     drafts = size.mtp * float(_width(facts)) if facts.value("plugin.speculative") else 0.0
@@ -243,10 +257,3 @@ def shares_storage(facts: Facts) -> bool:
     """Whether engine and trainer share one copy of the weights in one process."""
     here = facts.value("runtime") == "inline" and facts.value("trainer") == "embedded"
     return here and bool(facts.value("plugin.zero_copy")) and facts.value("schedule") == "sync"
-
-
-def shares_base(facts: Facts) -> bool:
-    """Whether engine and trainer share a frozen base, plain or encoded, under separate adapters."""
-    here = facts.value("runtime") == "inline" and facts.value("trainer") == "embedded" and not facts.value("colocate")
-    alike = facts.value("train.precision") == facts.value("rollout.precision")
-    return bool(here and alike and facts.value("plugin.lora") and facts.value("lora.sync") == "adapter")

@@ -4,6 +4,8 @@ Constant parameters keep their values for the whole run, such as the base model 
 checkpoints do not contain them (they come from ``--hf-checkpoint`` again), and they survive the sleep of an engine. A constant parameter
 may also be stored as the codes of a number format only (``quantized.encoded``): its own storage is then empty, and ``full_values``
 decodes it.
+
+A hosted parameter lives in host memory, although another device computes with it: a plugin copies it there when a layer needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-_CONSTANT, _STREAMED, _CODES = "miles_constant", "miles_streamed", "miles_codes"
+_CONSTANT, _STREAMED, _CODES, _HOSTED = "miles_constant", "miles_streamed", "miles_codes", "miles_hosted"
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,25 @@ def is_constant(parameter: Any) -> bool:
 def is_streamed(parameter: Any) -> bool:
     """Whether the export stream contains this parameter."""
     return bool(getattr(parameter, _STREAMED, True))
+
+
+def mark_hosted(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move parameters to host memory, together with their gradients, master weights and optimizer state. Call it before the trainer is
+    made, as in ``on_model``. The modules that compute with them have to bring their values to ``device``."""
+    for parameter in parameters:
+        parameter.data = put_in_host_memory(parameter.data, device)
+        setattr(parameter, _HOSTED, device)
+
+
+def device_of_hosted(parameter: Any) -> torch.device | None:
+    """Return the device that computes with a hosted parameter; None if it is not hosted."""
+    found: torch.device | None = getattr(parameter, _HOSTED, None)
+    return found
+
+
+def put_in_host_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return ``tensor`` in host memory, pinned if ``device`` is a GPU, so that copies run next to computations."""
+    return tensor.cpu().pin_memory() if device.type == "cuda" else tensor.cpu()
 
 
 def put_codes(parameter: nn.Parameter, codes: Codes, device: torch.device) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from miles_core.contracts.run import Policy
 from miles_core.errors import PluginError
 from miles_core.plugin.guard import describe
 from miles_core.train.micro_batches import micro_batch_limits
 from miles_core.train.optimizer import OptimizerConfig
-from miles_embedded.model.load import build_model
+from miles_embedded.model.load import build_model, resolve_device
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer.data_parallel import Alone, Replicated, current_world
 from miles_embedded.trainer.fully_shard import FullyShard
@@ -25,9 +27,10 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
     """Make the trainer of ``--trainer embedded``."""
     config = run.config_of(policy)
     precision = TrainedPrecision(run, policy)
+    trains = policy.learns and steps_follow(config)
 
     def build(role: str) -> nn.Module:
-        model = build_model(run, policy, role)
+        model = build_model(run, policy if trains else host_policy(run, policy), role)
         precision.add(model)
         return model
 
@@ -47,8 +50,26 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
     if device.type == "cpu":
         warn_if_crowded()
     parallel = data_parallel(config.embedded.sharding_strategy, device)
-    settings = trainer_config(config, device, trains=policy.learns)
+    settings = trainer_config(config, device, trains=trains)
     return EmbeddedTrainer(model, settings, lambda: build("ref"), precision, parallel, optimizer)
+
+
+def steps_follow(config: Any) -> bool:
+    """Whether the run has any optimizer step; an evaluation (``--num-rollout 0``) has none."""
+    return bool(config.rollout.num_rollout or config.sft.data)
+
+
+def host_policy(run: Any, policy: Policy) -> Policy:
+    """Return a policy whose trainer keeps its model, which only has to be sent to the engine and to be compared with it, in host memory.
+
+    A model that engine and trainer may share, and one that is divided among ranks, stays on the device.
+    """
+    options = run.config_of(policy).model
+    shared = run.config.run.transport != "copy" or run.hooks.find_provided("model")[0] != "transformers"
+    if shared or current_world().size > 1 or policy.role == "frozen" or resolve_device(options.device) == "cpu":
+        return policy
+    dtype = "bfloat16" if options.dtype == "auto" else options.dtype
+    return replace(policy, options={**policy.options, "model.device": "cpu", "model.dtype": dtype})
 
 
 def data_parallel(strategy: str, device: torch.device) -> Alone:

@@ -131,3 +131,13 @@ def current_world() -> World:
         return ALONE
     rank, size = dist.get_rank(), dist.get_world_size()
     return World(rank, size, rank, size)
+
+
+def sum_over_ranks(value: Tensor, device: torch.device) -> Tensor:
+    """Return the sum of ``value`` over all trainer ranks, on its device. A collective.
+
+    Args:
+        device: device of the model, used for the communication.
+    """
+    world = current_world()
+    return value if world.size == 1 else Replicated(world, device).sum(value)

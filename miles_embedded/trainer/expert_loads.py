@@ -22,8 +22,10 @@ from miles_embedded.trainer.packing import Packing
 _KEY = "expert_loads"
 
 
-class Loads:
+class ExpertLoads:
     """Counts the choices of a model's routers while a context is open; without effect for a dense model.
+
+    Several may count one model; the trainer opens the contexts for all of them.
 
     Args:
         model: any causal language model.
@@ -54,18 +56,25 @@ class Loads:
         Args:
             sum: sums over data-parallel ranks.
         """
+        values = [float(load.max() / load.mean()) for load in self.take_counts(sum) if load.any()]
+        return {"train/expert_imbalance": (max(values), 1.0)} if values else {}
+
+    def take_counts(self, sum: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Return the load of every expert since the last call: [experts] float64 on the CPU for each layer with experts. A collective.
+
+        Args:
+            sum: sums over data-parallel ranks.
+        """
         counts, self._counts = self._counts, [None] * len(self._experts)
         if not counts:
-            return {}
+            return []
         # a rank without samples counted nothing, but has to take part in the sum
         home = next((count.device for count in counts if count is not None), torch.device("cpu"))
         flat = [
             torch.zeros(n, device=home) if count is None else count
             for n, count in zip(self._experts, counts, strict=True)
         ]
-        loads = sum(torch.cat([count.double() for count in flat]).cpu()).split(self._experts)
-        values = [float(load.max() / load.mean()) for load in loads if load.any()]
-        return {"train/expert_imbalance": (max(values), 1.0)} if values else {}
+        return list(sum(torch.cat([count.double() for count in flat]).cpu()).split(self._experts))
 
     def _record(self, layer: int, chosen: Tensor) -> None:
         ctx = active_context()

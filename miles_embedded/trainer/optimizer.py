@@ -23,6 +23,7 @@ from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.released import Released
 from miles_embedded.model.storage import LocalShard, local_shard
 from miles_embedded.trainer.data_parallel import Alone
+from miles_embedded.trainer.hosted import HostedMasters
 from miles_embedded.trainer.loss_scale import LossScale
 from miles_embedded.trainer.optimizer_group import OptimizerGroup, group_of
 
@@ -61,6 +62,7 @@ class Optimizer:
         self.copies: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.apart = {n for n, p in self.copies.items() if p.dtype not in (torch.float32, torch.float64)}
         self.masters: dict[str, Tensor] = {n: self._master(n, p) for n, p in self.copies.items()}
+        self._hosted = HostedMasters(self.copies, self.masters)
         self._names: dict[OptimizerGroup | None, list[str]] = {None: []}
         for name, parameter in self.copies.items():
             self._names.setdefault(group_of(parameter), []).append(name)
@@ -149,8 +151,10 @@ class Optimizer:
         scale = self.loss_scale
         scaled = {} if scale is None else {"loss_scale": scale.value, "skipped_steps": 0.0}
         self._parallel.sum_gradients(self.masters.values())
+        hosted = self._hosted.gradients()
         grads = {
-            g: [m.grad for n in names if (m := self.masters[n]).grad is not None] for g, names in self._names.items()
+            g: [hosted.get(n, m.grad) for n in names if (m := self.masters[n]).grad is not None]
+            for g, names in self._names.items()
         }
         norms = {group: self._norm(each) for group, each in grads.items()}
         rate = self.config.rate(self.step_number) if self.fixed_lr is None else self.fixed_lr
@@ -170,7 +174,7 @@ class Optimizer:
         for each in inner.param_groups:
             own = each["miles_group"]
             each["lr"] = rate if own is None or own.lr is None else own.lr
-        inner.step()
+        self._hosted.step(inner, hosted)
         self.refresh()
         self.zero_grad()
         self.step_number += self.fixed_lr is None

@@ -45,7 +45,7 @@ from miles_embedded.trainer.balance import Balance
 from miles_embedded.trainer.columns import check_columns, gather_columns, predict_values
 from miles_embedded.trainer.data_parallel import Alone, add_pairs
 from miles_embedded.trainer.emulate import emulate_properties
-from miles_embedded.trainer.expert_loads import Loads
+from miles_embedded.trainer.expert_loads import ExpertLoads
 from miles_embedded.trainer.loss_scale import make_loss_scale
 from miles_embedded.trainer.nonfinite import first_nonfinite_in_step
 from miles_embedded.trainer.optimizer import MakeOptimizer, Optimizer
@@ -90,7 +90,7 @@ class EmbeddedTrainer(Trainer):
     Args:
         model: the model.
         config: see ``TrainerConfig``.
-        reference: makes the reference model for ``kind="ref"`` on first use.
+        reference: makes the reference model for ``kind="ref"`` on first use, on the device of ``model``.
         precision: precision of the models; None if it is fixed.
         parallel: data-parallel strategy. Every process has such a trainer and receives the same calls.
         optimizer: makes the optimizer from parameter groups; AdamW by default.
@@ -128,7 +128,7 @@ class EmbeddedTrainer(Trainer):
         scale = make_loss_scale(model, *config.loss_scale)
         self.optimizer = Optimizer(model, config.optimizer, self.parallel, optimizer, scale, config.offload_optimizer)
         self.balance = Balance(model, config.aux_loss_coef) if config.aux_loss_coef > 0 else None
-        self.loads = Loads(model)
+        self.loads = ExpertLoads(model)
         self._make_reference = reference
         self._reference: nn.Module | None = None
         if config.recompute:
@@ -155,7 +155,7 @@ class EmbeddedTrainer(Trainer):
         if self._reference is None:
             if self._make_reference is None:
                 raise RuntimeError("this trainer was built without a reference model")
-            reference = self._make_reference().to(self.device).requires_grad_(False).eval()
+            reference = self._make_reference().requires_grad_(False).eval()
             self.parallel.shard(reference)
             self._reference = reference
         return self._reference

@@ -14,7 +14,7 @@ from miles_tools.commands.plan import collect_facts, make_parser
 if TYPE_CHECKING:
     from miles_core.config.config import Config
 
-USAGE = "miles verify --hf-checkpoint DIR [--budget] [--json] [any option of miles train]"
+USAGE = "miles verify --hf-checkpoint DIR [--budget] [--exact] [--json] [any option of miles train]"
 DESCRIPTION = (
     "Build engine and trainer as miles train would, generate a few responses, score them on both sides and show how far "
     "the log-probs differ and on which tokens. Prompts come from --prompt-data where it is given; with --load the "
@@ -27,6 +27,9 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; returns 0 if the gap is within the tolerance, else 1."""
     made = make_parser(USAGE, DESCRIPTION)
     made.add_argument("--budget", action="store_true", help="divide the gap among its causes")
+    made.add_argument(
+        "--exact", action="store_true", help="compare every module's outputs; exit with 1 unless bit-identical"
+    )
     options, rest = made.parse_known_args(list(argv))
     from miles_core.config.load import load
     from miles_core.run.prepare import apply_plan, localise, prepare
@@ -53,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     async def verified() -> list[Verification]:
         with notify_plugins(made_run, hints_of(catalogue.values(), plan.holds)):
             async with build_parts(made_run) as parts:
-                return await verify(made_run, parts, resume, options.budget)
+                return await verify(made_run, parts, resume, options.budget, options.exact)
 
     found = asyncio.run(verified())
     page = write_page(directory, found, directory.name, shlex.join(["miles", "verify", *argv]))

@@ -31,6 +31,7 @@ from miles_mismatch.budget import BUDGET_FILE
 from miles_tools import environment as env
 from miles_tools.progress import is_graded
 from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
+from miles_tools.report.grids import find_grids
 from miles_tools.report.mismatch_plots import draw_budget
 from miles_tools.report.plots import draw, moves, panels
 from miles_tools.report.samples import browser
@@ -74,8 +75,10 @@ def report(run_dir: Path | str) -> Path:
     config = read_yaml(run_dir / "config.yaml")
     total = _lookup(config, "rollout", "num_rollout")
     total = total if isinstance(total, int) else None
-    chosen = panels(records, [panel for plugin in discover().values() for panel in plugin.panels])
-    images = _write_images(run_dir / IMAGES, chosen, records)
+    declared = [panel for plugin in discover().values() for panel in plugin.panels]
+    chosen = panels(records, [panel for panel in declared if panel.kind != "grid"])
+    grids = list(find_grids(run_dir, declared))
+    images = _write_images(run_dir / IMAGES, chosen, records, grids)
     page = render(
         HTML,
         title=run_dir.resolve().name,
@@ -84,7 +87,7 @@ def report(run_dir: Path | str) -> Path:
         plan=read_json(run_dir / "plan.json"),
         environment=_environment(run_dir),
         hints=review(records, hints_of(discover().values(), _holds(run_dir / "plan.json"))),
-        sections=_sections(chosen, images, records),
+        sections=_sections([*chosen, *(panel for panel, _ in grids)], images, records),
         budget=_budget(run_dir),
         rows=[_row(name, records) for name in names(records)],
         samples=browser(run_dir, _lookup(config, "reward", "reward_key")),
@@ -105,9 +108,11 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def _write_images(directory: Path, chosen: Sequence[Panel], records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _write_images(
+    directory: Path, chosen: Sequence[Panel], records: Sequence[Mapping[str, Any]], grids: Sequence[tuple[Panel, bytes]]
+) -> dict[str, str]:
     """Draw every panel into ``directory`` (emptied of earlier plots); returns panel name -> data URI."""
-    images = {panel.name: draw(panel, records) for panel in chosen}
+    images = {panel.name: draw(panel, records) for panel in chosen} | {panel.name: png for panel, png in grids}
     directory.mkdir(exist_ok=True)
     for name, png in images.items():
         (directory / f"{name}.png").write_bytes(png)
@@ -135,7 +140,7 @@ def _sections(
     still = []
     for panel in chosen:
         plot = {"title": panel.title, "image": images[panel.name]}
-        if moves(panel, records):
+        if panel.kind == "grid" or moves(panel, records):
             sections.setdefault(panel.section, []).append(plot)
         else:
             still.append(plot)

@@ -23,8 +23,8 @@ BUDGET, STEPS, TOKENS, CHARACTERS = 3_000_000, 12, 1_000, 6_000
 
 
 def browser(run_dir: Path, reward_key: str | None) -> dict[str, Any]:
-    """What the template needs: ``data`` (JSON that is safe inside of a script element), ``shown`` and ``held`` (numbers of samples);
-    empty for a run without samples on disk.
+    """What the template needs: ``data`` (JSON that is safe inside of a script element), ``shown`` and ``held`` (numbers of samples),
+    ``files`` and ``damaged`` (numbers of files that were read and of those without usable samples); empty for a run without samples on disk.
 
     Args:
         run_dir: the run directory.
@@ -32,18 +32,29 @@ def browser(run_dir: Path, reward_key: str | None) -> dict[str, Any]:
     """
     chosen = [(kind, path) for kind in KINDS for path in _spread(list(rollout_files(run_dir, kind).values()), STEPS)]
     texts: list[str] = []
-    held = 0
+    held = damaged = 0
     for kind, path in chosen:
         rows = read_file(path)
+        if rows is None:
+            damaged += 1
+            continue
         held += len(rows)
         try:
             texts += _within([_entry(row, kind, reward_key) for row in rows], BUDGET // len(chosen))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             log.warning("%s is not what a run wrote (%s); the samples of that step are left out", path, error)
-    if not texts:
+            damaged += 1
+    if not texts and not damaged:
         return {}
     data = f"[{','.join(texts)}]".replace("<", "\\u003c")
-    return {"data": data, "shown": len(texts), "held": held, "steps": len({path.name for _, path in chosen})}
+    return {
+        "data": data,
+        "shown": len(texts),
+        "held": held,
+        "steps": len({path.name for _, path in chosen}),
+        "damaged": damaged,
+        "files": len(chosen),
+    }
 
 
 def _spread(items: Sequence[Path], count: int) -> Sequence[Path]:

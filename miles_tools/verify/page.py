@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from miles_core.precision.quantizer import TENSORS
 from miles_core.version import __version__
 from miles_mismatch.gap import Gap
+from miles_mismatch.layers import LayerComparison
 from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
 from miles_tools.report.mismatch_plots import draw_budget, draw_gap
 from miles_tools.verify.verify import Verification
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
 
 GAP_COLUMNS = ("", "tokens", "mean |Δ|", "max |Δ|", "KL k1", "KL k3", "median", "90 %", "99 %", "99.9 %")
 PARITY_COLUMNS = ("side", "format", "tensors", "declared", "measured", "values that differ", "worst probe")
+LAYER_COLUMNS = ("module", "rows", "differ", "engine's digest", "trainer's digest")
 WORST_COLUMNS = ("sample", "token", "text", "engine", "trainer", "Δ", "before", "after")
 
 #: Columns of a terminal on which any table has room: what a table would like to have is measured against it.
 _UNBOUNDED = 10_000
 
+#: Modules that differ in the table of layers; verify.json has all.
+_MODULES = 8
+
 #: Columns of words; the others are numbers.
-_WORDS = {"", "cause", "text", "before", "after", "side", "format", "tensors", "declared", "measured", "worst probe"}
+_WORDS = {*PARITY_COLUMNS[:5], PARITY_COLUMNS[6], "", "cause", "text", "before", "after", "module"}
 
 
 def gap_rows(found: Verification) -> list[tuple[str, ...]]:
@@ -81,16 +86,39 @@ def sections(found: Verification) -> Iterator[tuple[str, tuple[str, ...], list[t
         yield f"Quantisers against the format, on the probes: {', '.join(probes)}", PARITY_COLUMNS, parity_rows(found)
     if found.budget is not None:
         yield "Mismatch budget", BUDGET_COLUMNS, budget_rows(found.budget.to_dict())
+    if found.layers is not None:
+        yield "Output rows of layers, and of the first modules that differ", LAYER_COLUMNS, layer_rows(found.layers)
     yield "Worst tokens", WORST_COLUMNS, worst_rows(found.gap)
+
+
+def layer_rows(found: LayerComparison) -> list[tuple[str, ...]]:
+    """Return the rows of the layers and of the first modules whose outputs differ, in the order of computation."""
+    differing = [module for module in found.modules if module.differing][:_MODULES]
+    chosen = [m for m in found.modules if m in differing or m.name.rpartition(".")[2].isdigit() or "." not in m.name]
+    return [(m.name, str(m.rows), str(m.differing), m.engine, m.trainer) for m in chosen]
 
 
 def verdict(found: Verification) -> str:
     """One sentence."""
+    if found.layers is not None:
+        return f"{found.policy}: {_verdict_of_layers(found, found.layers)}"
     relation = "within" if found.ok else "beyond"
     return (
         f"{found.policy}: mean |Δ log p| {found.gap.mean_abs:.3g} over {found.gap.tokens} tokens is {relation} the "
         f"tolerance of {found.tolerance:g} (--verify-logprobs-tolerance)"
     )
+
+
+def _verdict_of_layers(found: Verification, layers: LayerComparison) -> str:
+    first, tokens = layers.first, f"max |Δ log p| {found.gap.max_abs:.3g} over {found.gap.tokens} tokens"
+    if first is not None:
+        return (
+            f"{first.name} is the first module whose outputs differ, in {first.differing} of {first.rows} rows ({tokens}); "
+            "--plugins true_on_policy makes both sides compute the same bits"
+        )
+    if found.gap.max_abs:
+        return f"the outputs of all {len(layers.modules)} modules are bit-identical, and the log-probs computed from them are not ({tokens})"
+    return f"the outputs of all {len(layers.modules)} modules are bit-identical on both sides ({tokens})"
 
 
 def tables(found: Verification, console: Console) -> Iterator[RenderableType]:

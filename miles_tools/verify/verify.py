@@ -14,6 +14,7 @@ from miles_core.precision.quantizer import SideParity
 from miles_mismatch.at_sync import check_version, check_versions_of, score
 from miles_mismatch.budget import Budget, budget, in_this_process
 from miles_mismatch.gap import Gap, measure
+from miles_mismatch.layers import LayerComparison, compare_rows, find_models, record_rows
 from miles_mismatch.probe import bare, probe, probe_prompts
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Verification:
         decoding: difference between the engine's log-probs during decoding and its scores of the whole sequence; None if it cannot
             score or the sampler is truncated.
         budget: causes of the gap, if requested.
+        layers: outputs of every module on both sides, if requested.
         parity: probe results of each side with a number format, compared with its declared parity.
         engine, trainer: the log-probabilities, one array per sample, for plots.
     """
@@ -43,10 +45,13 @@ class Verification:
     engine: Sequence[np.ndarray]
     trainer: Sequence[np.ndarray]
     parity: Sequence[SideParity] = ()
+    layers: LayerComparison | None = None
 
     @property
     def ok(self) -> bool:
-        """Within the tolerance."""
+        """Within the tolerance; if the layers were compared, bit-identical."""
+        if self.layers is not None:
+            return bool(self.layers.modules) and self.layers.first is None and self.gap.max_abs == 0
         return self.gap.mean_abs <= self.tolerance
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,11 +64,16 @@ class Verification:
             "decoding": self.decoding and self.decoding.to_dict(),
             "budget": self.budget and self.budget.to_dict(),
             "parity": [side.to_dict() for side in self.parity],
+            "layers": self.layers and self.layers.to_dict(),
         }
 
 
 async def verify(
-    run: Run, parts: Sequence[PolicyParts], resume_from: Path | None = None, with_budget: bool = False
+    run: Run,
+    parts: Sequence[PolicyParts],
+    resume_from: Path | None = None,
+    with_budget: bool = False,
+    exact: bool = False,
 ) -> list[Verification]:
     """Verify every policy of a run whose parts were just built.
 
@@ -71,6 +81,7 @@ async def verify(
         run, parts: result of ``run.parts.built``.
         resume_from: checkpoint to load first.
         with_budget: attribute the gap to its causes.
+        exact: compare the outputs of every module.
     """
     prompts = probe_prompts(run)
     found = []
@@ -84,20 +95,27 @@ async def verify(
             await each.learner.load(resume_from / policy.name)
         policy.version = (await each.learner.push(run.step)).version
         run.hooks.on("on_weights_synced", run=run, policy=policy, version=policy.version)
-        found.append(await verify_policy(run, each, prompts, with_budget))
+        found.append(await verify_policy(run, each, prompts, with_budget, exact))
     return found
 
 
 async def verify_policy(
-    run: Run, parts: PolicyParts, prompts: Sequence[Sequence[int]], with_budget: bool = False
+    run: Run, parts: PolicyParts, prompts: Sequence[Sequence[int]], with_budget: bool = False, exact: bool = False
 ) -> Verification:
-    """Compare the engine of a policy with its trainer; both must be built and synced."""
+    """Compare the engine of a policy with its trainer; both must be built and synced.
+
+    Raises:
+        ConfigError: ``exact``, and a side is in another process.
+    """
     policy = parts.policy
     check_version(parts)
-    samples = await probe(run, parts, prompts)
+    models = find_models(parts) if exact else (None, None)
+    with record_rows(models[0]) as of_engine:
+        samples = await probe(run, parts, prompts)
     check_versions_of(samples, policy)
     engine = [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
-    trainer = await parts.learner.log_probs(samples)
+    with record_rows(models[1]) as of_trainer:
+        trainer = await parts.learner.log_probs(samples)
     alone = [bare(s) for s in samples]
     scored = None if any(s.fields.get("sampling_support") for s in samples) else await score(run, parts, alone)
     return Verification(
@@ -110,4 +128,5 @@ async def verify_policy(
         engine=engine,
         trainer=trainer,
         parity=parts.parity,
+        layers=compare_rows(of_engine, of_trainer) if exact else None,
     )

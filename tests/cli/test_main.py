@@ -33,7 +33,19 @@ def fail_with(error: BaseException):
 def test_help_lists_every_command_and_nothing_else(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    names = ["train", "plan", "demo", "plugins", "convert", "verify", "report", "doctor", "completion"]
+    names = [
+        "train",
+        "plan",
+        "launch",
+        "demo",
+        "plugins",
+        "convert",
+        "verify",
+        "report",
+        "doctor",
+        "completion",
+        "simulate",
+    ]
     assert [line.split()[0] for line in text.splitlines() if line.startswith("  ")] == names
 
 

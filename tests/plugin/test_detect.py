@@ -215,7 +215,7 @@ HOST = Facts(
 
 def test_a_gpu_by_name_brings_what_is_known_of_it():
     facts = detect.override(HOST, ["gpu=b200", "gpu.count=8"])
-    assert [facts.value(n) for n in ("gpu", "gpu.sm", "gpu.memory_gb", "gpu.count")] == ["B200", 100, 180, 8]
+    assert [facts.value(n) for n in ("gpu", "gpu.sm", "gpu.memory_gb", "gpu.count")] == ["B200", 100, 192, 8]
     assert facts["gpu.sm"].origin == "--fact gpu=b200"
 
 

@@ -50,6 +50,14 @@ def test_a_weight_sync_needs_both_sides_weights():
     assert "weight sync" in str(problem.values) and problem.headline.endswith("need 89 GB on each GPU")
 
 
+def test_a_plugin_replaces_the_usage_of_a_backend():
+    smaller = Usage("trainer", "rank", Parts(weights=10 * GB, optimizer=1 * GB), replaces=True)
+    assert refused(TRAINER, smaller, ENGINE, memory=66) == []
+    assert refused(smaller, TRAINER, memory=66) == [] != refused(TRAINER, memory=66)
+    (note,), _ = review_memory([TRAINER, smaller, ENGINE], facts())
+    assert "70.0" not in note and note.count("trainer, rank") == 1 and "engine, GPU" in note
+
+
 def test_nothing_is_compared_without_a_gpu():
     notes, problems = review_memory([TRAINER, ENGINE], facts(memory=0))
     assert not problems and "--hardware 8xH200" in notes[0]
@@ -72,3 +80,11 @@ def test_changes_are_asked_for_with_the_room_that_is_left():
     assert asked == []  # only for a run that is refused for good
     assert list(problem.tries()) == [{"a": 1}]
     assert asked == [(pytest.approx(16), pytest.approx(76))]
+
+
+def test_a_critic_in_the_same_process_adds_up():
+    critic = Usage("trainer", "critic", Parts(weights=5 * GB, optimizer=30 * GB))
+    assert refused(TRAINER, critic, ENGINE, runtime="inline", memory=174) == []  # 70 + 35 + 60 of 95 %
+    (first, *_) = refused(TRAINER, critic, ENGINE, runtime="inline", memory=170)
+    assert first.endswith("need 174 GB on each GPU")
+    assert refused(TRAINER, critic, ENGINE, memory=75) == []  # GPUs of their own

@@ -73,11 +73,11 @@ def watch(tmp_path_factory):
 @pytest.fixture(scope="module")
 def both_awake(watch):
     done = toy_run([watch], **OPTIONS)
-    assert told(done) == {"generate": {""}, "train": {""}, "push": {""}}
+    assert list_told(done) == {"generate": {""}, "train": {""}, "push": {""}}
     return done
 
 
-def told(done):
+def list_told(done):
     found = {}
     for line in (done.directory / "asleep").read_text().splitlines():
         when, _, who = line.partition(" ")
@@ -91,7 +91,7 @@ def numbers(done):
 
 def test_trainer_and_engine_take_turns_and_the_numbers_stay(watch, both_awake):
     done = toy_run([watch], colocate=True, **OPTIONS)
-    assert told(done) == {"generate": {"train"}, "train": {"rollout", ""}, "push": {""}}
+    assert list_told(done) == {"generate": {"train"}, "train": {"rollout", ""}, "push": {""}}
     assert numbers(done) == numbers(both_awake)
     assert done.metrics[-1]["time/colocate"] > 0
 
@@ -99,7 +99,7 @@ def test_trainer_and_engine_take_turns_and_the_numbers_stay(watch, both_awake):
 def test_workers_in_other_processes_take_turns_too(watch, both_awake):
     done = toy_run([watch, APART], colocate=True, runtime="apart", **OPTIONS)
     # what was sent as bytes cannot shrink on a CPU, so only the engine's side is seen here
-    assert told(done)["train"] == {"rollout", ""}
+    assert list_told(done)["train"] == {"rollout", ""}
     assert numbers(done) == numbers(both_awake)
 
 

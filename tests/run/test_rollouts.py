@@ -86,6 +86,9 @@ def test_a_step_is_whole_or_absent_and_none_is_there_twice(tmp_path, monkeypatch
         list(read_rollouts(tmp_path, step=9))
     rollout_files(tmp_path)[2].write_bytes(gzip.compress(b'{"step": 2}\n')[:-6])
     assert [s["step"] for s in read_rollouts(tmp_path)] == [1, 1, 3] and "00000002.jsonl.gz" in caplog.text
+    assert "saved samples are damaged" not in caplog.text
+    files(tmp_path, start=3)
+    assert "1 of the 3 newest files with saved samples are damaged" in caplog.text
 
 
 def test_the_oldest_steps_are_deleted_beyond_the_size_and_the_newest_is_kept(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 import time
 
@@ -105,6 +106,23 @@ def test_a_driver_that_is_busy_blames_no_worker(recorded):
         await workers.end()
 
     asyncio.run(main())
+
+
+def test_a_heartbeat_that_fails_as_its_watch_ends_leaves_no_message(recorded, caplog):
+    async def main():
+        workers = recorded(["a"], patience=Patience(60, 60, 60))
+
+        async def beat(number):
+            workers.unwatch(number)
+            raise WorkerLost("a", "it was killed")
+
+        workers.beat = beat
+        await workers.start(0)
+        await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    gc.collect()  # asyncio logs an error that was never retrieved when its task is deleted
+    assert not caplog.text
 
 
 def test_a_worker_that_computes_without_answering_heartbeats_is_not_lost(recorded):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -23,9 +21,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from miles_chat import import_code
 from miles_core.plugin import ConfigError
 
 #: Bytes of an agent's output that are kept: the end of each stream.
@@ -262,22 +260,9 @@ def make_agent(command: str) -> Agent:
 
 
 def _load_function(module: str, name: str, command: str) -> Callable[[Task], Any]:
-    try:
-        if module.endswith(".py"):
-            path = Path(module).expanduser().resolve()
-            spec = importlib.util.spec_from_file_location(f"miles_agent_{path.stem}", path)
-            assert spec is not None and spec.loader is not None
-            loaded = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = loaded
-            spec.loader.exec_module(loaded)
-        else:
-            if os.getcwd() not in sys.path:
-                sys.path.append(os.getcwd())
-            loaded = importlib.import_module(module)
-    except Exception as error:
-        raise ConfigError(
-            f"--agent {command}: {module} cannot be imported ({type(error).__name__}: {error})"
-        ) from error
+    if not module.endswith(".py") and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    loaded = import_code(module, "agents", f"--agent {command}")
     function = getattr(loaded, name, None)
     if not callable(function):
         names = [key for key, value in vars(loaded).items() if inspect.isfunction(value) and not key.startswith("_")]

@@ -146,7 +146,7 @@ class Server:
                 await self._answer(session, path, scope, receive, send)
         except ApiError as error:
             if session is not None:
-                session.counts["refused"] += 1
+                session.refuse(error)
             retry = [] if error.retry else [(b"x-should-retry", b"false")]
             await _send_json(send, error.status, error.body(), retry)
 

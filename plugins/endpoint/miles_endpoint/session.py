@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from miles_chat import drop_earlier_rows
 from miles_core.data import CannotExtend
 from miles_core.plugin import DataError
 from miles_endpoint.answer import Answer, AnswerReader
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Number of refused requests of a sample that are logged.
+LOGGED = 3
 #: Number of finished requests whose answers are kept for a client that repeats them.
 REPLAYS = 64
 
@@ -111,7 +114,7 @@ class Session:
         if len(self._open) >= self.limits.calls:
             raise ApiError(
                 429,
-                f"sample {self.ask.sample} has {len(self._open)} requests in flight (--endpoint-max-calls {self.limits.calls})",
+                f"it has {len(self._open)} requests in flight (--endpoint-max-calls {self.limits.calls})",
                 "too_many_requests",
                 retry=True,
             )
@@ -123,6 +126,13 @@ class Session:
             self._exchanges.popitem(last=False)
         self._begin(made.task)
         return made
+
+    def refuse(self, error: ApiError) -> None:
+        """Count a refused request, name the sample in its message, and log the first ones of each sample."""
+        self.counts["refused"] += 1
+        error.message = f"sample {self.ask.sample}: {error.message}"
+        if self.counts["refused"] <= LOGGED:
+            log.warning("a request of the agent is refused: %s", error.message)
 
     def next_id(self) -> str:
         """Return an id for a reply, unique in the run."""
@@ -170,12 +180,14 @@ class Session:
         if self.limits.turns is not None and self._turns + call.n > self.limits.turns:
             self.counts["refused_turns"] += 1
             raise refuse(
-                f"sample {self.ask.sample} has had {self._turns} answers, and --agent-max-turns is {self.limits.turns}",
+                f"it has had {self._turns} answers, and --agent-max-turns is {self.limits.turns}",
                 "turn_limit",
             )
         self._turns += call.n
         asked = [self.ask(tokens, after=after, sampling=sampling, policy=call.policy) for _ in range(call.n)]
         turns = await asyncio.gather(*asked)
+        for turn in turns:
+            drop_earlier_rows(turn)
         return list(turns)
 
     def _fit(self, call: Call, length: int) -> Any:

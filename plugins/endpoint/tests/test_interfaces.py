@@ -169,7 +169,7 @@ def test_what_is_refused_in_one_sentence(desk, body, words):
         assert reply.status in (400, 404, 413) and reply.headers["x-should-retry"] == "false"
         message = reply.body["error"]["message"]
         assert re.search(words, message), message
-        assert "\n" not in message
+        assert message.startswith("sample 7: ") and "\n" not in message
 
     d = desk([], main)
     assert not d.transcript.turns and d.session.counts["refused"] == 1
@@ -243,7 +243,10 @@ def test_the_turns_end(desk):
         assert (await d.chat("sum", n=3)).status == 400
         assert (await d.chat("sum", n=2)).status == 200
         reply = await d.chat("sum")
-        assert reply.body["error"]["code"] == "turn_limit" and "has had 2 answers" in reply.body["error"]["message"]
+        assert (
+            reply.body["error"]["code"] == "turn_limit"
+            and "sample 7: it has had 2 answers" in reply.body["error"]["message"]
+        )
 
     desk(["3<|im_end|>", "4<|im_end|>"], main, turns=2)
 

@@ -9,6 +9,7 @@ import math
 import time
 from typing import Any
 
+from miles_chat import drop_earlier_rows
 from miles_core.data import CannotExtend, Sample, Status
 from miles_core.plugin import Ask, Config, RolloutFunction, Run, Turn
 from miles_environments.environment import EnvironmentFault, Episode, Step, find_answer, instructions_of
@@ -194,4 +195,6 @@ class Play:
         chosen = dataclasses.replace(sampling, max_new_tokens=room)
         if after is None:
             return await self.ask(tokens, sampling=chosen)
-        return await self.ask(tokens[len(after.tokens) :], after=after, sampling=chosen)
+        turn = await self.ask(tokens[len(after.tokens) :], after=after, sampling=chosen)
+        drop_earlier_rows(turn)
+        return turn

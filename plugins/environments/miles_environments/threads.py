@@ -1,18 +1,14 @@
-"""Calls of code that may block, in threads that do not keep the program from ending.
-
-What such a thread prints is discarded. A thread cannot be ended: after a time-out it goes on unobserved, and its result is dropped.
-"""
+"""Calls of environments in threads, limited in number and time. What these threads print is discarded."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
+from miles_chat import call_in_thread
 from miles_environments.environment import EnvironmentFault
 
 T = TypeVar("T")
@@ -41,7 +37,7 @@ class Calls:
             limit = asyncio.timeout(self.seconds)
             try:
                 async with limit:
-                    return await in_thread(function)
+                    return await call_in_thread(function, _NAME)
             except EnvironmentFault:
                 raise
             except Exception as error:
@@ -50,40 +46,6 @@ class Calls:
                         f"{what} took longer than {self.seconds:g} seconds (--environment-seconds)"
                     ) from None
                 raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}".rstrip(": ")) from error
-
-
-async def in_thread(function: Callable[[], T]) -> T:
-    """Call a function in a new thread and wait for the result. SystemExit and the like are raised as RuntimeError."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-    process = os.getpid()
-
-    def finish(result: Any, error: Exception | None) -> None:
-        if future.done():
-            return  # the caller has given up
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    def call() -> None:
-        result: Any = None
-        error: Exception | None = None
-        try:
-            result = function()
-        except StopIteration as stop:  # a future cannot hold it
-            error = RuntimeError(f"StopIteration: {stop}")
-        except Exception as raised:
-            error = raised
-        except BaseException as raised:
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
-        if os.getpid() != process:  # a fork of the environment came back
-            os._exit(0)
-        with suppress(RuntimeError):  # the run has ended
-            loop.call_soon_threadsafe(finish, result, error)
-
-    threading.Thread(target=call, name=_NAME, daemon=True).start()
-    return await future
 
 
 class Quiet:

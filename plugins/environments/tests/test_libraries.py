@@ -1,5 +1,9 @@
 """Adapters with the real libraries, where they are installed."""
 
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
 import pytest
 
 from miles_core.plugin import ConfigError
@@ -62,6 +66,48 @@ def test_verifiers(tmp_path, monkeypatch):
         {"role": "user", "content": "3+1?"},
     ]
     assert made.score(3, 0, ["4", "5", None]) == [2.0, 0.0, 0.0]
+
+
+class EchoClient:
+    """A stand-in for OpenEnv's client and its server: the interface of openenv 0.10.0."""
+
+    log: ClassVar[list[Any]] = []
+
+    def __init__(self, base_url):
+        self.log.append(base_url)
+
+    def sync(self):
+        return self
+
+    def connect(self):
+        self.log.append("connect")
+
+    def reset(self, seed):
+        return SimpleNamespace(observation={"echo": f"seed {seed}", "text": "other"}, reward=None, done=False)
+
+    def step(self, action):
+        self.log.append(action)
+        return SimpleNamespace(observation={"echo": action["say"]}, reward=0.5, done=action["say"] == "end")
+
+    def close(self):
+        self.log.append("close")
+
+
+def test_openenv_with_a_stand_in(monkeypatch):
+    for name in ("openenv", "openenv.core", "openenv.core.generic_client"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["openenv"], "core", sys.modules["openenv.core"], raising=False)
+    client = sys.modules["openenv.core.generic_client"]
+    monkeypatch.setattr(sys.modules["openenv.core"], "generic_client", client, raising=False)
+    monkeypatch.setattr(client, "GenericEnvClient", EchoClient, raising=False)
+    monkeypatch.setattr(EchoClient, "log", [])
+    made = make_environment(read_entry("openenv:http://127.0.0.1:8000?action=say&observation=echo", "x"), 5)
+    episode = made.open(3, 0)
+    assert episode.reset() == "seed 5000018"
+    first, last = episode.step("hello"), episode.step("end")
+    episode.close()
+    assert (first.text, first.reward, first.done, last.done) == ("hello", 0.5, False, True)
+    assert EchoClient.log == ["http://127.0.0.1:8000", "connect", {"say": "hello"}, {"say": "end"}, "close"]
 
 
 def test_the_interface_of_gymnasium_without_the_library(gym):

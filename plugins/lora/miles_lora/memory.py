@@ -7,10 +7,11 @@ a copy, an FP32 master, its gradient and two moments. Activations are those of a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from miles_core.plugin import Facts, Parts, Usage
-from miles_embedded import ModelSize, size_of, trainer_parts, training_of
+from miles_embedded import ModelSize, engine_usage, size_of, trainer_parts, training_of
 
 #: Bytes per weight of a base in four bits and in other formats, with their scales (groups of 16 or larger blocks).
 _FOUR_BITS, _EIGHT_BITS = 0.5625, 1.0625
@@ -21,7 +22,7 @@ _FEED_FORWARD = ("gate", "up", "down", "w1", "w2", "w3", "fc")
 
 
 def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
-    """See ``miles_core.plugin.Plugin.memory``: the trainer; the engine's is counted by the embedded backend."""
+    """See ``miles_core.plugin.Plugin.memory``: the trainer, and an embedded engine that shares its base."""
     size = size_of(facts, model)
     if size is None or facts.value("model.device") == "cpu" or facts.value("trainer") != "embedded":
         return
@@ -33,12 +34,23 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     parts = Parts(
         weights=base * (1 if shared or not how.reference else 2) + how.width * own + gathered,
         gradients=4 * own,
-        optimizer=12 * own,
+        optimizer=how.optimizer(own, full.activations),
         activations=full.activations,
         other=full.other,
     )
     note = f"trainer: adapters of rank {facts.value('lora.rank')} over a frozen base of {size.parameters / 1e9:,.3g} billion parameters ({precision})"
-    yield Usage("trainer", "rank", parts, parts.other, note=note, processes=how.ranks)
+    yield Usage("trainer", "rank", parts, parts.other, note=note, processes=how.ranks, replaces=True)
+    if facts.value("engine") == "embedded" and shares_base(facts):
+        # codes of a shared base are the trainer's, too
+        engine = engine_usage(facts, size, shares=True)
+        yield replace(engine, parts=replace(engine.parts, weights=0.0), replaces=True)
+
+
+def shares_base(facts: Facts) -> bool:
+    """Whether engine and trainer share a frozen base, plain or encoded, under separate adapters."""
+    here = facts.value("runtime") == "inline" and not facts.value("colocate")
+    alike = facts.value("train.precision") == facts.value("rollout.precision")
+    return bool(here and alike and facts.value("lora.sync") == "adapter")
 
 
 def base_bytes(facts: Facts, size: ModelSize) -> float:

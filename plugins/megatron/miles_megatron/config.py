@@ -40,6 +40,25 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "moe_permute_fusion": (None, "on with a GPU"),
     "optimizer_offload_fraction": (1.0, "1: the whole state, with --optimizer-cpu-offload"),
     "moe_router_bias_update_rate": (0.0, "0: only gradients train the policy's router"),
+    "moe_token_drop_policy": ("probs", "probs"),
+}
+#: Options whose flag other packages have too, which agree on its help: name -> flag, further spellings, help.
+SHARED: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "moe_expert_capacity_factor": (
+        "--moe-capacity-factor",
+        ("--moe-expert-capacity-factor",),
+        "in the trainer an expert computes at most ceil(F * tokens * top_k / experts) tokens of a micro-batch and drops the others",
+    ),
+    "moe_token_drop_policy": (
+        "--moe-token-drop-policy",
+        (),
+        "which tokens an expert at its capacity keeps: those with the largest weights (probs), or the first ones (position)",
+    ),
+    "moe_router_bias_update_rate": (
+        "--moe-router-bias-update-rate",
+        (),
+        "after each optimiser step, change the correction bias of each expert by this rate towards the mean load (0: no change)",
+    ),
 }
 
 
@@ -53,16 +72,19 @@ def _entry(row: dict[str, Any]) -> tuple[str, Any, Any]:
     default, shown = DEFAULTS.get(row["name"], (None, row["default"].strip("'").lower()))
     kind = _TYPES.get(row["type"], str)
     words = row["type"] == "words"
+    own = f"{_OWNERS[row['owner']]}: {row['owner']}.{row['name']} of Megatron-Core"
+    own += f" (default: {shown})" if row["name"] in DEFAULTS else f" (default there: {shown})"
+    flag, aliases, text = SHARED.get(row["name"], ("", (), own))
     return (
         row["name"],
         kind if words or default is not None else kind | None,
         option(
             () if words else default,
-            help=f"{_OWNERS[row['owner']]}: {row['owner']}.{row['name']} of Megatron-Core (default there: {shown})"
-            if row["name"] not in DEFAULTS
-            else f"{_OWNERS[row['owner']]}: {row['owner']}.{row['name']} of Megatron-Core (default: {shown})",
+            flag=flag,
+            aliases=aliases,
+            help=text,
             choices=_WORDS.get(row["name"], tuple(row["choices"])),
-            metavar="NAME,..." if words else "",
+            metavar="NAME,..." if words else "F" if row["name"] == "moe_expert_capacity_factor" else "",
             ge=1 if row["name"].endswith("_size") and row["type"] == "int" else None,
         ),
     )

@@ -24,6 +24,9 @@ class Count:
     def __add__(self, other: Count) -> Count:
         return Count(self.split + other.split, self.whole + other.whole, self.experts + other.experts)
 
+    def __mul__(self, times: int) -> Count:
+        return Count(self.split * times, self.whole * times, self.experts * times)
+
     @property
     def total(self) -> int:
         """Number of all parameters."""

@@ -8,7 +8,7 @@ _MODEL = (
     "position-embedding-type rotary-percent rotary-base rotary-scaling-factor max-position-embeddings seq-length num-experts "
     "moe-ffn-hidden-size moe-router-topk moe-layer-freq moe-router-score-function moe-router-num-groups moe-router-group-topk "
     "moe-router-topk-scaling-factor moe-router-pre-softmax moe-shared-expert-intermediate-size moe-router-dtype "
-    "moe-router-load-balancing-type moe-token-drop-policy q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
+    "moe-router-load-balancing-type q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
     "make-vocab-size-divisible-by"
 )
 _SWITCHES = (

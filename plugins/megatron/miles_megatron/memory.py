@@ -9,6 +9,7 @@ section 2.2).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from miles_megatron import count
@@ -95,28 +96,47 @@ class Stage:
 
 def memory(a: Architecture, s: Sizes, w: Work) -> list[Stage]:
     """Return the memory of each pipeline stage; the sizes must pass ``misfits``."""
-    found, at = [], 0
-    for number, layers in enumerate(s.stages(a.layers)):
-        held = _parameters(a, s, number, range(at, at + layers))
-        mtp = w.mtp and number == s.pp - 1
-        if mtp:
-            held += count.mtp_layer(a)
-        mine = held.split / s.tp + held.whole
-        experts = held.experts / (s.ep * s.etp)
-        state = w.state * (1 - w.offloaded) * (mine / (s.dp * s.cp) + experts / s.expert_dp)
-        found.append(
-            Stage(
-                number,
-                layers,
-                weights=(w.width + w.seen) * (mine + experts) + w.width * (_table(a, s) if mtp else 0),
-                gradients=w.gradient * (mine + experts),
-                optimiser=state,
-                activations=_activations(a, s, w, number, range(at, at + layers)),
-                other=CONTEXT + (CHANNELS if s.ranks > 1 else 0),
-            )
-        )
+    kinds = {kind: count.layer(a, kind) for kind in set(a.sparse)}
+    return [_stage(a, s, w, number, layers, kinds) for number, layers in enumerate(_layers(a, s))]
+
+
+def peak(a: Architecture, s: Sizes, w: Work) -> float:
+    """Return the bytes of the stage that needs most, as ``memory`` but faster for long pipelines.
+
+    Of several stages with equally many layers of each kind, the first has the most micro-batches in flight."""
+    kinds = {kind: count.layer(a, kind) for kind in set(a.sparse)}
+    chosen: dict[tuple[int, int, bool], tuple[int, range]] = {}
+    for number, layers in enumerate(_layers(a, s)):
+        end = number in (0, s.pp - 1)
+        chosen.setdefault((len(layers), _sparse(a, layers), end and number > 0), (number, layers))
+    return max(_stage(a, s, w, number, layers, kinds).total for number, layers in chosen.values())
+
+
+def _layers(a: Architecture, s: Sizes) -> Iterator[range]:
+    """Yield the layers of each stage."""
+    at = 0
+    for layers in s.stages(a.layers):
+        yield range(at, at + layers)
         at += layers
-    return found
+
+
+def _stage(a: Architecture, s: Sizes, w: Work, number: int, layers: range, kinds: Mapping[bool, Count]) -> Stage:
+    """Return the memory of one stage. kinds: parameters of a layer with and without experts."""
+    held = _parameters(a, s, number, layers, kinds)
+    mtp = w.mtp and number == s.pp - 1
+    if mtp:
+        held += count.mtp_layer(a)
+    mine = held.split / s.tp + held.whole
+    experts = held.experts / (s.ep * s.etp)
+    return Stage(
+        number,
+        len(layers),
+        weights=(w.width + w.seen) * (mine + experts) + w.width * (_table(a, s) if mtp else 0),
+        gradients=w.gradient * (mine + experts),
+        optimiser=w.state * (1 - w.offloaded) * (mine / (s.dp * s.cp) + experts / s.expert_dp),
+        activations=_activations(a, s, w, number, layers),
+        other=CONTEXT + (CHANNELS if s.ranks > 1 else 0),
+    )
 
 
 def _table(a: Architecture, s: Sizes) -> float:
@@ -124,11 +144,17 @@ def _table(a: Architecture, s: Sizes) -> float:
     return 0.0 if s.pp == 1 or a.tied else count.embedding(a).split / s.tp
 
 
-def _parameters(a: Architecture, s: Sizes, number: int, layers: range) -> Count:
+def _sparse(a: Architecture, layers: range) -> int:
+    """Return how many of these layers have experts."""
+    return sum(a.sparse[layers.start : layers.stop])
+
+
+def _parameters(a: Architecture, s: Sizes, number: int, layers: range, kinds: Mapping[bool, Count]) -> Count:
     """Count the parameters of one stage, before tensor and expert parallelism."""
+    sparse = _sparse(a, layers)
     total = Count()
-    for i in layers:
-        total += count.layer(a, a.sparse[i])
+    for kind, layer in kinds.items():
+        total += layer * (sparse if kind else len(layers) - sparse)
     first, last = number == 0, number == s.pp - 1
     if first:
         total += count.embedding(a)
@@ -172,14 +198,17 @@ def _activations(a: Architecture, s: Sizes, w: Work, number: int, layers: range)
     tokens = w.tokens / s.cp
     around = 1 / s.tp if s.sequence else 1.0
     modules = w.recompute_modules if w.recompute == "selective" else ()
-    kept = [layer_elements(a, s, a.sparse[i], modules) for i in layers]
-    working = max((layer_elements(a, s, a.sparse[i]) for i in layers), default=0.0)
+    sparse = _sparse(a, layers)
+    kinds = [(n, kind) for n, kind in ((sparse, True), (len(layers) - sparse, False)) if n]
+    working = max((layer_elements(a, s, kind) for _, kind in kinds), default=0.0)
     if w.recompute == "full":
         group = max(w.recompute_layers, 1)
         working *= group
-        kept = [a.hidden * around / group] * len(layers)
+        kept = len(layers) * a.hidden * around / group
+    else:
+        kept = sum(n * layer_elements(a, s, kind, modules) for n, kind in kinds)
     flying = _in_flight(s, w, number)
-    elements = flying * sum(kept) + (working if w.recompute else working / 2)
+    elements = flying * kept + (working if w.recompute else working / 2)
     if number == 0:
         elements += flying * a.hidden * around
     bytes_of = w.width * elements * tokens

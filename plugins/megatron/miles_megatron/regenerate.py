@@ -52,9 +52,10 @@ NOT_OPTIONS: dict[str, str] = {
     r"use_distributed_optimizer|average_in_collective|gradient_reduce_div_fusion|moe_router_(dtype|fusion)": _ADAPTER,
     # random perturbations
     r"hidden_dropout|attention_dropout|moe_input_jitter_eps|moe_router_force_.*|moe_token_dropping": _RANDOM,
-    r"moe_expert_capacity_factor|moe_pad_expert_input_to_capacity|moe_token_drop_policy|moe_expert_rank_capacity_factor": _RANDOM,
+    r"moe_expert_rank_capacity_factor": _RANDOM,
     # inference and tests
     r"inference_.*|use_inference_.*|flash_decode|cache_mla_latents|nccl_all_reduce_for_prefill|symmetric_ar_type": _NO_USE,
+    r"moe_pad_expert_input_to_capacity": _NO_USE,
     r"mlp_chunks_for_.*|moe_pad_experts_for_cuda_graph_inference|test_mode|barrier_with_L1_time|config_logger_dir": _NO_USE,
     r"cross_entropy_.*|batch_invariant_mode|moe_layer_recompute|moe_per_layer_logging|moe_z_loss_coeff": _NO_USE,
     r"grad_norm_skip_threshold|log_num_zeros_in_grad|check_for_.*|log_max_attention_logit|mtp_standalone": _NO_USE,

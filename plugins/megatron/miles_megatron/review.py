@@ -53,11 +53,12 @@ def _misfit(facts: Facts, s: Sizes, m: Misfit) -> Problem:
 
 def _local(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
     """Report tensor parallelism with latent attention on a CPU, where Megatron-Core's local modules compute wrong gradients."""
-    if a.latent is not None and s.tp > 1 and facts.value("gpu.count") == 0 and not facts.elsewhere:
+    without_sequence = s.tp > 1 and not s.sequence
+    if a.latent is not None and without_sequence and facts.value("gpu.count") == 0 and not facts.elsewhere:
         name = "megatron.tensor_model_parallel_size"
         why = (
             "without a GPU, Megatron-Core's local modules do not sum the gradient of latent attention's shared keys over tensor-parallel "
-            "ranks; use pipeline, expert or context parallelism"
+            "ranks without --sequence-parallel; add it, or use pipeline or context parallelism"
         )
         values = (describe_fact(facts.lookup(name)), describe_fact(facts.lookup("gpu.count")))
         yield Problem("megatron", "--tensor-model-parallel-size 1", why, values, choices=(name,))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from miles_core.plugin import ConfigError, Facts
@@ -211,18 +212,28 @@ def _experts(s: Sizes, a: Architecture) -> Iterator[Misfit]:
                      ("sequence_parallel",), others=(("sequence_parallel", True),))  # fmt: skip
 
 
-def divisors(number: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of ``number`` in ascending order."""
-    return [n for n in range(1, number + 1) if not number % n]
+    return tuple(n for n in range(1, number + 1) if not number % n)
 
 
-def candidates(s: Sizes, a: Architecture) -> Iterator[Sizes]:
-    """Yield all valid sizes for the same number of ranks, those with less model parallelism first."""
+def candidates(s: Sizes, a: Architecture, contexts: Collection[int] = ()) -> Iterator[Sizes]:
+    """Yield all valid sizes for the same number of ranks, those with less model parallelism first.
+
+    Args:
+        s: the number of ranks, and the context-parallel size.
+        a: the model.
+        contexts: context-parallel sizes to try; by default 1 and that of ``s``.
+    """
     found = []
+    experts = [n for n in divisors(s.ranks) if not a.experts.count % n] if a.experts else [1]
     for tp in (n for n in divisors(s.ranks) if n <= _TENSOR):
-        for pp in divisors(s.ranks // tp):
-            for cp in {1, s.cp}:
-                for ep in divisors(s.ranks) if a.experts else [1]:
+        for pp in (n for n in divisors(s.ranks // tp) if n <= a.layers):
+            for cp in contexts or {1, s.cp}:
+                if s.ranks % (tp * pp * cp):
+                    continue
+                for ep in experts:
                     for etp in {1, tp} if a.experts else [tp]:
                         made = replace(s, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, sequence=tp > 1, virtual=1)
                         made = _uneven(made, a)

@@ -16,7 +16,8 @@ from miles_megatron.sizes import Sizes
 from miles_testing import Setup
 
 if TYPE_CHECKING:
-    from miles_megatron.trainer.trainer import MegatronTrainer, Settings
+    from miles_megatron.trainer.settings import Settings
+    from miles_megatron.trainer.trainer import MegatronTrainer
 
 
 def make(
@@ -57,7 +58,7 @@ def make(
 
 def _make_settings(setup: Setup, balance: float, dtype: torch.dtype) -> Settings:
     from miles_megatron.trainer.build import FULL_RECOMPUTATION
-    from miles_megatron.trainer.trainer import Settings
+    from miles_megatron.trainer.settings import Settings
 
     adamw = OptimizerConfig(
         setup.lr,

@@ -12,7 +12,7 @@ from miles_core.plugin import CheckpointError, Facts, Parts, Usage
 from miles_embedded import engines_gpus
 from miles_megatron import count, families
 from miles_megatron.architecture import Architecture
-from miles_megatron.memory import Stage, Work, memory
+from miles_megatron.memory import GB, Stage, Work, memory, peak
 from miles_megatron.sizes import Sizes, candidates, misfits, ranks_of, sizes_of
 from miles_megatron.work import MTP, context, work_of
 
@@ -20,6 +20,8 @@ from miles_megatron.work import MTP, context, work_of
 _OFFLOADED = (0.25, 0.5, 0.75, 1.0)
 #: Number of suggested parallel sizes for each way to save memory.
 _SUGGESTED = 2
+#: GPUs of a machine if their number is unknown.
+_MACHINE = 8
 #: Maximum number of times to double the ranks when searching for enough memory.
 _DOUBLED = 9
 
@@ -37,7 +39,11 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     s = sizes_of(facts)
     if any(misfits(s, a)):
         return
-    w = work_of(facts, s)
+    yield from usages_of(facts, a, s, work_of(facts, s))
+
+
+def usages_of(facts: Facts, a: Architecture, s: Sizes, w: Work) -> Iterator[Usage]:
+    """Yield one row per pipeline stage for sizes that pass ``misfits``."""
     total = count.model(a, int(bool(facts.value(MTP)))).total
     size = f"{total / 1e9:,.3g} billion" if total > 1e7 else f"{total:,}"
     note = (
@@ -46,6 +52,12 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     )
     if w.offloaded:
         note += f"; {w.offloaded:.0%} of the optimizer's state is in host memory"
+    host = _host_bytes(facts, a, s, w)
+    if host:
+        each = min(s.ranks, int(facts.value("gpu.count") or _MACHINE))
+        note += (
+            f"; {host / GB:,.0f} GB of host memory for a rank, {each * host / GB:,.0f} GB for the {each} of a machine"
+        )
     for stage in memory(a, s, w):
         label = f"rank of stage {stage.number} ({stage.layers} layers)" if s.pp > 1 else "rank"
         yield Usage(
@@ -57,6 +69,14 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
             processes=s.ranks,
             fitting=lambda budget, alone: _fitting(facts, a, s, w, budget),
         )
+
+
+def _host_bytes(facts: Facts, a: Architecture, s: Sizes, w: Work) -> float:
+    """Return the largest bytes of host memory of a rank: the optimizer's share there, and with ``--colocate`` what a sleeping rank moves."""
+    whole = memory(a, s, replace(w, offloaded=0.0))
+    if facts.value("colocate"):
+        return max(stage.weights + stage.optimiser for stage in whole)
+    return w.offloaded * max(stage.optimiser for stage in whole)
 
 
 def _parts(stage: Stage) -> Parts:
@@ -71,7 +91,7 @@ def _parts(stage: Stage) -> Parts:
 
 @lru_cache(maxsize=4096)
 def _peak(a: Architecture, s: Sizes, w: Work) -> float:
-    return max(stage.total for stage in memory(a, s, w.split_over(s)))
+    return peak(a, s, w.split_over(s))
 
 
 def _fitting(facts: Facts, a: Architecture, s: Sizes, w: Work, budget: float) -> Iterator[dict[str, Any]]:
@@ -82,12 +102,12 @@ def _fitting(facts: Facts, a: Architecture, s: Sizes, w: Work, budget: float) ->
         if _peak(a, s, v) <= budget:
             yield how
     for v, how in ways:
-        yield from islice(({**_changed(s, c), **how} for c in _others(a, s, v, budget)), _SUGGESTED)
+        yield from islice(({**change_sizes(s, c), **how} for c in _others(a, s, v, budget)), _SUGGESTED)
     for ranks in (s.ranks << n for n in range(1, _DOUBLED)):
         more = replace(s, ranks=ranks)
         found = next((c for c in (more, *_others(a, more, w, budget)) if _fits(a, c, w, budget)), None)
         if found is not None:
-            changed = _changed(s, found)
+            changed = change_sizes(s, found)
             yield {**_on_ranks(facts, ranks, engines_gpus(facts)), **changed}
             yield {**_on_ranks(facts, ranks, 0), **changed, "colocate": True}
             return
@@ -134,7 +154,7 @@ _OPTIONS = {
 }
 
 
-def _changed(old: Sizes, new: Sizes) -> dict[str, Any]:
+def change_sizes(old: Sizes, new: Sizes) -> dict[str, Any]:
     """Return the options that change ``old`` to ``new``; expert-tensor parallelism defaults to tensor parallelism."""
     found = {}
     for name, option in _OPTIONS.items():

@@ -40,3 +40,36 @@ def test_one_rank_an_actor(embedded, monkeypatch):
         same(toy_run(["r3", "tis"], trainer="megatron", aux_loss_coef=0.1, **given).metrics, embedded)
     finally:
         ray.shutdown()
+
+
+@pytest.mark.parametrize("plugins", [["experts"], ["experts", "r3"]])
+def test_experts_drop_what_they_drop_in_the_embedded_trainer(plugins):
+    """With one sample per prompt, because the embedded trainer computes a shared prompt once."""
+    options = {
+        "moe_capacity_factor": 0.6,
+        "n_samples_per_prompt": 1,
+        "rollout_batch_size": 6,
+        "steps": 1,
+        "aux_loss_coef": 0.1,
+    }
+    options |= {"micro_batch_size": 6, "advantage_estimator": "reinforce_plus_plus"}
+    here, there = (
+        next(m for m in toy_run(plugins, trainer=trainer, **options).metrics if "train/loss" in m)
+        for trainer in ("embedded", "megatron")
+    )
+    assert 0.05 < here["moe/dropped_fraction"] < 0.9
+    for name in ("moe/dropped_fraction", "train/grad_norm", "train/expert_imbalance", "train/load_balance"):
+        assert there[name] == pytest.approx(here[name], rel=1e-3), name
+
+
+def test_a_critic_learns_what_the_embedded_trainers_does(tmp_path):
+    options = {"advantage_estimator": "ppo", "critic_lr": 1e-2, "adam_eps": 1e-2, "normalize_advantages": True}
+    here = toy_run(["ppo"], steps=3, **options).metrics
+    there = toy_run(["ppo"], tmp_path / "parts", steps=2, trainer="megatron", **options)
+    resumed = toy_run(
+        ["ppo"], steps=3, directory=None, save=None, load=tmp_path / "parts", trainer="megatron", **options
+    )
+    for ours, theirs in zip(there.metrics, here, strict=False):
+        for name in ("critic/train/value_loss", "critic/train/values", "critic/train/grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+    assert resumed.metrics[-1]["critic/train/values"] != 0, "a head that was not restored would predict 0"

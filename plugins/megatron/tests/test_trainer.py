@@ -167,6 +167,25 @@ def test_norms_over_all_heads_are_trained_by_the_ranks_that_have_them(ranks, tmp
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-5)
 
 
+def stepped(checkpoint, sizes):
+    """Gradient norm and exported weights of one step."""
+    trainer = make(checkpoint, Setup(), **sizes)
+    trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
+    norm = trainer.step(make_batch())["train/grad_norm"][0]
+    return norm, {n: t.clone() for unit in trainer.units(everywhere=True) for n, t in unit.tensors.items()}
+
+
+def test_rotary_keys_of_latent_attention_are_trained_by_the_heads_of_all_ranks(ranks, tmp_path):
+    from miles_testing import tiny_checkpoint
+
+    checkpoint = tiny_checkpoint("deepseek_v3", tmp_path / "model")
+    norm, expected = stepped(checkpoint, {})
+    for found, units in ranks.run(stepped, checkpoint, {"tp": 2, "sequence": True}):
+        assert found == pytest.approx(norm, rel=2e-5)
+        for name, tensor in units.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-5)
+
+
 def without_gradient_sync(checkpoint):
     """The same step, had nobody summed gradients over replicas."""
     from miles_megatron.trainer import trainer

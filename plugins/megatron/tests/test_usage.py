@@ -60,7 +60,8 @@ def test_the_switch_alone_offloads_all_of_the_optimizer(checkpoint):
 
 
 def test_what_does_not_fit_is_offered_offload_fractions(checkpoint):
-    given = {"hf_checkpoint": checkpoint("qwen3-30b-a3b"), "facts": ["hardware=8xH100"], **SLIME}
+    small = ["hardware=8xH100", "gpu.memory_gb=80"]
+    given = {"hf_checkpoint": checkpoint("qwen3-30b-a3b"), "facts": small, **SLIME}
     with pytest.raises(PlanError) as error:
         plan(**given)
     text = str(error.value)

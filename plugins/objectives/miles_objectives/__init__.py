@@ -1,8 +1,8 @@
 """Presets of published algorithms, further policy losses, and several rewards per sample, for miles-core."""
 
 from miles_core.data import Field
-from miles_core.plugin import Plugin, Rule, Set
-from miles_objectives.config import ESTIMATORS, ObjectivesConfig
+from miles_core.plugin import Panel, Plugin, Rule, Set
+from miles_objectives.config import ESTIMATORS, HORIZON, ObjectivesConfig
 from miles_objectives.presets import PRESETS, because, describe
 
 __version__ = "0.1.0"
@@ -20,7 +20,7 @@ def _settings() -> dict[str, tuple[Set, ...]]:
 
 plugin = Plugin(
     name="objectives",
-    summary="presets of published algorithms; the losses GMPO, SAPO, DPPO, DRO; GDPO for several rewards",
+    summary="presets of published algorithms; the losses GMPO, SAPO, DPPO, DRO; GDPO for several rewards; adaptive KL",
     version=__version__,
     core="~=0.1",
     config=ObjectivesConfig,
@@ -50,6 +50,31 @@ plugin = Plugin(
             when="objectives.gdpo_rewards",
             because="only GDPO normalises several rewards",
         ),
+        Rule(
+            "algorithm.kl_coef > 0 or algorithm.kl_loss_coef > 0",
+            when="objectives.kl_target",
+            because="--kl-target adapts a coefficient, which needs a first value: --kl-coef or --kl-loss-coef",
+        ),
+        Rule(
+            "algorithm.kl_coef == 0 or algorithm.kl_loss_coef == 0",
+            when="objectives.kl_target",
+            because="one measured KL adapts one coefficient: --kl-coef (in the reward) or --kl-loss-coef (in the loss)",
+        ),
+        Rule(
+            "objectives.kl_target", when=f"objectives.kl_horizon != {HORIZON}", because="only --kl-target has a horizon"
+        ),
     ),
-    hooks={"algorithm.advantage_estimator == gdpo": "miles_objectives.hooks:Objectives"},
+    hooks={
+        "algorithm.advantage_estimator == gdpo": "miles_objectives.hooks:Objectives",
+        "objectives.kl_target": "miles_objectives.kl_hooks:AdaptiveKl",
+    },
+    panels=(
+        Panel(
+            "objectives_kl_coef",
+            "KL coefficient that --kl-target adapts",
+            {"*objectives/kl_coef": "*coefficient"},
+            section="objectives",
+            log=True,
+        ),
+    ),
 )

@@ -9,6 +9,8 @@ from miles_core.plugin import option
 from miles_objectives.presets import PRESETS
 
 ESTIMATORS = ("gmpo", "sapo", "dppo", "dro", "gdpo")
+#: Samples; the published code of arXiv 1909.08593.
+HORIZON = 10_000
 #: DPPO: threshold of each divergence, from verl's examples/dppo_trainer.
 THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 
@@ -44,6 +46,16 @@ class ObjectivesConfig:
         gt=0,
     )
     dro_beta: float = option(0.05, flag="--dro-beta", help="DRO: coefficient of the squared log-ratio", gt=0)
+    kl_target: float | None = option(
+        None,
+        flag="--kl-target",
+        help="adapt --kl-coef or --kl-loss-coef until the mean KL to the reference model, in nats per token, has this value",
+        gt=0,
+        enables=True,
+    )
+    kl_horizon: int = option(
+        HORIZON, flag="--kl-horizon", help="samples in which an error of 20 % changes that coefficient by 20 %", ge=1
+    )
     gdpo_rewards: tuple[str, ...] = option(
         (),
         flag="--gdpo-rewards",

@@ -71,6 +71,7 @@ PRESETS: dict[str, Preset] = {
             LOW: (3e-4, "section 5.1"),
             HIGH: (4e-4, "section 5.1"),
             AGGREGATION: ("rollout_mean", "section 4.1, equation 5"),
+            KL_LOSS: (0.0, "equation 5 has no KL; its authors confirm 0 in pull request 2775 of verl"),
         },
         "four optimizer steps per rollout (section 5.1): --num-steps-per-rollout 4",
     ),

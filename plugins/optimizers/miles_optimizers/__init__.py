@@ -1,6 +1,6 @@
 """Further optimizers: Muon, AdamW with 8-bit state, and AdamW on the host, for miles-core."""
 
-from miles_core.plugin import Package, Plugin, Rule
+from miles_core.plugin import Package, Plugin, Rule, Set
 from miles_optimizers.config import ADJUST, MOMENTUM, OptimizersConfig
 
 __version__ = "0.1.0"
@@ -55,6 +55,16 @@ plugin = Plugin(
             because="Megatron-Core divides matrices among ranks, and Muon orthogonalizes whole ones; use --optimizer adamw, or --trainer embedded",
         ),
     ),
+    sets={
+        "embedded.optimizer_state_bytes": (
+            Set(
+                2.03,
+                "train.optimizer == adamw8bit and trainer == embedded",
+                "two moments of a byte and 1/64 of a byte for scales",
+            ),
+            Set(0.0, "train.optimizer == adamw-offload and trainer == embedded", "all of its state is in host memory"),
+        )
+    },
     review="miles_optimizers.review:review",
     hooks={"train.optimizer == muon": "miles_optimizers.hooks:Optimizers"},
 )

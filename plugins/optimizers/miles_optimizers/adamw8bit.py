@@ -47,7 +47,7 @@ def make_optimizer(run: Run, policy: Policy, groups: Sequence[dict[str, Any]]) -
 
 def block_of(parameter: Tensor) -> int | None:
     """Return the block size of a parameter's moments: the largest power of two up to 256 that divides its rows; None for FP32 moments."""
-    if parameter.dim() < 2:
+    if parameter.dim() < 2 or not parameter.is_contiguous():
         return None
     block = math.gcd(parameter.shape[-1], BLOCK)
     return block if block >= SMALLEST else None
@@ -77,6 +77,7 @@ class EightBitAdamW:
                 found.append({**group, "param_names": [n for n, _ in own], "params": [p for _, p in own]})
             return [group for group in found if group["params"]]
 
+        self._maps: dict[tuple[bool, torch.device], Tensor] = {}
         self._groups, rest = divide(True), divide(False)
         self._small = make_adamw(rest) if rest else None
         self._eight: Any = None
@@ -113,14 +114,18 @@ class EightBitAdamW:
             for name in MOMENTS:
                 state[f"{name}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
                 state[f"{name}_scale"] = torch.zeros(scales, device=parameter.device)
-        found = {"step": state["step"].cpu()}
-        state["step"] = found["step"]
+        state["step"] = state["step"].cpu()
+        found = {"step": state["step"]}
         for name, signed in MOMENTS.items():
-            like = OptimState8bit.zeros((block,), signed, block, parameter.device)
-            found[name] = OptimState8bit(
-                state[f"{name}_codes"], state[f"{name}_scale"].view(-1), like.qmap, signed, dtype=torch.float32
-            )
+            codes, scale = state[f"{name}_codes"], state[f"{name}_scale"].view(-1)
+            found[name] = OptimState8bit(codes, scale, self._values(signed, codes.device), signed, dtype=torch.float32)
         return found
+
+    def _values(self, signed: bool, device: torch.device) -> Tensor:
+        """Return the numbers that the 256 codes stand for, [256] FP32."""
+        if (signed, device) not in self._maps:
+            self._maps[signed, device] = OptimState8bit.zeros((BLOCK,), signed, BLOCK, device).qmap
+        return self._maps[signed, device]
 
 
 def _eagerly(parameter: Tensor) -> AbstractContextManager[Any]:

@@ -125,6 +125,7 @@ def test_eight_bit_steps_are_those_of_torchao():
 )
 def test_blocks_do_not_cross_rows(shape, block):
     assert block_of(torch.empty(shape)) == block and (block is None or shape[-1] % block == 0)
+    assert block_of(torch.empty(*shape, 2)[..., 0]) is None  # not contiguous
 
 
 def test_small_learning_rates_still_move_eight_bit_weights_like_full_ones():

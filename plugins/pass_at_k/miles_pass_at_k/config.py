@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from miles_core.plugin import option
+from miles_core.plugin import ConfigError, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,3 +40,29 @@ class PassAtKConfig:
     metric: str = option(
         "eval/accuracy", flag="--early-stop-metric", help="the metric of early stopping, which should rise"
     )
+    keep_best: str | None = option(
+        None,
+        flag="--keep-best",
+        help="keep the checkpoint with the best value of this evaluation metric in RUN/best, whatever --keep deletes",
+        metavar="METRIC",
+        enables=True,
+    )
+    keep_best_mode: Literal["max", "min"] = option(
+        "max", flag="--keep-best-mode", help="whether the best value is the largest or the smallest"
+    )
+
+
+def check_metric(flag: str, name: str, metrics: Mapping[str, float]) -> None:
+    """Check that an evaluation has reported a metric.
+
+    Args:
+        flag: the option that names it.
+        name: the metric.
+        metrics: metrics of a step.
+
+    Raises:
+        ConfigError: an evaluation belongs to the step, and lacks the metric.
+    """
+    reported = [each for each in metrics if each.startswith("eval/") or "/eval/" in each]
+    if reported and name not in metrics:
+        raise ConfigError(f"{flag} {name}: evaluations report {', '.join(sorted(reported))}; choose one of these")

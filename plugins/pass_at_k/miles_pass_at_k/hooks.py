@@ -9,7 +9,7 @@ from typing import Any
 
 from miles_core.data import Sample
 from miles_core.plugin import DataError, Run, hookimpl
-from miles_pass_at_k.config import PassAtKConfig
+from miles_pass_at_k.config import PassAtKConfig, check_metric
 from miles_pass_at_k.estimate import find_answer, majority_at, mean_interval, pass_at
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class PassAtK:
         patience = self.options.patience
         if patience is None:
             return
+        check_metric("--early-stop-metric", self.options.metric, metrics)
         several = any(entry.rpartition("=")[0] for entry in run.config.evaluation.prompt_data)
         if several and self.options.metric in metrics and self.options.metric.count("/") == 1:
             self._compare(metrics[self.options.metric])  # over all data sets, which on_evaluation does not see

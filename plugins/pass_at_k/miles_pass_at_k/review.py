@@ -1,4 +1,4 @@
-"""Plan check: every k needs as many samples of a prompt."""
+"""Plan checks: every k needs as many samples of a prompt, and the best checkpoint is one that is saved."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
                     f"k = {most} samples of a prompt are chosen from those that were generated (--n-samples-per-eval-prompt)",
                     tuple(describe_fact(facts.lookup(each)) for each in (name, _SAMPLES)),
                     choices=(_SAMPLES,),
+                )
+            )
+    if facts.value("pass_at_k.keep_best"):
+        every, saved = (facts.value(name) for name in ("evaluation.interval", "save_interval"))
+        if every is None or saved is None or every % saved:
+            problems.append(
+                Problem(
+                    "pass_at_k",
+                    "a checkpoint of every step that is evaluated",
+                    "--keep-best keeps one of them: give --eval-interval N and a --save-interval that divides it",
+                    tuple(describe_fact(facts.lookup(each)) for each in ("evaluation.interval", "save_interval")),
+                    choices=("evaluation.interval", "save_interval"),
                 )
             )
     return Review(problems=tuple(problems))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from miles_core.plugin import DataError, PlanError
+from miles_core.plugin import ConfigError, DataError, PlanError
 from miles_testing import plan, toy_run
 
 
@@ -28,6 +28,8 @@ def test_metrics_of_an_evaluation_without_training(held_out):
         **{**held_out, "eval_interval": None},
     )  # fmt: skip
     assert done.run.step == 0 and done.run.policy.trained == 0
+    trainer = done.trainer
+    assert not trainer.optimizer.masters and not any(p.requires_grad for p in trainer.model.parameters())
     found = done.metrics[0]
     assert found["eval/set/pass_at_1"] == pytest.approx(found["eval/set/accuracy"])
     assert found["eval/set/pass_at_1"] <= found["eval/set/pass_at_2"] <= found["eval/set/pass_at_4"]
@@ -63,3 +65,90 @@ def test_refused(held_out, options, why):
 def test_metrics_of_evaluations_need_one():
     with pytest.raises(PlanError, match="its metrics are those of evaluations"):
         plan(eval_pass_at="1")
+
+
+#: Rewards of the evaluation after each step: the second is the best.
+SCRIPTED = """
+from miles_core.plugin import hookimpl
+
+VALUES = {1: 0.2, 2: 0.9, 3: 0.4, 4: 0.6}
+
+@hookimpl
+def on_evaluation(run, metrics):
+    metrics["eval/set/score"] = VALUES.get(run.policy.version, 5.0)
+"""
+
+
+@pytest.fixture
+def scripted(held_out, tmp_path):
+    (tmp_path / "scripted.py").write_text(SCRIPTED)
+    both = [str(tmp_path / "scripted.py"), "pass_at_k"]
+    return {
+        **held_out,
+        "plugins": both,
+        "save_interval": 1,
+        "keep_best": "eval/set/score",
+        "n_samples_per_eval_prompt": 1,
+    }
+
+
+def steps_in(directory):
+    return sorted(int(p.name[5:]) for p in directory.glob("step_*")) if directory.is_dir() else []
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_the_best_checkpoint_survives_and_is_resumed(scripted, tmp_path, mode):
+    run, best = tmp_path / "run", {"max": 2, "min": 1}[mode]
+    done = toy_run(directory=run, steps=3, keep=1, keep_best_mode=mode, **scripted)
+    assert steps_in(run / "checkpoints") == [3] and steps_in(run / "best") == [best]
+    assert [m.get("pass_at_k/best_step") for m in done.metrics if m["step"]] == {"max": [1, 2, 2], "min": [1, 1, 1]}[
+        mode
+    ]
+    more = toy_run(directory=None, save=None, load=run, steps=4, keep=1, keep_best_mode=mode, **scripted)
+    assert steps_in(run / "best") == [best] and more.metrics[-1]["pass_at_k/best_step"] == best  # 0.6 is not better
+    again = toy_run(directory=tmp_path / "other", load=run / "best", steps=best + 1, keep_best_mode=mode, **scripted)
+    assert again.run.step == best + 1 and again.metrics[-1]["step"] == best + 1
+    assert steps_in(tmp_path / "other/best") == [best]  # carried over from the run that it continues
+
+
+def test_a_branch_drops_the_best_of_the_one_it_leaves(scripted, tmp_path):
+    run = tmp_path / "run"
+    toy_run(directory=run, steps=2, **scripted)
+    assert steps_in(run / "best") == [2]
+    again = toy_run(directory=None, save=None, load=run / "checkpoints/step_00000001", steps=3, **scripted)
+    assert steps_in(run / "best") == [2] and again.metrics[-1]["pass_at_k/best"] == 0.9
+    state = (run / "best/step_00000002/manifest.json").stat().st_ino
+    assert (
+        state == (run / "checkpoints/step_00000002/manifest.json").stat().st_ino
+    )  # of this branch, without further space
+
+
+def test_early_stopping_continues_after_a_resume(scripted, tmp_path):
+    options = {**scripted, "keep_best": None, "early_stop_after": 2, "early_stop_metric": "eval/set/score"}
+    (tmp_path / "scripted.py").write_text(SCRIPTED.replace("5.0", "0.1"))
+    whole = toy_run(steps=9, **options)
+    assert whole.run.step == 4  # the best is step 2
+    toy_run(directory=tmp_path / "run", steps=3, **options)
+    again = toy_run(directory=None, save=None, load=tmp_path / "run", steps=9, **options)
+    assert again.run.step == 4 and again.run.stop_requested
+
+
+@pytest.mark.parametrize("flag", ["keep_best", "early_stop_metric"])
+def test_a_metric_that_no_evaluation_reports_is_refused(scripted, flag):
+    options = {**scripted, "early_stop_after": 1} | {flag: "eval/scor"}
+    with pytest.raises(ConfigError, match=r"eval/scor: evaluations report .*eval/set/score"):
+        toy_run(steps=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"keep_best": "eval/accuracy"}, "a --save-interval that divides it"),
+        ({"keep_best": "eval/accuracy", "save_interval": 2}, "a --save-interval that divides it"),
+        ({"eval_subset_key": "kind", "keep_best_mode": "min"}, "only the best checkpoint has a best value"),
+    ],
+)
+def test_best_checkpoints_that_cannot_be_kept(held_out, options, why):
+    with pytest.raises(PlanError) as error:
+        plan(**held_out, **options)
+    assert why in str(error.value)

@@ -44,6 +44,7 @@ plugin = Plugin(
         ),
     ),
     review="miles_ppo.review:review",
+    memory="miles_ppo.memory:usage",
     hooks={"": "miles_ppo.hooks:Ppo"},
     panels=(
         Panel(

@@ -1,5 +1,8 @@
 """What a plan refuses, and how it says so."""
 
+import json
+import re
+
 import pytest
 
 from miles_core.plugin import PlanError
@@ -12,7 +15,6 @@ PPO = {"advantage_estimator": "ppo"}
     ("options", "why"),
     [
         ({"advantage_estimator": "grpo"}, "other advantage estimators do not read the critic's values"),
-        ({**PPO, "trainer": "megatron"}, "the critic is a model with a value head"),
         ({**PPO, "critic_trunk": "policy", "trainer": "megatron"}, "only the embedded trainer hands to a value head"),
         ({**PPO, "critic_trunk": "policy", "critic_load": "x"}, "only a critic that is a model of its own"),
         ({**PPO, "critic_trunk": "policy", "critic_optimizer": "adam"}, "only a critic that is a model of its own"),
@@ -61,3 +63,28 @@ def test_what_is_accepted(tmp_path):
     (tmp_path / "p.yaml").write_text("policies: {a: {}, value: {role: critic, lr: 0.1}}")
     for options in ({}, {"config": tmp_path / "p.yaml"}, {"critic_trunk": "policy", "value_loss_coef": 0.5}):
         assert "ppo" in plan(**PPO, n_samples_per_prompt=1, **options).order  # the estimator activates the plugin
+
+
+def test_the_memory_of_the_plan_counts_the_critic(tmp_path):
+    """A Qwen3-8B fits an H200 with engine, full-precision state and no critic; with a critic the state alone is 287 GB."""
+    shape = {
+        "model_type": "qwen3",
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "head_dim": 128,
+    }
+    shape |= {"num_key_value_heads": 8, "intermediate_size": 6144, "vocab_size": 150000}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **shape}))
+    options = {"hf_checkpoint": tmp_path, "advantage_estimator": "ppo", "device": "cuda"}
+    shown = "\n".join(plan(["ppo"], facts=["gpu=B200"], **options).reviews)
+    found = {}
+    for row in ("rank", "critic"):
+        numbers = re.search(rf"trainer, {row} +([0-9. ]+)", shown)[1].split()
+        found[row] = [float(x) for x in numbers[:3]]  # weights, gradients, optimizer
+    assert found["critic"] == found["rank"] and found["rank"][2] == pytest.approx(3 * found["rank"][1], rel=0.02)
+    plain = "\n".join(plan(["ppo"], facts=["gpu=B200"], critic_trunk="policy", **options).reviews)
+    assert "trainer, rank" in plain and "trainer, critic" not in plain
+    with pytest.raises(PlanError, match="GB on each GPU"):  # 32 GB of each trainer and the engine are more than 80 GB
+        plan(["ppo"], facts=["gpu=H100"], **options)
+    assert plan(["ppo"], facts=["gpu=H100"], critic_trunk="policy", **options)

@@ -9,10 +9,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import ray
+from ray._private import ray_constants
 
 from miles_core.plugin import ConfigError, Run
 from miles_ray.config import RayConfig
@@ -54,7 +55,7 @@ class Cluster:
 
     def _connect(self) -> None:
         try:
-            with _preserve_handlers():
+            with _preserve_handlers(), nullcontext() if self.address else _loopback():
                 ray.init(
                     self.address or "local",
                     num_cpus=None if self.address else max(os.cpu_count() or 1, self.devices),
@@ -121,6 +122,18 @@ def _end_session(directory: str) -> None:
             with suppress(OSError):
                 if directory.encode() in (entry / "cmdline").read_bytes():
                     os.kill(int(entry.name), signal.SIGKILL)
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Let a cluster of one machine that starts in this context use the address 127.0.0.1, so that its processes listen on the loopback
+    interface. Ray does so on systems without clusters of several machines, and replaces a given address 127.0.0.1 elsewhere."""
+    plain = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = plain
 
 
 @contextmanager

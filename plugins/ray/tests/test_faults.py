@@ -30,6 +30,7 @@ def reach(run, moment, step):
     if [moment, step] != what[:2] or flag.exists():
         return
     flag.touch()
+    (HERE / "listeners.json").write_text(json.dumps(listeners()))
     kind, victim = what[2:]
     if victim == "driver":
         numbers = [int((HERE / "driver").read_text())]
@@ -41,6 +42,19 @@ def reach(run, moment, step):
         os.kill(number, getattr(signal, kind))
         while kind == "SIGKILL" and victim == "raylet" and alive(number):
             time.sleep(0.01)
+
+def listeners():  # [program, hexadecimal address] of all TCP sockets on which processes of this cluster listen
+    owners = {}
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and (HERE / "temporary").read_bytes() in (process / "environ").read_bytes():
+                program = (process / "cmdline").read_bytes().split(b"\0")[0].decode()
+                owners |= {os.readlink(entry): program for entry in (process / "fd").iterdir()}
+        except OSError:
+            pass
+    rows = [r.split() for kind in ("tcp", "tcp6") for r in Path("/proc/net", kind).read_text().splitlines()[1:]]
+    sockets = [(f"socket:[{row[9]}]", row[1].split(":")[0]) for row in rows if row[3] == "0A"]
+    return [(owners[name], address) for name, address in sockets if name in owners]
 
 def alive(number):
     try:
@@ -121,6 +135,9 @@ def test_a_rank_that_is_killed_in_its_push_costs_one_replacement(struck):
     assert code == 0, (directory / "output").read_text()[-3000:]
     assert re.findall(r"worker (\S+) was lost", log_of(directory)) == ["trainer-0"]
     assert json.loads((directory / "run/ending.json").read_text())["step"] == 3
+    listeners = json.loads((directory / "listeners.json").read_text())
+    assert {"gcs_server", "raylet"} <= {program.rpartition("/")[2] for program, _ in listeners}
+    assert {address for _, address in listeners} <= {"0100007F", "0" * 16 + "FFFF00000100007F"}, listeners
 
 
 def test_an_engine_that_is_stopped_in_a_push_is_named_itself(struck):

@@ -70,7 +70,7 @@ def server_of(facts: Facts, gpu: float) -> Server:
     given_gpus = facts.value("ray.rollout_num_gpus_per_engine") if facts.value("plugin.ray") else None
     tp = int(value("tp_size", max(int(given_gpus or 1) // pp, 1)))
     dp = int(value("dp_size", 1)) if value("enable_dp_attention", False) else 1
-    captured = int(value("cuda_graph_max_bs", _CAPTURED if tp < 4 else 2 * _CAPTURED))
+    captured = int(value("cuda_graph_max_bs_decode", _CAPTURED if tp < 4 else 2 * _CAPTURED))
     mib = 512 + 1.5 * max(int(value("chunked_prefill_size", _CHUNK)), 2048) + 128 * tp * pp + 2 * captured
     mib += (3 * captured * dp if dp > 1 else 0) + (2048 if value("moe_a2a_backend", "") == "deepep" else 0)
     reserve = max(mib, 10240 if gpu > _LARGE else 0) * MIB
@@ -92,6 +92,14 @@ def weight_bytes(size: ModelSize, precision: str) -> float:
     plain = size.embeddings + 2 * size.hidden * size.layers
     quantised = size.experts if experts_only else size.parameters - plain
     return 2.0 * (size.parameters - quantised) + stored * quantised
+
+
+def weights_on_gpu(facts: Facts, size: ModelSize, server: Server) -> float:
+    """Return the bytes of the weights on one GPU. With data-parallel attention every GPU has all weights of its stage's attention."""
+    precision = str(facts.value("rollout.precision") or "bf16")
+    stored, experts_only = STORED.get(precision, (2.0, False))
+    attention = (2.0 if experts_only else stored) * size.layers * size.attention / server.pp
+    return weight_bytes(size, precision) / server.gpus + attention * (server.dp - 1) / server.tp
 
 
 def cache_bytes_per_token(facts: Facts, size: ModelSize, server: Server) -> float:
@@ -125,7 +133,7 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     gpu = float(facts.value("gpu.memory_gb") or 0) * GB
     server = server_of(facts, gpu)
     precision = str(facts.value("rollout.precision") or "bf16")
-    held, drafts = weight_bytes(size, precision) / server.gpus, draft_bytes(facts, size) / server.gpus
+    held, drafts = weights_on_gpu(facts, size, server), draft_bytes(facts, size) / server.gpus
     each, (longest, why), rows = cache_bytes_per_token(facts, size, server), longest_sample(facts), wanted_rows(facts)
     pool = max(server.fraction * gpu - held - drafts, 0.0) if gpu else rows * longest * each
     other = CONTEXT + (CHANNELS if server.gpus > 1 else 0)
@@ -140,7 +148,7 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
         note += f"; a cache of {rows:,} sequences of {longest:,} tokens ({why})"
     parts = Parts(weights=held, draft=drafts, cache=pool, other=max(server.reserve, other))
     usable = (
-        math.inf if gpu and _bytes_needed(facts, size, server) > server.fraction * gpu else 1.0
+        math.inf if gpu and bytes_needed(facts, size, server) > server.fraction * gpu else 1.0
     )  # ``find_size_problems`` reports it
     yield Usage(
         "engine",
@@ -162,7 +170,7 @@ def find_size_problems(facts: Facts, model: Mapping[str, Any] | None) -> Iterato
     if facts.value("model.device") == "cpu":
         return
     server = server_of(facts, gpu)
-    needed = _bytes_needed(facts, size, server)
+    needed = bytes_needed(facts, size, server)
     if needed <= server.fraction * gpu:
         return
     precision = str(facts.value("rollout.precision") or "bf16")
@@ -193,10 +201,10 @@ def find_size_problems(facts: Facts, model: Mapping[str, Any] | None) -> Iterato
     )
 
 
-def _bytes_needed(facts: Facts, size: ModelSize, server: Server) -> float:
+def bytes_needed(facts: Facts, size: ModelSize, server: Server) -> float:
     """Return the bytes of weights and of the cache of one sequence on one GPU."""
-    held = weight_bytes(size, str(facts.value("rollout.precision") or "bf16")) + draft_bytes(facts, size)
-    return held / server.gpus + longest_sample(facts)[0] * cache_bytes_per_token(facts, size, server)
+    held = weights_on_gpu(facts, size, server) + draft_bytes(facts, size) / server.gpus
+    return held + longest_sample(facts)[0] * cache_bytes_per_token(facts, size, server)
 
 
 def _propose_smaller(facts: Facts, size: ModelSize, budget: float, gpu: float) -> Iterator[dict[str, Any]]:
@@ -206,14 +214,14 @@ def _propose_smaller(facts: Facts, size: ModelSize, budget: float, gpu: float) -
         return
     shares = [round(_SHARE - _STEP * n, 2) for n in range(int(_SHARE / _STEP))]
     found = next(
-        (f for f in shares if f * gpu + server.reserve <= budget and f * gpu >= _bytes_needed(facts, size, server)),
+        (f for f in shares if f * gpu + server.reserve <= budget and f * gpu >= bytes_needed(facts, size, server)),
         None,
     )
     if found is not None and found != server.fraction:
         yield {"sglang.mem_fraction_static": found}
     for tp in (server.tp << n for n in range(1, 6)):
         wider = Server(tp, server.pp, server.dp, server.fraction, server.origin, server.reserve)
-        if _bytes_needed(facts, size, wider) <= min(server.fraction * gpu, budget):
+        if bytes_needed(facts, size, wider) <= min(server.fraction * gpu, budget):
             chosen = {"sglang.tp_size": tp} if facts.value("sglang.tp_size") else {}
             yield {**chosen, **_on_gpus(facts, wider.gpus)}
             return

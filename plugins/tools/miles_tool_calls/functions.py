@@ -6,19 +6,15 @@ the file defines are tools. A class is instantiated for each sample, and its pub
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from miles_chat import import_code
 from miles_core.plugin import ConfigError
 from miles_tool_calls.schema import arguments_model, describe_arguments_error, make_schema
 
@@ -74,7 +70,7 @@ def load_functions(specs: tuple[str, ...]) -> list[Function]:
 def _load(spec: str) -> list[Function]:
     path, separator, name = spec.rpartition(":")
     path, name = (path, name) if separator else (spec, "")
-    module = _import(path, spec)
+    module = import_code(path, "tools", f"{FLAG} {spec}")
     if name:
         if not hasattr(module, name):
             known = ", ".join(f.__name__ for f in _public(module)) or "none"
@@ -140,41 +136,6 @@ def _without_first(function: Callable[..., Any]) -> Callable[..., Any]:
     bound.__annotations__ = dict(function.__annotations__)
     bound.__wrapped__ = function  # type: ignore[attr-defined]  # names in its hints are looked up in its module
     return bound
-
-
-def _import(path: str, spec: str) -> ModuleType:
-    try:
-        if path.endswith(".py"):
-            return _import_file(Path(path).expanduser(), spec)
-        return importlib.import_module(path)
-    except ConfigError:
-        raise
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        if isinstance(error, ModuleNotFoundError) and error.name == path.partition(".")[0]:
-            raise ConfigError(
-                f"{FLAG} {spec}: there is no module {path!r}; give a file FILE.py, or an installed module"
-            ) from None
-        raise ConfigError(f"{FLAG} {spec}: importing it raised {type(error).__name__}: {error}") from error
-
-
-def _import_file(path: Path, spec: str) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"{FLAG} {spec}: there is no file {path}")
-    name = f"miles_tools_of_users_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None and found.loader is not None  # a .py file
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module
-    try:
-        found.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def to_text(value: Any, limit: int) -> str:

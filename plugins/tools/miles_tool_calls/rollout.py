@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from miles_chat import Answer, Call, Dialect, find_dialect
+from miles_chat import Answer, Call, Dialect, drop_earlier_rows, find_dialect
 from miles_core.data import CannotExtend, Sample, Status
 from miles_core.plugin import Ask, Config, MilesError, RolloutFunction, Run, Turn
 from miles_tool_calls.budget import Budget
@@ -145,7 +145,9 @@ class Rollout:
         chosen = dataclasses.replace(sampling, max_new_tokens=room, stop_token_ids=stops)
         if after is None:
             return await self.ask(tokens, sampling=chosen)
-        return await self.ask(tokens[len(after.tokens) :], after=after, sampling=chosen)
+        turn = await self.ask(tokens[len(after.tokens) :], after=after, sampling=chosen)
+        drop_earlier_rows(turn)
+        return turn
 
     def _stop(self, limit: str) -> None:
         self.budget.reached.add(limit)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from miles_chat import call_in_thread
 from miles_core.data import Sample
 from miles_core.plugin import ConfigError
 from miles_tool_calls.config import ToolsConfig
@@ -20,7 +21,6 @@ from miles_tool_calls.functions import Function, cut, load_functions, to_text
 from miles_tool_calls.outcome import Outcome, ToolFault
 from miles_tool_calls.pool import Pool
 from miles_tool_calls.servers import Server, read_servers
-from miles_tool_calls.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Session:
             if function.is_async:
                 value = await self.box.limited(lambda: target(**bound), seconds)
             else:
-                value = await self.box.limited(lambda: in_thread(lambda: target(**bound)), seconds)
+                value = await self.box.limited(lambda: call_in_thread(lambda: target(**bound), "tool"), seconds)
             return Outcome(to_text(value, limit))
         except TimeoutError:
             text = f"Error: the call took longer than {seconds:g} seconds and was ended"
@@ -167,7 +167,7 @@ class Session:
             takes = [p for p in inspect.signature(owner).parameters.values() if p.default is p.empty]
             positional = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             given = (self.sample.metadata,) if positional else ()
-            self._instances[owner] = asyncio.ensure_future(in_thread(lambda: owner(*given)))
+            self._instances[owner] = asyncio.ensure_future(call_in_thread(lambda: owner(*given), "tool"))
         try:
             return await asyncio.shield(self._instances[owner])
         except Exception as error:
@@ -191,4 +191,4 @@ class Session:
         if inspect.iscoroutinefunction(close):
             await close()
         elif close is not None:
-            await in_thread(close)
+            await call_in_thread(close, "tool")

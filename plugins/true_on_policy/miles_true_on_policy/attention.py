@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from miles_core.plugin import ConfigError
 from miles_embedded import AttentionOptions, Call
 from miles_true_on_policy.elementwise import apply_aligned
-from miles_true_on_policy.products import pad_tiles
+from miles_true_on_policy.products import multiply, pad_tiles, sum_rows
 from miles_true_on_policy.sequences import Sequences, sequences_of
 
 #: Keys of a block.
@@ -129,7 +129,7 @@ def _attend(found: Sequences, scaling: float, options: AttentionOptions | None) 
     seen = options.sees(found.positions[:, :, None], column)
     seen = seen[:, None, :, None].expand(-1, kv_heads, -1, shared, -1).reshape(len(q), length * shared, blocks, BLOCK)
     hidden = pad(~seen, (0, 0, 0, 0, 0, q.shape[1] - length * shared))
-    scores = torch.stack([torch.bmm(q, keys[:, i].transpose(1, 2)) for i in range(blocks)], 2).mul_(scaling)
+    scores = torch.stack([multiply(q, keys[:, i].transpose(1, 2)) for i in range(blocks)], 2).mul_(scaling)
     if options.cap:
         scores = apply_aligned(torch.tanh, scores.div_(options.cap)).mul_(options.cap)
     scores.masked_fill_(hidden, -torch.inf)
@@ -140,12 +140,12 @@ def _attend(found: Sequences, scaling: float, options: AttentionOptions | None) 
         sinks = pad(sinks.reshape(len(q), length * shared), (0, q.shape[1] - length * shared))
         highest = torch.maximum(highest, sinks)
     weights = apply_aligned(torch.exp, scores.sub_(highest[:, :, None, None]))
-    parts = weights.sum(3)
+    parts = sum_rows(weights)
     total = torch.zeros_like(highest) if sinks is None else apply_aligned(torch.exp, sinks - highest)
     out = q.new_zeros(*q.shape[:2], values.shape[3])
     for i in range(blocks):
         total += parts[:, :, i]
-        out += torch.bmm(weights[:, :, i].contiguous(), values[:, i])
+        out += multiply(weights[:, :, i].contiguous(), values[:, i])
     out = (out / total.unsqueeze(2))[:, : length * shared].to(found.values.dtype)
     out = out.view(count, kv_heads, length, shared, -1).transpose(1, 2)
     return out.reshape(count, length, heads, -1)

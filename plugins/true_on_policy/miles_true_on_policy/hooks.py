@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import nn
 
 from miles_core.plugin import ConfigError, hookimpl
-from miles_embedded import backbone, decoder_layers, head, is_embedded, operations_of, use_operations
+from miles_embedded import Operations, backbone, decoder_layers, head, is_embedded, use_operations
 from miles_true_on_policy.attention import attend
 from miles_true_on_policy.log_probs import supported_log_probs
 from miles_true_on_policy.mode import compute_inside
@@ -32,10 +31,13 @@ def make_invariant(model: nn.Module) -> None:
         model: prepared by ``miles_embedded.load_model``.
 
     Raises:
-        ConfigError: a product of the model's shapes depends on the number of rows on this machine.
+        ConfigError: a product of the model's shapes depends on the number of rows on this machine, or a GPU cannot normalise rows of its
+            vocabulary in one order.
     """
+    check_vocabulary(head(model).weight)
     check_products(model)
-    use_operations(model, replace(operations_of(model), attention=attend, supported_log_probs=supported_log_probs))
+    # kernels of a GPU model's own table, and of plugins, may choose their order by the number of rows
+    use_operations(model, Operations(attention=attend, supported_log_probs=supported_log_probs))
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__dict__.pop("forward", None)  # a product that depends on the number of rows
@@ -43,6 +45,15 @@ def make_invariant(model: nn.Module) -> None:
     parts = [part for layer in decoder_layers(model) for part in layer.children()]
     for module in (backbone(model), head(model), *parts):
         compute_inside(module)
+
+
+def check_vocabulary(weight: torch.Tensor) -> None:
+    """Check that rows of logits begin at equally aligned addresses on a GPU: there PyTorch's log-softmax reads a row in pieces that
+    depend on its alignment. ConfigError with the vocabulary of ``weight`` [vocabulary, hidden]."""
+    if weight.is_cuda and len(weight) % 4:
+        raise ConfigError(
+            f"--true-on-policy-mode: on a GPU the vocabulary has to be a multiple of 4, and this model's is {len(weight)}; give --device cpu"
+        )
 
 
 def check_products(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from miles_true_on_policy.elementwise import apply_aligned
-from miles_true_on_policy.products import multiply, multiply_groups, multiply_rows
+from miles_true_on_policy.products import multiply, multiply_groups, multiply_rows, sum_rows
 
 #: Elementwise functions that torch computes in two ways; see ``elementwise``.
 ELEMENTWISE: tuple[Any, ...] = (
@@ -64,6 +64,23 @@ if hasattr(torch, "_grouped_mm"):  # what torch.nn.functional.grouped_mm calls
     REPLACED[torch._grouped_mm] = multiply_groups
 if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # of the embedded experts, on processors for which oneDNN is faster
     REPLACED[torch.ops.mkldnn._linear_pointwise] = lambda x, weight, bias, *fused: multiply_rows(x, weight, bias)
+
+
+def _reduce(function: Callable[..., Any], mean: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``torch.sum`` or ``torch.mean``; over the last dimension of a tensor on a GPU with one program per row."""
+    dim = kwargs.get("dim", args[0] if args else None)
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    keep = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
+    plain = len(args) <= 2 and kwargs.keys() <= {"dim", "keepdim"} and isinstance(dim, int)
+    if not plain or not x.is_cuda or not x.is_floating_point() or dim not in (-1, x.dim() - 1):
+        return function(x, *args, **kwargs)
+    total = sum_rows(x.float()).unsqueeze(-1)
+    found = (total / x.shape[-1] if mean else total).to(x.dtype)
+    return found if keep else found.squeeze(-1)
+
+
+REPLACED |= {f: partial(_reduce, f, False) for f in (torch.sum, torch.Tensor.sum)}
+REPLACED |= {f: partial(_reduce, f, True) for f in (torch.mean, torch.Tensor.mean)}
 
 
 class Invariant(TorchFunctionMode):

@@ -4,6 +4,9 @@ Libraries choose how they add the terms of a product by its shape: with few rows
 another order (MKL and oneDNN, 1 to 11 rows), and BF16 products do for a single row. Products of whole tiles of ``TILE`` rows do not
 differ. Rows are therefore padded with zeros to whole tiles. No library guarantees it, so ``check_tiles`` tries each shape
 of a model on the machine that runs it.
+
+On a GPU the products and sums are those of ``kernels``, whose order is fixed by construction; PyTorch's sums over the last dimension depend on
+the number of rows there, and on a CPU they do not.
 """
 
 from __future__ import annotations
@@ -36,8 +39,17 @@ def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         [..., columns].
     """
     flat = x.reshape(-1, x.shape[-1])
-    out = linear(pad_tiles(flat).contiguous(), weight, bias)
+    out = _multiply_tiles(pad_tiles(flat).contiguous(), weight, bias)
     return out[: len(flat)].reshape(*x.shape[:-1], out.shape[-1])
+
+
+def _multiply_tiles(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not x.is_cuda:
+        return linear(x, weight, bias)
+    from miles_true_on_policy.kernels import product
+
+    out = product(x[None], weight.t()[None])[0]
+    return out if bias is None else out + bias
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -55,6 +67,12 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         result = torch.matmul(a, b)
     elif b.dim() == 2:
         result = multiply_rows(a, b.t())
+    elif a.is_cuda:
+        from miles_true_on_policy.kernels import product
+
+        shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        left, right = (x.expand(*shape, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
+        result = product(left, right).view(*shape, a.shape[-2], b.shape[-1])
     else:
         result = torch.matmul(pad_tiles(a), b)[..., : a.shape[-2], :].contiguous()
     return result if out is None else out.copy_(result)
@@ -78,6 +96,15 @@ def multiply_groups(x: Tensor, matrices: Tensor, offs: Tensor, bias: None = None
     return torch.cat(found) if found else x.new_zeros(0, matrices.shape[2])
 
 
+def sum_rows(x: Tensor, dim: int = -1) -> Tensor:
+    """Add the entries of x along its last dimension ``dim``: [..., width] -> [...]."""
+    if not x.is_cuda or dim not in (-1, x.dim() - 1):
+        return x.sum(dim)
+    from miles_true_on_policy.kernels import sum_last
+
+    return sum_last(x).to(x.dtype)
+
+
 @torch.no_grad()
 def check_tiles(columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a row of a product of this shape depends neither on its place in a tile nor on the number of tiles or threads."""
@@ -85,15 +112,15 @@ def check_tiles(columns: int, inner: int, dtype: torch.dtype, device: torch.devi
     weight = torch.randn(columns, inner, generator=generator).to(device, dtype)
     x = torch.randn(TILE, inner, generator=generator).to(device, dtype)
     threads = torch.get_num_threads()
-    expected = linear(x, weight)
+    expected = _multiply_tiles(x, weight)
     try:
         for count in sorted({1, threads}):
             torch.set_num_threads(count)
-            rolled = linear(x.roll(5, 0).contiguous(), weight).roll(-5, 0)
+            rolled = _multiply_tiles(x.roll(5, 0).contiguous(), weight).roll(-5, 0)
             if not torch.equal(rolled, expected):
                 return False
             for tiles in _TRIED:
-                if not torch.equal(linear(x.repeat(tiles, 1), weight), expected.repeat(tiles, 1)):
+                if not torch.equal(_multiply_tiles(x.repeat(tiles, 1), weight), expected.repeat(tiles, 1)):
                     return False
     finally:
         torch.set_num_threads(threads)

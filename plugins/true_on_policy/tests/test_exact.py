@@ -10,7 +10,7 @@ FORMATS = {
     "nvfp4": {},
     "int4": {"int4_group_size": 16},
 }
-SPLITS = ({"micro_batch_size": 1}, {"micro_batch_size": 3}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 16})
+SPLITS = ({"micro_batch_size": 3}, {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 16})
 
 
 def gaps(run):
@@ -40,16 +40,15 @@ def two_threads():
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_the_gap_is_zero_and_without_the_plugin_it_is_not(toy_run, family, dtype):
     exact = toy_run(["true_on_policy"], family=family, dtype=dtype, rollout_max_response_len=9)
-    plain = toy_run(family=family, dtype=dtype, rollout_max_response_len=9)
-    assert gaps(exact) == [0.0, 0.0]
-    assert min(gaps(plain)) > 0
+    plain = toy_run(family=family, dtype=dtype, rollout_max_response_len=9, steps=1)
+    assert gaps(exact) == [0.0, 0.0] and gaps(plain)[0] > 0
     assert all(record["train/grad_norm"] > 0 for record in exact.metrics)
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_micro_batches_and_requests_change_nothing(toy_run, split):
-    run = toy_run(["true_on_policy"], max_running_requests=3, n_samples_per_prompt=5, **split)
-    assert gaps(run) == [0.0, 0.0]
+    run = toy_run(["true_on_policy"], steps=1, max_running_requests=3, n_samples_per_prompt=5, **split)
+    assert gaps(run) == [0.0]
 
 
 def test_two_threads_sample_and_score_the_same(toy_run, two_threads):
@@ -64,19 +63,15 @@ def test_two_threads_sample_and_score_the_same(toy_run, two_threads):
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_on_both_sides(toy_run, name):
     options = {"rollout_precision": name, "train_precision": name, "emulate_precision": True, **FORMATS[name]}
-    exact = toy_run([name, "true_on_policy"], dtype="bfloat16", **options)
-    assert gaps(exact) == [0.0, 0.0]
-    assert gaps(toy_run([name], steps=1, dtype="bfloat16", **options))[0] > 0
+    assert gaps(toy_run([name, "true_on_policy"], dtype="bfloat16", **options)) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"rollout_temperature": 0.7},
-        {"rollout_top_p": 0.9},
-        {"rollout_top_k": 5, "entropy_coef": 0.01},
-        {"num_steps_per_rollout": 2, "kl_loss_coef": 0.1},
-        {"recompute_activations": True},
+        {"rollout_temperature": 0.7, "rollout_top_p": 0.9},
+        {"rollout_top_k": 5, "entropy_coef": 0.01, "num_steps_per_rollout": 2},
+        {"recompute_activations": True, "kl_loss_coef": 0.1},
     ],
     ids=lambda options: "+".join(options),
 )
@@ -91,26 +86,25 @@ def test_adapters_next_to_the_base(toy_run):
 
 @pytest.mark.parametrize("other", ["tis", "r3"])
 def test_corrections_and_replay_are_the_identity(toy_run, other):
-    alone, both = (toy_run(plugins, lr=1e-2) for plugins in (["true_on_policy"], ["true_on_policy", other]))
+    alone, both = (toy_run(plugins, steps=1, lr=1e-2) for plugins in (["true_on_policy"], ["true_on_policy", other]))
     assert_same_bits(alone, both)
     if other == "tis":
-        assert [record["tis/ess"] for record in both.metrics] == [1.0, 1.0]
+        assert both.metrics[0]["tis/ess"] == 1.0
 
 
 def test_without_the_plugin_a_correction_is_not(toy_run):
-    alone, corrected = (toy_run(plugins, lr=1e-2) for plugins in ([], ["tis"]))
+    alone, corrected = (toy_run(plugins, steps=1, lr=1e-2) for plugins in ([], ["tis"]))
     left, right = weights_after(alone), weights_after(corrected)
     assert any(not torch.equal(left[name], right[name]) for name in left)
 
 
 def test_tokens_of_partial_rollouts_that_have_the_trained_weights(toy_run):
-    run = toy_run(["true_on_policy"], steps=3, partial_rollout=True, over_sampling_batch_size=4, lr=0.0)
-    assert gaps(run) == [0.0, 0.0, 0.0]
+    run = toy_run(["true_on_policy"], partial_rollout=True, over_sampling_batch_size=4, lr=0.0)
+    assert gaps(run) == [0.0, 0.0]
 
 
 def test_a_resumed_run(toy_run):
-    whole = toy_run(["true_on_policy"], steps=3)
-    first = toy_run(["true_on_policy"], steps=2)
-    resumed = toy_run(["true_on_policy"], steps=3, load=first.directory)
+    whole, first = (toy_run(["true_on_policy"], steps=steps) for steps in (2, 1))
+    resumed = toy_run(["true_on_policy"], load=first.directory)
     assert gaps(resumed)[-1] == 0.0
     assert_same_bits(whole, resumed)

@@ -33,6 +33,15 @@ def test_one_rank_holds_copies_gradients_masters_and_moments(width, per):
     assert (parts.weights, parts.gradients, parts.optimizer) == tuple(n * SIZE.parameters for n in per)
 
 
+def test_offloaded_state_is_there_when_the_activations_are_not():
+    how = Training(2, 1, False, **WORK, state=2.0, offload=True)
+    kept, parts = activations(SIZE, how), trainer_parts(SIZE, how)
+    assert 0 < kept < 6 * SIZE.parameters
+    assert parts.optimizer + parts.activations == 6 * SIZE.parameters
+    plain = trainer_parts(SIZE, Training(2, 1, False, **WORK, state=2.0))
+    assert plain.optimizer == 6 * SIZE.parameters
+
+
 def test_no_shard_keeps_all_and_full_shard_a_share():
     alone, replica, sharded = (
         trainer_parts(SIZE, Training(2, n, s, **WORK)) for n, s in ((1, False), (4, False), (4, True))
@@ -78,7 +87,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would_do(checkpoint):
         plan(hf_checkpoint=checkpoint("qwen3-30b-a3b"), facts=["hardware=H200"], max_tokens_per_gpu=8192)
     text = str(error.value)
     assert re.search(r"the trainer embedded and the engine embedded need \d{3} GB on each GPU", text)
-    assert "61.1 weights + 122.1 gradients + 366.4 optimizer" in text and "gpu.memory_gb = 141" in text
+    assert "61.1 weights + 122.1 gradients + 366.4 optimizer" in text and "gpu.memory_gb = 151" in text
     assert "on 1 machine with 8 GPUs: --runtime ray" in text and "--actor-num-gpus-per-node 8" in text
 
 

@@ -32,6 +32,19 @@ def test_a_damaged_sample_leaves_the_report_complete(tmp_path, change):
     assert "1 steps are complete" in report(run).read_text()
 
 
+@pytest.mark.parametrize("whole", [0, 3])
+def test_files_of_samples_that_are_damaged_are_counted(tmp_path, whole):
+    run = make_run(tmp_path / "run")
+    directory = run / "rollouts/train"
+    directory.mkdir(parents=True)
+    good = gzip.compress(json.dumps({"step": 1, "pieces": ["a"], "reward": 1.0}).encode())
+    other = gzip.compress(b'{"step": 1, "pieces": 7}')
+    for step, data in enumerate([good] * whole + [good[:-6], b"", other], 1):
+        (directory / f"{step:08d}.jsonl.gz").write_bytes(data)
+    page = report(run).read_text()
+    assert f"3 of {3 + whole} files with samples are damaged" in page and ("browser of samples" in page) == bool(whole)
+
+
 @pytest.mark.parametrize("text", ["rollout: 5", "defaults: [1]", "rollout: {num_rollout: many}"])
 def test_an_edited_configuration_leaves_the_report_complete(tmp_path, text):
     run = make_run(tmp_path / "run")

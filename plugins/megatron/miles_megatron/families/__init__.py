@@ -37,6 +37,9 @@ FAMILIES = {
     "gpt_oss": "gpt_oss",
 }
 
+#: ``model_type`` of checkpoints whose modules and entries are those of another family.
+SAME = {"kimi_k2": "deepseek_v3"}
+
 #: ``model_type`` -> features of this family that Megatron-Core 0.19 lacks.
 LACKING = {
     "gemma2": "norms after attention and feed-forward layers, caps on scores and logits, and a scaled embedding",
@@ -66,6 +69,9 @@ def read(config: Mapping[str, Any]) -> Architecture:
         CheckpointError: the family is not supported, an entry has an unsupported value, or an entry is missing.
     """
     family = str(config.get("model_type"))
+    if family in SAME:
+        family = SAME[family]
+        config = {**config, "model_type": family}
     if family in LACKING:
         raise CheckpointError(
             f"Megatron-Core does not support model_type {family} of config.json; it lacks {LACKING[family]}; use --trainer embedded"

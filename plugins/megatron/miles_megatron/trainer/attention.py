@@ -31,10 +31,11 @@ class PackedAttention(MegatronModule):
         self.group = pg_collection.cp
         inside = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.before: int | None = config.window_size[0] if inside else None
-        if getattr(config, "multi_latent_attention", False) and pg_collection.tp.size() > 1:
+        latent = getattr(config, "multi_latent_attention", False)
+        if latent and pg_collection.tp.size() > 1 and not config.sequence_parallel:
             raise ConfigError(  # the plan checks this too, unless it does not know the workers' GPUs
-                "without a GPU, Megatron-Core's local modules compute wrong gradients of latent attention with tensor parallelism; set "
-                "--tensor-model-parallel-size 1 and use pipeline, expert or context parallelism"
+                "without a GPU, Megatron-Core's local modules compute wrong gradients of latent attention with tensor parallelism "
+                "and without --sequence-parallel; add it, or use pipeline or context parallelism"
             )
         self.softmax_offset: Any = None
         if config.softmax_type == "learnable":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from miles_megatron.trainer.groups import start_groups
 from miles_megatron.trainer.without_cuda import adapt_modules, without_cuda
 
 if TYPE_CHECKING:
-    from miles_megatron.trainer.trainer import MegatronTrainer, Settings
+    from miles_megatron.trainer.settings import Settings
+    from miles_megatron.trainer.trainer import MegatronTrainer
 
 #: Options that set fields of ``Sizes`` and not fields of Megatron-Core's configurations.
 _SIZES = {
@@ -47,15 +49,17 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
         world = start_groups(sizes, run.config.train.seed)
         adapt_modules()
         from miles_megatron.trainer.trainer import MegatronTrainer
+        from miles_megatron.trainer.value_head import make_value_head
 
         directory = Path(run.config_of(policy).model.ref_load or policy.hf_checkpoint)
         architecture = families.read(json.loads((directory / "config.json").read_text(encoding="utf-8")))
         codec = make_codec(run, policy, run.config_of(policy).train.precision)
 
         def notify_plugins(chunk: nn.Module) -> None:
-            run.hooks.on("on_model", run=run, policy=policy, model=chunk, role="train")
+            run.hooks.on("on_model", run=run, policy=policy, model=chunk, role="critic" if critic else "train")
 
-        wish = collect_mtp_layer(run, policy)
+        critic = policy.role == "critic"
+        wish = None if critic else collect_mtp_layer(run, policy)
         return MegatronTrainer(
             architecture,
             sizes,
@@ -66,12 +70,13 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
             notify_plugins,
             codec,
             wish,
+            partial(make_value_head, run, policy) if critic else None,
         )
 
 
 def settings(config: Any) -> Settings:
     """Build the settings from the configuration."""
-    from miles_megatron.trainer.trainer import Settings
+    from miles_megatron.trainer.settings import Settings
 
     train, rollout = config.train, config.rollout
     chosen = chosen_fields(config.plugin("megatron"))

@@ -54,6 +54,7 @@ class Layer(MegatronModule):
             return
         own = copy.copy(config)
         own.mtp_num_layers = 1
+        own.moe_expert_capacity_factor = None
         block = block_spec(a, config, s.virtual - 1 if s.virtual > 1 else None).layer_specs[-1]
         self.layer = MultiTokenPredictionLayer(
             own,

@@ -1,4 +1,4 @@
-"""Routing replay, load-balancing loss and load statistics at the MoE routers.
+"""Routing replay, load-balancing loss, capacity and load statistics at the MoE routers.
 
 Megatron-Core's layers accept no per-call context, and recomputation runs them again after the call has ended. Each router therefore has a
 queue: a training pass appends its ``Passage``, and the recomputation, which runs in the same order, removes it. Replayed routes enter
@@ -8,6 +8,10 @@ The load-balancing loss is computed per sample (DeepSeek-V3, arXiv 2412.19437, e
 chosen per token, ``sum_e f_e P_e`` with ``f_e = E / (k T) * (number of times e was chosen)`` and ``P_e`` the mean normalised score. It is
 weighted by the sample's trained tokens and divided by the trained tokens of the whole step, so it depends neither on packing nor on the
 parallel sizes.
+
+Assignments above an expert's capacity (``moe_expert_capacity_factor``) are dropped after the choice. Unlike Megatron-Core's own rule, padding
+and tokens after the last trained one do not compete for capacity, so the result is that of the embedded trainer. Loads and the loss count
+the choices from before, and verifications drop nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +32,9 @@ from miles_core.plugin import PluginError
 from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Context
 from miles_megatron.architecture import Architecture
 
+#: Passes in which experts have a capacity.
+_LIMITED = ("old", "ref", "train")
+
 
 @dataclass
 class Passage:
@@ -39,9 +46,11 @@ class Passage:
         lengths: [samples] number of tokens that count for balance and loads.
         trained: [samples] number of trained tokens.
         training: whether to count loads, compute the loss, and keep the passage for recomputation.
+        limited: whether experts have a capacity.
         own: sparse layer -> [rows, k] the router's own choice; filled in replayed passes.
         balance: sum of this rank's unscaled load-balancing loss over the routers that ran.
         passed: number of routers that ran.
+        assigned, dropped: number of assignments to experts, and of those above the experts' capacity.
     """
 
     routes: Tensor | None
@@ -49,9 +58,12 @@ class Passage:
     lengths: Tensor
     trained: Tensor
     training: bool
+    limited: bool
     own: dict[int, Tensor] = field(default_factory=dict)
     balance: Tensor | float = 0.0
     passed: int = 0
+    assigned: Tensor | float = 0.0
+    dropped: Tensor | float = 0.0
 
 
 class Routers:
@@ -96,6 +108,7 @@ class Routers:
             lengths=count.scatter_add(0, owner, needed.long()).clamp(min=1),
             trained=count.scatter_add(0, owner, trained.long()),
             training=ctx.kind == "train",
+            limited=ctx.kind in _LIMITED,
         )
         try:
             yield
@@ -103,6 +116,8 @@ class Routers:
             self.active = None
         if passage.routes is not None:
             ctx.attached[OWN_ROUTES] = passage.own
+        if passage.training and any(seat.router.config.moe_expert_capacity_factor for seat in self._seats):
+            ctx.metrics["moe/dropped_fraction"] = (torch.as_tensor(passage.dropped), torch.as_tensor(passage.assigned))
         if passage.training and self.coefficient and passage.passed:
             share = passage.passed / len(self._sparse) / _ranks(self._seats[0].router).size()
             total = torch.as_tensor(passage.balance) * self.coefficient
@@ -157,22 +172,43 @@ class _Seat:
         """Run the router's own ``routing`` for the active passage, or for the oldest waiting one during recomputation."""
         active = self.routers.active
         passage = self._now = active or self.waiting.popleft()
+        config = self.router.config
+        factor, config.moe_expert_capacity_factor = config.moe_expert_capacity_factor, None
         try:
             weights, chosen = self._inner(logits, padding_mask=padding_mask)
         finally:
-            self._now = None
+            self._now, config.moe_expert_capacity_factor = None, factor
+        kept = chosen
+        if factor is not None and passage.limited:
+            kept = self._find_kept(passage, weights, chosen, factor)
+            weights = weights * kept
         if not passage.training:
-            return weights, chosen
+            return weights, kept
         if active:
+            passage.assigned += (chosen & (passage.owner >= 0).unsqueeze(1)).sum()
+            passage.dropped += (chosen & ~kept).sum()
             self.waiting.append(passage)
             self.loads += (chosen & (passage.owner >= 0).unsqueeze(1)).sum(0)
         if not self.routers.coefficient:
-            return weights, chosen
+            return weights, kept
         balance = self._balance(passage, logits.flatten(0, -2), chosen)
         if active:
             passage.balance += _total(balance.detach(), self.router) / _ranks(self.router).size()
             passage.passed += 1
-        return _AddLoss.apply(weights, balance * (self.routers.coefficient / self.routers.tokens)), chosen
+        return _AddLoss.apply(weights, balance * (self.routers.coefficient / self.routers.tokens)), kept
+
+    def _find_kept(self, passage: Passage, weights: Tensor, chosen: Tensor, factor: float) -> Tensor:
+        """Return [rows, experts] bool: the choices within the capacity of their expert, ``ceil(factor * rows * top_k / experts)``."""
+        counted = chosen & (passage.owner >= 0).unsqueeze(1)
+        rows = (passage.owner >= 0).sum().double()
+        mean = rows * self.router.topk / chosen.shape[1]
+        capacity = torch.ceil(factor * mean - 1e-9)  # 1.1 * 10 is 11.000000000000002
+        if self.router.config.moe_token_drop_policy == "position":
+            return chosen & (~counted | (counted.cumsum(0) <= capacity))
+        order = weights.detach().masked_fill(~counted, -1.0).argsort(dim=0, descending=True, stable=True)
+        places = torch.arange(len(order), device=order.device).unsqueeze(1).expand_as(order)
+        place = torch.empty_like(order).scatter_(0, order, places)
+        return chosen & (~counted | (place < capacity))
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, default_compute_topk: Any

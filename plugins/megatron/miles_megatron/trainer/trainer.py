@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ from torch.nn.functional import pad
 
 from miles_core.data import SAMPLING_SUPPORT, Batch, Ragged, Unit
 from miles_core.format import Codec, Format, Quantizer
+from miles_core.plugin import MilesError
 from miles_core.trainer import (
     Callbacks,
     Context,
     LossFunction,
     MtpLayer,
-    OptimizerConfig,
     Output,
     Pass,
     Trainer,
@@ -60,40 +59,14 @@ from miles_megatron.trainer.packing import Packing
 from miles_megatron.trainer.precision import TrainedFormat
 from miles_megatron.trainer.products import add_gradients_in_place, multiply_experts_together, sort_once
 from miles_megatron.trainer.routers import Routers
+from miles_megatron.trainer.settings import Settings
+from miles_megatron.trainer.value_head import NAME as VALUE_HEAD
+from miles_megatron.trainer.value_head import add_head, values_of
 from miles_megatron.trainer.weights import Weights
 from miles_megatron.trainer.without_cuda import without_cuda
 
 #: Key in ``Context.attached`` of the last hidden states of a pass.
 _LAST = "megatron.last"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the trainer.
-
-    Attributes:
-        adamw: settings of the optimizer and the learning rate schedule.
-        temperature: sampling temperature of the rollout, applied to log-probs.
-        micro_batch_size: samples per micro-batch.
-        max_tokens: maximum tokens per micro-batch and rank, instead of ``micro_batch_size``.
-        entropy: compute the entropy at trained positions for the loss.
-        balance: coefficient of the load-balancing loss; 0 disables it.
-        dtype: dtype of parameters and activations.
-        longest: tokens of the longest sample.
-        model, optimizer, reduction: the user's fields of Megatron-Core's configurations.
-    """
-
-    adamw: OptimizerConfig = field(default_factory=OptimizerConfig)
-    temperature: float = 1.0
-    micro_batch_size: int | None = 8
-    max_tokens: int | None = None
-    entropy: bool = False
-    balance: float = 0.0
-    dtype: torch.dtype = torch.float32
-    longest: int = 4096
-    model: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    reduction: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _on_cpu_too(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,9 +92,10 @@ class MegatronTrainer(Trainer):
         on_chunk: called with each chunk before it is wrapped.
         codec: codec of the number format to train in; BF16 by default.
         mtp: how to train the checkpoint's MTP layer; None to leave it untrained.
+        head: makes the value head of a critic for the last chunk; None for a model that predicts tokens.
     """
 
-    capabilities = frozenset({"entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep"})
+    capabilities = frozenset({"entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep", "values"})
 
     @_on_cpu_too
     def __init__(
@@ -135,6 +109,7 @@ class MegatronTrainer(Trainer):
         on_chunk: Callable[[nn.Module], object] = lambda chunk: None,
         codec: Codec | None = None,
         mtp: MtpLayer | None = None,
+        head: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         self.a, self.s, self.world, self.settings = a, s, world, settings
         self.source, self._reference = directory, reference
@@ -155,7 +130,10 @@ class MegatronTrainer(Trainer):
         self.weights = Weights(plain, a, s, None if self.mtp is None else self.mtp.layer)
         self.weights.load(directory)
         self.format = TrainedFormat(self.weights, modules, codec or Codec())
+        self.predicts = ("log_probs", "entropy") if head is None else ("values",)
         for chunk in plain:
+            if head is not None:
+                add_head(chunk, head, a.tied)
             on_chunk(chunk)
         self.wrapped = [self._wrap(chunk, one_bucket=i > 0) for i, chunk in enumerate(plain)]
         self._chunks = plain
@@ -210,6 +188,8 @@ class MegatronTrainer(Trainer):
             return Output(hidden=found)
         length, entropy = len(micro_batch.tokens), bool(ctx.attached["entropy"])
         whole = sum_over_context(found.new_zeros(length, 2).index_copy(0, packing.targets, found))
+        if self.predicts == ("values",):
+            return Output(values=whole[:, 0])
         output = Output(log_probs=whole[:, 0], entropy=whole[:, 1] if entropy else None)
         if self.mtp is not None and ctx.kind == "train":
             output.aux[self.mtp.wish.loss] = self.mtp.loss(ctx.attached[_LAST], micro_batch, packing, packed)
@@ -218,9 +198,13 @@ class MegatronTrainer(Trainer):
     def _predict(
         self, hidden_states: Tensor, output_layer: Any, output_weight: Any, context: Any, **rest: Any
     ) -> Tensor:
-        """Return [M, 2]: log-probs and entropies at the rows of this rank that predict trained tokens. Called by the last chunk."""
+        """Return [M, 2]: log-probs and entropies (a critic: values and 0) at the rows of this rank that predict trained tokens. Called by
+        the last chunk."""
         micro_batch, ctx = context
         packing: Packing = ctx.attached["packing"]
+        if self.predicts == ("values",):
+            values = values_of(getattr(self._chunks[-1], VALUE_HEAD), hidden_states, packing.sources, self.s.sequence)
+            return torch.stack([values, torch.zeros_like(values)], 1)
         hidden = whole_rows(hidden_states, self.s.sequence)
         if self.mtp is not None and ctx.kind == "train":
             ctx.attached[_LAST] = hidden.detach()
@@ -244,13 +228,22 @@ class MegatronTrainer(Trainer):
         self.optimizer.step(found["grad_norm"], rate)
         return found
 
-    @_on_cpu_too
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
         """See ``Trainer.log_probs``."""
-        flights = self._flights(batch, kind, entropy)
+        return self.columns(batch, kind, ("log_probs", "entropy") if entropy else ("log_probs",))
+
+    @_on_cpu_too
+    def columns(self, batch: Batch, kind: Pass, wanted: Collection[str], top_k: int = 0) -> dict[str, Tensor]:
+        """See ``Trainer.columns``."""
+        if lacking := sorted({*wanted} - {*self.predicts}):
+            raise MilesError(
+                f"this model computes {', '.join(self.predicts)} and not {', '.join(lacking)}: a critic has a value head in place of its "
+                "output layer, and --trainer megatron has no other columns"
+            )
+        flights = self._flights(batch, kind, "entropy" in wanted)
         with self._as_reference() if kind == "ref" else torch.no_grad(), self.format.quantized_weights():
             self._run(flights, None)
-        return flatten(batch, flights, ("log_probs", "entropy") if entropy else ("log_probs",))
+        return flatten(batch, flights, tuple(wanted))
 
     @_on_cpu_too
     def step(
@@ -301,8 +294,7 @@ class MegatronTrainer(Trainer):
                 return share.value, torch.zeros((), dtype=torch.int, device=tensor.device), None
 
             flight.shares = merge(flight.shares, ctx.metrics)
-            sent = output.hidden if output.log_probs is None else output.log_probs
-            assert sent is not None
+            sent = next(x for x in (output.log_probs, output.values, output.hidden) if x is not None)
             return sent, finish
 
         iterators = [iter(flights) for _ in self.wrapped]

@@ -1,0 +1,158 @@
+"""Memory and time of a training step with experts in host memory (`--offload-experts`), and equality of the results.
+
+    python benchmarks/experts.py                                        # CPU: a tiny model, equality
+    python benchmarks/experts.py --device cuda --hidden 2048 --layers 16 --experts 32 --inner 768 --tokens 4096   # one GPU
+
+Every mode runs in a process of its own: some optimizer steps of one trainer on random samples, each of several micro-batches. The weights
+after the last step are compared by a digest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import finish, installed, options
+
+#: Mode -> (offload, recompute activations).
+MODES = {
+    "on the device": (False, False),
+    "offloaded": (True, False),
+    "on the device, recomputed": (False, True),
+    "offloaded, recomputed": (True, True),
+}
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Train some steps in this process."""
+    import torch
+
+    from miles_core.data import Batch, Sample, collate
+    from miles_core.trainer import Callbacks, Context, Loss, OptimizerConfig, Output
+    from miles_embedded import load_model
+    from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+    from miles_experts.offload import offload_experts
+
+    torch.set_num_threads(given.threads)
+    offload, recompute = MODES[given.mode]
+    cuda = given.device == "cuda"
+    model = load_model(given.checkpoint, given.dtype, given.device)
+    for parameter in model.parameters():  # products on a CPU round by the alignment of their operands
+        parameter.data = parameter.data.clone()
+    if offload:
+        offload_experts(model)
+    config = TrainerConfig(OptimizerConfig(lr=1e-4, clip_grad=1.0), micro_batch_size=1, recompute=recompute)
+    trainer = EmbeddedTrainer(model, config)
+
+    def loss(output: Output, micro_batch: Batch, ctx: Context) -> Loss:
+        assert output.log_probs is not None
+        return Loss(-output.log_probs.sum() / given.tokens)
+
+    trainer.bind(Callbacks(trainer.forward, loss, trainer.optimizer_step))
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(2, 60, (given.tokens,), generator=generator).tolist() for _ in range(given.micro_batches)]
+    batch = collate([Sample(tokens=row, response_length=given.tokens - 1, index=n) for n, row in enumerate(rows)])
+    seconds, norms = [], []
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(given.steps + 1):
+        start = time.perf_counter()
+        norms.append(trainer.step(batch)["train/grad_norm"][0])
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    found = {
+        "seconds": float(f"{statistics.median(seconds[1:]):.4g}"),
+        "norms": norms,
+        "digest": digest.hexdigest()[:16],
+    }
+    if cuda:
+        found |= {
+            "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3),
+            "between_steps_gb": round(torch.cuda.memory_allocated() / 1e9, 3),
+            "gpu": torch.cuda.get_device_name(),
+        }
+    return found
+
+
+def compare(given: argparse.Namespace) -> dict[str, Any]:
+    """Run every mode."""
+    sizes = {
+        "hidden_size": given.hidden,
+        "num_hidden_layers": given.layers,
+        "num_attention_heads": max(given.hidden // 64, 1),
+        "num_key_value_heads": max(given.hidden // 256, 1),
+        "head_dim": 64,
+        "num_experts": given.experts,
+        "num_experts_per_tok": given.top_k,
+        "moe_intermediate_size": given.inner,
+        "max_position_embeddings": max(given.tokens, 128),
+    }
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        code = f"from miles_testing import tiny_checkpoint; tiny_checkpoint('qwen3_moe', {directory + '/model'!r}, **{sizes!r})"
+        subprocess.run([sys.executable, "-c", code], check=True)
+        for mode in MODES:
+            words = [
+                sys.executable,
+                __file__,
+                *sys.argv[1:],
+                "--worker",
+                "--mode",
+                mode,
+                "--checkpoint",
+                f"{directory}/model",
+            ]
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+            lines = done.stdout.splitlines()
+            # without offloading, a model may not fit into the GPU's memory: that is a result, too
+            found[mode] = json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.returncode}
+            print(f"{mode:<28}", found[mode], file=sys.stderr, flush=True)
+    for recompute in (False, True):
+        here, there = (found[m] for m in MODES if MODES[m][1] == recompute)
+        if "digest" in here and "digest" in there:
+            there["bit_equal"] = here["digest"] == there["digest"] and here["norms"] == there["norms"]
+    expert_parameters = 3 * given.hidden * given.inner * given.experts * given.layers
+    return {"sizes": sizes, "expert_parameters": expert_parameters, "modes": found}
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the model")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size")
+    parser.add_argument("--layers", type=int, default=4, help="layers, all with experts")
+    parser.add_argument("--experts", type=int, default=8, help="experts per layer")
+    parser.add_argument("--top-k", type=int, default=2, help="experts per token")
+    parser.add_argument("--inner", type=int, default=64, help="inner size of an expert")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=2, help="micro-batches per step")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps, after one more")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    for name in ("--mode", "--checkpoint"):
+        parser.add_argument(name, default="", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        print(json.dumps(measure(given)))
+        return
+    finish(
+        Path(__file__).stem,
+        compare(given),
+        given.save,
+        lambda: installed("miles-core", "miles-plugin-experts", "torch", "transformers"),
+    )
+
+
+if __name__ == "__main__":
+    main()

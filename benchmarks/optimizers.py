@@ -1,0 +1,197 @@
+"""Optimizers: memory of their state, seconds of a step, and the reward of a toy task after some steps.
+
+Run on a CPU: ``python benchmarks/optimizers.py --save``; on a GPU: ``python benchmarks/optimizers.py --model dense --groups 16 --parts step --save
+--variant gpu`` (needs ``plugins/optimizers`` and torchao). Two parts:
+
+- ``step``: a random BF16 model (``--model``, as in ``sglang_engine.py``), each optimizer in a process of its own. Bytes of FP32 masters and
+  optimizer state on the device between steps and during a step, bytes in a checkpoint, seconds of the optimizer step and of the whole step
+  (medians of ``--turns`` after two that warm up), and on a GPU the largest allocated memory of a whole step.
+  ``offloaded``: with ``--offload-optimizer``.
+- ``learning``: toy runs in BF16 (the share of even tokens in a response is its reward) with each optimizer at one learning rate; mean reward of the
+  first and last five steps, for each seed. The last line of the output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import finish, installed, options
+
+NAMES = ("adamw", "muon", "adamw8bit", "adamw-offload")
+#: Learning rate of the part ``learning`` (Muon's default update is as large as AdamW's), and steps whose rewards are averaged.
+RATE, AVERAGED = 1e-3, 5
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--model", choices=["tiny", "dense", "moe", "8b"], default="tiny")
+    parser.add_argument("--parts", nargs="+", choices=["step", "learning"], default=["step", "learning"])
+    parser.add_argument("--optimizers", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--turns", type=int, default=5, help="measured steps (default: 5)")
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=0,
+        help="prompts with 8 samples of 320 tokens in a step; 0: 12 short samples (default)",
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the part learning (default: 3)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of the part learning (default: 60)")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        print(json.dumps(measure(given)))
+        return
+    result: dict[str, Any] = {"model": given.model}
+    with tempfile.TemporaryDirectory() as directory:
+        if "step" in given.parts:
+            result["step"] = every_step(given, Path(directory))
+        if "learning" in given.parts:
+            result["learning"] = curves(given)
+    finish("optimizers", result, given.save, lambda: installed("torch", "transformers", "torchao"), given.variant)
+
+
+def every_step(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Measure each optimizer, with and without ``--offload-optimizer``, in a process of its own."""
+    from sglang_engine import make_model
+
+    checkpoint = make_model(given.model, directory)
+    found = {}
+    for name in given.optimizers:
+        for side in (name, f"{name} offloaded"):
+            words = [sys.executable, __file__, "--worker", side, "--checkpoint", str(checkpoint)]
+            words += ["--turns", str(given.turns), "--groups", str(given.groups), "--threads", str(given.threads)]
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+            found[side] = json.loads(done.stdout.splitlines()[-1])
+            print(f"{side:<24}", found[side], file=sys.stderr, flush=True)
+    return found
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Whole steps of one optimizer in this process."""
+    import torch
+    from embedded_training import make_batch
+
+    from miles_core.trainer import Callbacks, OptimizerConfig
+    from miles_embedded import load_model
+    from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+    from miles_testing.yardstick import make_batch as small_batch
+    from miles_testing.yardstick import weighted
+
+    torch.set_num_threads(given.threads)
+    on_gpu = torch.cuda.is_available()
+    name, _, offloaded = given.worker.partition(" ")
+    model = load_model(given.checkpoint, "bfloat16", "cuda" if on_gpu else "cpu")
+    config = OptimizerConfig(lr=1e-6)
+    settings = TrainerConfig(config, micro_batch_size=None, max_tokens=4096, offload_optimizer=bool(offloaded))
+    trainer = EmbeddedTrainer(model, settings, optimizer=lambda groups: make(name, model, groups, config))
+    seconds: list[float] = []
+
+    def optimizer_step() -> dict[str, float]:
+        with timed(seconds):
+            return trainer.optimizer_step()
+
+    trainer.bind(Callbacks(trainer.forward, weighted, optimizer_step))
+    batch = make_batch(given.groups) if given.groups else small_batch()
+    wholes: list[float] = []
+    for turn in range(given.turns + 2):
+        if on_gpu and turn == 2:
+            torch.cuda.reset_peak_memory_stats()
+        with timed(wholes):
+            trainer.step(batch)
+    optimizer = trainer.optimizer
+    between = sum(t.untyped_storage().nbytes() for t in optimizer.memory())
+    peak = torch.cuda.max_memory_allocated() if on_gpu else None
+    with optimizer.on_device():
+        device = sum(t.nbytes for t in optimizer.memory())
+        every = sum(t.nbytes for t in optimizer.tensors().values())
+    weights = sum(m.numel() for m in optimizer.masters.values())
+    return {
+        "weights": weights,
+        "bytes_per_weight_during_a_step": round(device / weights, 3),
+        "bytes_per_weight_between_steps": round(between / weights, 3),
+        "bytes_per_weight_in_a_checkpoint": round(every / weights, 3),
+        "optimizer_seconds": round(statistics.median(seconds[2:]), 4),
+        "first_optimizer_seconds": round(seconds[0], 4),
+        "step_seconds": round(statistics.median(wholes[2:]), 4),
+        **({} if peak is None else {"peak_gb": round(peak / 1e9, 2)}),
+    }
+
+
+class timed:
+    """Append the seconds of the block to ``seconds``, with the device's work completed."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds = seconds
+
+    def __enter__(self) -> None:
+        self._wait()
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()
+        self.seconds.append(time.perf_counter() - self.start)
+
+    def _wait(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def make(name: str, model: Any, groups: list[dict[str, Any]], config: Any) -> Any:
+    """Make an optimizer as its provider does in a run."""
+    from miles_core.train.adamw import adamw
+
+    if name == "muon":
+        from miles_optimizers.config import OptimizersConfig
+        from miles_optimizers.muon import MuonAdamW, find_embeddings
+
+        plain = find_embeddings(model)
+        return MuonAdamW(groups, lambda rest: adamw(rest, config), config.lr, OptimizersConfig(), plain)
+    if name == "adamw8bit":
+        from miles_optimizers.adamw8bit import EightBitAdamW
+
+        return EightBitAdamW(groups, lambda rest: adamw(rest, config), config)
+    if name == "adamw-offload":
+        from miles_optimizers.host import HostAdamW
+
+        return HostAdamW(groups, config)
+    return adamw(groups, config)
+
+
+def curves(given: argparse.Namespace) -> dict[str, Any]:
+    """Rewards of toy runs per optimizer and seed, and of FP16 training with AdamW."""
+    import torch
+
+    from miles_testing import toy_run
+
+    torch.set_num_threads(given.threads)
+    modes: dict[str, dict[str, Any]] = {name: {"optimizer": name, "dtype": "bfloat16"} for name in given.optimizers}
+    modes["adamw offloaded"] = {"optimizer": "adamw", "dtype": "bfloat16", "offload_optimizer": True}
+    modes["adamw fp16"] = {"dtype": "float16"}
+    found: dict[str, Any] = {}
+    for mode, given_options in modes.items():
+        runs = []
+        for seed in range(given.seeds):
+            done = toy_run(
+                steps=given.steps, seed=seed, lr=RATE, rollout_batch_size=4, n_samples_per_prompt=8, **given_options
+            )
+            rewards = [m["reward/mean"] for m in done.metrics]
+            runs.append([round(statistics.mean(part), 4) for part in (rewards[:AVERAGED], rewards[-AVERAGED:])])
+        found[mode] = {"first_and_last_reward": runs, "mean_last": round(statistics.mean(last for _, last in runs), 4)}
+        print(f"{mode:<16}", found[mode], file=sys.stderr, flush=True)
+    return {"lr": RATE, "steps": given.steps, **found}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""``miles plan``, with and without ``--search``."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from miles_core.plugin import ConfigError, Facts
+from miles_planning.hardware import check_hardware
+from miles_planning.launch.command import KINDS, add_options, write_file
+from miles_planning.workload import Workload
+from miles_tools.commands.plan import USAGE, collect_facts, make_parser
+from miles_tools.commands.plan import run as show_plan
+
+if TYPE_CHECKING:
+    from miles_core.config.config import Config
+    from miles_planning.search import Task
+
+#: Parts that a search chooses if they are not set.
+_PARTS = {"--runtime": "ray", "--engine": "sglang", "--trainer": "megatron"}
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Implement ``miles plan``: with ``--search`` a search of layouts, else the plan of a run."""
+    check_hardware(argv)
+    if "--search" not in argv:
+        return show_plan(argv)
+    parser = make_parser(USAGE, "Search the layouts of a run.")
+    parser.add_argument("--search", action="store_true", help="propose the fastest layouts for --hardware")
+    parser.add_argument(
+        "--mean-response-len", type=float, metavar="N", help="mean tokens of a response (default: half)"
+    )
+    parser.add_argument("--mean-prompt-len", type=float, metavar="N", help="mean tokens of a prompt (default: 512)")
+    parser.add_argument("--top", type=int, default=6, metavar="N", help="number of layouts to show")
+    parser.add_argument("--launch", choices=tuple(KINDS), help="write a launch file for the fastest layout")
+    add_options(parser)
+    options, rest = parser.parse_known_args(list(argv))
+    from miles_planning.search import search
+    from miles_planning.show import command_of, describe
+
+    task, config, notes = make_task(options, rest)
+    result = search(task, options.top)
+    print(describe(task, result, config, rest, notes, as_json=options.json))
+    if options.launch and result.best:
+        command = shlex.split(command_of(result.best[0], config, rest))
+        print(write_file(options.launch, options, command[2:]), file=sys.stderr)
+    return 0 if result.best else 2
+
+
+def make_task(options: Any, rest: Sequence[str]) -> tuple[Task, Config, list[str]]:
+    """Read the options of a search; returns the task, the configuration, and what was assumed.
+
+    Raises:
+        ConfigError: hardware or checkpoint are missing, or a length is impossible.
+    """
+    from miles_core.config.load import load
+    from miles_core.plugin.check import check
+    from miles_core.plugin.model_config import model_config
+    from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
+    from miles_planning.search import Task
+
+    chosen = [f"{flag}={value}" for flag, value in _PARTS.items() if not _has(rest, flag)]
+    config = load([*rest, *chosen])
+    if config.model.hf_checkpoint is None:
+        raise ConfigError("--search: give the model with --hf-checkpoint (a directory with config.json is enough)")
+    catalogue = catalogue_for(config)
+    given = facts_for(config, collect_facts(options))
+    if not given.value("gpu.count"):
+        raise ConfigError("--search: there is no GPU here; give the hardware, for example --hardware 64xH200")
+    requested = requested_plugins(config, given, catalogue)
+    facts = check(requested, catalogue, given).facts
+    model = model_config(config.model.hf_checkpoint)
+    assert model is not None  # ``facts_for`` has read it
+    work, notes = _workload(facts, options)
+    return Task(facts, requested, catalogue, model, work), config, notes
+
+
+def _has(argv: Sequence[str], flag: str) -> bool:
+    return any(word == flag or word.startswith(f"{flag}=") for word in argv)
+
+
+def _workload(facts: Facts, options: Any) -> tuple[Workload, list[str]]:
+    """Derive the work of a step from the options, and describe what was assumed."""
+    notes = []
+    longest = int(facts.value("rollout.max_response_len") or 1024)
+    prompt, response = options.mean_prompt_len, options.mean_response_len
+    if response is None:
+        response = longest / 2
+        notes.append(
+            f"responses of {response:,.0f} tokens on average: half of --rollout-max-response-len (--mean-response-len sets it)"
+        )
+    if not 0 < response <= longest:
+        raise ConfigError(
+            f"--mean-response-len {response:g} must be between 1 and --rollout-max-response-len {longest}"
+        )
+    if prompt is None:
+        prompt = min(512.0, float(facts.value("rollout.max_prompt_len") or 512))
+        notes.append(f"prompts of {prompt:,.0f} tokens on average (--mean-prompt-len sets it)")
+    samples = int(facts.value("rollout.batch_size") or 1) * int(facts.value("rollout.n_samples_per_prompt") or 1)
+    steps = int(facts.value("train.num_steps_per_rollout") or 0)
+    steps = steps or max(samples // int(facts.value("train.global_batch_size") or samples), 1)
+    reference = bool(facts.value("algorithm.kl_loss_coef") or facts.value("algorithm.kl_coef"))
+    old = steps > 1 and not facts.value("algorithm.use_rollout_logprobs")
+    lag = {"ahead": 1, "async": int(facts.value("rollout.max_weight_staleness") or 1)}.get(
+        str(facts.value("schedule")), 0
+    )
+    return Workload(samples, prompt, response, longest, steps, int(reference) + int(old), lag), notes

@@ -1,0 +1,117 @@
+"""Prints the results of a search: a table, where the time goes, and a complete command for each layout."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from miles_planning.search import Found, Result, Task
+
+if TYPE_CHECKING:
+    from miles_core.config.config import Config
+
+GB = 1e9
+#: Facts of the hardware that a plan may contain as changes; they are no options.
+_HARDWARE = ("gpu.",)
+
+
+def describe(
+    task: Task, result: Result, config: Config, argv: Sequence[str], notes: Sequence[str], as_json: bool = False
+) -> str:
+    """Format the result of a search as text, or as one JSON object."""
+    commands = [command_of(found, config, argv) for found in result.best]
+    if as_json:
+        rows = [_row(found) | {"command": command} for found, command in zip(result.best, commands, strict=True)]
+        content = {
+            "trainer_layouts": result.trainers,
+            "engine_layouts": result.engines,
+            "best": rows,
+            "refused": dict(result.refused),
+            "misfits": list(result.misfits),
+            "assumed": list(notes),
+        }
+        return json.dumps(content, indent=1)
+    lines = [_heading(task, result), *(f"  assumed: {note}" for note in notes), ""]
+    if not result.best:
+        lines.append("no layout fits:")
+        lines += [f"  {why}" for why in result.misfits]
+        lines += [f"  {problem} (the reason for {times} combinations)" for problem, times in result.refused.items()]
+    for number, (found, command) in enumerate(zip(result.best, commands, strict=True), 1):
+        lines += [*_paragraph(number, found), f"    {command}", ""]
+    return "\n".join(lines).rstrip()
+
+
+def command_of(found: Found, config: Config, argv: Sequence[str]) -> str:
+    """Return the complete command line of a layout: what the user typed, then the options of the layout."""
+    return shlex.join(["miles", "train", *argv, *flags_of(found, config)])
+
+
+def flags_of(found: Found, config: Config) -> list[str]:
+    """Return the flags of a layout's changes."""
+    flags: list[str] = []
+    parts = {name: config.get(f"run.{name}") for name in ("runtime", "engine", "trainer")}
+    for path, value in {**parts, **found.changes}.items():
+        if path.startswith(_HARDWARE):
+            continue
+        option = config.schema.find(path)
+        assert option is not None, path
+        flag = option.flag
+        if isinstance(value, bool):
+            flags.append(flag if value else f"--no-{flag.removeprefix('--')}")
+        elif value is not None:
+            flags += [flag, str(value)]
+    return flags
+
+
+def _heading(task: Task, result: Result) -> str:
+    w = task.work
+    return (
+        f"{task.facts.value('model.type')} on {task.gpus} x {task.facts.value('gpu')} ({task.gpus // task.machine} machines of {task.machine}); "
+        f"{w.samples:,} samples per step, prompts of {w.prompt:,.0f} and responses of {w.response:,.0f} tokens (at most {w.longest:,})\n"
+        f"{result.trainers:,} layouts of the trainer and {result.engines:,} of the engines divide and fit"
+    )
+
+
+def _paragraph(number: int, found: Found) -> list[str]:
+    t, e, s = found.trainer, found.engine, found.time
+    where = f"colocated on {t.ranks} GPUs" if found.colocated else f"trainer {t.ranks} GPUs, engines {e.count * e.gpus}"
+    experts = f", EP {t.ep}, ETP {t.etp}" if t.ep * t.etp > 1 else ""
+    saved = ["recompute"] * (t.recompute == 1) + ["optimizer on the host"] * bool(t.offloaded)
+    turns = (
+        "in turns"
+        if found.colocated or found.changes.get("schedule") is None
+        else "at the same time, samples one step old"
+    )
+    peak = max(u.parts.total for u in t.estimate()) / GB
+    rows = [
+        f"{number}. {s.seconds:,.0f} s per step: {where}, {turns}",
+        f"   trainer: TP {t.tp}, PP {t.pp}, CP {t.cp}{experts}, {t.dp} replicas, {t.precision}, micro-batches of {t.tokens:,} tokens"
+        f"{''.join(', ' + word for word in saved)}; peak {peak:.0f} GB",
+        f"   engines: {e.count} x TP {e.tp}{f', attention DP {e.dp}' if e.dp > 1 else ''}, {e.precision}; "
+        f"{s.rollout.running} sequences at once each, cache of {e.cache:,} tokens",
+        f"   rollout {s.rollout.seconds:,.0f} s ({s.rollout.tokens_per_second:,.0f} tokens/s; full batch {s.rollout.full_rate:,.0f}), "
+        f"training {s.training.seconds:,.0f} s (passes {s.training.passes:,.0f}, log-probs {s.training.extra:,.0f}, optimizer "
+        f"{s.training.optimizer:,.0f}, moving memory {s.training.moved:,.0f}), sync {s.sync:,.0f} s, other {s.other:,.0f} s",
+    ]
+    return rows
+
+
+def _row(found: Found) -> dict[str, Any]:
+    t, e = found.trainer, found.engine
+    sizes = {
+        n: getattr(t, n)
+        for n in ("ranks", "tp", "pp", "cp", "ep", "etp", "dp", "tokens", "recompute", "offloaded", "precision")
+    }
+    peak = max(u.parts.total for u in t.estimate())
+    engine = {n: getattr(e, n) for n in ("count", "tp", "dp", "slots", "cache", "precision")}
+    return {
+        "seconds": round(found.time.seconds, 1),
+        "colocated": found.colocated,
+        "trainer": {**sizes, "peak_gb": round(peak / GB, 1)},
+        "engine": engine,
+        "time": asdict(found.time),
+        "changes": dict(found.changes),
+    }

@@ -1,0 +1,48 @@
+"""Seconds of a training step: generation, training and weight sync, in turns or at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_planning.layout import EngineLayout
+from miles_planning.rates import Rates
+from miles_planning.rollout_time import RolloutTime
+from miles_planning.training_time import TrainingTime
+from miles_planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Estimate for one step.
+
+    Attributes:
+        rollout, training: the two phases.
+        sync: seconds of the weight sync.
+        other: seconds of everything else.
+        seconds: the whole step.
+    """
+
+    rollout: RolloutTime
+    training: TrainingTime
+    sync: float
+    other: float
+    seconds: float
+
+
+def sync_seconds(rates: Rates, e: EngineLayout, colocated: bool) -> float:
+    """Seconds in which all engines receive new weights."""
+    sent = e.weights * e.gpus
+    rate = rates.sync["colocated_rate" if colocated else "rate"]
+    return rates.sync["fixed"] + sent / rate
+
+
+def step_time(
+    rates: Rates, generated: RolloutTime, trained: TrainingTime, e: EngineLayout, work: Workload, colocated: bool
+) -> StepTime:
+    """Add up a step. With ``work.lag`` and GPUs of their own, engines generate while the trainer trains."""
+    sync, other = sync_seconds(rates, e, colocated), rates.seconds["step"]
+    if work.lag and not colocated:
+        seconds = max(generated.seconds, trained.seconds) + sync + other
+    else:
+        seconds = generated.seconds + trained.seconds + sync + other
+    return StepTime(generated, trained, sync, other, seconds)

@@ -1,0 +1,18 @@
+"""Placement for ``miles plan --search``: the entry point ``runtime.ray`` of ``miles_planning``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def place(ranks: int, machine: int, rollout_gpus: int, per_engine: int) -> dict[str, Any] | None:
+    """Implements ``miles_planning.layout.RuntimePlanner``: whole machines for a trainer of several, engines within one machine."""
+    each = min(ranks, machine)
+    if ranks % each or per_engine > machine or rollout_gpus % per_engine:
+        return None
+    return {
+        "ray.actor_num_nodes": ranks // each,
+        "ray.actor_num_gpus_per_node": each,
+        "ray.rollout_num_gpus": rollout_gpus,
+        "ray.rollout_num_gpus_per_engine": per_engine,
+    }

@@ -1,0 +1,121 @@
+"""Layouts of this engine for ``miles plan --search``: the entry point ``engine.sglang`` of ``miles_planning``. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miles_core.plugin import Facts
+from miles_embedded import ModelSize, size_of
+from miles_planning import EngineLayout
+from miles_sglang.memory import (
+    GB,
+    Server,
+    bytes_needed,
+    cache_bytes_per_token,
+    draft_bytes,
+    server_of,
+    usage,
+    weights_on_gpu,
+)
+
+#: Shares of a GPU for weights and cache to try, in hundredths.
+_SHARES = range(90, 15, -5)
+#: Sequences that SGLang decodes at once if ``--max-running-requests`` is not set.
+_SLOTS = 256
+
+
+def read(facts: Facts, model: Mapping[str, Any], gpus: int) -> EngineLayout | None:
+    """Implements ``miles_planning.layout.EnginePlanner``."""
+    size = size_of(facts, model)
+    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    if size is None or not gpu:
+        return None
+    server = server_of(facts, gpu)
+    if gpus % server.gpus:
+        return None
+    return _layout(facts, model, size, server, gpus, {})
+
+
+def find(facts: Facts, model: Mapping[str, Any], gpus: int, budget: float) -> Iterator[EngineLayout]:
+    """Implements ``miles_planning.layout.EnginePlanner``: for each size of an engine the largest share of a GPU that fits."""
+    size = size_of(facts, model)
+    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    if size is None or not gpu:
+        return
+    machine = int(facts.value("gpu.count") or 8)
+    for tp in (1 << n for n in range(12)):
+        if tp > min(gpus, machine) or gpus % tp or not _divides(model, tp):
+            continue
+        for changes in _ways(model, size, tp):
+            changed = _change(facts, changes)
+            share = next((s / 100 for s in _SHARES if _fits(changed, size, gpu, budget, s / 100)), None)
+            if share is None:
+                continue
+            changes = {**changes, "sglang.mem_fraction_static": share}
+            changed = _change(changed, {"sglang.mem_fraction_static": share})
+            yield _layout(changed, model, size, server_of(changed, gpu), gpus, changes)
+
+
+def explain(facts: Facts, model: Mapping[str, Any], gpus: int) -> str:
+    """Implements ``miles_planning.layout.EnginePlanner``."""
+    size = size_of(facts, model)
+    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    if size is None or not gpu:
+        return "config.json does not determine the size of the model, or the GPU's memory is unknown"
+    most = min(gpus, int(facts.value("gpu.count") or 8))
+    tp = max(n for n in (1 << i for i in range(12)) if n <= most and _divides(model, n))
+    server = server_of(_change(facts, {"sglang.tp_size": tp, "sglang.mem_fraction_static": _SHARES[0] / 100}), gpu)
+    return (
+        f"on {tp} GPUs, the most of one machine that divide the model, weights and the cache of one sequence take "
+        f"{bytes_needed(facts, size, server) / GB:.0f} GB on each, and SGLang "
+        f"needs {server.reserve / GB:.0f} of its {gpu / GB:.0f} GB for activations"
+    )
+
+
+def _divides(model: Mapping[str, Any], tp: int) -> bool:
+    """Whether attention heads and experts' inner units divide by ``tp``."""
+    heads = int(model.get("num_attention_heads") or 0)
+    inner = int(model.get("moe_intermediate_size") or model.get("intermediate_size") or 0)
+    return not heads % tp and not inner % tp
+
+
+def _ways(model: Mapping[str, Any], size: ModelSize, tp: int) -> Iterator[dict[str, Any]]:
+    """Yield the options for one tensor-parallel size: plain, and for a latent cache with attention split by sequences."""
+    yield {"sglang.tp_size": tp}
+    if tp > 1 and model.get("kv_lora_rank"):
+        yield {"sglang.tp_size": tp, "sglang.dp_size": tp, "sglang.enable_dp_attention": True}
+
+
+def _fits(facts: Facts, size: ModelSize, gpu: float, budget: float, share: float) -> bool:
+    server = server_of(_change(facts, {"sglang.mem_fraction_static": share}), gpu)
+    return share * gpu + server.reserve <= budget and bytes_needed(facts, size, server) <= share * gpu
+
+
+def _layout(
+    facts: Facts, model: Mapping[str, Any], size: ModelSize, server: Server, gpus: int, changes: Mapping[str, Any]
+) -> EngineLayout:
+    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    each = cache_bytes_per_token(facts, size, server)
+    held = weights_on_gpu(facts, size, server)
+    pool = max(server.fraction * gpu - held - draft_bytes(facts, size) / server.gpus, 0.0)
+    return EngineLayout(
+        count=gpus // server.gpus,
+        tp=server.tp,
+        pp=server.pp,
+        dp=server.dp,
+        slots=int(facts.value("rollout.max_running_requests") or _SLOTS * server.dp),
+        cache=int(pool / each) * server.dp,
+        weights=held,
+        token_bytes=each,
+        precision=str(facts.value("rollout.precision") or "bf16"),
+        changes=changes,
+        estimate=lambda: tuple(usage(facts, model)),
+    )
+
+
+def _change(facts: Facts, changes: Mapping[str, Any]) -> Facts:
+    return facts.with_facts(
+        dataclasses.replace(facts.lookup(name), value=value, chosen=True) for name, value in changes.items()
+    )

@@ -1,0 +1,123 @@
+"""Kernels whose order of additions is fixed: in Triton's interpreter where it is installed, and whole models on a GPU."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from miles_core.data import Sample, collate
+from miles_embedded import load_model
+from miles_embedded.testing.families import family_checkpoint
+from miles_true_on_policy.hooks import make_invariant
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(HERE == "cpu", reason="needs a CUDA device")
+
+
+@pytest.fixture
+def kernels(triton):
+    from miles_true_on_policy import kernels
+
+    return kernels
+
+
+def test_values(kernels):
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*shape, generator=generator).to(HERE) for shape in ((2, 70, 70), (2, 70, 90)))
+    torch.testing.assert_close(kernels.product(a, b), a @ b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        kernels.product(a[0:1], a[1:].transpose(1, 2)), a[0:1] @ a[1:].transpose(1, 2), rtol=1e-4, atol=1e-4
+    )
+    x = torch.randn(3, 2500, generator=generator).to(HERE)
+    torch.testing.assert_close(kernels.sum_last(x), x.sum(-1), rtol=1e-5, atol=1e-3)
+
+
+def test_gradients(kernels):
+    inputs = [torch.randn(*shape, device=HERE, requires_grad=True) for shape in ((1, 5, 40), (1, 40, 6))]
+    for ours, theirs in (
+        (kernels.product, torch.bmm),
+        (lambda a, b: kernels.sum_last(a) * b.sum(), lambda a, b: a.sum(-1) * b.sum()),
+    ):
+        found, expected = (torch.autograd.grad(f(*inputs).square().sum(), inputs) for f in (ours, theirs))
+        for one, two in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
+
+
+def gap(checkpoint, dtype, exact):
+    """Number of tokens, and the largest |difference| between engine and trainer over several micro-batches."""
+    from miles_core.contracts.engine import Request, Sampling
+    from miles_core.contracts.trainer import Callbacks
+    from miles_core.train.optimizer import OptimizerConfig
+    from miles_embedded.engine.engine import EmbeddedEngine
+    from miles_embedded.engine.settings import Settings
+    from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+
+    models = [load_model(checkpoint, dtype, "cuda") for _ in range(2)]
+    if exact:
+        for model in models:
+            make_invariant(model)
+    engine = EmbeddedEngine(models[0], Settings(str, eos=[], max_context=64, max_running_requests=5, cuda_graphs=False))
+    prompts = [[3, 4, 5]] * 3 + [[6, 7, 8, 9, 10, 11, 12, 13, 14]] * 2 + [[20] * 11, [2]]
+    requests = [Request(p, Sampling(7 + 2 * i, ignore_eos=True), key=i) for i, p in enumerate(prompts)]
+
+    async def answers():
+        return await asyncio.gather(*[engine.generate(request) for request in requests])
+
+    samples = []
+    for i, (request, response) in enumerate(zip(requests, asyncio.run(answers()), strict=True)):
+        samples.append(Sample(tokens=request.tokens + response.tokens, response_length=len(response.tokens), index=i))
+        samples[-1].rollout_log_probs = response.log_probs
+    expected = np.concatenate([np.asarray(s.rollout_log_probs, np.float32) for s in samples])
+    batch, largest = collate(samples), 0.0
+    for count in (1, 3, 100):
+        trainer = EmbeddedTrainer(models[1], TrainerConfig(OptimizerConfig(), micro_batch_size=count))
+        trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))
+        found = trainer.log_probs(batch, "old")["log_probs"].cpu()[batch.mask.bool()].numpy()
+        largest = max(largest, float(np.abs(found - expected).max()))
+    return len(expected), largest
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_the_gap_of_a_model_is_zero(family, dtype, tmp_path):
+    checkpoint = family_checkpoint(family, tmp_path)
+    tokens, exact = gap(checkpoint, dtype, True)
+    _, plain = gap(checkpoint, dtype, False)
+    assert tokens > 80 and exact == 0 < plain
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inner", "columns"), [(70, 90), (1536, 2048), (1536, 8960), (8960, 1536), (1536, 151936)])
+def test_a_row_of_a_product_depends_on_itself_only(kernels, inner, columns, dtype):
+    x = torch.randn(1, 513, inner, device="cuda", dtype=dtype)
+    weight = torch.randn(columns, inner, device="cuda", dtype=dtype).t()[None]
+    whole = kernels.product(x, weight)
+    for first, rows in ((0, 1), (1, 2), (3, 8), (64, 65), (5, 17), (200, 256)):
+        piece = slice(first, first + rows)
+        assert torch.equal(kernels.product(x[:, piece].contiguous(), weight), whole[:, piece])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("width", [64, 2500, 151936])
+def test_a_sum_depends_on_its_row_only(kernels, width):
+    x = torch.randn(300, width, device="cuda")
+    whole = kernels.sum_last(x)
+    for first, rows in ((0, 1), (7, 3), (40, 257)):
+        assert torch.equal(kernels.sum_last(x[first : first + rows]), whole[first : first + rows])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("vocabulary", [64, 259, 151936])
+def test_log_softmax_of_the_engine_and_the_trainer(vocabulary):
+    """PyTorch's own, outside the model's forward: the reason for the refusal of vocabularies that are no multiple of 4."""
+    x = torch.randn(300, vocabulary, device="cuda")
+    whole = x.log_softmax(-1)
+    same = [torch.equal(x[i : i + 3].clone().log_softmax(-1), whole[i : i + 3]) for i in (0, 1, 2, 3, 17, 250)]
+    assert all(same) or vocabulary % 4
