@@ -110,7 +110,6 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
             except Exception as error:
                 log.error("the run ended", exc_info=error, extra=logs.FILE_ONLY)
                 if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
-                    run.hooks.name_origin(error)
                     run.hooks.name_suspects(error, _CHANGING)
                 _report_ending(record_ending(run, error=error), error)
                 raise

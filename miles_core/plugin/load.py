@@ -78,12 +78,13 @@ class Hooks:
                 raise refuse(plugin, name, wrong)
 
     def name_suspects(self, error: BaseException, hooks: Sequence[str]) -> None:
-        """Add a note to an error that names no plugin: the plugins that implement one of ``hooks``."""
+        """Add notes to an error that names no plugin: a plugin in its traceback, and the plugins that implement one of ``hooks``."""
+        self._name_origin(error)
         found = [f"plugin {plugin}, hook {hook}" for hook in hooks for plugin, *_ in self._calls[hook]]
         if found and not names_plugin(error):
             error.add_note(f"changed by a plugin before it failed: {'; '.join(found)}")
 
-    def name_origin(self, error: BaseException) -> None:
+    def _name_origin(self, error: BaseException) -> None:
         """Add a note to an error that names no plugin: the innermost function of a plugin in its traceback."""
         active = [p for p in self._active if not p.standard and p is not CORE]
         parts = [(target, p.name) for p in active for made in p.provides.values() for target in made.values()]
