@@ -22,6 +22,7 @@ from miles_core.contracts.schedule import Schedule
 from miles_core.contracts.trainer import Loss, Output, Trainer
 from miles_core.contracts.transport import Transport
 from miles_core.data.prompt_source import PromptSource
+from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
 from miles_core.plugin.guard import UNCHECKED, Boundary, describe
 
