@@ -114,6 +114,18 @@ def known_families(log: Path | None, types: list[str]) -> dict[str, Any]:
     return dict(json.loads(RESULT.read_text(encoding="utf-8"))["families"]) if types and RESULT.is_file() else {}
 
 
+def count_refusals() -> None:
+    """Mark types of the result file that the plan has come to refuse by their name; everything else stays as it was measured."""
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    for kind, entry in result["families"].items():
+        if entry["outcome"] != "refused" and (found := refusal({"model_type": kind})):
+            entry |= {"outcome": "refused", "detail": found}
+    outcomes = [entry["outcome"] for entry in result["families"].values()]
+    result["counts"] = {name: outcomes.count(name) for name in result["counts"]}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result["counts"]))
+
+
 def main() -> None:
     """Judge every type, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -122,8 +134,16 @@ def main() -> None:
     parser.add_argument(
         "--log", type=Path, help="a JSON line per type as soon as it is judged; types in it count already"
     )
+    parser.add_argument(
+        "--refusals",
+        action="store_true",
+        help="judge nothing; count types of the result file that the plan refuses now",
+    )
     parser.add_argument("types", nargs="*", help="only these model types; with --write the others keep their outcome")
     options = parser.parse_args()
+    if options.refusals:
+        count_refusals()
+        return
     known = known_families(options.log, options.types)
     every = options.types or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
     left = [kind for kind in every if options.types or kind not in known]

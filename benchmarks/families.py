@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
 import tempfile
@@ -124,7 +125,11 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
             [*numbers[:3], "equal" if found["export"] else "differs", numbers[3], ", ".join(found["formats"])]
         )
 
-    lines = [f"| {family} | {cells(found)} |" for family, found in rows.items()]
+    return text_around([f"| {family} | {cells(found)} |" for family, found in rows.items()])
+
+
+def text_around(lines: list[str]) -> str:
+    """``docs/families.md`` with these lines in its first table."""
     refused = [f"- {', '.join(f'`{t}`' for t in sorted(types))}: {why}." for why, types in REFUSED.items()]
     text = (ROOT / "benchmarks" / "families.md").read_text(encoding="utf-8")
     return (
@@ -145,19 +150,52 @@ def everything_installed() -> str:
         if result.get("complete", True)
         else f" The run stopped after {len(result['families'])} types, in alphabetical order."
     )
+    reasons: dict[str, list[str]] = {}
+    for kind, entry in result["families"].items():
+        if entry["outcome"] == "not tried":
+            reasons.setdefault(explain_not_tried(entry["detail"]), []).append(f"`{kind}`")
     lines = [f"Transformers {result['transformers']}, {result['date']}, commit {result['commit']}.{partly}"]
     for outcome in result["counts"]:
         if found := by_outcome.get(outcome):
-            lines.append(f"- **{outcome}**, {len(found)}: {', '.join(found)}.")
+            listed = f": {', '.join(found)}" if outcome != "not tried" else ", by reason"
+            lines.append(f"- **{outcome}**, {len(found)}{listed}.")
+    lines += [f"    - {why}: {', '.join(kinds)}." for why, kinds in sorted(reasons.items())]
     return "\n".join([lines[0], "", *lines[1:]])
+
+
+#: A part of the error that making a tiny model raised -> the reason in words.
+NOT_TRIED = {
+    "Unrecognized configuration class": "no class of Transformers generates text from text alone",
+    "embed_dim must be divisible": "the sizes that keep other models tiny contradict its defaults",
+    "expanded size": "the sizes that keep other models tiny contradict its defaults",
+    "validate_architecture": "the sizes that keep other models tiny contradict its defaults",
+    "text_encoder": "it needs configurations of further models, which its defaults leave out",
+    "sub-configurations": "it needs configurations of further models, which its defaults leave out",
+    "has no attribute": "it needs configurations of further models, which its defaults leave out",
+    "is_decoder": "it is no decoder by default",
+}
+
+
+def explain_not_tried(detail: str) -> str:
+    """Why no tiny model could be made of a class's defaults."""
+    usual = "its defaults are incomplete: sizes, layer types or rotary entries are missing"
+    incomplete = "NoneType" in detail or "rope_theta" in detail
+    return usual if incomplete else next((why for part, why in NOT_TRIED.items() if part in detail), usual)
 
 
 def main() -> None:
     """The table, and whether it holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/families.md")
+    parser.add_argument("--text", action="store_true", help="write docs/families.md with the numbers that it has")
     parser.add_argument("families", nargs="*", help="only these")
     options = parser.parse_args()
+    if options.text:
+        rest = PAGE.read_text(encoding="utf-8").partition("|---|")[2].splitlines()[1:]
+        PAGE.write_text(
+            text_around(list(itertools.takewhile(lambda line: line.startswith("| "), rest))), encoding="utf-8"
+        )
+        return
     torch.set_num_threads(1)
     rows = {}
     with tempfile.TemporaryDirectory() as directory:

@@ -27,7 +27,7 @@ def answer(mistake: Any, folder: Path) -> str:
     file = folder / "mine.py"
     file.write_text(CATALOGUE["HEAD"] + mistake.code)
     try:
-        toy_run([str(file)], folder / "run", **mistake.options)
+        toy_run([str(file)], folder / "run", **mistake.flags(folder))
     except Exception as error:  # whatever a user would see
         return "\n".join([str(error), *getattr(error, "__notes__", ())])
     return ""

@@ -39,7 +39,7 @@ STATES = {
     "resume": State(210, 115, "Restore", "load a checkpoint, or warm start", "checkpoints.resume("),
     "first": State(210, 210, "First sync", "engines receive the learner's weights", "await sync(run, schedule,"),
     "rollout": State(210, 330, "Rollout", "generate groups and reward them", "schedule.take("),
-    "learn": State(210, 425, "Learn", "advantages, losses, optimizer steps", "await learn("),
+    "learn": State(210, 425, "Learn", "advantages, losses, optimizer steps", "part.learner.learn)("),
     "sync": State(210, 520, "Sync", "encode and push the new weights", "await sync("),
     "commit": State(210, 615, "Commit", "metrics, evaluation, checkpoint if due", "checkpoints.commit("),
     "finish": State(210, 720, "Finish", "last checkpoint and export", "checkpoints.finish(", "end"),

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 #: Errors that a plugin may cause by changing the model, and the hooks that change it.
 _OF_THE_MODEL = (CheckpointError, MismatchError, NonFiniteError, SyncError)
-_CHANGING = ("on_model", "wrap_forward", "wrap_loss", "wrap_weights")
+_CHANGING = ("on_model", "on_batch", "wrap_forward", "wrap_loss", "wrap_weights")
 #: Signals that stop a run at its last completed step.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -178,9 +178,7 @@ class StopSignals:
     def _exit(self) -> None:
         """Log the last lines of the run before the process exits at its deadline."""
         log.error(
-            "the run did not stop in time: the process exits %g s after %s",
-            self.run.config.run.stop_within,
-            self.name,
+            "the run did not stop in time: the process exits %g s after %s", self.run.config.run.stop_within, self.name
         )
         _report_ending(record_ending(self.run, signal=self.name))
 

@@ -12,10 +12,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from miles_core.contracts.run import Run
-from miles_core.contracts.runtime import Learned, PolicyParts, Runtime
+from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.schedule import Schedule
-from miles_core.data.sample import Sample
-from miles_core.errors import PluginError, WorkerLost
+from miles_core.errors import WorkerLost
 from miles_core.rollout.collect import Interrupted, rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
 from miles_core.run.evaluation import Evaluation
@@ -99,7 +98,7 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
         for part in parts:
             if part.policy.role == "train":
                 own = run.select_policy(part.policy, groups)
-                learned = await learn(part, own, run.step)
+                learned = await (part.learn or part.learner.learn)(own, run.step)
                 trained += zip_longest(own, learned.tokens)
                 metrics |= run.prefix_metrics(part.policy, learned.metrics)
         for part in parts:
@@ -118,17 +117,6 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
     metrics |= await evaluation.run_if_due()
     run.hooks.on("on_step", run=run, metrics=metrics)
     log.record(run.step, metrics)
-
-
-async def learn(parts: PolicyParts, samples: list[Sample], step: int) -> Learned:
-    """Train one policy on its samples, through the plugins' ``wrap_learn``."""
-    learned: object = await (parts.learn or parts.learner.learn)(samples, step)
-    if not isinstance(learned, Learned):
-        raise PluginError(
-            f"wrap_learn around the policy {parts.policy.name} returned {learned!r:.80}; it returns what learn returned, or Learned({{}}, 0) "
-            "where nothing was trained"
-        )
-    return learned
 
 
 async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, float]:

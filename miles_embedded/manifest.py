@@ -24,6 +24,10 @@ _OWN_ATTENTION = (
     "its attention is incompatible with packed sequences or cached keys (two attentions in one cache slot, its own mask or positions, "
     "a compressed or indexed cache); use another engine and trainer"
 )
+_OWN_CALL = (
+    "its forward does not pass the arguments that carry the embedded backend's attention on to its decoder layers; use another engine "
+    "and trainer"
+)
 _FP16 = "only FP16 gradients overflow, so only FP16 training scales the loss (--dtype float16)"
 #: Reason -> refused model types. ``docs/families.md`` lists them and the tested ones. A type in neither list is untested; its scores
 #: are compared with plain forwards when an engine is built.
@@ -85,6 +89,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     _OWN_ATTENTION: (
         *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "modernbert-decoder"),
     ),
+    _OWN_CALL: ("moshi",),
 }
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {

@@ -2,7 +2,7 @@
 
 A terminal shows two bars below the scrolling log: the steps (with reward, response length, time per step and remaining time), and the
 samples of the current rollout or the name of the current phase. In a file, a CI log or under nohup, each of the first steps logs a
-line, later steps at intervals of at least ``every`` seconds.
+line, later steps and the progress within a phase at intervals of at least ``every`` seconds.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class TerminalProgress(Progress):
         self._last_step = self._last_line = time.monotonic()
         self._shown: dict[str, float] = {}
         self._activity: Callable[[], Mapping[str, int]] = dict
+        self._phase, self._items, self._finished = "", 0, 0
 
     def watch(self, activity: Callable[[], Mapping[str, int]]) -> None:
         """Show the number of calls in flight at each worker next to the phase's bar."""
@@ -89,13 +90,18 @@ class TerminalProgress(Progress):
     def phase(self, name: str, total: int | None = None) -> None:
         """Start a phase of the step with ``total`` expected items (samples, batches); None if unknown."""
         log.debug("step %d: %s%s", self.done + 1, name, f" ({total})" if total else "")
+        self._phase, self._items, self._finished = name, total or 0, 0
         if self._bars is not None:
             self._bars.reset(self._work, total=total, description=name, visible=True, text="")
 
     def advance(self, count: int = 1) -> None:
         """Advance the phase by ``count`` finished items."""
+        self._finished += count
         if self._bars is not None:
             self._bars.advance(self._work, count)
+        elif self._items and time.monotonic() - self._last_line >= self.every:
+            self._last_line = time.monotonic()
+            log.info("step %d: %s %d of %d", self.done + 1, self._phase, self._finished, self._items)
 
     def step(self, metrics: Mapping[str, float], done: int | None = None) -> None:
         """Show the metrics of a completed step. ``done`` sets the number of completed steps; by default it increases by one."""

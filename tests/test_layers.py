@@ -44,7 +44,7 @@ LAYERS: list[dict[str, str]] = [
         "contracts": "errors data plugin config observe checkpoint algorithm precision",
     },
     {
-        "rollout": "errors data config observe reward contracts",
+        "rollout": "errors data plugin config observe reward contracts",
         "train": "errors data plugin config checkpoint algorithm contracts",
         "sync": "errors data precision contracts",
     },
@@ -55,7 +55,7 @@ LAYERS: list[dict[str, str]] = [
         "run": "errors version redact data plugin config observe checkpoint reward contracts rollout",
     },
     {
-        "loop": "errors data contracts rollout sync run",
+        "loop": "errors contracts rollout sync run",
     },
     {
         "launch": "errors redact plugin config observe checkpoint contracts run loop",
@@ -168,7 +168,7 @@ ROOMS: list[dict[str, str]] = [
     },
     {
         "engine": "manifest model quantized kernels core: errors data precision contracts sync transport: transport",
-        "trainer": "model quantized kernels core: errors data checkpoint precision contracts train",
+        "trainer": "model quantized kernels core: errors data plugin checkpoint precision contracts train",
     },
     {
         "testing": "manifest model quantized engine trainer core: errors lookup data plugin precision contracts train "

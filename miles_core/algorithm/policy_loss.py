@@ -286,11 +286,7 @@ def _fraction(condition: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 #: A policy loss: ([tokens] loss, metrics as (sum, count)).
 TokenLoss = Callable[[PolicyLossInputs, Clip], tuple[Tensor, Metrics]]
 
-POLICY_LOSSES: dict[str, TokenLoss] = {
-    "ppo": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-}
+POLICY_LOSSES: dict[str, TokenLoss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
 
 
 def policy_loss_of(estimator: str) -> TokenLoss:

@@ -59,8 +59,7 @@ class Rollout:
         ge=0,
     )
     stale_samples: Literal["drop", "train"] = option(
-        "drop",
-        help="how to handle groups that exceed that age: drop sends their prompts again, train trains on them",
+        "drop", help="how to handle groups that exceed that age: drop sends their prompts again, train trains on them"
     )
     custom_generate_function_path: str | None = option(
         None, help="async generate(args, sample, sampling_params) -> Sample or list of siblings", metavar="FILE.py:FN"

@@ -61,11 +61,7 @@ RULES: tuple[Rule, ...] = (
     Rule("reward.rm_url", "a remote reward needs its address", when="reward.rm_type == remote"),
     Rule("reward.rm_type == remote", "only a remote reward uses an address", when="reward.rm_url"),
     Rule("reward.custom_rm_path == none", "a sample has one reward function", when="reward.rm_type"),
-    Rule(
-        "rollout.generate == turn",
-        "a sample has one rollout function",
-        when="rollout.custom_generate_function_path",
-    ),
+    Rule("rollout.generate == turn", "a sample has one rollout function", when="rollout.custom_generate_function_path"),
     Rule("evaluation.prompt_data", "these are the sources of its data sets", when="evaluation.prompts"),
     Rule("evaluation.prompt_data", "there is nothing to evaluate on", when="evaluation.interval"),
     Rule("evaluation.interval", "nothing says when to evaluate", when="evaluation.prompt_data"),
@@ -121,11 +117,7 @@ RULES: tuple[Rule, ...] = (
         when="schedule == async and (rollout.pause_generation_mode != abort or rollout.mask_offpolicy_in_partial_rollout "
         "or rollout.stale_samples != drop)",
     ),
-    Rule(
-        "schedule == sync",
-        "the engine cannot generate while the trainer uses the same GPUs",
-        when="colocate",
-    ),
+    Rule("schedule == sync", "the engine cannot generate while the trainer uses the same GPUs", when="colocate"),
     Rule(
         "rollout.pause_generation_mode != in_place",
         "the cache that it keeps would occupy memory that the trainer needs",

@@ -203,18 +203,22 @@ def collect(manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Schema:
 
 
 def _options_of(table: str, group: type, owner: str, plugins: list[Plugin]) -> list[Option]:
+    if not dataclasses.is_dataclass(group):
+        raise PluginError(f"plugin {owner}: its config is {group!r}; expected a dataclass")
     hints = _hints(group)
     options = []
     for entry in dataclasses.fields(group):
         info = entry.metadata.get(METADATA_KEY)
         if not isinstance(info, OptionInfo):
-            raise PluginError(f"{owner}: {group.__name__}.{entry.name} is not made with miles_core.plugin.options(...)")
+            raise PluginError(
+                f"plugin {owner}: {group.__name__}.{entry.name} is not made with miles_core.plugin.options(...)"
+            )
         if entry.default_factory is not dataclasses.MISSING:
             default = entry.default_factory()
         elif entry.default is not dataclasses.MISSING:
             default = entry.default
         else:
-            raise PluginError(f"{owner}: the option {table}.{entry.name} has no default value")
+            raise PluginError(f"plugin {owner}: the option {table}.{entry.name} has no default value")
         flag = info.flag or "--" + entry.name.replace("_", "-")
         choices, providers = _choices(info, hints[entry.name], plugins)
         options.append(

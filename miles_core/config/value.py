@@ -39,6 +39,8 @@ def check(option: Option, raw: Any, origin: str) -> Any:
         raw = os.path.expanduser(raw)
         if why := _explain_invalid_path(raw):
             raise ConfigError(f"{origin}: {option.fact} {why}")
+    if isinstance(raw, str) and raw not in option.choices:  # DEBUG is debug
+        raw = next((choice for choice in option.choices if str(choice).lower() == raw.lower()), raw)
     value = _convert(option, raw, origin)
     if value == option.default:  # always valid, even if it is not one of the choices
         return value

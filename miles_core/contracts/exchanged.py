@@ -32,6 +32,9 @@ def check_response(run: Run, request: Request, response: Any, vocabulary: int) -
 def _describe_invalid_response(request: Request, response: Any, vocabulary: int) -> str:
     if not isinstance(response, Response):
         return f"it returned {describe(response)}; expected a Response from Engine.generate"
+    for name in ("tokens", "log_probs", "weight_versions"):
+        if not isinstance(getattr(response, name), list):
+            return f"the response has {name} that are {describe(getattr(response, name))}; expected a list"
     count, most = len(response.tokens), request.sampling.max_new_tokens
     if count > most:
         return f"the response has {count} tokens; the request allows max_new_tokens {most}"
@@ -39,7 +42,11 @@ def _describe_invalid_response(request: Request, response: Any, vocabulary: int)
         return f"the response has {wrong}"
     if len(response.log_probs) != count:
         return f"the response has {count} tokens and {len(response.log_probs)} log_probs; expected one per token"
-    if count and not (isfinite(sum(response.log_probs)) and max(response.log_probs) <= _ROUNDING):
+    try:
+        valid = not count or (isfinite(sum(response.log_probs)) and max(response.log_probs) <= _ROUNDING)
+    except TypeError:
+        return f"the response has log_probs that are {describe(response.log_probs)}; expected a list of numbers"
+    if not valid:
         worst = next(p for p in response.log_probs if not (isfinite(p) and p <= _ROUNDING))
         return f"the response has the log-probability {worst}; expected finite values of at most 0"
     if response.finish not in ("stop", "length", "abort"):
@@ -68,6 +75,8 @@ def describe_invalid_tokens(tokens: Sequence[Any], vocabulary: int) -> str:
 
 
 def _check_versions(pairs: list[tuple[int, int]], count: int) -> str:
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+        return f"the response has weight_versions {pairs!r:.80}; expected pairs (first token, version)"
     starts, versions = [start for start, _ in pairs], [version for _, version in pairs]
     if versions != sorted(versions) or len(set(starts)) < len(starts) or starts != sorted(starts):
         return f"the response has weight_versions {pairs}; expected (first token, version) with both in ascending order"

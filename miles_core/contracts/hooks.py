@@ -23,7 +23,7 @@ The prefix determines the calling convention:
   run selects one provider by name.
 - ``wrap_*`` is called once and returns a function that wraps the inner function, or None to leave it unwrapped. The first plugin of
   the plan is the outermost wrapper.
-- ``on_*`` is called at an event; its return value is ignored.
+- ``on_*`` is called at an event and changes its arguments in place; it returns nothing.
 
 pluggy calls hooks only while building and at coarse events, never inside a forward pass, a loss or a stream of tensors.
 

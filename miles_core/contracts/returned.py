@@ -7,31 +7,24 @@ Every new hook needs an entry in ``BOUNDARIES``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from miles_core.algorithm.correction import Correction
-from miles_core.contracts.engine import Engine, Request, Sampling
-from miles_core.contracts.exchanged import describe_invalid_tokens, vocabulary_size
-from miles_core.contracts.runtime import Runtime
+from miles_core.contracts import changed
+from miles_core.contracts.changed import check_one_reward, check_reward_of, describe_mismatch, is_scalar
+from miles_core.contracts.engine import Engine
+from miles_core.contracts.runtime import Learned, Runtime
 from miles_core.contracts.schedule import Schedule
 from miles_core.contracts.trainer import Loss, Output, Trainer
 from miles_core.contracts.transport import Transport
-from miles_core.data.batch import Batch, Ragged
-from miles_core.data.sample import Sample, number
+from miles_core.data.prompt_source import PromptSource
+from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
-from miles_core.errors import DataError
 from miles_core.plugin.guard import UNCHECKED, Boundary, describe
-
-
-def describe_mismatch(value: Any, expected: str) -> str:
-    """Return the error message for a value of the wrong type or shape."""
-    return f"it returned {describe(value)}; expected {expected}"
-
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
@@ -46,6 +39,11 @@ def check_instance(kind: type) -> Callable[[Any], str]:
 def check_callable(part: Any) -> str:
     """Check that a part is callable."""
     return "" if callable(part) else describe_mismatch(part, "a function")
+
+
+def check_function_or_none(part: Any) -> str:
+    """Check that a part is callable, or None for no part."""
+    return "" if part is None else check_callable(part)
 
 
 def check_present(part: Any) -> str:
@@ -68,14 +66,20 @@ def check_groups(value: Any, _: tuple[Any, ...]) -> str:
     expected = "a list of groups, each a list of Sample"
     if not isinstance(value, list) or not value:
         return describe_mismatch(value, expected)
-    return next(
-        (describe_mismatch(g, f"{expected}; this is one of its entries") for g in value if _check_sample_list(g)), ""
-    )
+    for group in value:
+        if _check_sample_list(group):
+            return describe_mismatch(group, f"{expected}; this is one of its entries")
+        if wrong := next(
+            (w for s in group if (w := check_reward_of(s) or f"sample {s.index} has no reward" * (s.reward is None))),
+            "",
+        ):
+            return wrong
+    return ""
 
 
 def check_samples(value: Any, _: tuple[Any, ...]) -> str:
-    """Check for a list of at least one sample."""
-    return _check_sample_list(value)
+    """Check for a list of at least one sample, whose rewards, if they have any, are numbers or dicts."""
+    return _check_sample_list(value) or next((wrong for s in value if (wrong := check_reward_of(s))), "")
 
 
 def _check_sample_list(value: Any) -> str:
@@ -86,23 +90,23 @@ def _check_sample_list(value: Any) -> str:
 def check_reward(value: Any, arguments: tuple[Any, ...]) -> str:
     """Check for a finite number or a dict of numbers; for a group reward, a list of them, one per sample of ``(args, samples)``."""
     if len(arguments) < 2 or not isinstance(arguments[1], list):
-        return _check_one_reward(value)
+        return check_one_reward(value)
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(arguments[1]):
         return describe_mismatch(value, f"a list of {len(arguments[1])} rewards, one per sample of the group")
-    return next((wrong for wrong in map(_check_one_reward, values) if wrong), "")
+    return next((wrong for wrong in map(check_one_reward, values) if wrong), "")
 
 
-def _check_one_reward(value: Any) -> str:
-    entries = value if isinstance(value, Mapping) else {"": value}
-    if not entries:
-        return describe_mismatch(value, "a number, or a dict of numbers")
-    for name, entry in entries.items():
-        try:
-            number(entry, None)
-        except DataError as error:
-            return f"the reward{f' {name!r}' if name else ''} {error}"
-    return ""
+def check_learned(value: Any, _: tuple[Any, ...]) -> str:
+    """Check for a ``Learned`` whose metrics are numbers."""
+    if not isinstance(value, Learned):
+        return describe_mismatch(value, "what learn returned, or Learned({}, 0) if nothing was trained")
+    return check_numbers(value.metrics, ())
+
+
+def check_nothing(value: Any, _: tuple[Any, ...]) -> str:
+    """Check for None."""
+    return "" if value is None else describe_mismatch(value, "nothing")
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -113,15 +117,11 @@ def check_metrics(pairs: Any) -> str:
     if not isinstance(pairs, dict):
         return f"its metrics are {describe(pairs)}; expected a dict of name -> (sum, weight)"
     for name, pair in pairs.items():
-        if not (isinstance(pair, tuple) and len(pair) == 2 and _is_scalar(pair[0]) and _is_scalar(pair[1])):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and is_scalar(pair[0]) and is_scalar(pair[1])):
             return f"the metric {name!r} is {describe(pair)}; expected (sum, weight), two numbers or 0-d tensors"
         if not isinstance(name, str) or "/" not in name:
             return f"the metric {name!r} has no prefix; name it <plugin>/{name}"
     return ""
-
-
-def _is_scalar(value: Any) -> bool:
-    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, Real)
 
 
 def _check_column(name: str, value: Any, like: Tensor) -> str:
@@ -158,7 +158,7 @@ def check_output(value: Any, arguments: tuple[Any, ...]) -> str:
     if trains and value.log_probs is not None and not value.log_probs.requires_grad:
         return "log_probs has no gradient; return what the inner function computed, without detach()"
     for name, pair in value.aux.items():
-        if not (isinstance(pair, tuple) and len(pair) == 2 and _is_scalar(pair[0]) and _is_scalar(pair[1])):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and is_scalar(pair[0]) and is_scalar(pair[1])):
             return f"aux[{name!r}] is {describe(pair)}; expected (sum, weight), two 0-d tensors"
     return check_metrics(ctx.metrics)
 
@@ -201,11 +201,11 @@ def check_advantages(value: Any, arguments: tuple[Any, ...]) -> str:
     return wrong or _check_values("the advantage", value, negative=True)
 
 
-def check_optimizer_metrics(value: Any, _: tuple[Any, ...]) -> str:
-    """Check for a dict of numbers."""
+def check_numbers(value: Any, _: tuple[Any, ...]) -> str:
+    """Check for metrics: a dict of numbers."""
     if not isinstance(value, dict):
-        return describe_mismatch(value, "the dict of metrics that the inner function returned")
-    wrong = next((name for name, entry in value.items() if not _is_scalar(entry)), None)
+        return describe_mismatch(value, "a dict of metrics, name -> number")
+    wrong = next((name for name, entry in value.items() if not is_scalar(entry)), None)
     return "" if wrong is None else f"the metric {wrong!r} is {describe(value[wrong])}; expected a number"
 
 
@@ -227,115 +227,26 @@ def unit_shapes(unit: Unit) -> dict[str, str]:
     return {name: f"{kinds[tensor.is_floating_point()]} {list(tensor.shape)}" for name, tensor in unit.tensors.items()}
 
 
-# -- arguments that an event changed in place --------------------------------------------------------------------------
-
-
-def record_model(arguments: Mapping[str, Any]) -> tuple[bool, int | None]:
-    """Return whether any parameter is trainable, and the number of tokens that the output layer scores."""
-    model = arguments["model"]
-    return any(p.requires_grad for p in model.parameters()), _output_size(model)
-
-
-def check_model(state: tuple[bool, int | None], arguments: Mapping[str, Any]) -> str:
-    """Check that a parameter is still trainable, and that the output layer still scores the vocabulary."""
-    model, role = arguments["model"], arguments["role"]
-    trainable, tokens = state
-    if role in ("train", "shared") and trainable and not any(p.requires_grad for p in model.parameters()):
-        count = sum(1 for _ in model.parameters())
-        return f"requires_grad is False for all {count} parameters of the model to train; leave some to train"
-    size = _output_size(model)
-    if tokens is not None and size != tokens:
-        return f"the output layer (lm_head) scores {size} tokens; expected {tokens}, the model's vocabulary"
-    return ""
-
-
-def _output_size(model: nn.Module) -> int | None:
-    find = getattr(model, "get_output_embeddings", None)
-    layer = find() if find is not None else None
-    weight = getattr(layer, "weight", None)
-    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else None
-
-
-def check_batch(_: None, arguments: Mapping[str, Any]) -> str:
-    """Check that every column has one row per token and every scalar one row per sample."""
-    batch: Batch = arguments["batch"]
-    tokens, count = len(batch.tokens), len(batch)
-    if batch.tokens.dtype != torch.int64:
-        return f"batch.tokens is {describe(batch.tokens)}; expected int64 token ids"
-    for name, column in batch.columns.items():
-        if not isinstance(column, (Tensor, Ragged)):
-            return f"batch.columns[{name!r}] is {describe(column)}; expected a Tensor [tokens, ...]"
-        if (rows := len(column.offsets) - 1 if isinstance(column, Ragged) else _count_rows(column)) != tokens:
-            return f"batch.columns[{name!r}] has {rows} rows; expected {tokens}, one per token"
-    for name, scalar in batch.scalars.items():
-        if not isinstance(scalar, Tensor) or _count_rows(scalar) != count:
-            return f"batch.scalars[{name!r}] is {describe(scalar)}; expected a Tensor of {count} rows, one per sample"
-    if int(batch.lengths.sum()) != tokens:
-        return f"batch.lengths add up to {int(batch.lengths.sum())}; expected {tokens}, the number of tokens"
-    return ""
-
-
-def _count_rows(tensor: Tensor) -> int:
-    return len(tensor) if tensor.dim() else 0
-
-
-def check_sample(_: None, arguments: Mapping[str, Any]) -> str:
-    """Check that the sample's lists have the length of its response and its fields match their declarations."""
-    try:
-        arguments["sample"].validate(arguments["run"].fields)
-    except (DataError, TypeError) as error:
-        return f"it left a sample that cannot be used: {error}"
-    return ""
-
-
-def check_request(_: None, arguments: Mapping[str, Any]) -> str:
-    """Check that the request still has a prompt, and a set of field names to record."""
-    request: Request = arguments["request"]
-    if not request.tokens or not isinstance(request.tokens, list):
-        return f"it left the request with tokens that are {describe(request.tokens)}; expected a list of token ids"
-    if wrong := describe_invalid_tokens(request.tokens, vocabulary_size(arguments["run"])):
-        return f"it left the request with {wrong}"
-    if not isinstance(request.sampling, Sampling) or request.sampling.max_new_tokens < 1:
-        return f"it left the request with sampling {request.sampling!r:.80}; expected a Sampling with max_new_tokens of at least 1"
-    if not isinstance(request.extras, set):
-        return f"it left the request with extras that are {describe(request.extras)}; expected a set of field names"
-    return ""
-
-
-def copy_metrics(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the metrics before the hook changes them."""
-    return dict(arguments["metrics"])
-
-
-def check_added_metrics(state: dict[str, Any], arguments: Mapping[str, Any]) -> str:
-    """Check that added or changed metrics are numbers and their names have a prefix."""
-    for name, value in arguments["metrics"].items():
-        if name in state and state[name] is value:
-            continue
-        if not _is_scalar(value):
-            return f"the metric {name!r} is {describe(value)}; expected a number"
-        if not isinstance(name, str) or "/" not in name:
-            return f"the metric {name!r} has no prefix; name it <plugin>/{name}"
-    return ""
-
-
 #: hook -> checks of its results. ``UNCHECKED`` hooks cannot damage their arguments, or core checks their results elsewhere.
 BOUNDARIES: dict[str, Boundary] = {
-    "on_start": UNCHECKED,
-    "on_model": Boundary(before=record_model, after=check_model),
+    "on_start": Boundary(after=changed.check_policies_of),
+    "on_model": Boundary(before=changed.record_model, after=changed.check_model),
     "on_mtp_layers": UNCHECKED,  # the trainer checks the requests against its model
     "wrap_rollout": Boundary(call=check_groups, kind="async"),
     "wrap_generate": Boundary(call=check_samples, kind="async"),
-    "on_request": Boundary(after=check_request),
-    "on_sample": Boundary(after=check_sample),
-    "on_batch": Boundary(after=check_batch),
+    "on_request": Boundary(after=changed.check_request),
+    "on_sample": Boundary(before=changed.copy_fields, after=changed.check_sample),
+    "on_evaluation": Boundary(before=changed.copy_metrics, after=changed.check_added_metrics),
+    "wrap_learn": Boundary(call=check_learned, kind="async"),
+    "wrap_export": Boundary(call=check_nothing),
+    "on_batch": Boundary(after=changed.check_batch),
     "wrap_forward": Boundary(call=check_output),
     "wrap_correction": Boundary(call=check_correction),
     "wrap_loss": Boundary(call=check_loss),
     "wrap_weights": Boundary(call=check_unit, kind="stream", shapes=unit_shapes),
-    "wrap_optimizer_step": Boundary(call=check_optimizer_metrics),
+    "wrap_optimizer_step": Boundary(call=check_numbers),
     "on_weights_synced": UNCHECKED,
-    "on_step": Boundary(before=copy_metrics, after=check_added_metrics),
+    "on_step": Boundary(before=changed.copy_metrics, after=changed.check_added_metrics),
     "on_save": UNCHECKED,  # Store.put checks its arguments
     "on_load": UNCHECKED,
     "on_stop": UNCHECKED,
@@ -349,13 +260,10 @@ BOUNDARIES: dict[str, Boundary] = {
     "make_advantage": Boundary(part=check_callable, call=check_advantages),
     "make_reward": Boundary(part=check_callable, call=check_reward, kind="async"),
     "make_sink": Boundary(part=check_sink),
+    "make_prompts": Boundary(part=check_instance(PromptSource)),
+    "make_check": Boundary(part=check_function_or_none, call=check_numbers, kind="async"),
     # Core checks the results of the following hooks where it uses them.
-    "make_check": UNCHECKED,
     "make_generate": UNCHECKED,
     "make_head": UNCHECKED,
     "make_optimizer": UNCHECKED,
-    "make_prompts": UNCHECKED,
-    "on_evaluation": UNCHECKED,
-    "wrap_export": UNCHECKED,
-    "wrap_learn": UNCHECKED,
 }

@@ -8,7 +8,7 @@ name.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Align = Literal["response", "token", "token-1", "sample"]
 
@@ -41,13 +41,14 @@ class Field:
     def __post_init__(self) -> None:
         if self.ragged and self.shape:
             raise ValueError(f"field {self.name!r}: a ragged field has no trailing shape, got {self.shape}")
+        if self.align not in get_args(Align):
+            raise ValueError(
+                f"field {self.name!r}: align is {self.align!r}; expected one of {', '.join(get_args(Align))}"
+            )
 
 
 #: Fields that every sample has.
-CORE_FIELDS = (
-    Field("loss_mask", "float32", "response"),
-    Field("rollout_log_probs", "float32", "response"),
-)
+CORE_FIELDS = (Field("loss_mask", "float32", "response"), Field("rollout_log_probs", "float32", "response"))
 
 #: Token ids the engine could have sampled at each response position (top-k, top-p); always contains the sampled one.
 SAMPLING_SUPPORT = Field("sampling_support", "int32", "response", ragged=True, label="sampler truncation")

@@ -42,10 +42,7 @@ class _File(logging.FileHandler):
 
 
 def configure(
-    level: str = "info",
-    run_dir: Path | str | None = None,
-    console: Console | None = None,
-    loggers: Iterable[str] = (),
+    level: str = "info", run_dir: Path | str | None = None, console: Console | None = None, loggers: Iterable[str] = ()
 ) -> Console:
     """Configure the program's log output; a later call replaces an earlier one.
 

@@ -19,6 +19,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -44,11 +45,8 @@ class Wrapper:
         seen: dict[str, Any] = {}
         if self.boundary.shapes is not None:
             inner = _record_shapes(inner, self.boundary.shapes, seen)
-        try:
+        with ErrorNote(self.plugin, self.hook):
             function = self.wrap(inner)
-        except Exception as error:
-            note(error, self.plugin, self.hook)
-            raise
         if not callable(function):
             raise PluginError(
                 f"plugin {self.plugin}: {self.hook} wrapped with something that returned {function!r}; "
@@ -74,10 +72,21 @@ def note(error: BaseException, plugin: str, hook: str) -> None:
 
     An error of core (empty ``plugin``) gets no note, but is marked so that no plugin around it is named.
     """
-    if getattr(error, _OWNER, None) is None:
+    if getattr(error, _OWNER, None) is None and not str(error).startswith("plugin "):
         setattr(error, _OWNER, plugin)
         if plugin:
             error.add_note(f"in plugin {plugin}, hook {hook}")
+
+
+class ErrorNote(AbstractContextManager[None]):
+    """Adds the note of ``note`` to an exception that leaves the body."""
+
+    def __init__(self, plugin: str, hook: str) -> None:
+        self.plugin, self.hook = plugin, hook
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            note(error, self.plugin, self.hook)
 
 
 def names_plugin(error: BaseException) -> bool:
@@ -99,12 +108,9 @@ def add_error_notes(function: Callable[..., Any], plugin: str, hook: str) -> Cal
     elif inspect.isasyncgenfunction(function):
 
         async def result(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-            try:
+            with ErrorNote(plugin, hook):
                 async for item in function(*args, **kwargs):
                     yield item
-            except Exception as error:
-                note(error, plugin, hook)
-                raise
 
     elif inspect.isgeneratorfunction(function):
 
@@ -114,11 +120,8 @@ def add_error_notes(function: Callable[..., Any], plugin: str, hook: str) -> Cal
     else:
 
         def result(*args: Any, **kwargs: Any) -> Any:
-            try:
+            with ErrorNote(plugin, hook):
                 value = function(*args, **kwargs)
-            except Exception as error:
-                note(error, plugin, hook)
-                raise
             if isinstance(value, Generator):
                 return _iterate(value, plugin, hook)
             return _await(value, plugin, hook) if isinstance(value, Coroutine) else value
@@ -147,14 +150,11 @@ def _check_async(
     assert check is not None
 
     async def result(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with ErrorNote(plugin, hook):
             awaitable = function(*args, **kwargs)
             if not inspect.isawaitable(awaitable):
                 raise refuse(plugin, hook, f"the function returned {describe(awaitable)} at once; write `async def`")
             value = await awaitable
-        except Exception as error:
-            note(error, plugin, hook)
-            raise
         if wrong := check(value, args):
             raise refuse(plugin, hook, wrong)
         return value
@@ -169,7 +169,7 @@ def _check_stream(
     assert check is not None
 
     def result(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with ErrorNote(plugin, hook):
             items = function(*args, **kwargs)
             if not isinstance(items, Iterable):
                 raise refuse(plugin, hook, f"the function returned {describe(items)}; expected an iterator")
@@ -185,9 +185,6 @@ def _check_stream(
                             raise refuse(plugin, hook, f"the stream has {name} twice; yield each tensor once")
                         sent.add(name)
                 yield item
-        except Exception as error:
-            note(error, plugin, hook)
-            raise
 
     return result
 
@@ -199,11 +196,8 @@ def _check_call(
     assert check is not None
 
     def result(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with ErrorNote(plugin, hook):
             value = function(*args, **kwargs)
-        except Exception as error:
-            note(error, plugin, hook)
-            raise
         if wrong := check(value, args):
             raise refuse(plugin, hook, wrong)
         return value
@@ -226,16 +220,10 @@ def _record_shapes(
 
 
 def _iterate(items: Generator[Any, Any, Any], plugin: str, hook: str) -> Generator[Any, Any, Any]:
-    try:
+    with ErrorNote(plugin, hook):
         return (yield from items)
-    except Exception as error:
-        note(error, plugin, hook)
-        raise
 
 
 async def _await(value: Awaitable[Any], plugin: str, hook: str) -> Any:
-    try:
+    with ErrorNote(plugin, hook):
         return await value
-    except Exception as error:
-        note(error, plugin, hook)
-        raise

@@ -15,20 +15,8 @@ from miles_core.plugin.manifest import Plugin, Rule
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: The kinds of parts that core and its backends use. Plugins may define further kinds.
 PARTS = (
-    "runtime",
-    "model",
-    "trainer",
-    "engine",
-    "decoder",
-    "transport",
-    "schedule",
-    "advantage",
-    "reward",
-    "check",
-    "report",
-    "record",
-    "progress",
-    "sink",
+    *("runtime", "model", "head", "trainer", "optimizer", "engine", "decoder", "transport", "schedule", "prompts"),
+    *("generate", "advantage", "reward", "check", "report", "record", "progress", "sink"),
 )
 
 

@@ -241,8 +241,10 @@ def _make_manifest(stem: str, module: ModuleType, path: Path) -> Plugin:
     if any(hasattr(v, MARK) for v in own.values() if not isinstance(v, type)):
         targets.append("")  # the module itself holds hooks
     if not targets:
+        unmarked = ", ".join(n for n in own if n.startswith(("on_", "wrap_")))
         raise PluginError(
             f"--plugins {path}: the file has no manifest called 'plugin' and nothing marked with miles_core.plugin.hookimpl"
+            f"{unmarked and f'; put @hookimpl above {unmarked}'}"
         )
     hooks = {"": tuple(f"{module.__name__}:{name}" for name in targets)}
     summary = (module.__doc__ or f"hooks of {path.name}").strip().splitlines()[0]

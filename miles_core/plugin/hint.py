@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean, median
 
 Behaviour = Callable[[Sequence[float]], bool]
@@ -44,19 +43,6 @@ def detect_jump(factor: float, steps: int = 20, least: float = 0.0) -> Behaviour
 def detect_fall(fraction: float, steps: int = 5) -> Behaviour:
     """Behaviour: the mean of the last ``steps`` values is below ``fraction`` times the mean of the first ``steps``."""
     return lambda values: len(values) >= 2 * steps and fmean(values[-steps:]) < fraction * fmean(values[:steps])
-
-
-def detect_oscillation(swing: float, steps: int = 12) -> Behaviour:
-    """Behaviour: at least three quarters of the last ``steps`` changes reverse direction, and their mean size exceeds ``swing``."""
-
-    def check(values: Sequence[float]) -> bool:
-        if len(values) <= steps:
-            return False
-        changes = [b - a for a, b in pairwise(values[-steps - 1 :])]
-        turns = sum(a * b < 0 for a, b in pairwise(changes))
-        return turns >= 0.75 * (steps - 1) and fmean(map(abs, changes)) > swing
-
-    return check
 
 
 @dataclass(frozen=True)

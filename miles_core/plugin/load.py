@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pluggy
 
-from miles_core.errors import PluginError
+from miles_core.errors import MilesError, PluginError
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.chain import Wrapper, add_checks, add_error_notes, compose, names_plugin, note
+from miles_core.plugin.chain import ErrorNote, Wrapper, add_checks, add_error_notes, compose, names_plugin
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.failure import import_failure
@@ -61,25 +62,39 @@ class Hooks:
         boundary = self._boundaries.get(name, UNCHECKED)
         for plugin, function, taken in self._implementations(name, arguments):
             state = boundary.before(arguments) if boundary.before is not None else None
-            try:
+            with ErrorNote(plugin, name):
                 value = function(*[arguments[a] for a in taken])
-            except Exception as error:
-                note(error, plugin, name)
-                raise
             if value is not None:
                 raise refuse(
                     plugin,
                     name,
                     f"it returned {describe(value)}; an event returns nothing: change its arguments in place",
                 )
-            if boundary.after is not None and (wrong := boundary.after(state, arguments)):
+            try:
+                wrong = boundary.after(state, arguments) if boundary.after is not None else ""
+            except (MilesError, TypeError) as error:
+                wrong = f"its changes cannot be used: {error}"
+            if wrong:
                 raise refuse(plugin, name, wrong)
 
     def name_suspects(self, error: BaseException, hooks: Sequence[str]) -> None:
-        """Add a note to an error that names no plugin: the plugins that implement one of ``hooks``."""
+        """Add notes to an error that names no plugin: a plugin in its traceback, and the plugins that implement one of ``hooks``."""
+        self._name_origin(error)
         found = [f"plugin {plugin}, hook {hook}" for hook in hooks for plugin, *_ in self._calls[hook]]
         if found and not names_plugin(error):
             error.add_note(f"changed by a plugin before it failed: {'; '.join(found)}")
+
+    def _name_origin(self, error: BaseException) -> None:
+        """Add a note to an error that names no plugin: the innermost function of a plugin in its traceback."""
+        active = [p for p in self._active if not p.standard and p is not CORE]
+        parts = [(target, p.name) for p in active for made in p.provides.values() for target in made.values()]
+        parts += [(function.__module__, plugin) for calls in self._calls.values() for plugin, function, _ in calls]
+        owners = {target.partition(":")[0].partition(".")[0]: plugin for target, plugin in parts}
+        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+            plugin = owners.get(str(frame.f_globals.get("__name__")).partition(".")[0])
+            if plugin and not names_plugin(error):
+                error.add_note(f"in plugin {plugin}, {frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})")
+                return
 
     def chain(self, name: str, /, **arguments: Any) -> list[Wrapper]:
         """Call every implementation of a ``wrap_*`` hook once and return their wrappers for ``compose``, the outermost first.
@@ -88,11 +103,8 @@ class Hooks:
         """
         wrappers = []
         for plugin, function, taken in self._implementations(name, arguments):
-            try:
+            with ErrorNote(plugin, name):
                 wrap = function(*[arguments[a] for a in taken])
-            except Exception as error:
-                note(error, plugin, name)
-                raise
             if wrap is None:
                 continue
             if not callable(wrap):
@@ -108,14 +120,11 @@ class Hooks:
         """
         plugin, build = self.builder(kind, name)
         hook, boundary = f"make_{kind} ({name})", self._boundaries.get(f"make_{kind}", UNCHECKED)
-        try:
+        with ErrorNote("" if plugin is CORE or plugin.standard else plugin.name, hook):
             made = build(**select_arguments(build, arguments))
-        except Exception as error:
-            note(error, "" if plugin is CORE or plugin.standard else plugin.name, hook)
-            raise
         if boundary.part is not None and (wrong := boundary.part(made)):
             raise refuse(plugin.name, hook, wrong)
-        if boundary.call is not None:
+        if boundary.call is not None and made is not None:
             return add_checks(made, plugin.name, hook, boundary)
         # only functions are wrapped; objects have too many entry points
         return add_error_notes(made, plugin.name, hook) if inspect.isfunction(made) else made
@@ -128,7 +137,7 @@ class Hooks:
         """
         for plugin in self._active:
             if name in plugin.provides.get(kind, {}):
-                return plugin, import_target(plugin.name, plugin.provides[kind][name])
+                return plugin, import_target(f"{plugin.name}, make_{kind} ({name})", plugin.provides[kind][name])
         raise PluginError(
             f"no active plugin provides the {kind} {name!r}; {_suggest_name(self.find_provided(kind), name)}"
         )
@@ -136,6 +145,10 @@ class Hooks:
     def provider(self, kind: str, name: str) -> str:
         """Return the plugin from which ``make`` builds the part ``name`` of a kind; "" if there is none."""
         return next((p.name for p in self._active if name in p.provides.get(kind, {})), "")
+
+    def describe_part(self, kind: str, name: str) -> str:
+        """Return the plugin and the hook of the part ``name`` of a kind, for messages."""
+        return f"plugin {self.provider(kind, name)}, hook make_{kind} ({name})"
 
     def takes(self, kind: str, name: str, argument: str) -> bool:
         """Whether the callable that builds the part ``name`` of a kind accepts ``argument``.
@@ -227,7 +240,8 @@ def import_target(plugin: str, target: str) -> Any:
         return module
     if not hasattr(module, name):
         raise PluginError(
-            f"plugin {plugin}: {module_name} has no {name!r}; {did_you_mean(name, vars(module))}".rstrip("; ")
+            f"plugin {plugin}: {getattr(module, '__file__', None) or module_name} has no {name!r}; "
+            f"{did_you_mean(name, vars(module))}".rstrip("; ")
         )
     return getattr(module, name)
 
@@ -247,12 +261,9 @@ def _instantiate(plugin: str, target: Any, options: Any) -> Any:
         raise PluginError(
             f"plugin {plugin}: {target.__name__} takes {', '.join(required)}; it may take its options, no more"
         )
-    try:
+    with ErrorNote(plugin, f"{target.__name__}()"):
         build: Callable[..., Any] = target
         return build(options) if parameters else build()
-    except Exception as error:
-        note(error, plugin, f"{target.__name__}()")
-        raise
 
 
 def _decide_condition(condition: str, plugin: str, facts: Facts | None) -> bool:

@@ -88,9 +88,7 @@ def _scope(function: Any, who: str) -> Scope:
 
 
 def make_reward(
-    rm_type: str | None,
-    custom_path: str | None = None,
-    concurrency: int = DEFAULT_CONCURRENCY,
+    rm_type: str | None, custom_path: str | None = None, concurrency: int = DEFAULT_CONCURRENCY
 ) -> RewardFunction:
     """Create the reward function of a run from ``--custom-rm-path``, or else from ``--rm-type``.
 

@@ -18,6 +18,7 @@ from miles_core.contracts.engine import Response, Sampling
 from miles_core.data.renderer import Message, Renderer
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError, PluginError
+from miles_core.plugin.guard import describe
 from miles_core.rollout.continuation import merge_sampling
 from miles_core.rollout.transcript import Transcript, Turn
 
@@ -205,8 +206,8 @@ def make_turn() -> SingleTurn:
     return SingleTurn()
 
 
-def to_rollout_function(made: Any, name: str) -> RolloutFunction:
-    """Convert the value that the provider of ``--generate`` returned to a rollout function.
+def to_rollout_function(made: Any, label: str) -> RolloutFunction:
+    """Convert the value that a provider of ``--generate`` returned to a rollout function. ``label`` names the provider in messages.
 
     Raises:
         PluginError: the value is neither a ``RolloutFunction`` nor an async function.
@@ -215,7 +216,7 @@ def to_rollout_function(made: Any, name: str) -> RolloutFunction:
         return made
     if not inspect.iscoroutinefunction(made):
         raise PluginError(
-            f"--generate {name}: its provider returned {made!r:.80}; return a RolloutFunction, or an async function (sample, ask)"
+            f"{label}: it returned {describe(made)}; expected a RolloutFunction, or an async function (sample, ask)"
         )
     return PlainFunction(made)
 

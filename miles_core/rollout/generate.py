@@ -167,6 +167,7 @@ class Generator:
                     if fault := find_fault(one, self.vocabulary):
                         raise DataError(f"sample {one.index} has {fault}")
                     one.validate(self.run.fields)
+                    self.run.select_policy(self.run.policy, [[one]])
                 except DataError as error:
                     raise DataError(f"plugin {plugins}, hook wrap_generate: {error}") from error
             self.keys.forget([number])
@@ -226,6 +227,8 @@ class Generator:
         if type(function) is SingleTurn:
             return [await function(sample, ask)]
         number, group, label = sample.index, sample.group_index, f"the rollout function {name}"
+        if owner := self.run.hooks.provider("generate", name):
+            label += f" of plugin {owner}"
         try:
             made = await function(sample, ask)
             if ask.abandoned:

@@ -206,6 +206,10 @@ class Prompt:
         return cls(data["text"], tokens, data["label"], data["metadata"], group_index, policy)
 
 
+def _is_valid(row: object) -> bool:
+    return isinstance(row, Row) and isinstance(row.prompt, (str, list)) and isinstance(row.metadata, dict)
+
+
 class PromptQueue:
     """Numbers prompts and tracks each of them until it is used or put back.
 
@@ -213,6 +217,7 @@ class PromptQueue:
         source: supplies rows.
         render: row -> token ids, or None to skip the row.
         kind: name of the source (``--prompts``); ``load_state`` rejects the state of another kind.
+        label: names the source in messages.
 
     Attributes:
         waiting: prompts that were put back; ``next`` returns them first.
@@ -220,8 +225,14 @@ class PromptQueue:
         left_out: number of rows that ``render`` skipped.
     """
 
-    def __init__(self, source: PromptSource, render: Callable[[Row], list[int] | None], kind: str = "file") -> None:
-        self.source, self.render, self.kind = source, render, kind
+    def __init__(
+        self,
+        source: PromptSource,
+        render: Callable[[Row], list[int] | None],
+        kind: str = "file",
+        label: str = "the prompt source",
+    ) -> None:
+        self.source, self.render, self.kind, self.label = source, render, kind, label
         self.waiting: deque[Prompt] = deque()
         self.out: dict[int, Prompt] = {}
         self.next_group = 0
@@ -244,10 +255,10 @@ class PromptQueue:
             DataError: the source did not return ``count`` rows, or ``GIVE_UP`` consecutive rows were skipped.
         """
         rows = self.source.next(count)
-        if not isinstance(rows, list) or len(rows) != count or not all(isinstance(row, Row) for row in rows):
+        if not isinstance(rows, list) or len(rows) != count or not all(map(_is_valid, rows)):
             raise DataError(
-                f"the prompt source {type(self.source).__name__} was asked for {count} rows and returned {rows!r:.80}; next(n) must "
-                "return a list of n miles_core.data.Row"
+                f"{self.label}: {type(self.source).__name__}.next({count}) returned {rows!r:.160}; expected a list of {count} "
+                "miles_core.data.Row, each with a text or a list of messages as prompt and a dict as metadata"
             )
         made = []
         for row in rows:

@@ -25,7 +25,6 @@ from miles_core.run.prepare import apply_plan, localise, prepare
 from miles_core.run.problems import Problems
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-#: switch -> the packages it imports.
 
 
 def plan_run(given: Config) -> tuple[Config, Plan, Catalogue]:

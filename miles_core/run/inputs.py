@@ -14,7 +14,7 @@ from miles_core.contracts.schedule import Schedule
 from miles_core.data.prompt_source import PromptSource, Row
 from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
-from miles_core.errors import ConfigError, DataError, PluginError
+from miles_core.errors import ConfigError, DataError
 from miles_core.observe.progress import Progress
 from miles_core.plugin.chain import compose
 from miles_core.reward.custom import is_async
@@ -180,7 +180,8 @@ class Inputs:
         assert self.prompts is not None  # set by the constructor or ``make``
         answers: Pairs = {}
         generator = self._generator(run, parts, training_sampling(run.config), answers)
-        queue = PromptQueue(self.prompts, self._render(run), run.config.data.prompts)
+        source = run.config.data.prompts
+        queue = PromptQueue(self.prompts, self._render(run), source, run.hooks.describe_part("prompts", source))
         return Collector(
             run,
             queue,
@@ -236,11 +237,7 @@ def _reward(run: Run, name: str, policy: Policy) -> RewardFunction:
 
 
 def _source(run: Run, name: str, data: str, purpose: str) -> PromptSource:
-    made = run.hooks.make("prompts", name, run=run, data=data, purpose=purpose)
-    if not isinstance(made, PromptSource):
-        raise PluginError(
-            f"--prompts {name}: its provider returned {made!r:.80}; return a miles_core.data.PromptSource"
-        )
+    made: PromptSource = run.hooks.make("prompts", name, run=run, data=data, purpose=purpose)
     return made
 
 
@@ -250,7 +247,10 @@ def _functions(run: Run, custom: Callable[..., Any] | None) -> Functions:
     options = run.config.rollout
     named = options.custom_generate_function_path
     wanted = run.hooks.find_provided("generate") if options.generate_key else (options.generate,)
-    made = {name: to_rollout_function(run.hooks.make("generate", name, run=run), name) for name in wanted}
+    made = {
+        name: to_rollout_function(run.hooks.make("generate", name, run=run), run.hooks.describe_part("generate", name))
+        for name in wanted
+    }
     if custom is not None:
         made[str(named)] = CustomGenerate(custom, run.config.args)
     for name, function in made.items():

@@ -51,10 +51,7 @@ def open_pairs(config: Config) -> Prompts:
     """Open the files of ``--sft-data`` and check their keys and values."""
     options, data = config.sft, config.data
     return Prompts(
-        options.data or (),
-        input_key=data.input_key,
-        label_key=options.response_key,
-        metadata_key=data.metadata_key,
+        options.data or (), input_key=data.input_key, label_key=options.response_key, metadata_key=data.metadata_key
     )
 
 

@@ -9,12 +9,15 @@ import torch
 from torch import nn
 
 from miles_core.contracts.run import Policy
+from miles_core.errors import PluginError
+from miles_core.plugin.guard import describe
 from miles_core.train.micro_batches import micro_batch_limits
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import build_model, resolve_device
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer.data_parallel import Alone, Replicated, current_world
 from miles_embedded.trainer.fully_shard import FullyShard
+from miles_embedded.trainer.optimizer import find_fault
 from miles_embedded.trainer.self_check import self_check
 from miles_embedded.trainer.threads import warn_if_crowded
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
@@ -32,7 +35,11 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
         return model
 
     def optimizer(groups: list[dict[str, Any]]) -> Any:
-        return run.hooks.make("optimizer", config.train.optimizer, run=run, policy=policy, groups=groups)
+        name = config.train.optimizer
+        made = run.hooks.make("optimizer", name, run=run, policy=policy, groups=groups)
+        if wrong := find_fault(made, groups):
+            raise PluginError(f"{run.hooks.describe_part('optimizer', name)}: it returned {describe(made)}{wrong}")
+        return made
 
     model = build("critic" if policy.role == "critic" else "train")
     if config.model.self_check and (

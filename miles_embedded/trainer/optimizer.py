@@ -70,7 +70,6 @@ class Optimizer:
         self._inner: torch.optim.Optimizer | None = None
         if groups:  # none for a frozen model
             self._inner = make(groups) if make is not None else adamw(groups, config)
-            _check_interface(self._inner)
         self._offload, self._offloaded = offload, Released(keep=True)
         with self.on_device():
             pass
@@ -311,10 +310,13 @@ def _groups(masters: dict[OptimizerGroup | None, dict[str, Tensor]], config: Opt
     return [group for group in groups if group["params"]]
 
 
-def _check_interface(made: object) -> None:
+def find_fault(made: object, groups: list[dict[str, Any]]) -> str:
+    """Describe what an optimizer that a plugin made for ``groups`` lacks; "" if nothing."""
     lacking = [name for name in ("step", "param_groups", "state") if not hasattr(made, name)]
     if lacking:
-        raise PluginError(
-            f"make_optimizer returned {type(made).__name__}, which has no {', '.join(lacking)}; it must return an object with the "
-            "interface of torch.optim.Optimizer"
-        )
+        return f", which has no {', '.join(lacking)}; expected an object with the interface of torch.optim.Optimizer"
+    theirs = {id(p) for group in made.param_groups for p in group["params"]}  # type: ignore[attr-defined]
+    left_out = sum(id(p) not in theirs for group in groups for p in group["params"])
+    if left_out or not all("miles_group" in group for group in made.param_groups):  # type: ignore[attr-defined]
+        return f", which leaves out {left_out} parameters; make it from `groups`, with the entries of each group"
+    return ""

@@ -1,4 +1,4 @@
-"""``miles report RUN``: writes a run's report and prints its path."""
+"""``miles report RUN``: writes a run's report and prints its path; with several runs, their comparison."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="miles report",
         description="Write RUN/report.html (one file with all plots) and RUN/report/*.png, and print the file's path. "
-        "Works while the run is going on, too.",
+        "Works while the run is going on, too. With several runs, write one page that compares them: the options that "
+        "differ, plots with a line per run, and the last value of every metric.",
     )
-    parser.add_argument("run", metavar="RUN", help="run directory, the one --save named")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run directory, the one --save named")
+    parser.add_argument(
+        "--output", metavar="FILE", help="file of a comparison (default: compare.html in the current directory)"
+    )
     chosen = parser.parse_args(argv)
+    if len(chosen.runs) > 1:
+        from miles_tools.report.compare import HTML, compare
+
+        print(compare(chosen.runs, chosen.output or HTML).resolve())
+        return 0
+    if chosen.output:
+        parser.error("--output is for a comparison of several runs; a report is written to RUN/report.html")
     from miles_tools.report.report import report
 
-    print(report(chosen.run).resolve())
+    print(report(chosen.runs[0]).resolve())
     return 0

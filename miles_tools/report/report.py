@@ -72,18 +72,19 @@ def report(run_dir: Path | str) -> Path:
     if not found:
         raise MilesError(f"{run_dir} is not a run directory: it has neither metrics.jsonl, plan.json nor config.yaml")
     records = read(run_dir / "metrics.jsonl")
-    config = _yaml(run_dir / "config.yaml")
+    config = read_yaml(run_dir / "config.yaml")
     total = _lookup(config, "rollout", "num_rollout")
     total = total if isinstance(total, int) else None
     declared = [panel for plugin in discover().values() for panel in plugin.panels]
     chosen = panels(records, [panel for panel in declared if panel.kind != "grid"])
     grids = list(find_grids(run_dir, declared))
     images = _write_images(run_dir / IMAGES, chosen, records, grids)
-    page = _template().render(
+    page = render(
+        HTML,
         title=run_dir.resolve().name,
         status=_status(run_dir, records, total),
         cards=_cards(records, total),
-        plan=_json(run_dir / "plan.json"),
+        plan=read_json(run_dir / "plan.json"),
         environment=_environment(run_dir),
         hints=review(records, hints_of(discover().values(), _holds(run_dir / "plan.json"))),
         sections=_sections([*chosen, *(panel for panel, _ in grids)], images, records),
@@ -99,10 +100,12 @@ def report(run_dir: Path | str) -> Path:
     return target
 
 
-def _template() -> Any:
+def render(template: str, **values: Any) -> str:
+    """Render a template of this package to an HTML page."""
     from jinja2 import Environment, PackageLoader
 
-    return Environment(loader=PackageLoader("miles_tools.report", ""), autoescape=True).get_template("report.html")
+    environment = Environment(loader=PackageLoader("miles_tools.report", ""), autoescape=True)
+    return environment.get_template(template).render(**values)
 
 
 def _write_images(
@@ -152,7 +155,7 @@ def _sections(
 
 def _budget(run_dir: Path) -> dict[str, Any]:
     """Return the causes of the mismatch between engine and trainer at the first sync, measured with ``--verify-logprobs``."""
-    found = _json(run_dir / BUDGET_FILE)
+    found = read_json(run_dir / BUDGET_FILE)
     if not found:
         return {}
     png = draw_budget(found)
@@ -187,7 +190,7 @@ def _time(record: Mapping[str, Any]) -> float:
 
 def _describe_end(run_dir: Path, since: float) -> str:
     """Describe how the run ended, if it ended after ``since`` (a resumed run ends again)."""
-    found = _json(run_dir / ENDING)
+    found = read_json(run_dir / ENDING)
     return f" It {found['why']}." if found.get("why") and _time(found) >= since else ""
 
 
@@ -227,8 +230,16 @@ def _row(name: str, records: Sequence[Mapping[str, Any]]) -> Row:
         return Row(name, "", "", "", "", "", note)
     low, high = min(finite), max(finite, key=lambda pair: (pair[0], -pair[1]))
     best = high if name in UPWARD else low if name in DOWNWARD else None
-    best_text = f"{_number(best[0])} (step {best[1]})" if best else ""
-    return Row(name, _number(values[0]), _number(values[-1]), best_text, _number(low[0]), _number(high[0]), note)
+    best_text = f"{format_number(best[0])} (step {best[1]})" if best else ""
+    return Row(
+        name,
+        format_number(values[0]),
+        format_number(values[-1]),
+        best_text,
+        format_number(low[0]),
+        format_number(high[0]),
+        note,
+    )
 
 
 def _list_changed(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -253,7 +264,7 @@ def _holds(file: Path) -> Callable[[str], bool]:
 
 
 def _environment(run_dir: Path) -> list[tuple[str, str]]:
-    found = _json(run_dir / env.FILE)
+    found = read_json(run_dir / env.FILE)
     if not found:
         return []
     gpus = [f"{g['name']} ({env.bytes_text(g['memory'])}, sm_{g['sm']})" for g in found.get("gpus", ())]
@@ -267,7 +278,8 @@ def _environment(run_dir: Path) -> list[tuple[str, str]]:
     ]
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a run; {} if there is no such file. MilesError if it is damaged."""
     if not path.is_file():
         return {}
     try:
@@ -276,7 +288,8 @@ def _json(path: Path) -> dict[str, Any]:
         raise MilesError(f"{path} is not what a run wrote ({error}); restore or remove it") from error
 
 
-def _yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping of a run; {} if there is no such file. MilesError if it is damaged."""
     if not path.is_file():
         return {}
     import yaml
@@ -296,7 +309,8 @@ def _lookup(config: Mapping[str, Any], table: str, key: str) -> Any:
     return None
 
 
-def _number(value: float) -> str:
+def format_number(value: float) -> str:
+    """Format a metric for a table."""
     if isinstance(value, float) and math.isnan(value):
         return "not finite"
     if value == 0 or (float(value).is_integer() and abs(value) < 1e7):

@@ -68,3 +68,9 @@ def test_every_option_of_every_plugin_takes_its_own_default():
     schema = collect(manifests())
     for option in schema.options.values():
         assert check(option, option.default, "a file") == option.default, option.fact
+
+
+def test_case_does_not_matter_where_the_values_are_listed():
+    assert check(SCHEMA.find("run.log_level"), "DEBUG", "--log-level") == "debug"
+    with pytest.raises(ConfigError, match="cannot be 'LOUD'; it is one of debug"):
+        check(SCHEMA.find("run.log_level"), "LOUD", "--log-level")

@@ -1,5 +1,8 @@
 """Names of the hub: what is in the cache is used, what is not says how to get it. No test reaches the network."""
 
+import shlex
+from pathlib import Path
+
 import pytest
 
 from miles_core.config.load import load
@@ -51,3 +54,12 @@ def test_prompts_of_a_data_set(cached):
     cached("datasets", "org/sums", "data/train.jsonl", '{"input": "1+1"}\n{"input": "1+2"}\n')
     rows = Prompts("hf://datasets/org/sums/data/train.jsonl@[1:]")
     assert [row.prompt for row in rows] == ["1+2"]
+
+
+def test_the_command_of_the_readme_names_a_model_and_data_of_the_hub():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (command,) = (b for b in readme.replace("\\\n", " ").splitlines() if b.startswith("miles train") and "hf://" in b)
+    config = load(shlex.split(command)[2:])
+    assert hub.is_model(config.model.hf_checkpoint)
+    held_out = config.evaluation.prompt_data
+    assert all(hub.FILE.fullmatch(name) for name in (config.data.prompt_data, *held_out)) and held_out

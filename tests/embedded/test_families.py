@@ -94,6 +94,14 @@ def test_the_self_check_lets_it_pass(family, tmp_path):
     )
 
 
+def test_the_plan_refuses_what_was_late_and_no_installed_family_is_wrong():
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "every_family.json"
+    found = json.loads(results.read_text(encoding="utf-8"))
+    outcomes = {entry["outcome"] for entry in found["families"].values()}
+    assert outcomes <= {"exact", "refused", "not tried"} and found["counts"]["exact"] > 100
+    assert review(Facts(config_facts({"model_type": "moshi"})), {"model_type": "moshi"}).problems
+
+
 def test_the_page_lists_them_and_what_the_plan_refuses():
     page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
     table, refused = page.split("## Refused")

@@ -1,4 +1,4 @@
-"""Nearly eighty mistakes that authors of plugins make, each as a single-file plugin, and what the error must name.
+"""A hundred mistakes that authors of plugins make, each as a single-file plugin, and what the error must name.
 
 Used by ``test_mistakes.py`` and by ``benchmarks/mistakes.py``, which counts the answers.
 """
@@ -6,7 +6,10 @@ Used by ``test_mistakes.py`` and by ``benchmarks/mistakes.py``, which counts the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from miles_testing.toy import toy_files
 
 HEAD = """
 from dataclasses import replace
@@ -36,6 +39,11 @@ class Mistake:
     value: str
     code: str
     options: dict[str, Any] = field(default_factory=dict)
+
+    def flags(self, folder: Path) -> dict[str, Any]:
+        """The options, with files in place of ``PROMPTS`` and ``EXPORT``."""
+        files = {"PROMPTS": toy_files() / "prompts.jsonl", "EXPORT": folder / "exported"}
+        return {"steps": 1, **{name: files.get(value, value) for name, value in self.options.items()}}
 
 
 def hook(name: str, arguments: str, body: str) -> str:
@@ -74,6 +82,36 @@ def reward(body: str, kind: str = "async def") -> tuple[str, dict[str, Any]]:
         "rm_type": "odd",
         "custom_rm_path": None,
     }
+
+
+def rollout(body: str, kind: str = "async def") -> tuple[str, dict[str, Any]]:
+    """A rollout function, and the flag that selects it."""
+    return part("generate", "odd", f"{kind} turns(sample, ask):\n    {body}\nreturn turns"), {"generate": "odd"}
+
+
+def optimizer(body: str) -> tuple[str, dict[str, Any]]:
+    """An optimizer, and the flag that selects it."""
+    return part("optimizer", "odd", body, "run, policy, groups"), {"optimizer": "odd"}
+
+
+def prompts(body: str) -> tuple[str, dict[str, Any]]:
+    """A prompt source whose ``next(n)`` has this body, and the flags that select it."""
+    code = (
+        "plugin = Plugin('mine', 'a mistake', '0.1', '~=0.1', provides={'prompts': {'odd': 'make'}})\n"
+        f"class Source(PromptSource):\n    def next(self, n):\n        {body}\n"
+        "    def state(self):\n        return {}\n    def load_state(self, state):\n        pass\n"
+        "def make(run):\n    return Source()\n"
+    )
+    return code, {"prompts": "odd", "prompt_data": None}
+
+
+def field_of(value: str) -> str:
+    """A plugin with a declared field that ``on_sample`` fills with a value."""
+    return (
+        "plugin = Plugin('mine', 'a mistake', '0.1', '~=0.1', hooks={'': 'Hooks'}, "
+        "fields=(Field('odd', 'float32', 'response'),))\n"
+        f"class Hooks:\n    @hookimpl\n    def on_sample(self, sample):\n        sample.fields['odd'] = {value}\n"
+    )
 
 
 def engine(body: str) -> tuple[str, dict[str, Any]]:
@@ -229,4 +267,59 @@ MISTAKES = [
     Mistake("a response beyond the vocabulary", "make_engine (odd)", "1000000",
             *engine("found.tokens = [10**6] * len(found.tokens)")),
     Mistake("a sink that is a function", "make_sink (odd)", "write(step, metrics)", part("sink", "odd", "return print")),
+    Mistake("a learn function without return", "wrap_learn", "returned None",
+            around("wrap_learn", "await inner(*args)", kind="async def")),
+    Mistake("a learn function that is not awaited", "wrap_learn", "a coroutine",
+            around("wrap_learn", "return inner(*args)", kind="async def")),
+    Mistake("an export that is async", "wrap_export", "a coroutine",
+            around("wrap_export", "inner(*args)", kind="async def", asked="run, policy"), {"export_hf": "EXPORT"}),
+    Mistake("an evaluation metric that is text", "on_evaluation", "'good'",
+            hook("on_evaluation", "metrics", "metrics['mine/x'] = 'good'"), {"eval_prompt_data": "PROMPTS", "eval_interval": 1}),
+    Mistake("a check that is not async", "make_check (odd)", "a dict of 1",
+            part("check", "odd", "def look(parts):\n    return {'mine/x': 1.0}\nreturn look")),
+    Mistake("a check that returns a list", "make_check (odd)", "a list of 1",
+            part("check", "odd", "async def look(parts):\n    return [1.0]\nreturn look")),
+    Mistake("a reward of text in wrap_generate", "wrap_generate", "'good'",
+            around("wrap_generate", "found = await inner(*args)\nfound[0].reward = 'good'\nreturn found", kind="async def")),
+    Mistake("a reward that a rollout removes", "wrap_rollout", "no reward",
+            around("wrap_rollout", "groups = await inner(*args)\ngroups[0][0].reward = None\nreturn groups", kind="async def")),
+    Mistake("an unknown policy", "wrap_generate", "'other'",
+            around("wrap_generate", "found = await inner(*args)\nfound[0].policy = 'other'\nreturn found", kind="async def")),
+    Mistake("NaN in a column that no loss uses", "on_batch", "'extra' with nan",
+            hook("on_batch", "batch", "batch.columns['extra'] = batch.tokens / 0 * 0.0")),
+    Mistake("a column on another device", "on_batch", "'extra' on meta",
+            hook("on_batch", "batch", "batch.columns['extra'] = torch.zeros(len(batch.tokens), device='meta')")),
+    Mistake("tokens changed in place", "on_batch", "expected token ids from 0 to",
+            hook("on_batch", "batch", "batch.tokens += 1000")),
+    Mistake("a hook that raises KeyError", "on_batch", "'rewards'",
+            hook("on_batch", "batch", "batch.columns['extra'] = batch.columns['rewards']")),
+    Mistake("a field that no manifest declares", "on_sample", "'score'",
+            hook("on_sample", "sample", "sample.fields['score'] = np.zeros(sample.response_length)")),
+    Mistake("a field of texts", "on_sample", "'odd'", field_of("['a'] * sample.response_length")),
+    Mistake("a field with one dimension too many", "on_sample", "float64 [", field_of("np.zeros((sample.response_length, 2))")),
+    Mistake("a field of bfloat16", "on_sample", "bfloat16", field_of("torch.zeros(sample.response_length, dtype=torch.bfloat16)")),
+    Mistake("an undeclared extra", "on_request", "'logits'", hook("on_request", "request", "request.extras.add('logits')")),
+    Mistake("no policies", "on_start", "run.policies is empty", hook("on_start", "run", "run.policies = []")),
+    Mistake("a rollout function without return", "rollout function odd", "NoneType", *rollout("await ask()")),
+    Mistake("a rollout function that is not async", "make_generate (odd)", "a function", *rollout("return sample", kind="def")),
+    Mistake("a rollout function that raises KeyError", "rollout function odd", "'question'",
+            *rollout("return sample.metadata['question']")),
+    Mistake("prompts that are texts", "make_prompts (odd)", "['a', 'a']", *prompts("return ['a'] * n")),
+    Mistake("prompts from a generator", "make_prompts (odd)", "generator", *prompts("yield Row('a')")),
+    Mistake("a prompt source that raises", "Source.next", "'question'", *prompts("return [Row({}['question'])] * n")),
+    Mistake("a prompt source without return", "make_prompts (odd)", "None", part("prompts", "odd", "pass"),
+            {"prompts": "odd", "prompt_data": None}),
+    Mistake("an optimizer without return", "make_optimizer (odd)", "None", *optimizer("pass")),
+    Mistake("an optimizer of other parameters", "make_optimizer (odd)", "leaves out",
+            *optimizer("return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)")),
+    Mistake("tokens as a tensor", "make_engine (odd)", "int64 [4]", *engine("found.tokens = torch.tensor(found.tokens)")),
+    Mistake("log-probs as an array", "make_engine (odd)", "float64 [4]", *engine("found.log_probs = np.array(found.log_probs)")),
+    Mistake("log-probs in lists", "make_engine (odd)", "(list)", *engine("found.log_probs = [[p] for p in found.log_probs]")),
+    Mistake("versions without positions", "make_engine (odd)", "[3]", *engine("found.weight_versions = [3]")),
+    Mistake("an engine that raises KeyError", "generate (", "'meta_info'", *engine("raise KeyError('meta_info')")),
+    Mistake("a sink that raises", "Sink.write", "'loss'",
+            part("sink", "odd", "class Sink:\n    def write(self, step, metrics):\n        metrics['loss']\n"
+                 "    def close(self):\n        pass\nreturn Sink()")),
+    Mistake("a part that is misspelled", "make_advantage (odd)", "did you mean make",
+            part("advantage", "odd", "pass").replace("'make'", "'mkae'"), {"advantage_estimator": "odd"}),
 ]  # fmt: skip

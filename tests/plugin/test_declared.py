@@ -25,7 +25,7 @@ plugin = Plugin("{name}", "a rival", "0.1", "~=0.1", config=Options)
 """
 
 
-def made(**changes):
+def make_plugin(**changes):
     return list(find_mistakes(Plugin(**{"name": "mine", "summary": "s", "version": "0", "core": ">=0", **changes})))
 
 
@@ -45,12 +45,12 @@ def made(**changes):
     ids=["comma", "hooks", "kind", "reason", "claim", "name"],
 )
 def test_a_slip_is_named(changes, says):
-    (found,) = made(**changes)
+    (found,) = make_plugin(**changes)
     assert re.search(says, found), found
 
 
 def test_a_right_one_has_none():
-    assert made(provides={"scorer": {"x": "m:f"}}, requires=(Rule("model.moe", "only experts"),)) == []
+    assert make_plugin(provides={"scorer": {"x": "m:f"}}, requires=(Rule("model.moe", "only experts"),)) == []
 
 
 def test_rivals_for_a_flag_are_told_apart_by_what_was_asked_for(install, capsys, tmp_path):

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from miles_core.plugin.hint import Remedy, above, below, detect_fall, detect_jump, detect_oscillation, not_finite
+from miles_core.plugin.hint import Remedy, above, below, detect_fall, detect_jump, not_finite
 
 
 @pytest.mark.parametrize(
@@ -14,8 +14,6 @@ from miles_core.plugin.hint import Remedy, above, below, detect_fall, detect_jum
         (detect_jump(10, 3), [1.0, 1.0, 1.0, 9.0], [1.0, 1.0, 1.0, 11.0]),
         (detect_jump(10, 3, least=2.0), [0.0, 0.0, 0.0, 1.9], [0.0, 0.0, 0.0, 2.1]),
         (detect_jump(10, 3), [11.0], [-1.0, -1.0, -1.0, 11.0]),
-        (detect_oscillation(0.1, 4), [0.0, 0.1, 0.2, 0.3, 0.4], [0.0, 0.5, 0.0, 0.5, 0.0]),
-        (detect_oscillation(0.5, 4), [0.0, 0.3, 0.0, 0.3, 0.0], [0.0, 0.7, 0.0, 0.7, 0.0]),
         (detect_fall(0.5, 2), [1.0, 1.0, 0.6, 0.6], [1.0, 1.0, 0.4, 0.4]),
     ],
 )

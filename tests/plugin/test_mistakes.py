@@ -23,7 +23,7 @@ def test_a_mistake_is_answered_with_plugin_hook_and_value(mistake, tmp_path):
     file.write_text(HEAD + mistake.code)
     with warnings.catch_warnings(), pytest.raises(Exception) as raised:
         warnings.simplefilter("error", RuntimeWarning)  # a coroutine that is never awaited
-        toy_run([str(file)], tmp_path / "run", **mistake.options)
+        toy_run([str(file)], tmp_path / "run", **mistake.flags(tmp_path))
     told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
     assert "plugin mine" in told and mistake.hook in told and mistake.value in told, told
 

@@ -129,8 +129,8 @@ def test_two_policies_answer_each_other_through_their_own_engines(run):
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("return None", "the rollout function debate returned NoneType for sample"),
-        ("raise ValueError('boom')", "the rollout function debate, on sample [0-7]: it raised ValueError: boom"),
+        ("return None", "the rollout function debate of plugin debate returned NoneType for sample"),
+        ("raise ValueError('boom')", "the rollout function debate of plugin debate, on sample [0-7]: it raised ValueError: boom"),
         (
             "await ask(policy='third')",
             "asks the policy 'third'; the policies of this run that generate are: policy",
@@ -140,7 +140,7 @@ def test_two_policies_answer_each_other_through_their_own_engines(run):
         ("await ask(after=await ask())", "needs the tokens or messages that follow the turn"),
         (
             "return ask.transcript.samples(sample) if not await ask() else []",
-            "the rollout function debate returned list for sample",
+            "the rollout function debate of plugin debate returned list for sample",
         ),
     ],
 )
@@ -161,7 +161,7 @@ def test_a_dropped_sample_releases_what_it_holds(run):
 
 
 def test_what_provides_no_rollout_function(run):
-    with pytest.raises(PluginError, match="--generate wrong: its provider returned 5; return a RolloutFunction"):
+    with pytest.raises(PluginError, match="plugin debate, hook make_generate \(wrong\): it returned a int, 5; expected a RolloutFunction"):
         run(generate="wrong")
     with pytest.raises(ConfigError, match="a sample has one rollout function"):
         run(custom_generate_function_path="x.py")

@@ -79,7 +79,7 @@ def test_a_source_that_returns_something_else_is_named(rows):
     source = Rows()
     source.next = lambda n: rows
     with pytest.raises(
-        DataError, match=r"the prompt source Rows was asked for 1 rows and returned .*a list of n miles_core.data.Row"
+        DataError, match=r"the prompt source: Rows.next\(1\) returned .*expected a list of 1 miles_core.data.Row"
     ):
         PromptQueue(source, lambda row: [1]).next(1)
 

@@ -100,7 +100,7 @@ def test_a_step_may_be_left_out(toy_run, tmp_path):
 
 def test_what_learn_returns_is_looked_at(toy_run, tmp_path):
     (tmp_path / "none.py").write_text(LEARN.replace("ANSWER", "None"))
-    with pytest.raises(PluginError, match="wrap_learn around the policy policy returned None"):
+    with pytest.raises(PluginError, match="hook wrap_learn: it returned None; expected what learn returned"):
         toy_run([str(tmp_path / "none.py")], steps=1)
 
 
@@ -117,7 +117,7 @@ def test_another_optimizer_steps_and_is_resumed(toy_run, tmp_path):
     for name, value in whole.trainer.optimizer.tensors().items():
         torch.testing.assert_close(again.trainer.optimizer.tensors()[name], value)
     (tmp_path / "sgd.py").write_text(SGD.replace("MADE", "3"))
-    with pytest.raises(PluginError, match="make_optimizer returned int, which has no step, param_groups, state"):
+    with pytest.raises(PluginError, match=r"make_optimizer \(sgd\): it returned a int, 3, which has no step, param_groups, state"):
         toy_run([str(tmp_path / "sgd.py")], steps=1, **options)
 
 

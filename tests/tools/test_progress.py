@@ -65,6 +65,18 @@ def test_graded_rewards_are_shown_as_their_mean_and_columns_keep_their_places(ca
     assert len({line.index("grad") for line in lines}) == 1
 
 
+def test_a_long_phase_logs_its_progress(caplog, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with caplog.at_level("INFO"), TerminalProgress(5, console, every=10.0) as progress:
+        progress.phase("warm start", total=100)
+        for _ in range(100):
+            now[0] += 0.25
+            progress.advance()
+    assert [r.getMessage() for r in caplog.records] == ["step 1: warm start 40 of 100", "step 1: warm start 80 of 100"]
+
+
 def test_resumed_run_counts_from_its_step(caplog):
     lines = plain_run(caplog, 12, start=10)
     assert [line.split()[1] for line in lines] == ["11/12", "12/12"]
