@@ -47,7 +47,12 @@ FEATURES = {p.name for p in (ROOT / "plugins").iterdir() if (p / "pyproject.toml
 FEATURES -= {"ppo"}  # its clipped loss is core's, as the loss of most estimators; the plugin adds the critic
 FEATURES |= {"embedded", "sglang", "megatron", "ray", "transformer_engine", "transformerengine"}
 #: Names that are also ordinary words (the ``tools`` of a chat template): there the plugin's package is looked for.
-ORDINARY = {"tools": "miles_tool_calls", "environments": "miles_environments", "optimizers": "miles_optimizers"}
+ORDINARY = {
+    "tools": "miles_tool_calls",
+    "environments": "miles_environments",
+    "experts": "miles_experts",
+    "optimizers": "miles_optimizers",
+}
 FEATURES = {ORDINARY.get(name, name) for name in FEATURES}
 NAMED = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(FEATURES))})(?![a-z0-9])", re.IGNORECASE)
 

@@ -104,7 +104,7 @@ class RolloutFiles:
         newest = [path for kind in KINDS for path in list(rollout_files(run_dir, kind).values())[-CHECKED:]]
         if count := sum(read_file(path) is None for path in newest):
             log.warning(
-                "%d of the %d newest files with saved samples are damaged: the report and miles_core.samples leave them out",
+                "%d of the %d newest files with saved samples are damaged: the report leaves them out",
                 count,
                 len(newest),
             )

@@ -130,7 +130,10 @@ def test_two_policies_answer_each_other_through_their_own_engines(run):
     ("body", "expected"),
     [
         ("return None", "the rollout function debate of plugin debate returned NoneType for sample"),
-        ("raise ValueError('boom')", "the rollout function debate of plugin debate, on sample [0-7]: it raised ValueError: boom"),
+        (
+            "raise ValueError('boom')",
+            "the rollout function debate of plugin debate, on sample [0-7]: it raised ValueError: boom",
+        ),
         (
             "await ask(policy='third')",
             "asks the policy 'third'; the policies of this run that generate are: policy",
@@ -161,7 +164,10 @@ def test_a_dropped_sample_releases_what_it_holds(run):
 
 
 def test_what_provides_no_rollout_function(run):
-    with pytest.raises(PluginError, match="plugin debate, hook make_generate \(wrong\): it returned a int, 5; expected a RolloutFunction"):
+    with pytest.raises(
+        PluginError,
+        match="plugin debate, hook make_generate \(wrong\): it returned a int, 5; expected a RolloutFunction",
+    ):
         run(generate="wrong")
     with pytest.raises(ConfigError, match="a sample has one rollout function"):
         run(custom_generate_function_path="x.py")

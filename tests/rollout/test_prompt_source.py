@@ -95,7 +95,8 @@ def test_evaluation_from_a_source_and_what_is_told_about_it(run, tmp_path):
 
 def test_sources_that_do_not_fit(run, tmp_path):
     with pytest.raises(
-        PluginError, match=r"hook make_prompts \(wrong\): it returned a list of 2 \(int\); expected a miles_core.data.prompt_source.PromptSource"
+        PluginError,
+        match=r"hook make_prompts \(wrong\): it returned a list of 2 \(int\); expected a miles_core.data.prompt_source.PromptSource",
     ):
         run(prompts="wrong")
     held = {"eval_interval": 1, "steps": 1}

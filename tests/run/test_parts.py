@@ -117,7 +117,9 @@ def test_another_optimizer_steps_and_is_resumed(toy_run, tmp_path):
     for name, value in whole.trainer.optimizer.tensors().items():
         torch.testing.assert_close(again.trainer.optimizer.tensors()[name], value)
     (tmp_path / "sgd.py").write_text(SGD.replace("MADE", "3"))
-    with pytest.raises(PluginError, match=r"make_optimizer \(sgd\): it returned a int, 3, which has no step, param_groups, state"):
+    with pytest.raises(
+        PluginError, match=r"make_optimizer \(sgd\): it returned a int, 3, which has no step, param_groups, state"
+    ):
         toy_run([str(tmp_path / "sgd.py")], steps=1, **options)
 
 
