@@ -22,6 +22,7 @@ FORMATS = tuple(name for name, manifest in MANIFESTS.items() if "precision" in m
 #: the reason.
 REFUSED: tuple[tuple[frozenset[str], str, str, str], ...] = (
     (frozenset({"r3"}), "llama", "", "there is no router to replay in a dense model"),
+    (frozenset({"experts"}), "llama", "", "the model has no experts; leave the flag out"),
     (frozenset({"nvfp4"}), "llama", "nvfp4", "NVFP4 quantises expert matrices only, and a dense model has none"),
     (frozenset({"ray"}), "", "", "the plugin is a runtime"),
     (frozenset({"endpoint", "tools"}), "", "", "agents are run by this rollout function only"),

@@ -183,7 +183,13 @@ def _check_version(result: CheckResult, plugin: Plugin) -> None:
 def _check_packages(result: CheckResult, plugin: Plugin) -> None:
     """Check the packages that a plugin needs; otherwise a missing one would fail only while the run is built."""
     for package in plugin.packages:
-        if evaluate(package.when, result.facts.lookup) is not Truth.TRUE:
+        try:
+            if evaluate(package.when, result.facts.lookup) is not Truth.TRUE:
+                continue
+        except RuleError as error:
+            result.problems.append(
+                Problem(plugin.name, f"{package.name}: {error}", package.install, verb="has a broken package:")
+            )
             continue
         needs = f"{package.name} {package.versions}".strip()
         fact = result.facts.get(f"{PACKAGE}.{package.name}") or package_fact(package, elsewhere=False)

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+from published_manifests import facts
 
 from miles_core.contracts.hooks import load_hooks
 from miles_core.errors import PluginError
@@ -55,7 +56,7 @@ def test_a_broken_plugin_nobody_asked_for_is_kept_aside_with_its_reason(install)
     catalogue = discover()
     assert "good" in list(catalogue) and "bad" not in list(catalogue)
     assert "not_there_at_all" in catalogue.broken["bad"]
-    assert resolve(["good"], catalogue, Facts()).plugins[0].source == "miles-plugin-good 0.1.0"
+    assert resolve(["good"], catalogue, facts()).plugins[0].source == "miles-plugin-good 0.1.0"
 
 
 def test_two_distributions_with_one_plugin_name_are_refused_naming_both(install):

@@ -163,7 +163,7 @@ def test_a_selected_engine_activates_its_plugin():
 
 def test_an_engine_nobody_provides_names_those_there_are():
     with pytest.raises(PlanError) as refused:
-        resolve([], INSTALLED, Facts([chosen("engine", "sglnag")]))
+        resolve([], INSTALLED, facts(chosen("engine", "sglnag")))
     assert "installed plugins provide embedded, plain, sglang; did you mean sglang?" in str(refused.value)
     assert "    --engine sglang" in str(refused.value)
 

@@ -1,10 +1,10 @@
 import sys
 
 import pytest
+from published_manifests import facts
 
 from miles_core.errors import PluginError
 from miles_core.plugin.discovery import discover
-from miles_core.plugin.facts import Facts
 from miles_core.plugin.render import chains
 from miles_core.plugin.resolve import resolve
 from miles_tools.authoring.scan import find_marked, hooks_of, scan_hooks
@@ -43,7 +43,7 @@ def test_hooks_are_read_from_source_without_importing(install):
         install(name, MANIFEST.format(name=name), HOOKS)
     catalogue = discover()
     assert set(hooks_of(catalogue["red"])) == {"wrap_forward", "on_step", "on_save"}
-    found = scan_hooks(resolve(["red", "blue"], catalogue, Facts()))
+    found = scan_hooks(resolve(["red", "blue"], catalogue, facts()))
     assert found == dict.fromkeys(("wrap_forward", "on_step", "on_save"), ("red", "blue"))
     assert chains(found) == ["wrap_forward: core <- blue <- red (outermost)"]
     assert "miles_test_red.hooks" not in sys.modules
