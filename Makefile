@@ -29,8 +29,8 @@ JOBS ?= 2
 MEGATRON_TESTS ?= $(addprefix plugins/megatron/tests/test_,$(addsuffix .py,device_memory mtp options oracle run trainer)) \
 	plugins/fp8/tests/test_kernel_together.py tests/embedded/kernels tests/transport/test_checksum.py::test_the_kernel_copies_and_adds_up
 SGLANG_TESTS ?= plugins/sglang/tests/test_contract.py plugins/sglang/tests/test_manifest.py::test_the_table_is_that_of_the_installed_sglang
-# Which of them: all, or 'not thorough' as .ci/run does.
-ENGINE_MARKS ?= thorough or not thorough
+# Which tests: all, or 'not thorough' as .ci/run does.
+MARKS ?= thorough or not thorough
 # Where pytest writes what it skipped; tests/skipped.py reads these files.
 REPORTS ?= build/tests
 
@@ -59,7 +59,7 @@ types: install
 	$(BIN)/mypy
 
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --junit-xml $(REPORTS)/all.xml $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKS)" --junit-xml $(REPORTS)/all.xml $(TESTS)
 
 # The parts that touch Transformers' modules, on the oldest version supported (SGLang's pin), which shadows the installed one.
 oldest: install $(OLDEST)/.installed
@@ -81,9 +81,9 @@ engines: install $(ENGINES)/.installed
 
 test-engines: engines
 	PYTHONPATH=$(abspath $(ENGINES)/megatron):$(abspath $(ENGINES)/common) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(ENGINE_MARKS)" --junit-xml $(REPORTS)/megatron.xml $(MEGATRON_TESTS)
+		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" --junit-xml $(REPORTS)/megatron.xml $(MEGATRON_TESTS)
 	PYTHONPATH=$(abspath tests/engines/stand_ins):$(abspath $(ENGINES)/sglang):$(abspath $(ENGINES)/common) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(ENGINE_MARKS)" --junit-xml $(REPORTS)/sglang.xml $(SGLANG_TESTS)
+		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" --junit-xml $(REPORTS)/sglang.xml $(SGLANG_TESTS)
 
 # Every test that no run so far could execute, by reason; 1 if a reason is not in docs/skipped-tests.md.
 skipped:

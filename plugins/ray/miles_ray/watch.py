@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
+from pathlib import Path
 
 import ray
 
@@ -33,7 +35,7 @@ async def first_death() -> str:
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     path = _raylet_socket()
     watches = {
-        asyncio.ensure_future(death(lambda: asyncio.open_unix_connection(path))): RAYLET,
+        asyncio.ensure_future(death(lambda: asyncio.open_unix_connection(path), file=True)): RAYLET,
         asyncio.ensure_future(death(lambda: asyncio.open_connection(host.strip("[]"), int(port)))): GCS,
     }
     try:
@@ -44,11 +46,13 @@ async def first_death() -> str:
             watch.cancel()
 
 
-async def death(connect: Open) -> None:
+async def death(connect: Open, file: bool = False) -> None:
     """Return when the process that accepts these connections has died.
 
     Args:
         connect: opens a connection; raises OSError where it is refused.
+        file: the connection is to a socket file, where one refusal is enough. Ray ends this process when it writes to a dead raylet, so
+            there is no time for a second look.
     """
     refused = 0
     while refused < LOOKS:
@@ -57,7 +61,9 @@ async def death(connect: Open) -> None:
                 reader, writer = await connect()
         except TimeoutError:
             continue
-        except OSError:
+        except OSError as error:
+            if file and isinstance(error, ConnectionRefusedError):
+                return
             refused += 1
             await asyncio.sleep(LOOK)
             continue
@@ -75,11 +81,29 @@ async def death(connect: Open) -> None:
 def raylet_lives() -> bool:
     """Whether the raylet of this machine is alive. To call before ``ray.put``, which exits this process without one."""
     try:
-        return _connect(_raylet_socket()).recv(1, socket.MSG_PEEK) != b""
+        connection = _connect(_raylet_socket())
+        if hasattr(
+            socket, "SO_PEERCRED"
+        ):  # Linux: a process that was killed may keep its sockets for some milliseconds
+            peer = struct.unpack(
+                "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            )
+            if peer[0] and process_state(peer[0]) is None:  # 0: of another container
+                return False
+        return connection.recv(1, socket.MSG_PEEK) != b""
     except BlockingIOError:
         return True
     except OSError:
         return False
+
+
+def process_state(process: int) -> tuple[str, int] | None:
+    """Return the state letter and CPU time (clock ticks) of a process on this machine; None if it has ended. Source: proc(5)."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else (fields[0], int(fields[11]) + int(fields[12]))
 
 
 @lru_cache

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from miles_core.plugin import MilesError
 from miles_ray.actor import BEAT, Actor, Found
-from miles_ray.watch import raylet_lives
+from miles_ray.watch import process_state, raylet_lives
 from miles_runtime import Order, Workers, last_lines, short_of_memory
 
 #: Maximum concurrent calls of an actor. Requests to a paused engine stay open until new weights arrive; with Ray's default of 1000, the
@@ -169,18 +168,9 @@ def _computes(process: int) -> bool:
     before = process_state(process)
     time.sleep(1.0)
     after = process_state(process)
-    if before is None or after is None or after[0] in "TtZX":
+    if before is None or after is None or after[0] in "Tt":
         return False
     return after[1] > before[1] or after[0] == "D"
-
-
-def process_state(process: int) -> tuple[str, int] | None:
-    """Return the state letter and CPU time (clock ticks) of a process on this machine; None if it does not exist. Source: proc(5)."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], int(fields[11]) + int(fields[12])
 
 
 def _cause(error: Exception) -> str:

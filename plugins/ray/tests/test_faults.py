@@ -140,6 +140,7 @@ def test_a_rank_that_is_killed_in_its_push_costs_one_replacement(struck):
     assert {address for _, address in listeners} <= {"0100007F", "0" * 16 + "FFFF00000100007F"}, listeners
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_stopped_in_a_push_is_named_itself(struck):
     code, _, directory = struck("push", 2, "SIGSTOP", "engine-1")
     assert code == 0, (directory / "output").read_text()[-3000:]
@@ -147,6 +148,7 @@ def test_an_engine_that_is_stopped_in_a_push_is_named_itself(struck):
     assert len(re.findall(r"worker \S+ was lost", log_of(directory))) == 1
 
 
+@pytest.mark.thorough
 def test_the_control_store_dies_and_the_last_step_is_saved(struck):
     code, _, directory = struck("rollout", 2, "SIGKILL", "gcs_server", save_interval=None, steps=200)
     assert code == 2, (directory / "output").read_text()[-3000:]
@@ -162,6 +164,7 @@ def test_the_raylet_dies_and_the_run_ends_with_a_sentence(struck):
     assert "(raylet)" in ended["why"] and ended["checkpoint"].endswith("step_00000002")
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_to_end_while_a_rank_hangs_ends_in_time(struck):
     code, seconds, directory = struck("train", 2, "SIGTERM", "driver")
     assert code == 128 + signal.SIGTERM and seconds < 25, (directory / "output").read_text()[-3000:]

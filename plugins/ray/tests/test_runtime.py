@@ -36,6 +36,7 @@ def on_batch(run, batch):
 """
 
 
+@pytest.mark.thorough
 class TestTwoMachinesOfWhichOneDies(RuntimeContract):
     """Two ranks, and an engine that takes turns with them; the first rank's machine dies on the way."""
 
