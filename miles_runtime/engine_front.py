@@ -28,7 +28,7 @@ class EngineFront(Engine):
         engines: handle to the engine processes; each runs an ``EngineWorker``.
         said: the engines' common result of ``build``.
         bucket_size: bytes of weights per message.
-        world: the rank that sends weights through this front.
+        world: position of the rank that sends weights through this front, among those that send.
 
     Attributes:
         serving: indexes of the engines that accept generation requests.

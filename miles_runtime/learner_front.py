@@ -243,7 +243,7 @@ class LearnerFront(LearnerHandle):
         try:
             await self.engines.whole()
             await self._connect()
-            push = await self.engines.begin_push(self.ranks.names)
+            push = await self.engines.begin_push(self._sender_names)
             await self._each(lambda rank, _: rank.stage(version, push))
         except WorkerLost as lost:
             self.engines.replace_lost(lost)
@@ -288,7 +288,7 @@ class LearnerFront(LearnerHandle):
         push = 0
         if self.engines is not None:
             await self._connect()
-            push = await self.engines.begin_push(self.ranks.names)
+            push = await self.engines.begin_push(self._sender_names)
         reports = await self._each(lambda rank, _: rank.push(version, plain, push))
         if self.engines is not None:
             await self.engines.check_served(version)
@@ -306,7 +306,15 @@ class LearnerFront(LearnerHandle):
         engines = self.engines
         if engines is not None and self._connected != engines.renewed:
             self._connected = engines.renewed
-            await self._each(lambda rank, _: rank.reach(engines.engines, engines.said))
+            await self._each(lambda rank, _: rank.reach(engines.engines, engines.said, self._senders))
+
+    @property
+    def _senders(self) -> tuple[int, ...]:
+        return tuple(number for number, world in enumerate(self.worlds) if world.sends)
+
+    @property
+    def _sender_names(self) -> tuple[str, ...]:
+        return tuple(self.ranks.names[number] for number in self._senders)
 
     async def _scores(self, samples: Sequence[Sample], ask: Callable[[Rank, list[Sample]], list[T]]) -> list[T]:
         """Compute values per sample on the ranks; return them in the order of the samples."""
@@ -333,7 +341,7 @@ class LearnerFront(LearnerHandle):
             except WorkerLost as lost:
                 self._lost = self._lost or lost.trains
                 if not lost.trains and self.engines is not None:  # a lost engine: the other ranks must not wait for it
-                    await self.engines.begin_push(self.ranks.names)
+                    await self.engines.begin_push(self._sender_names)
                     await asyncio.wait(calls)
                 raise
             except Exception:

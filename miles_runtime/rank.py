@@ -6,7 +6,8 @@ Each training process holds one rank. The driver calls the same methods in the s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -19,7 +20,9 @@ from miles_core.contracts.runtime import TopLogProbs
 from miles_core.contracts.trainer import ALL_PARTS, Trainer, TrainerPart
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.sample import Sample
-from miles_core.data.world import World
+from miles_core.data.unit import Unit
+from miles_core.data.world import ALONE, World
+from miles_core.errors import MilesError
 from miles_core.precision.schedule import Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
 from miles_core.sync.push import CopyTransport, make_codec
@@ -50,8 +53,8 @@ class Rank(Learner):
         """Position of this rank."""
         return self.trainer.world
 
-    def connect(self, engine: Engine) -> None:
-        """Send weights to ``engine`` from now on."""
+    def connect(self, engine: Engine, world: World = ALONE) -> None:
+        """Send weights to ``engine`` from now on. world: this rank's position among the ranks that send."""
         self._engine = engine
         self._close_transport()
         self._transport = self.run.hooks.make(
@@ -60,13 +63,21 @@ class Rank(Learner):
             run=self.run,
             policy=self.policy,
             engine=engine,
-            world=self.world,
+            world=world,
         )
 
-    def reach(self, engines: Workers, said: Mapping[str, Any]) -> None:
-        """Send weights to the engines of these processes from now on; ``said`` is their result of ``EngineWorker.build``."""
-        self.front = EngineFront(engines, said, self.run.config.run.sync_bucket_size, self.world)
-        self.connect(self.front)
+    def reach(self, engines: Workers, said: Mapping[str, Any], senders: Sequence[int]) -> None:
+        """Send weights to the engines of these processes from now on.
+
+        Args:
+            engines: the workers that hold the engines.
+            said: their result of ``EngineWorker.build``.
+            senders: ranks that send weights.
+        """
+        rank = self.world.rank
+        world = World(senders.index(rank), len(senders)) if rank in senders else ALONE
+        self.front = EngineFront(engines, said, self.run.config.run.sync_bucket_size, world)
+        self.connect(self.front, world)
 
     def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
         """See ``LearnerHandle.log_probs``."""
@@ -108,8 +119,11 @@ class Rank(Learner):
         held = {*self._held}  # excludes the weights if an engine died during its turn
         needed: list[TrainerPart] = ["weights", *held]
         self.hold(needed)
-        with closing(self.units("sync", transport.everywhere)) as units:
-            report = await transport.send(self.codec.encode(units, transport.reserve), version)
+        with closing(self.units("sync")) as units:
+            if self.world.sends:
+                report = await transport.send(self.codec.encode(units, transport.reserve), version)
+            else:
+                report = SyncReport(version, 0, 0, consume(units))
         self.hold([*held])
         return report
 
@@ -118,8 +132,11 @@ class Rank(Learner):
         transport = self._numbered_transport(number)
         transport.unstage()
         if version is not None:
-            with closing(self.units("sync", transport.everywhere)) as units:
-                await transport.stage(self.codec.encode(units, transport.reserve), version)
+            with closing(self.units("sync")) as units:
+                if self.world.sends:
+                    await transport.stage(self.codec.encode(units, transport.reserve), version)
+                elif transport.staging:
+                    consume(units)
 
     def hold(self, parts: Sequence[TrainerPart]) -> None:
         """Keep only these parts of the trainer in device memory, plus weights that the engine reads in place."""
@@ -146,6 +163,18 @@ class Rank(Learner):
     def _close_transport(self) -> None:
         if self._transport is not None:
             self._transport.close()
+
+
+def consume(units: Iterator[Unit]) -> float:
+    """Take part in the collectives of a stream that yields nothing on this rank; return the seconds.
+
+    Raises:
+        MilesError: it yields weights, which no engine would receive.
+    """
+    started = time.perf_counter()
+    for unit in units:
+        raise MilesError(f"this rank yields {min(unit.tensors)} although its World says that it sends nothing")
+    return time.perf_counter() - started
 
 
 class RankHere(Workers):

@@ -129,7 +129,9 @@ class RankedTrainerContract:
         trainer = self.make_rank(checkpoint, Setup())
         trainer.export(directory, None)
         everywhere = {n: t.clone() for unit in trainer.units(everywhere=True) for n, t in unit.tensors.items()}
-        return {"units": copy_weights(trainer), "everywhere": everywhere}
+        units = copy_weights(trainer)
+        assert bool(units) == trainer.world.sends, "World.sends: whether units() yields weights on this rank"
+        return {"units": units, "everywhere": everywhere}
 
     def run_and_save(self, checkpoint: Path, directory: Path, share: Share) -> dict[str, Any]:
         """Run a step, save, and run another step."""

@@ -239,7 +239,8 @@ class Trainer(ABC):
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
         """Yield the model's weights for export; see ``Unit``. A collective: every rank must consume its iterator to the end.
 
-        Exactly one rank yields each unit (with pipelining, one rank per stage), or every rank if ``everywhere``.
+        Exactly one rank yields each unit, for example one rank per pipeline stage and expert-parallel rank; or every rank if
+        ``everywhere``. Ranks that yield nothing declare it (``World.sends``).
         """
 
     @abstractmethod

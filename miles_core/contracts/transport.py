@@ -36,11 +36,11 @@ class SyncReport:
 
 
 class Transport(ABC):
-    """Delivers versions of the weights to one engine. Every trainer rank builds and runs one; for an engine in another process,
-    it calls ``receive``."""
+    """Delivers versions of the weights to one engine. Every trainer rank builds one, and every rank that sends (``World.sends``) runs it;
+    for an engine in another process, it calls ``receive``."""
 
-    #: whether every rank sends every unit (memory handles) instead of one rank per unit (broadcast, files)
-    everywhere: bool = False
+    #: whether ``stage`` transfers weights; it then consumes all units
+    staging: bool = False
     #: whether the engine reads the weights from the trainer's memory; with ``--colocate`` they then stay awake
     shares: bool = False
 
@@ -62,7 +62,7 @@ class Transport(ABC):
     async def stage(self, units: Iterator[Encoded], version: int) -> None:
         """Transfer ``version`` while the engine still generates with the previous version; the next ``send`` activates it.
 
-        The default does nothing and does not consume ``units``. Raises SyncError if the weights did not arrive.
+        The default does nothing; a transport that overrides it sets ``staging``. Raises SyncError if the weights did not arrive.
         """
 
     def unstage(self) -> None:

@@ -17,12 +17,14 @@ class World:
         size: number of ranks.
         replica: index of this rank's copy of the model, from 0.
         replicas: number of copies of the model.
+        sends: whether ``Trainer.units()`` yields weights on this rank. Other ranks consume their empty iterators, and call no engine.
     """
 
     rank: int = 0
     size: int = 1
     replica: int = 0
     replicas: int = 1
+    sends: bool = True
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.size and 0 <= self.replica < self.replicas <= self.size):

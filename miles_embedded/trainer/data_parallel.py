@@ -130,7 +130,7 @@ def current_world() -> World:
     if not dist.is_available() or not dist.is_initialized():
         return ALONE
     rank, size = dist.get_rank(), dist.get_world_size()
-    return World(rank, size, rank, size)
+    return World(rank, size, rank, size, sends=rank == 0)
 
 
 def sum_over_ranks(value: Tensor, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,10 +15,11 @@ from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
 from miles_core.data.world import World
-from miles_core.errors import ConfigError, NonFiniteError, WorkerLost
+from miles_core.errors import ConfigError, MilesError, NonFiniteError, WorkerLost
 from miles_core.observe.timer import Clock
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.learner_front import LearnerFront
+from miles_runtime.rank import Rank
 
 RANKS = ("trainer-0", "trainer-1", "trainer-2", "trainer-3")
 #: Two replicas of two ranks.
@@ -109,6 +111,29 @@ def test_a_push_is_what_all_ranks_sent_and_connects_them_once(front):
     first, _ = asyncio.run(main())
     assert (first.nbytes, first.tensors, first.seconds) == (40, 4, 3.5)
     assert len(made.ranks.asked("reach")) == 4 and made.engines.version == 5
+
+
+def test_engines_wait_for_the_ranks_that_send(front):
+    worlds = [replace(world, sends=world.rank in (1, 3)) for world in WORLDS]
+    made = pushed(front({}, worlds))
+    asyncio.run(made.push(4))
+    assert [call[2:] for call in made.engines.engines.asked("begin_push")] == [(1, ("trainer-1", "trainer-3"))] * 2
+    assert {call[-1] for call in made.ranks.asked("reach")} == {(1, 3)}
+    assert [call[0] for call in made.ranks.asked("push")] == [0, 1, 2, 3]  # the others take part in the collectives
+
+
+def test_a_rank_that_sends_nothing_calls_no_engine(toy_run, recorded, said):
+    """It would otherwise send its end to each engine: ranks x engines messages."""
+    run = toy_run(steps=1)
+    trainer = run.trainer
+    trainer.world = World(0, 2, sends=False)
+    rank = Rank(run.run, Policy(), trainer)
+    engines = recorded(("engine-0",), {})
+    rank.reach(engines, said, (1,))
+    with pytest.raises(MilesError, match=r"yields model\.\S+ although its World says that it sends nothing"):
+        asyncio.run(rank.push(1))
+    trainer.units = lambda everywhere=False: iter(())
+    assert asyncio.run(rank.push(1)).nbytes == 0 and not engines.calls
 
 
 def test_a_push_is_made_again_after_an_engine_was_lost_in_it(front):

@@ -86,7 +86,16 @@ def worked(checkpoint, **sizes):
     found["replayed"] = trainer.log_probs(part, "old")["log_probs"]
     metrics |= {f"replayed {name}": value for name, value in trainer.step(part).items()}
     units = {n: t.clone() for unit in trainer.units(everywhere=True) for n, t in unit.tensors.items()}
-    return {"samples": mine, "replica": trainer.world.replica, "columns": found, "metrics": metrics, "units": units}
+    sent = {n: t.clone() for unit in trainer.units() for n, t in unit.tensors.items()}
+    assert bool(sent) == trainer.world.sends
+    return {
+        "samples": mine,
+        "replica": trainer.world.replica,
+        "columns": found,
+        "metrics": metrics,
+        "units": units,
+        "sent": sent,
+    }
 
 
 def some_routes(micro_batch, ctx, a):
@@ -146,6 +155,11 @@ def test_two_ranks_compute_what_one_computes(ranks, four_layers, alone, sizes):
         assert found["units"].keys() == alone["units"].keys()
         for name, tensor in found["units"].items():
             torch.testing.assert_close(tensor, alone["units"][name], rtol=0, atol=2e-5)
+    assert sorted(name for found in everyone for name in found["sent"]) == sorted(alone["units"])  # each by one rank
+    for found in everyone:
+        assert all(torch.equal(tensor, found["units"][name]) for name, tensor in found["sent"].items())
+    experts = [sum(".experts." in name for name in found["sent"]) for found in everyone]
+    assert (experts[0] == experts[1]) == ("ep" in sizes or "pp" in sizes)
     for rank in range(2):  # any rank of a replica may be asked
         replicas = {found["replica"]: found["metrics"] for found in everyone[:: -1 if rank else 1]}
         assert merge_metrics(list(replicas.values())) == pytest.approx(

@@ -68,7 +68,7 @@ class BucketTransport(Transport):
 
     Args:
         engine: the receiver, possibly a front of several engines that read the same buckets.
-        world: this rank and the number of ranks; each rank sends the units of its trainer, and the engine waits for all ranks.
+        world: this rank's position among those that send; each sends the units of its trainer, and the engine waits for all of them.
         bucket_size: maximum bytes of each of the two buckets.
         staging: send each version while the engine serves the previous one, and switch when it is pushed.
         colocated: trainer and engine take turns on a device, so neither keeps device memory for the next version.

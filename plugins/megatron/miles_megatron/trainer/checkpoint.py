@@ -86,7 +86,7 @@ def export(trainer: MegatronTrainer, directory: Path, tokenizer: Any, units: Ite
 
     A collective of all ranks; rank 0 writes. units: see ``Trainer.export``."""
     writer, copies = _Writer(directory) if dist.get_rank() == 0 else None, trainer.weights.copies()
-    for unit in trainer.units(everywhere=trainer.s.pp > 1) if units is None else units:
+    for unit in trainer.units(everywhere=trainer.s.pp * trainer.s.ep > 1) if units is None else units:
         for name, tensor in unit.tensors.items() if writer else ():
             assert writer is not None
             for each in (name, *copies.get(name, ())):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,7 @@ class MegatronTrainer(Trainer):
                 multiply_experts_together(modules, notify=bool(settings.reduction.get("overlap_grad_reduce")))
         self.weights = Weights(plain, a, s, None if self.mtp is None else self.mtp.layer)
         self.weights.load(directory)
+        self.world = replace(world, sends=self.weights.sends)
         self.format = TrainedFormat(self.weights, modules, codec or Codec())
         self.predicts = ("log_probs", "entropy") if head is None else ("values",)
         for chunk in plain:

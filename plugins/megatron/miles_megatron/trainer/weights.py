@@ -125,22 +125,23 @@ class Weights:
         return parallel_state.get_expert_tensor_parallel_rank(), self.s.etp
 
     def units(self, everywhere: bool) -> Iterator[Unit]:
-        """See ``Trainer.units``. Tensor- and expert-parallel ranks gather their shards; pipeline stages take turns."""
-        leader = not any(
-            rank()
-            for rank in (
-                parallel_state.get_tensor_model_parallel_rank,
-                parallel_state.get_context_parallel_rank,
-                parallel_state.get_data_parallel_rank,
-            )
-        )
+        """See ``Trainer.units``. Tensor-parallel ranks gather their shards; pipeline stages take turns. Every expert-parallel rank yields its
+        own experts, unless ``everywhere`` or the checkpoint stacks the experts of a matrix in one tensor: then they are gathered too."""
         for entries in _group_by_matrix(self.entries):
             owner = self._owner(entries)
-            found = self._gather_entries(entries) if owner == parallel_state.get_pipeline_model_parallel_rank() else []
+            apart = not everywhere and _is_sent_apart(entries)
+            found: list[dict[str, Tensor]] = []
+            if owner == parallel_state.get_pipeline_model_parallel_rank():
+                found = self._gather_own_experts(entries) if apart else self._gather_entries(entries)
             if everywhere:
                 found = self._broadcast(found, owner)
-            if everywhere or leader:
+            if everywhere or (_leads_experts() if apart else _leads()):
                 yield from (unit for tensors in found for unit in _make_units(tensors))
+
+    @property
+    def sends(self) -> bool:
+        """See ``World.sends``."""
+        return _leads() or (_leads_experts() and any(map(_is_sent_apart, _group_by_matrix(self.entries))))
 
     def _owner(self, entries: Sequence[Entry]) -> int:
         """Return the first pipeline stage that has these tensors."""
@@ -156,6 +157,12 @@ class Weights:
     @property
     def _device(self) -> torch.device:
         return next(iter(self.held.values())).device
+
+    @torch.no_grad()
+    def _gather_own_experts(self, entries: Sequence[Entry]) -> list[dict[str, Tensor]]:
+        """Gather the shards of this rank's experts of one matrix: a dict for each expert."""
+        mine = (entry for entry in entries if entry.name in self.held)
+        return [dict(zip(entry.checkpoint, self._gather_shards(entry), strict=True)) for entry in mine]
 
     @torch.no_grad()
     def _gather_entries(self, entries: Sequence[Entry]) -> list[dict[str, Tensor]]:
@@ -247,6 +254,25 @@ def _group_by_matrix(entries: Sequence[Entry]) -> list[list[Entry]]:
     for entry in entries:
         found.setdefault(re.sub(r"local_experts\.\d+\.", "", entry.name), []).append(entry)
     return list(found.values())
+
+
+def _is_sent_apart(entries: Sequence[Entry]) -> bool:
+    """Whether these are the experts of a matrix, each a tensor of its own in the checkpoint."""
+    return entries[0].expert is not None and not entries[0].layout.startswith("stacked")
+
+
+def _leads() -> bool:
+    """Whether this is the rank that yields the gathered tensors of its pipeline stage."""
+    return not (
+        parallel_state.get_tensor_model_parallel_rank()
+        or parallel_state.get_context_parallel_rank()
+        or parallel_state.get_data_parallel_rank()
+    )
+
+
+def _leads_experts() -> bool:
+    """Whether this is the rank that yields the experts of its expert-parallel rank and pipeline stage."""
+    return not (parallel_state.get_expert_tensor_parallel_rank() or parallel_state.get_expert_data_parallel_rank())
 
 
 def _gather(tensor: Tensor, group: Any, size: int) -> list[Tensor]:
