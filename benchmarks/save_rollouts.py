@@ -13,10 +13,10 @@ from statistics import median
 
 import numpy as np
 from measure import finish, installed, options
+from miles_core.run.rollouts import RolloutFiles, read_file, rollout_file
 
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data.sample import Sample
-from miles_core.run.rollouts import RolloutFiles, read_file, rollout_file
 
 
 class Words:

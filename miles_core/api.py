@@ -7,7 +7,7 @@ Python lists, and ``None`` leaves an option unset.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,9 +131,8 @@ def samples(run_dir: Path | str, kind: str = "train", step: int | None = None) -
     Raises:
         MilesError: ``kind`` does not exist, or no samples of that step are on disk.
     """
-    from miles_core.run.rollouts import read_rollouts
-
-    return read_rollouts(run_dir, kind, step)
+    read_samples: Callable[..., Iterator[dict[str, Any]]] = _find_part("samples", "read", "reads samples")
+    return read_samples(run_dir, kind, step)
 
 
 def report(run_dir: Path | str) -> Path:
@@ -142,14 +141,19 @@ def report(run_dir: Path | str) -> Path:
     Raises:
         MilesError: ``run_dir`` is not a run directory.
     """
+    write: Callable[[Path | str], Path] = _find_part("report", "html", "writes reports")
+    return write(run_dir)
+
+
+def _find_part(kind: str, name: str, purpose: str) -> Any:
+    """Return a part that works without a run; MilesError if no installed plugin provides it."""
     from miles_core.plugin.discovery import discover
     from miles_core.plugin.load import import_target
 
     for plugin in discover().values():
-        if target := plugin.provides.get("report", {}).get("html"):
-            page: Path = import_target(plugin.name, target)(run_dir)
-            return page
-    raise MilesError("no installed plugin writes reports; reinstall miles-core, which includes one")
+        if target := plugin.provides.get(kind, {}).get(name):
+            return import_target(plugin.name, target)
+    raise MilesError(f"no installed plugin {purpose}; reinstall miles-core, which includes one")
 
 
 def arguments(options: dict[str, Any]) -> list[str]:

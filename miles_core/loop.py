@@ -105,7 +105,7 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
             if part.policy.role == "critic" and part.learner.learned is not None:
                 metrics |= run.prefix_metrics(part.policy, part.learner.learned.metrics)
         run.step += 1
-        log.record_trained(run.step, trained)
+        await log.record_trained(run.step, trained)
         log.progress.phase("sync")
         await evaluation.complete()  # before the sync replaces the weights being evaluated
         for part in parts:

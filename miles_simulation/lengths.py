@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from miles_core.errors import ConfigError
-from miles_core.run.rollouts import read_rollouts
+from miles_tools.samples.files import read_rollouts
 
 _NORMAL = NormalDist()
 #: The accepted texts of a distribution.

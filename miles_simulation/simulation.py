@@ -242,7 +242,7 @@ def _make_run(config: Config, plan: Plan, catalogue: Catalogue, directory: Path)
 
 async def _run(run: Run, recorder: _Recorder) -> None:
     """Run core's training loop."""
-    log = RunLog(MetricLog(run.directory / "metrics.jsonl"), recorder, Hints(()), None)
+    log = RunLog(MetricLog(run.directory / "metrics.jsonl"), recorder, Hints(()))
     problems = Problems()
     inputs = Inputs(run.config, problems)
     problems.raise_all()

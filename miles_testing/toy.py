@@ -52,9 +52,9 @@ class ToyRun:
     @property
     def samples(self) -> list[dict[str, Any]]:
         """The samples that it trained on, read from the run directory."""
-        from miles_core.run.rollouts import read_rollouts
+        from miles_core.api import samples
 
-        return list(read_rollouts(self.directory))
+        return list(samples(self.directory))
 
     @property
     def engine(self) -> Any:

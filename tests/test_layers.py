@@ -76,6 +76,7 @@ TOOLS: list[dict[str, str]] = [
         "progress": "core: observe",
         "sinks": "core: errors redact contracts",
         "profiler": "core: contracts",
+        "samples": "core: errors redact data contracts",
     },
     {
         "native": "environment core: errors",
@@ -85,7 +86,7 @@ TOOLS: list[dict[str, str]] = [
     {
         "rewards": "http_client core: errors redact data reward contracts",
         "convert": "core: errors nearest lookup data plugin config checkpoint precision",
-        "report": "environment progress core: errors version redact plugin observe run mismatch: mismatch",
+        "report": "environment progress samples core: errors version redact plugin observe run mismatch: mismatch",
         "authoring": "core: errors nearest version plugin config",
         "demo": "core: errors plugin observe",
     },
@@ -139,7 +140,7 @@ SCHEDULES: list[dict[str, str]] = [
 SIMULATION: list[dict[str, str]] = [
     {
         "simulation": "core: errors data plugin config observe precision contracts rollout train run loop miles_core "
-        "miles_core.plugin runtime: runtime tools: report",
+        "miles_core.plugin runtime: runtime tools: report samples",
     },
 ]
 
@@ -179,7 +180,7 @@ ROOMS: list[dict[str, str]] = [
 #: The test kit, one layer in itself.
 TESTING: list[dict[str, str]] = [
     {
-        "testing": "core: errors lookup version data plugin config observe precision contracts run launch mismatch: "
+        "testing": "core: api errors lookup version data plugin config observe precision contracts run launch mismatch: "
         "mismatch runtime: runtime tools: demo transport: transport",
     },
 ]

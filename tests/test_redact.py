@@ -200,11 +200,11 @@ def test_samples_hold_no_value_of_the_environment(tmp_path, monkeypatch):
     """A tool may print it. Words that look like credentials stay: they may be the task."""
     import gzip
 
-    from miles_core.run.rollouts import RolloutFiles
+    from miles_tools.samples.rows import Row
+    from miles_tools.samples.saver import SampleSaver
 
     monkeypatch.setenv("SOME_API_KEY", "Q7zSecretOfThisTest99")
-    RolloutFiles(tmp_path, None, 1 << 20, 0).write(
-        "train", 1, [{"response": "Q7zSecretOfThisTest99 password: hunter22"}]
-    )
+    row = Row({"response": "Q7zSecretOfThisTest99 password: hunter22"})
+    SampleSaver(tmp_path, None, 1 << 20).save("train", 1, [row])
     (file,) = (p for p in tmp_path.rglob("*") if p.is_file())
     assert f"{MARK} password: hunter22" in gzip.decompress(file.read_bytes()).decode()

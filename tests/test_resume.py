@@ -12,8 +12,8 @@ from miles_core.cli.main import main
 from miles_core.config.load import load
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.observe.metrics import read
-from miles_core.run.rollouts import read_rollouts
 from miles_testing.toy import toy_arguments
+from miles_tools.samples.files import read_rollouts
 
 OPTIONS = {
     "rollout_shuffle": True,

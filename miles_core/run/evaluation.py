@@ -49,7 +49,7 @@ class Evaluation:
             result = await self._await_unless_stopped(asyncio.create_task(self.evaluator()))
         if result is None:
             return {}
-        self.log.record_evaluated(self.run.step, result.samples)
+        await self.log.record_evaluated(self.run.step, result.samples)
         return result.metrics
 
     async def run_if_missing(self, resume_from: Path | None) -> dict[str, float]:
@@ -108,7 +108,7 @@ class Evaluation:
     async def _evaluate_and_record(self, evaluator: Evaluator, step: int) -> None:
         start = time.perf_counter()
         result = await evaluator()
-        self.log.record_evaluated(step, result.samples)
+        await self.log.record_evaluated(step, result.samples)
         self.log.record(step, result.metrics | {"time/evaluation": time.perf_counter() - start})
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import Runtime, TrainedTokens
 from miles_core.data.sample import Sample
 from miles_core.observe.hints import Hints
-from miles_core.observe.metrics import MetricLog
+from miles_core.observe.metrics import MetricLog, Sink
 from miles_core.observe.progress import Progress
-from miles_core.run.rollouts import RolloutFiles
 
 log = logging.getLogger(__name__)
 
@@ -20,18 +20,35 @@ log = logging.getLogger(__name__)
 TrainedSamples = list[tuple[Sample, TrainedTokens | None]]
 
 
+@runtime_checkable
+class SampleSink(Sink, Protocol):
+    """A sink that also receives samples."""
+
+    async def write_samples(
+        self, kind: str, step: int, samples: Iterable[tuple[Sample, TrainedTokens | None, str]]
+    ) -> None:
+        """Store the samples that ``step`` trained on (kind ``train``), or the evaluation samples after it (``eval``).
+
+        Each comes with the values recorded in training, if any, and the name of its evaluation set. Samples may be stored after the
+        call returns; an error is then raised by a later call or by ``close``.
+        """
+
+    def roll_back(self, step: int) -> None:
+        """Delete the samples of all steps after ``step``."""
+
+
 class RunLog:
     """Distributes the metrics and samples of a run to their outputs.
 
     Args:
-        metrics: the metric log.
+        metrics: the metric log, whose sinks may also receive samples.
         progress: live display.
         hints: warns about suspicious metrics.
-        rollouts: stores samples; None with ``--no-save-rollouts``.
     """
 
-    def __init__(self, metrics: MetricLog, progress: Progress, hints: Hints, rollouts: RolloutFiles | None) -> None:
-        self.metrics, self.progress, self.rollouts = metrics, progress, rollouts
+    def __init__(self, metrics: MetricLog, progress: Progress, hints: Hints) -> None:
+        self.metrics, self.progress = metrics, progress
+        self.sample_sinks = [sink for sink in metrics.sinks if isinstance(sink, SampleSink)]
         self.hints = hints
         self._runtime: Runtime | None = None
 
@@ -47,8 +64,8 @@ class RunLog:
     def roll_back(self, step: int) -> None:
         """Delete the metrics and samples of all steps after ``step``, because these steps are repeated."""
         self.metrics.roll_back(step)
-        if self.rollouts is not None:
-            self.rollouts.roll_back(step)
+        for sink in self.sample_sinks:
+            sink.roll_back(step)
 
     @contextmanager
     def step(self, run: Run) -> Iterator[None]:
@@ -63,18 +80,16 @@ class RunLog:
         for hint in self.hints.of(metrics, step):
             log.warning("%s", hint)
 
-    def record_trained(self, step: int, samples: TrainedSamples) -> None:
+    async def record_trained(self, step: int, samples: TrainedSamples) -> None:
         """Store the samples that ``step`` trained on."""
-        if self.rollouts is not None:
-            files = self.rollouts
-            files.write("train", step, (files.row(sample, tokens) for sample, tokens in samples))
+        for sink in self.sample_sinks:
+            await sink.write_samples("train", step, ((sample, tokens, "") for sample, tokens in samples))
 
-    def record_evaluated(self, step: int, sets: Mapping[str, Sequence[Sample]]) -> None:
+    async def record_evaluated(self, step: int, sets: Mapping[str, Sequence[Sample]]) -> None:
         """Store the evaluation samples of the weights after ``step``; ``sets`` maps data sets to samples."""
-        if self.rollouts is not None:
-            files = self.rollouts
-            files.write("eval", step, (files.row(s, data_set=name) for name, samples in sets.items() for s in samples))
+        for sink in self.sample_sinks:
+            await sink.write_samples("eval", step, ((s, None, name) for name, samples in sets.items() for s in samples))
 
     def close(self) -> None:
-        """Close the metric log."""
+        """Close the metric log and its sinks."""
         self.metrics.close()

@@ -18,7 +18,6 @@ from miles_core.observe.progress import Progress
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import Plan
 from miles_core.run.log import RunLog
-from miles_core.run.rollouts import RolloutFiles
 
 
 def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], directory: Path) -> Run:
@@ -62,14 +61,12 @@ def policies_of(config: Config) -> list[Policy]:
 def make_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, start: int | None) -> RunLog:
     """Create the log of a run. ``start`` is the step of the checkpoint to resume from, None for a new run; the hints of all
     ``manifests`` are active."""
-    options, resume_step = run.config.run, -1 if start is None else start
-    rollouts = RolloutFiles(run.directory, run.tokenizer, options.save_rollouts_size, resume_step)
-    return RunLog(
-        MetricLog(run.directory / "metrics.jsonl", resume_step=resume_step, sinks=make_sinks(run)),
-        progress,
-        Hints(hints_of(manifests.values(), run.plan.holds)),
-        rollouts if options.save_rollouts else None,
-    )
+    resume_step = -1 if start is None else start
+    metrics = MetricLog(run.directory / "metrics.jsonl", resume_step=resume_step, sinks=make_sinks(run))
+    log = RunLog(metrics, progress, Hints(hints_of(manifests.values(), run.plan.holds)))
+    for sink in log.sample_sinks:
+        sink.roll_back(resume_step)
+    return log
 
 
 def make_sinks(run: Run) -> list[Sink]:

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_core.run.rollouts import KINDS, read_file, rollout_files
 from miles_tools.report.conversation import turns_of
+from miles_tools.samples.files import KINDS, read_file, rollout_files
 
 log = logging.getLogger(__name__)
 

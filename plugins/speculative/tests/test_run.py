@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from miles_core.observe.metrics import read
 from miles_core.plugin import CheckpointError, ConfigError, PlanError
-from miles_core.run.rollouts import read_rollouts
 from miles_embedded import decoder_layers, load_model
 from miles_speculative.head import attach, head_of
+from miles_tools.samples.files import read_rollouts
 
 OPTIONS = {"spec_lookahead": 3, "rollout_max_response_len": 12}
 

@@ -4,10 +4,10 @@ import gzip
 import json
 from html.parser import HTMLParser
 
-from miles_core.run.rollouts import rollout_file
 from miles_tools.report import samples
 from miles_tools.report.report import report
 from miles_tools.report.samples import browser
+from miles_tools.samples.files import rollout_file
 
 EVIL = "</script><img src=x onerror=alert(1)>\u2028<!--\ud800"
 

@@ -1,0 +1,251 @@
+"""Saves the samples of each step. Large steps are encoded by other processes while the run continues."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from miles_core.contracts.runtime import TrainedTokens
+from miles_core.data.sample import Sample
+from miles_core.errors import MilesError
+from miles_core.redact import secrets
+from miles_tools.samples.files import DIRECTORY, KINDS, read_file, rollout_file, rollout_files
+from miles_tools.samples.process import Message, WriterProcess
+from miles_tools.samples.rows import Row, as_text, divide, pack
+
+if TYPE_CHECKING:
+    from miles_core.contracts.run import Run
+
+log = logging.getLogger(__name__)
+
+#: Steps of at most this many tokens are written by the driver itself, which takes less time than a process takes to start.
+SMALL = 1 << 14
+#: Number of tokens for which another writer process is started.
+SHARE = 1 << 17
+#: Maximum number of writer processes. One encodes about 300,000 tokens per second.
+WRITERS = 8
+#: Number of samples that are prepared before the event loop continues with other tasks.
+_AT_ONCE = 16
+#: Number of the newest files of each kind that a resumed run reads: those that a power loss may have damaged.
+CHECKED = 4
+
+
+class SampleSaver:
+    """Writes the samples of each step to a separate file, and deletes the oldest files beyond a total size.
+
+    A file is written under a temporary name and then renamed, so a killed process never leaves a partial file. The next step is
+    accepted when the file of the previous one is complete, so a killed run lacks at most one file.
+
+    Args:
+        run_dir: the run directory; no other run writes there.
+        tokenizer: converts tokens to text.
+        limit: maximum total size of all files in bytes; None saves nothing, and only deletes files of repeated steps.
+        writers: maximum number of writer processes.
+    """
+
+    def __init__(self, run_dir: Path, tokenizer: Any, limit: int | None, writers: int = WRITERS) -> None:
+        self.run_dir, self.limit, self.writers = run_dir, limit, writers
+        self._pieces = Pieces(tokenizer)
+        self._sizes: dict[tuple[int, str], int] = {}
+        self._limit_logged = self._checked = False
+        self._processes: list[WriterProcess] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._pending: Future[None] | None = None
+        self._turn = asyncio.Lock()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Do nothing: this sink receives samples only."""
+
+    async def write_samples(
+        self, kind: str, step: int, samples: Iterable[tuple[Sample, TrainedTokens | None, str]]
+    ) -> None:
+        """Write the samples of a step, each with the values recorded in training and the name of its evaluation set.
+
+        Returns when the file of the previous step is complete.
+
+        Raises:
+            MilesError: a file cannot be written (a full disk), or a writer process has ended.
+        """
+        if self.limit is None:
+            return
+        async with self._turn:
+            await self._complete()
+            rows = []
+            for number, (sample, trained, data_set) in enumerate(samples):
+                rows.append(self._row(step, sample, trained, data_set))
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            self._pending = self._thread.submit(self.save, kind, step, rows)
+            if sum(row.size for row in rows) <= SMALL:
+                await self._complete()
+
+    def save(self, kind: str, step: int, rows: Sequence[Row]) -> None:
+        """Write one file.
+
+        Raises:
+            MilesError: as for ``write_samples``.
+        """
+        target = rollout_file(self.run_dir, kind, step)
+        part = target.with_suffix(".part")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if (tokens := sum(row.size for row in rows)) <= SMALL:
+                part.write_bytes(pack(rows, self._pieces, secrets(os.environ)))
+            else:
+                self._write_elsewhere(part, rows, min(self.writers, 1 + tokens // SHARE))
+            size = part.stat().st_size
+            part.replace(target)
+        except OSError as error:
+            raise MilesError(
+                f"cannot write the samples of step {step} to {target}: {error.strerror}; free space there and resume the run, "
+                "or resume it with --no-save-rollouts"
+            ) from error
+        self._sizes[step, kind] = size
+        self._forget_oldest(step)
+
+    def roll_back(self, step: int) -> None:
+        """Delete the samples of all steps after ``step``. The first call also removes partial files, and warns of damaged ones."""
+        if self._pending is not None:
+            self._pending.exception()
+        self._sizes = {}
+        for kind in KINDS:
+            for number, path in rollout_files(self.run_dir, kind).items():
+                if number > step:
+                    path.unlink()
+                else:
+                    self._sizes[number, kind] = path.stat().st_size
+        if not self._checked:
+            self._checked = True
+            self._check()
+
+    def close(self) -> None:
+        """Wait until the last file is complete and end the writer processes.
+
+        Raises:
+            MilesError: the last file cannot be written.
+        """
+        pending, self._pending = self._pending, None
+        self._thread.shutdown()
+        for process in self._processes:
+            process.close()
+        self._processes = []
+        if pending is not None:
+            pending.result()
+
+    async def _complete(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            await asyncio.shield(asyncio.wrap_future(pending))
+
+    def _write_elsewhere(self, part: Path, rows: Sequence[Row], count: int) -> None:
+        """Write rows to ``part`` with ``count`` processes, each of which compresses a part of them."""
+        while len(self._processes) < count:
+            self._processes.append(WriterProcess())
+        shares = list(divide(rows, count))
+        files = [part, *(part.with_suffix(f".{number}.part") for number in range(1, len(shares)))]
+        busy = self._processes[: len(shares)]
+        for process, share, file in zip(busy, shares, files, strict=True):
+            pieces = dict(islice(self._pieces.items(), process.known, None))
+            process.known += len(pieces)
+            process.send(Message(file, [as_text(row) for row in share], pieces, secrets(os.environ)))
+        for process in busy:
+            process.wait()
+        with part.open("ab") as out:
+            for file in files[1:]:
+                with file.open("rb") as source:
+                    shutil.copyfileobj(source, out, 1 << 20)
+                file.unlink()
+
+    def _row(self, step: int, sample: Sample, trained: TrainedTokens | None, data_set: str) -> Row:
+        """Convert a sample, without the fields of plugins, and look up the texts of its tokens."""
+        tokens = np.asarray(sample.tokens, np.int32)
+        self._pieces.learn(tokens[len(tokens) - sample.response_length :])
+        plain = {
+            "step": step,
+            "set": data_set,
+            "group": sample.group_index,
+            "index": sample.index,
+            "policy": sample.policy,
+            "rollout": sample.index if sample.rollout_id is None else sample.rollout_id,
+            "prompt": sample.prompt,
+            "response": sample.response,
+            "label": sample.label,
+            "reward": sample.reward,
+            "status": str(sample.status),
+            "removed": sample.remove_sample,
+            "metadata": sample.metadata,
+            "weight_versions": sample.weight_versions,
+            "response_length": sample.response_length,
+        }
+        columns = {
+            "tokens": tokens,
+            "loss_mask": _as_array(sample.loss_mask, np.int8),
+            "rollout_log_probs": _as_array(sample.rollout_log_probs, np.float64),
+            "train_log_probs": _as_array(trained.log_probs if trained else None, np.float32),
+            "advantages": _as_array(trained.advantages if trained else None, np.float32),
+        }
+        return Row(plain, columns, sample.response_length)
+
+    def _check(self) -> None:
+        for torn in (self.run_dir / DIRECTORY).glob("*/*.part"):
+            torn.unlink()
+        newest = [path for kind in KINDS for path in list(rollout_files(self.run_dir, kind).values())[-CHECKED:]]
+        if count := sum(read_file(path) is None for path in newest):
+            log.warning(
+                "%d of the %d newest files with saved samples are damaged: the report leaves them out",
+                count,
+                len(newest),
+            )
+
+    def _forget_oldest(self, newest: int) -> None:
+        total = sum(self._sizes.values())
+        for step, kind in sorted(self._sizes):
+            if self.limit is None or total <= self.limit or step == newest:
+                return
+            if not self._limit_logged:
+                log.info("samples on disk exceed --save-rollouts-size %d: the oldest steps are deleted", self.limit)
+                self._limit_logged = True
+            rollout_file(self.run_dir, kind, step).unlink(missing_ok=True)
+            total -= self._sizes.pop((step, kind))
+
+
+class Pieces(dict[int, str]):
+    """Token id -> text. A token that is a part of a character is shown as one replacement character."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self._known = np.zeros(0, bool)
+
+    def learn(self, tokens: np.ndarray) -> None:
+        """Look up the texts of all ``tokens``, int32 [n] of at least 0."""
+        if len(tokens) and (largest := int(tokens.max())) >= len(self._known):
+            self._known = np.append(self._known, np.zeros(largest + 1 - len(self._known), bool))
+        for token in dict.fromkeys(tokens[~self._known[tokens]].tolist()):
+            self[token] = self._describe(token)
+        self._known[tokens] = True
+
+    def _describe(self, token: int) -> str:
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        text = str(self.tokenizer.decode([token]))
+        # SentencePiece marks a leading space, but decoding a single token drops it
+        return f" {text}" if str(name).startswith("\u2581") and not text.startswith(" ") else text
+
+
+def _as_array(values: Sequence[float] | np.ndarray | None, dtype: Any) -> np.ndarray | None:
+    return None if values is None else np.asarray(values, dtype)
+
+
+def make_saver(run: Run) -> SampleSaver:
+    """Make the sink of ``--save-rollouts``."""
+    options = run.config.run
+    return SampleSaver(run.directory, run.tokenizer, options.save_rollouts_size if options.save_rollouts else None)
