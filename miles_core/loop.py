@@ -69,6 +69,7 @@ async def steps(
                 except Interrupted:
                     checkpoints.roll_back()
             await evaluation.complete_unless_stopped()
+            await checkpoints.complete()
         except asyncio.CancelledError:  # the time limit after a signal has passed
             with suppress(TimeoutError):
                 async with asyncio.timeout(run.config.run.stop_within * SAVE):
@@ -79,6 +80,8 @@ async def steps(
             if not runtime.recovers(error):
                 await checkpoints.rescue()
             raise
+        finally:
+            await checkpoints.close()
         await checkpoints.finish()
 
 

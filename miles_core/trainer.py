@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from miles_core.algorithm.policy_loss import loss_weights as loss_weights
     from miles_core.checkpoint.hf_files import CheckpointFiles as CheckpointFiles
     from miles_core.checkpoint.rng import get_rng as get_rng, put_rng as put_rng
+    from miles_core.checkpoint.tensor_file import record_files as record_files, write_tensors as write_tensors
     from miles_core.contracts.emulation import Emulation as Emulation
     from miles_core.contracts.mtp_layer import MtpLayer as MtpLayer, collect_mtp_layer as collect_mtp_layer
     from miles_core.contracts.runtime import (
@@ -74,6 +75,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.data.batch": "expand",
         "miles_core.checkpoint.hf_files": "CheckpointFiles",
         "miles_core.checkpoint.rng": "get_rng put_rng",
+        "miles_core.checkpoint.tensor_file": "record_files write_tensors",
         "miles_core.contracts.emulation": "Emulation",
         "miles_core.contracts.mtp_layer": "MtpLayer collect_mtp_layer",
         "miles_core.contracts.runtime": "CHANGEABLE Learned LearnerHandle TopLogProbs",

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 
+from miles_core.checkpoint.digest import FileDigest
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Policy, Run
@@ -253,9 +254,15 @@ class LearnerFront(LearnerHandle):
         """See ``Rank.hold``."""
         await self._each(lambda rank, _: rank.hold(parts))
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path, later: bool = False) -> None:
         async with self.turns.read(ALL_PARTS):
-            await self._each(lambda rank, _: rank.save(directory.absolute()))
+            await self._each(lambda rank, _: rank.save(directory.absolute(), later))
+
+    async def saved(self) -> Mapping[str, FileDigest] | None:
+        found = await self._each(lambda rank, _: rank.saved())
+        if any(digests is None for digests in found):
+            return None
+        return {file: digest for digests in found for file, digest in (digests or {}).items()}
 
     async def load(self, directory: Path) -> None:
         async with self.turns.train():

@@ -5,14 +5,18 @@ Each training process holds one rank. The driver calls the same methods in the s
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from miles_core.checkpoint.digest import FileDigest
+from miles_core.checkpoint.tensor_file import Saving
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Policy, Run
@@ -47,6 +51,7 @@ class Rank(Learner):
         self._engine: Engine | None = None
         self._held: set[TrainerPart] = {*ALL_PARTS}
         self._transport: Transport | None = None
+        self._saving: Saving | None = None
 
     @property
     def world(self) -> World:
@@ -92,6 +97,16 @@ class Rank(Learner):
         """See ``LearnerHandle.top_log_probs``."""
         found = self.columns(samples, {"top_tokens", "top_log_probs"}, k)
         return [TopLogProbs(columns["top_tokens"], columns["top_log_probs"]) for columns in found]
+
+    def save(self, directory: Path, later: bool = False) -> None:
+        """Write this rank's part of a checkpoint and record the digests of its files, see ``LearnerHandle.save``."""
+        self._saving = Saving(directory, later)
+        with self._saving:
+            super().save(directory)
+
+    def saved(self) -> Mapping[str, FileDigest] | None:
+        """See ``LearnerHandle.saved``."""
+        return {} if self._saving is None else self._saving.digests()
 
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""
@@ -188,6 +203,8 @@ class RankHere(Workers):
         if method == "at":  # step and clock are shared with the driver
             _, method, *rest = args
             return await self.send(number, method, *rest), {}
+        if method == "save":  # writing takes long, and the driver may serve requests meanwhile
+            return await asyncio.to_thread(self.rank.save, *args)
         result = getattr(self.rank, method)(*args)
         return await result if inspect.isawaitable(result) else result
 

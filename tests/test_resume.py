@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from miles_core.checkpoint.directory import check_files, seal
 from miles_core.cli.main import main
 from miles_core.config.load import load
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.observe.metrics import read
+from miles_core.run import checkpoints
 from miles_testing.toy import toy_arguments
 from miles_tools.samples.files import read_rollouts
 
@@ -144,3 +146,32 @@ def test_the_directory_alone_is_enough_to_go_on(tmp_path, capsys):
     assert config.plugins == ("tis",) and config.plugin("tis").clip == 1.5 and config.train.lr == 0.5
     assert config.rollout.batch_size == 2 and config.rollout.num_rollout == 2 and config.run.save is None
     assert load(["--load", str(tmp_path / "moved"), "--plugins", "r3"]).plugins == ("r3",)
+
+
+def test_checkpoints_written_while_the_run_continues_equal_others(toy_run, tmp_path):
+    options = {**OPTIONS, "steps": 4, "save_interval": 1, "plugins": ["r3", "tis"]}
+    waiting, later = tmp_path / "waiting", tmp_path / "later"
+    toy_run(directory=waiting, **options)
+    toy_run(directory=later, async_save=True, **options)
+    assert numbers(waiting) == numbers(later)
+    for step in range(1, 5):
+        assert same(tensors(waiting, step), tensors(later, step))
+        assert check_files(later / f"checkpoints/step_{step:08d}")["step"] == step
+    again = toy_run(directory=tmp_path / "again", load=later / "checkpoints/step_00000002", **options)
+    assert same(tensors(waiting, 4), tensors(again.directory, 4))
+
+
+def test_a_failure_while_the_run_continues_stops_it_and_leaves_the_earlier_checkpoints(toy_run, tmp_path, monkeypatch):
+    def fail(work, step, *rest):
+        if step == 2:
+            raise OSError(28, "No space left on device")
+        return seal(work, step, *rest)
+
+    monkeypatch.setattr(checkpoints, "seal", fail)
+    with pytest.raises(CheckpointError, match="the disk is full: saving step 2"):
+        toy_run(directory=tmp_path / "run", steps=6, save_interval=1, async_save=True)
+    left = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
+    assert "step_00000001" in left and "step_00000002" not in left and not [n for n in left if n.startswith(".")]
+    monkeypatch.undo()
+    toy_run(directory=None, save=None, load=tmp_path / "run", steps=6)
+    assert len(read(tmp_path / "run" / "metrics.jsonl")) == 6

@@ -11,7 +11,6 @@ This module does not define the contents: the trainer writes its own directory, 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -23,13 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_core.checkpoint.digest import CHUNK, FileDigest, digest_files, flush
 from miles_core.errors import CheckpointError
 from miles_core.version import __version__
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+#: Formats that can be loaded. Digests of format 1 are plain hashes.
+_READABLE = (1, 2)
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -57,7 +59,17 @@ class Difference:
 FATAL = ("model.type", "model.hidden_size", "model.layers", "model.num_experts", "model.vocab_size", "train.precision")
 
 #: Options that affect only the location, storage and logging of a run. ``compare_plans`` ignores them.
-NOT_COMPARED = {"save", "load", "plugins", "log_level", "keep", "save_interval", "save_rollouts", "save_rollouts_size"}
+NOT_COMPARED = {
+    "save",
+    "load",
+    "plugins",
+    "log_level",
+    "keep",
+    "save_interval",
+    "async_save",
+    "save_rollouts",
+    "save_rollouts_size",
+}
 
 
 class Checkpoints:
@@ -109,6 +121,8 @@ class Checkpoints:
     def save(self, step: int, plan: Mapping[str, Any] | None = None) -> Iterator[Path]:
         """Yield an empty directory, which becomes the checkpoint of ``step`` when the block exits without an error.
 
+        The block may call ``seal``, which takes long; otherwise it is called at the exit.
+
         Args:
             step: number of completed steps.
             plan: the plan as JSON data, stored in the manifest and compared by ``load``.
@@ -124,7 +138,8 @@ class Checkpoints:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
             yield work
-            _seal(work, step, plan)
+            if not (work / MANIFEST).exists():
+                seal(work, step, plan)
             self._replace(work, final)
         except BaseException as error:
             written = _size(work)
@@ -162,7 +177,7 @@ class Checkpoints:
         if final.exists():
             final.rename(aside)
         work.rename(final)
-        _sync_directory(self.directory)
+        flush(self.directory)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _cannot_save(self, step: int, written: int, error: BaseException) -> CheckpointError:
@@ -186,17 +201,19 @@ def check_files(path: Path | str) -> dict[str, Any]:
     """
     path = Path(path)
     manifest = _read_manifest(path)
-    for name, entry in manifest["files"].items():
+    saved: dict[str, FileDigest] = manifest["files"]
+    for name, entry in saved.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"checkpoint {path}: file {name} is missing; use an earlier checkpoint")
         size = file.stat().st_size
-        if size != entry["size"]:
+        if size != entry.size:
             raise CheckpointError(
-                f"checkpoint {path}: file {name} has {size:,} bytes, {entry['size']:,} were saved; "
-                "use an earlier checkpoint"
+                f"checkpoint {path}: file {name} has {size:,} bytes, {entry.size:,} were saved; use an earlier checkpoint"
             )
-        if _digest(file) != entry["blake2b"]:
+    found = digest_files({path / name: entry.chunk for name, entry in saved.items()})
+    for name, entry in saved.items():
+        if found[path / name] != entry:
             raise CheckpointError(
                 f"checkpoint {path}: the contents of {name} changed after it was saved (its digest differs); "
                 "use an earlier checkpoint"
@@ -211,7 +228,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         version = manifest["format"]
-        files = {name: {"size": int(e["size"]), "blake2b": str(e["blake2b"])} for name, e in manifest["files"].items()}
+        files = {name: FileDigest.from_json(entry) for name, entry in manifest["files"].items()}
         plan = manifest.get("plan")
         if not files:
             raise ValueError("it lists no file")
@@ -219,9 +236,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             compare_plans(plan, plan)  # raises if an entry needed for the comparison is missing or malformed
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged ({error!r}); use an earlier checkpoint") from error
-    if version != FORMAT:
+    if version not in _READABLE:
         raise CheckpointError(
-            f"{path} has checkpoint format {version}, this version of miles-core ({__version__}) reads {FORMAT}"
+            f"{path} has checkpoint format {version}, this version of miles-core ({__version__}) reads {_READABLE[0]} to {FORMAT}"
         )
     return {**manifest, "files": files}
 
@@ -309,36 +326,31 @@ def checkpoint_step(directory: Path) -> int:
     return int(match[1])
 
 
-def _seal(work: Path, step: int, plan: Mapping[str, Any] | None) -> None:
-    """Write the manifest and flush all files and directories to the disk."""
-    files = {}
-    for file in sorted(p for p in work.rglob("*") if p.is_file()):
-        files[file.relative_to(work).as_posix()] = {"size": file.stat().st_size, "blake2b": _digest(file, flush=True)}
-    manifest = {"format": FORMAT, "step": step, "miles_core": __version__, "plan": plan, "files": files}
+def seal(
+    work: Path, step: int, plan: Mapping[str, Any] | None, digests: Mapping[str, FileDigest] | None = None
+) -> None:
+    """Write the manifest and flush all other files and directories to the disk.
+
+    Args:
+        work: directory of a new checkpoint.
+        step: number of completed steps.
+        plan: the plan as JSON data.
+        digests: digests of files that were flushed by the process that wrote them; all others are computed.
+    """
+    known = digests or {}
+    others = [file for file in work.rglob("*") if file.is_file() and file.relative_to(work).as_posix() not in known]
+    for file in others:
+        flush(file)
+    found = digest_files(dict.fromkeys(others, CHUNK))
+    files = {**known, **{file.relative_to(work).as_posix(): digest for file, digest in found.items()}}
+    entries = {name: files[name].to_json() for name in sorted(files)}
+    manifest = {"format": FORMAT, "step": step, "miles_core": __version__, "plan": plan, "files": entries}
     with (work / MANIFEST).open("w", encoding="utf-8") as out:
         out.write(json.dumps(manifest))
         out.flush()
         os.fsync(out.fileno())
     for directory in (*(p for p in work.rglob("*") if p.is_dir()), work):
-        _sync_directory(directory)
-
-
-def _digest(file: Path, flush: bool = False) -> str:
-    digest = hashlib.blake2b(digest_size=32)
-    with file.open("rb") as source:
-        if flush:
-            os.fsync(source.fileno())
-        while block := source.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush(directory)
 
 
 def _size(directory: Path) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles_core.checkpoint.tensor_file import write_tensors
 from miles_core.data.world import ALONE, World
 from miles_core.errors import CheckpointError
 
@@ -64,9 +65,7 @@ class Store:
         base = self._base(name, f".{self.world.rank}-of-{self.world.size}" if sharded else "")
         base.parent.mkdir(parents=True, exist_ok=True)
         if tensors:
-            from safetensors.torch import save_file
-
-            save_file(_separate(tensors), f"{base}.safetensors")
+            write_tensors(tensors, Path(f"{base}.safetensors"))
         # Written last: an entry exists only once its JSON file does.
         Path(f"{base}.json").write_text(text, encoding="utf-8")
 
@@ -153,12 +152,3 @@ def _read(base: Path) -> tuple[dict[str, Tensor], Any]:
     except Exception as error:
         # json's ValueError, safetensors' own exception and a changed layout all mean that the entry is unusable.
         raise CheckpointError(f"checkpoint entry {base} is damaged ({error}); use an earlier checkpoint") from error
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to contiguous CPU tensors with separate storage, as safetensors requires."""
-    result = {}
-    for key, tensor in tensors.items():
-        copy = tensor.detach().to("cpu", copy=True)
-        result[key] = copy.contiguous()
-    return result

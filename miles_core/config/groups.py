@@ -73,6 +73,10 @@ class Run:
         None, help="run directory or checkpoint to resume from; its options apply unless they are set again"
     )
     save_interval: int | None = option(None, help="write a checkpoint every N rollouts (and always at the end)", ge=1)
+    async_save: bool = option(
+        False,
+        help="copy the state to host memory at --save-interval and write the checkpoint while the run continues",
+    )
     keep: int | None = option(
         None, help="keep the last N checkpoints and delete older ones (default: keep all)", metavar="N", ge=1
     )

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
+from miles_core.checkpoint.digest import FileDigest
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Policy
@@ -184,8 +185,15 @@ class LearnerHandle(ABC):
         """
 
     @abstractmethod
-    async def save(self, directory: Path) -> None:
-        """Write the trainer's state."""
+    async def save(self, directory: Path, later: bool = False) -> None:
+        """Write the trainer's state. With ``later`` it may be copied now and written while training continues."""
+
+    async def saved(self) -> Mapping[str, FileDigest] | None:
+        """Return the digests of the files that the last ``save`` wrote, by path in its directory; None while they are being written.
+
+        The driver computes the digests of all files that are missing. Raises the error of a file that cannot be written.
+        """
+        return {}
 
     @abstractmethod
     async def load(self, directory: Path) -> None:

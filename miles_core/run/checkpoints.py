@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
-from miles_core.checkpoint.directory import Checkpoints
+from miles_core.checkpoint.directory import Checkpoints, seal
 from miles_core.checkpoint.rng import get_rng, put_rng, rng_state
 from miles_core.checkpoint.samples import get_samples, put_samples
 from miles_core.checkpoint.store import Store
+from miles_core.checkpoint.tensor_file import Saving
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
@@ -18,6 +20,8 @@ log = logging.getLogger(__name__)
 
 #: Store entry with finished samples that were not trained on yet.
 HELD = "held"
+#: Seconds between two questions whether the ranks have written a checkpoint.
+INTERVAL = 0.2
 
 
 class RunCheckpoints:
@@ -35,14 +39,17 @@ class RunCheckpoints:
         self.run, self.parts, self.schedule, self.resume_from = run, parts, schedule, resume_from
         self.directories = Checkpoints(run.directory / "checkpoints")
         self.saved_step: int | None = None
+        self._task: asyncio.Task[None] | None = None
         self._mark()
 
     async def commit(self) -> None:
         """Commit a completed step as the state to roll back to, and save a checkpoint if one is due."""
         self._mark()
-        interval = self.run.config.run.save_interval
-        if interval and self.run.step % interval == 0:
-            await self.save()
+        options = self.run.config.run
+        if self._task is not None and self._task.done():
+            await self.complete()
+        if options.save_interval and self.run.step % options.save_interval == 0:
+            await self.save(later=options.async_save)
 
     def roll_back(self) -> None:
         """Discard an unfinished rollout and restore the state after the last completed step."""
@@ -67,6 +74,7 @@ class RunCheckpoints:
                     self._step,
                 )
                 return
+            await self.complete()
             if self.saved_step != run.step and (run.step > 0 or run.config.sft.data):
                 await self.save()
         except Exception as failed:
@@ -86,22 +94,58 @@ class RunCheckpoints:
                     alone = self.run.is_only_trained(each.policy)
                     await each.learner.export(Path(target) if alone else Path(target) / each.policy.name)
 
-    async def save(self) -> None:
-        """Write the checkpoint of the last completed step."""
-        run, plan = self.run, self.run.plan.record()
-        with run.clock.phase("save"), self.directories.save(run.step, plan) as directory:
+    async def save(self, later: bool = False) -> None:
+        """Write the checkpoint of the last completed step. With ``later``, return when the state is copied, and write it while the
+        run continues; ``complete`` waits for it."""
+        await self.complete()
+        copied = asyncio.Event()
+        self._task = asyncio.create_task(self._save(later, copied))
+        with self.run.clock.phase("save"):
+            waiting = asyncio.create_task(copied.wait())
+            await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if not later or self._task.done():
+                await self.complete()
+
+    async def complete(self) -> None:
+        """Wait for the checkpoint that is being written. Raises CheckpointError if it cannot be written."""
+        task, self._task = self._task, None
+        if task is not None:
+            await task
+
+    async def close(self) -> None:
+        """Discard a checkpoint that is incomplete."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _save(self, later: bool, copied: asyncio.Event) -> None:
+        run, plan, step = self.run, self.run.plan.record(), self.run.step
+        with self.directories.save(step, plan) as directory:
             for each in self.parts:
-                await each.learner.save(directory / each.policy.name)
-            store = Store(directory / "state")
-            trained = {policy.name: policy.trained for policy in run.policies}
-            store.put("run", data={"step": run.step, "trained": trained, **self._committed.data})
-            if self._committed.samples:
-                put_samples(store, HELD, self._committed.samples)
-            put_rng(store, self._rng)
-            run.hooks.on("on_save", run=run, policy=None, store=store)
-        self.saved_step = run.step
+                await each.learner.save(directory / each.policy.name, *([True] if later else ()))
+            with Saving(directory) as own:
+                self._put_state(Store(directory / "state"))
+            digests = own.digests() or {}
+            copied.set()
+            for each in self.parts:
+                while (found := await each.learner.saved()) is None:
+                    await asyncio.sleep(INTERVAL)
+                digests |= {f"{each.policy.name}/{name}": digest for name, digest in found.items()}
+            await asyncio.to_thread(seal, directory, step, plan, digests)
+        self.saved_step = step
         if run.config.run.keep:
-            self.directories.keep(run.config.run.keep)
+            await asyncio.to_thread(self.directories.keep, run.config.run.keep)
+
+    def _put_state(self, store: Store) -> None:
+        run = self.run
+        trained = {policy.name: policy.trained for policy in run.policies}
+        store.put("run", data={"step": run.step, "trained": trained, **self._committed.data})
+        if self._committed.samples:
+            put_samples(store, HELD, self._committed.samples)
+        put_rng(store, self._rng)
+        run.hooks.on("on_save", run=run, policy=None, store=store)
 
     async def resume(self) -> bool:
         """Load ``resume_from`` and return True; return False if this is a new run.

@@ -13,12 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from miles_core.checkpoint.directory import is_io
-from miles_core.checkpoint.placed import is_occupied, lock_directory, move_into_place, staging_path
+from miles_core.checkpoint.placed import is_occupied, staging_path
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError
 from miles_embedded.model.parts import configuration
 from miles_embedded.model.remote_code import export_code, is_remote
 from miles_embedded.model.views import export, unshare
+from miles_tools.convert.placement import lock_directory, move_into_place
 
 #: Maximum size of a weight file, in bytes.
 SHARD_BYTES = 5 * 10**9

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from miles_core.checkpoint.rng import get_rng, put_rng
 from miles_core.checkpoint.store import Store
+from miles_core.checkpoint.tensor_file import write_tensors
 from miles_core.data.world import World
 from miles_core.errors import CheckpointError
 from miles_embedded.model.storage import LocalShard, is_constant, local_shard
-from miles_embedded.model.views import sources, unshare
+from miles_embedded.model.views import sources
 from miles_embedded.trainer.optimizer import Optimizer
 
 WEIGHTS, MOMENTS, STEP, RANDOM = "model", "optimizer", "trainer.json", "random"
@@ -42,10 +41,10 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) 
         return  # rank 0 writes replicated tensors
     # tensors that are replicated on every rank, such as buffers, are written by rank 0
     tensors = {n: own.tensor for n, own in weights.items() if own.sharded or world.rank == 0}
-    _write(tensors, _file(directory, WEIGHTS, world.rank, files))
+    write_tensors(tensors, _file(directory, WEIGHTS, world.rank, files))
     with optimizer.on_device():
         moments = optimizer.tensors()
-        _write(moments, _file(directory, MOMENTS, world.rank, files))
+        write_tensors(moments, _file(directory, MOMENTS, world.rank, files))
     if world.rank == 0:
         noted: dict[str, Any] = {
             "step": optimizer.step_number,
@@ -165,7 +164,3 @@ class _ShardedFiles:
 
 def _file(directory: Path, kind: str, number: int, count: int) -> Path:
     return directory / (f"{kind}.{number}-of-{count}.safetensors" if count > 1 else f"{kind}.safetensors")
-
-
-def _write(tensors: Mapping[str, Tensor], file: Path) -> None:
-    save_file(unshare(tensors), file, metadata={"format": "pt"})

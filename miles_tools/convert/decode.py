@@ -15,10 +15,11 @@ from torch import Tensor
 from miles_core.checkpoint.hf_files import CheckpointFiles, Entry
 from miles_core.errors import CheckpointError
 from miles_core.precision.format import Format
-from miles_core.precision.fused_experts import Family, Joined, put_together
+from miles_core.precision.fused_experts import Family
 from miles_core.precision.schedule import PLAIN
 from miles_tools.convert.conversion import Conversion, Item, Job, Piece, check_finite, copy_pieces
 from miles_tools.convert.installed import recognise
+from miles_tools.convert.joined_experts import Joined, put_together
 from miles_tools.convert.json_files import other_files, plain_files, quantization_block
 from miles_tools.convert.writer import Target, Write
 

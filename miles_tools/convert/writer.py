@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from miles_core.checkpoint.hf_files import CODES, INDEX
-from miles_core.checkpoint.placed import is_occupied, lock_directory, move_into_place, staging_path
+from miles_core.checkpoint.placed import is_occupied, staging_path
 from miles_core.errors import CheckpointError
+from miles_tools.convert.placement import lock_directory, move_into_place
 
 #: Default maximum bytes of one weight file.
 SHARD_BYTES = 5 * 10**9

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,8 @@ class WriterProcess:
     def close(self) -> None:
         """End the process. It has no message left."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
+        with suppress(OSError):  # the process has ended, and the rest of a message cannot be written
             self._process.stdin.close()
-        except OSError:  # the process has ended, and the rest of a message cannot be written
-            pass
         self._process.wait()
         self._process.stdout.close()
 

@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -6,6 +7,8 @@ import shutil
 import pytest
 from safetensors import SafetensorError
 
+from miles_core.checkpoint import directory
+from miles_core.checkpoint.digest import CHUNK, digest_files
 from miles_core.checkpoint.directory import (
     Checkpoints,
     changes,
@@ -13,6 +16,7 @@ from miles_core.checkpoint.directory import (
     checkpoint_step,
     compare_plans,
     locate_checkpoint,
+    seal,
 )
 from miles_core.errors import CheckpointError
 
@@ -34,7 +38,7 @@ def test_saved_directory_is_complete_and_latest(tmp_path):
     assert (checkpoints.load(2) / "policy" / "model.txt").read_text() == "weights"
     manifest = check_files(checkpoints.path(12))
     assert manifest["step"] == 12
-    assert manifest["files"]["policy/model.txt"]["size"] == len("newer")
+    assert manifest["files"]["policy/model.txt"].size == len("newer")
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -255,3 +259,31 @@ def test_load_means_a_run_a_checkpoint_directory_or_a_step(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="it has none"):
         locate_checkpoint(tmp_path / "empty")
+
+
+def test_checkpoints_with_plain_digests_can_be_loaded(tmp_path):
+    """Format 1: the digest of a file is the hash of its contents."""
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 3)
+    path = checkpoints.path(3)
+    manifest = json.loads((path / "manifest.json").read_text())
+    entry = {"size": 7, "blake2b": hashlib.blake2b(b"weights", digest_size=32).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 1, "files": {"policy/model.txt": entry}}))
+    assert checkpoints.load(3) == path
+    (path / "policy" / "model.txt").write_text("WEIGHTS")
+    with pytest.raises(CheckpointError, match=r"contents of policy/model\.txt changed"):
+        checkpoints.load(3)
+
+
+def test_digests_that_writers_recorded_are_taken_over(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    with checkpoints.save(3) as work:
+        (work / "model.txt").write_text("weights")
+        (work / "other.txt").write_text("other")
+        recorded = digest_files({work / "model.txt": CHUNK})[work / "model.txt"]
+        hashed = []
+        monkeypatch.setattr(directory, "digest_files", lambda files: hashed.extend(files) or digest_files(files))
+        seal(work, 3, None, {"model.txt": recorded})
+    assert [file.name for file in hashed] == ["other.txt"]
+    monkeypatch.undo()
+    assert checkpoints.load(3) == checkpoints.path(3)

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from miles_core.errors import CheckpointError
-from miles_core.precision.fused_experts import JOININGS, Family, put_together, take_apart
+from miles_core.precision.fused_experts import JOININGS, Family, take_apart
+from miles_tools.convert.joined_experts import put_together
 
 EXPERTS, WIDTH, INNER = 3, 4, 6
 NAME = "model.layers.0.mlp.experts.gate_up_proj"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from miles_core.data import Unit
 from miles_core.plugin import CheckpointError, Store
-from miles_core.trainer import World, get_rng, put_rng
+from miles_core.trainer import World, get_rng, put_rng, record_files
 
 if TYPE_CHECKING:
     from miles_megatron.trainer.trainer import MegatronTrainer
@@ -40,6 +40,7 @@ def save(trainer: MegatronTrainer, directory: Path) -> None:
     dist.barrier()
     put_rng(Store(directory / RANDOM, trainer.world), sharded=True)
     dist_checkpointing.save(state, str(target))
+    record_files(target.glob(f"__{dist.get_rank()}_*"))
 
 
 def load(trainer: MegatronTrainer, directory: Path) -> None:
