@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from miles_core.checkpoint.store import Store
-from miles_core.data.sample import Sample
+from miles_core.data.sample import COLUMNS, Sample
 from miles_core.errors import CheckpointError
 
 
@@ -28,7 +28,7 @@ def put_samples(store: Store, name: str, samples: Sequence[Sample]) -> None:
         row = sample.to_dict()
         row["fields"] = {key: _pack(value, f"{position}.{key}", tensors) for key, value in row["fields"].items()}
         for key, value in row.items():
-            if key != "fields":
+            if key != "fields" and key not in COLUMNS:
                 row[key] = _plain(value, f"sample {sample.index}: {key}")
         rows.append(row)
     store.put(name, tensors, rows)

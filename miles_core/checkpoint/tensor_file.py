@@ -7,6 +7,7 @@ to seal a checkpoint. It can also copy the tensors to host memory and write them
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,8 @@ from miles_core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: A view of memory, and the object that owns the memory.
+_Piece = tuple[memoryview, object]
 #: Maximum number of chunks in memory that wait for the disk.
 _WAITING = 32
 
@@ -138,15 +141,15 @@ def _header(ordered: list[tuple[str, Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _chunks(header: bytes, ordered: list[tuple[str, Tensor]]) -> Iterator[list[memoryview]]:
-    """Divide a file into chunks, each a list of views of memory. Tensors are copied from their device one after the other."""
-    chunk: list[memoryview] = []
+def _chunks(header: bytes, ordered: list[tuple[str, Tensor]]) -> Iterator[list[_Piece]]:
+    """Divide a file into chunks, each a list of pieces of memory. Tensors are copied from their device one after the other."""
+    chunk: list[_Piece] = []
     free = CHUNK
-    for data in _views(header, ordered):
+    for data, owner in _views(header, ordered):
         while len(data):
-            chunk.append(data[:free])
-            free -= len(chunk[-1])
-            data = data[len(chunk[-1]) :]
+            piece, data = data[:free], data[free:]
+            chunk.append((piece, owner))
+            free -= len(piece)
             if not free:
                 yield chunk
                 chunk, free = [], CHUNK
@@ -154,19 +157,17 @@ def _chunks(header: bytes, ordered: list[tuple[str, Tensor]]) -> Iterator[list[m
         yield chunk
 
 
-def _views(header: bytes, ordered: list[tuple[str, Tensor]]) -> Iterator[memoryview]:
-    import torch
-
-    yield memoryview(header)
+def _views(header: bytes, ordered: list[tuple[str, Tensor]]) -> Iterator[_Piece]:
+    yield memoryview(header), header
     for _, tensor in ordered:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        yield memoryview(flat.view(torch.uint8).numpy())
+        own = tensor.detach().cpu().contiguous()
+        if own.nbytes:  # not numpy(), after which a trainer could not release the memory while it sleeps
+            yield memoryview((ctypes.c_ubyte * own.nbytes).from_address(own.data_ptr())).cast("B"), own
 
 
-def _write_chunk(descriptor: int, start: int, pieces: list[memoryview]) -> bytes:
-    for piece in pieces:
-        rest = piece
+def _write_chunk(descriptor: int, start: int, pieces: list[_Piece]) -> bytes:
+    for rest, _ in pieces:
         while len(rest):
             count = os.pwrite(descriptor, rest, start)
             rest, start = rest[count:], start + count
-    return hash_bytes(*pieces)
+    return hash_bytes(*(piece for piece, _ in pieces))

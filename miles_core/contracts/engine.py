@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from miles_core.data.column import FLOATS, TOKENS, Column, as_column
+
 if TYPE_CHECKING:
     from miles_core.data.unit import Encoded
     from miles_core.precision.format import Format
@@ -48,7 +50,7 @@ class Sampling:
 
 @dataclass
 class Request:
-    """One continuation to generate.
+    """One continuation to generate. Lists of token ids become columns.
 
     Attributes:
         tokens: the prompt's token ids, never empty.
@@ -62,7 +64,7 @@ class Request:
         metadata: plugin data, passed through unchanged.
     """
 
-    tokens: list[int]
+    tokens: Column
     sampling: Sampling
     key: int = 0
     group: int = 0
@@ -70,10 +72,13 @@ class Request:
     metadata: dict[str, Any] = field(default_factory=dict)
     policy: str = ""
 
+    def __post_init__(self) -> None:
+        self.tokens = as_column(self.tokens, TOKENS)
+
 
 @dataclass
 class Response:
-    """The result of a request.
+    """The result of a request. Lists of numbers become columns.
 
     Attributes:
         tokens: the new token ids, including a stop token.
@@ -86,13 +91,16 @@ class Response:
         metrics: the engine's measurements of this request; their means over the requests of a step become ``engine/NAME``.
     """
 
-    tokens: list[int]
-    log_probs: list[float]
+    tokens: Column
+    log_probs: Column
     finish: Literal["stop", "length", "abort"]
     text: str = ""
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tokens, self.log_probs = as_column(self.tokens, TOKENS), as_column(self.log_probs, FLOATS)
 
 
 class Engine(ABC):

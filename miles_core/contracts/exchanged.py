@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from math import isfinite
-from operator import index
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from miles_core.contracts.engine import Request, Response
+from miles_core.data.column import Column
 from miles_core.plugin.guard import describe, refuse
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def _describe_invalid_response(request: Request, response: Any, vocabulary: int)
     if not isinstance(response, Response):
         return f"it returned {describe(response)}; expected a Response from Engine.generate"
     for name in ("tokens", "log_probs", "weight_versions"):
-        if not isinstance(getattr(response, name), list):
+        if not isinstance(getattr(response, name), list if name == "weight_versions" else (list, Column)):
             return f"the response has {name} that are {describe(getattr(response, name))}; expected a list"
     count, most = len(response.tokens), request.sampling.max_new_tokens
     if count > most:
@@ -42,11 +44,10 @@ def _describe_invalid_response(request: Request, response: Any, vocabulary: int)
         return f"the response has {wrong}"
     if len(response.log_probs) != count:
         return f"the response has {count} tokens and {len(response.log_probs)} log_probs; expected one per token"
-    try:
-        valid = not count or (isfinite(sum(response.log_probs)) and max(response.log_probs) <= _ROUNDING)
-    except TypeError:
+    if not isinstance(response.log_probs, Column):
         return f"the response has log_probs that are {describe(response.log_probs)}; expected a list of numbers"
-    if not valid:
+    log_probs = np.asarray(response.log_probs)
+    if not bool((np.isfinite(log_probs) & (log_probs <= _ROUNDING)).all()):
         worst = next(p for p in response.log_probs if not (isfinite(p) and p <= _ROUNDING))
         return f"the response has the log-probability {worst}; expected finite values of at most 0"
     if response.finish not in ("stop", "length", "abort"):
@@ -62,14 +63,11 @@ def vocabulary_size(run: Run) -> int:
 
 
 def describe_invalid_tokens(tokens: Sequence[Any], vocabulary: int) -> str:
-    """Describe tokens that are not all token ids; "" if they are. Sums and extremes are the cheapest checks of long lists."""
-    try:
-        index(sum(tokens))
-        valid = not len(tokens) or (min(tokens) >= 0 and max(tokens) < vocabulary)
-    except TypeError:
-        valid = False
-    if valid:
-        return ""
+    """Describe tokens that are not all token ids; "" if they are."""
+    if isinstance(tokens, Column):
+        ids = np.asarray(tokens)
+        if not len(ids) or (ids.min() >= 0 and ids.max() < vocabulary):
+            return ""
     wrong = next(t for t in tokens if not isinstance(t, int) or not 0 <= t < vocabulary)
     return f"the token {wrong!r} in {describe(tokens)}; expected token ids, integers from 0 to {vocabulary - 1}"
 

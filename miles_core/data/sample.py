@@ -14,6 +14,7 @@ from enum import StrEnum
 from numbers import Real
 from typing import Any
 
+from miles_core.data.column import FLOATS, MASK, TOKENS, Column, as_column
 from miles_core.data.field import Field
 from miles_core.errors import DataError
 
@@ -82,9 +83,16 @@ class Status(StrEnum):
     FAILED = "failed"  # a tool or environment failed; not trained on
 
 
+#: Attribute of a sample -> type code of its column.
+COLUMNS = {"tokens": TOKENS, "loss_mask": MASK, "rollout_log_probs": FLOATS}
+
+
 @dataclass
 class Sample:
     """One rollout of one prompt.
+
+    ``tokens``, ``loss_mask`` and ``rollout_log_probs`` are columns: a list that is assigned to one of them is copied to an array, which
+    behaves like a list.
 
     Attributes:
         prompt: text or chat messages.
@@ -106,15 +114,15 @@ class Sample:
     """
 
     prompt: str | list[dict[str, Any]] = ""
-    tokens: list[int] = field(default_factory=list)
+    tokens: Column = field(default_factory=lambda: Column(TOKENS))
     response: str = ""
     response_length: int = 0
     label: Any = None
     reward: float | dict[str, float] | None = None
-    loss_mask: list[int] | None = None
+    loss_mask: Column | None = None
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
-    rollout_log_probs: list[float] | None = None
+    rollout_log_probs: Column | None = None
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     group_index: int = 0
     index: int = 0
@@ -122,6 +130,11 @@ class Sample:
     remove_sample: bool = False
     policy: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in COLUMNS:
+            value = as_column(value, COLUMNS[name])
+        object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         # Declared fields read like attributes: ``sample.rollout_routed_experts``.
@@ -136,11 +149,11 @@ class Sample:
         return len(self.tokens) - self.response_length
 
     @property
-    def mask(self) -> list[int]:
+    def mask(self) -> Column:
         """The loss mask over the response, all zeros for a removed sample."""
-        if self.remove_sample:
-            return [0] * self.response_length
-        return self.loss_mask if self.loss_mask is not None else [1] * self.response_length
+        if self.loss_mask is not None and not self.remove_sample:
+            return self.loss_mask
+        return Column(MASK, bytes([not self.remove_sample]) * self.response_length)
 
     def reward_value(self, key: str | None = None) -> float:
         """Return the scalar reward; ``key`` selects an entry of a dict reward. Raises DataError if there is none."""
@@ -168,8 +181,9 @@ class Sample:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data (numpy arrays in ``fields`` stay arrays)."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"status": str(self.status)}
+        """Plain data: columns become lists (numpy arrays in ``fields`` stay arrays)."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"status": str(self.status)}
+        return {name: value.tolist() if isinstance(value, Column) else value for name, value in data.items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:

@@ -1,0 +1,76 @@
+"""A column: one number per token, stored as an array.
+
+It behaves like a list of Python numbers (slices, ``+``, ``append``, ``==``), and numpy reads it without a copy: ``np.asarray(column)``.
+While such a view exists, the column cannot grow. A token takes 4 bytes, a log-probability 8 and an entry of a mask 1; a list takes 8
+bytes and an object for each.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+#: Type codes of ``array``: int32, float64 and int8.
+TOKENS, FLOATS, MASK = "i", "d", "b"
+_DTYPES = {TOKENS: np.dtype(np.int32), FLOATS: np.dtype(np.float64), MASK: np.dtype(np.int8)}
+
+
+class Column(array):  # type: ignore[type-arg]
+    """``Column(TOKENS, [3, 1])``. Equal to a list, a tuple or a column with the same numbers."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, array):
+            return bool(array.__eq__(self, other))
+        return isinstance(other, (list, tuple)) and len(self) == len(other) and self.tolist() == list(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __getitem__(self, index: Any) -> Any:
+        found = array.__getitem__(self, index)
+        return Column(self.typecode, found) if isinstance(index, slice) else found
+
+    def __add__(self, other: Iterable[Any]) -> Column:
+        return Column(self.typecode, self).__iadd__(other)
+
+    def __radd__(self, other: Iterable[Any]) -> Column:
+        return Column(self.typecode, other).__iadd__(self)
+
+    def __iadd__(self, other: Iterable[Any]) -> Column:
+        self.extend(other)
+        return self
+
+    def __mul__(self, count: int) -> Column:
+        return Column(self.typecode, array.__mul__(self, count))
+
+    def __copy__(self) -> Column:
+        return Column(self.typecode, self)
+
+    def __deepcopy__(self, _: Any) -> Column:
+        return Column(self.typecode, self)
+
+    def __repr__(self) -> str:
+        return repr(self.tolist())
+
+    @classmethod
+    def of(cls, values: np.ndarray, typecode: str) -> Column:
+        """Copy a numpy array [n]."""
+        return cls(typecode, values.astype(_DTYPES[typecode], copy=False).tobytes())
+
+
+def as_column(values: Any, typecode: str) -> Any:
+    """Convert a list, a tuple or a numpy array [n] of numbers. Other values, and those that do not fit the type, are returned as they are:
+    the check of their owner describes them."""
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in ("iu" if typecode != FLOATS else "f"):
+        return Column.of(values, typecode)
+    if type(values) not in (list, tuple):
+        return values
+    try:
+        return Column(typecode, values)
+    except (TypeError, OverflowError):
+        return values
