@@ -18,6 +18,7 @@ from miles_core.contracts.engine import Request, Sampling
 from miles_core.contracts.exchanged import describe_invalid_tokens, vocabulary_size
 from miles_core.contracts.run import check_policies
 from miles_core.data.batch import Batch, Ragged
+from miles_core.data.column import TOKENS, Column, as_column
 from miles_core.data.field import Field
 from miles_core.data.sample import Sample, number
 from miles_core.errors import DataError
@@ -151,7 +152,8 @@ def _check_field(spec: Field | None, value: Any) -> str:
 def check_request(_: None, arguments: Mapping[str, Any]) -> str:
     """Check that the request still has a prompt, and a set of field names to record."""
     request: Request = arguments["request"]
-    if not request.tokens or not isinstance(request.tokens, list):
+    request.tokens = as_column(request.tokens, TOKENS)  # a plugin may have set a list
+    if not request.tokens or not isinstance(request.tokens, (list, Column)):
         return f"it left the request with tokens that are {describe(request.tokens)}; expected a list of token ids"
     if wrong := describe_invalid_tokens(request.tokens, vocabulary_size(arguments["run"])):
         return f"it left the request with {wrong}"

@@ -63,10 +63,22 @@ class Column(array):  # type: ignore[type-arg]
         return cls(typecode, values.astype(_DTYPES[typecode], copy=False).tobytes())
 
 
+def join_columns(columns: Iterable[Column], typecode: str = TOKENS) -> Column:
+    """Concatenate columns to a new one."""
+    joined = Column(typecode)
+    for column in columns:
+        joined.extend(column)
+    return joined
+
+
 def as_column(values: Any, typecode: str) -> Any:
     """Convert a list, a tuple or a numpy array [n] of numbers. Other values, and those that do not fit the type, are returned as they are:
     the check of their owner describes them."""
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in ("iu" if typecode != FLOATS else "f"):
+    if (
+        isinstance(values, np.ndarray)
+        and values.ndim == 1
+        and values.dtype.kind in ("iu" if typecode != FLOATS else "f")
+    ):
         return Column.of(values, typecode)
     if type(values) not in (list, tuple):
         return values

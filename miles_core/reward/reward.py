@@ -174,7 +174,7 @@ def _who(reward: RewardFunction) -> str:
 
 async def _call(reward: RewardFunction, args: Any, scored: Any, samples: list[Any], what: str) -> Any:
     """Call the function with ``scored``, which contains ``samples``; DataError if it raises or changes their tokens."""
-    tokens = [list(getattr(sample, "tokens", ())) for sample in samples]
+    tokens = [getattr(sample, "tokens", ())[:] for sample in samples]
     try:
         value = await reward(args, scored)
     except DataError as error:
@@ -183,7 +183,7 @@ async def _call(reward: RewardFunction, args: Any, scored: Any, samples: list[An
         text = (f": {error}" if str(error) else "") + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         raise DataError(f"{_who(reward)} raised {type(error).__name__} on {what}{text}") from error
     for sample, before in zip(samples, tokens, strict=True):
-        if list(getattr(sample, "tokens", ())) != before:
+        if getattr(sample, "tokens", ()) != before:
             raise DataError(
                 f"{_who(reward)} changed the tokens of sample {sample.index}, to which the engine's log-probs belong; copy "
                 "them first"

@@ -10,7 +10,6 @@ Samples and sampling parameters of a custom function come from user code, so eve
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.contracts.engine import Request, Response, Sampling
+from miles_core.data.column import FLOATS, Column, join_columns
 from miles_core.data.field import Field
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError
@@ -108,24 +108,23 @@ def check_samples(made: Any, number: int, where: str, vocabulary: int) -> list[S
 def find_fault(sample: Sample, vocabulary: int) -> str:
     """Describe the first invalid value of a sample; "" if all values are valid. Converts a status given as text to ``Status``."""
     tokens, length, mask, log_probs = sample.tokens, sample.response_length, sample.loss_mask, sample.rollout_log_probs
-    if not isinstance(tokens, list):
+    if not isinstance(tokens, (list, Column)):
         return f"tokens of type {type(tokens).__name__}; give a list of token ids"
-    invalid = [t for t in tokens if not _is_whole(t) or not 0 <= t < vocabulary]
-    if invalid:
-        return f"the token {invalid[0]!r}; token ids are 0 to {vocabulary - 1}"
+    if not isinstance(tokens, Column) or (tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary):
+        invalid = next(t for t in tokens if not _is_whole(t) or not 0 <= t < vocabulary)
+        return f"the token {invalid!r}; token ids are 0 to {vocabulary - 1}"
     if not _is_whole(length) or not 0 <= length <= len(tokens):
         return (
             f"a response_length of {length!r}; it is the number of response tokens, at most {len(tokens)} (all tokens)"
         )
-    if mask is not None and not (isinstance(mask, list) and all(m in (0, 1) for m in mask)):
+    if mask is not None and not (isinstance(mask, Column) and (not mask or 0 <= min(mask) <= max(mask) <= 1)):
         return f"a loss_mask of {mask!r:.80}; it is None, or a list with 0 or 1 for each token of the response"
-    if log_probs is not None and not (isinstance(log_probs, list) and all(map(_is_number, log_probs))):
+    if log_probs is not None and not isinstance(log_probs, Column):
         return (
             f"rollout_log_probs of {log_probs!r:.80}; give a list with a number for each token of the response, or None"
         )
-    infinite = [p for p in log_probs or () if not math.isfinite(p)]
-    if infinite:
-        return f"the log-probability {infinite[0]!r}; give 0.0 where the loss mask is 0"
+    if log_probs and not np.isfinite(found := np.asarray(log_probs)).all():
+        return f"the log-probability {float(found[~np.isfinite(found)][0])!r}; give 0.0 where the loss mask is 0"
     if not isinstance(sample.response, str) or not isinstance(sample.metadata, dict):
         kinds = f"a {type(sample.response).__name__} as response and a {type(sample.metadata).__name__} as metadata"
         return f"{kinds}; they are a text and a dict"
@@ -136,7 +135,7 @@ def find_fault(sample: Sample, vocabulary: int) -> str:
     return ""
 
 
-Decode = Callable[[list[int]], str]
+Decode = Callable[[Sequence[int]], str]
 
 #: Upper bound on replacement characters that incomplete characters at both ends of a decoded piece can produce.
 _PARTIAL = 8
@@ -155,13 +154,13 @@ def cut_at_stop(parts: list[Response], stop: Sequence[str], declared: Sequence[F
     the boundary are decoded, so the cost does not depend on the length of the response.
     """
     last = parts[-1]
-    before = [token for part in parts[:-1] for token in part.tokens]
+    before = join_columns(part.tokens for part in parts[:-1])
     if not stop or not before or not last.tokens:
         return
     reach = max(map(len, stop))
     context = before[-_token_count(before[::-1], reach, decode) :]
     for count in range(1, _token_count(last.tokens, reach, decode) + 1):
-        text = decode([*context, *last.tokens[:count]])
+        text = decode(context + last.tokens[:count])
         if any(s in text for s in stop):
             parts[-1] = first_tokens(last, count, declared)
             return
@@ -171,7 +170,7 @@ def _token_count(tokens: Sequence[int], characters: int, decode: Decode) -> int:
     """Return how many of the first ``tokens`` are needed to decode to more than ``characters`` characters. The count grows by
     doubling, because a token may be a part of a character or a special token without text."""
     count = characters + 1
-    while count < len(tokens) and len(decode(list(tokens[:count]))) <= characters + _PARTIAL:
+    while count < len(tokens) and len(decode(tokens[:count])) <= characters + _PARTIAL:
         count *= 2
     return min(count, len(tokens))
 
@@ -181,7 +180,7 @@ def join_parts(parts: Sequence[Response], stop: Sequence[str], declared: Sequenc
     last = parts[-1]
     if len(parts) == 1:
         return last
-    tokens = [token for part in parts for token in part.tokens]
+    tokens = join_columns(part.tokens for part in parts)
     text = decode(tokens)
     versions: list[tuple[int, int]] = []
     start = 0
@@ -190,7 +189,7 @@ def join_parts(parts: Sequence[Response], stop: Sequence[str], declared: Sequenc
         start += len(part.tokens)
     return Response(
         tokens,
-        [value for part in parts for value in part.log_probs],
+        join_columns((part.log_probs for part in parts), FLOATS),
         last.finish,
         text[: min((text.index(s) for s in stop if s in text), default=len(text))],
         versions,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from miles_core.data.column import TOKENS, as_column
 from miles_core.data.sample import Sample, Status
 from miles_core.rollout.collect import by_policy, reward_parts
 from miles_core.rollout.generate import FIRST_EVALUATION
@@ -89,7 +90,7 @@ class Evaluator:
             tokens = self.render(row)
             if tokens is None:
                 continue
-            prompt = Prompt(row.prompt, tuple(tokens), row.label, dict(row.metadata), number, row.policy)
+            prompt = Prompt(row.prompt, as_column(tokens, TOKENS), row.label, dict(row.metadata), number, row.policy)
             groups.append(prompt.samples(count))
             for i, sample in enumerate(groups[-1]):
                 sample.index = first + number * count + i

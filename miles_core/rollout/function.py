@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from miles_core.contracts.engine import Response, Sampling
+from miles_core.data.column import TOKENS, Column, as_column
 from miles_core.data.renderer import Message, Renderer
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError, PluginError
@@ -56,7 +57,7 @@ class Ask:
         learns: Callable[[str], bool] = lambda policy: True,
     ) -> None:
         self._sample, self._generation, self._renderer = sample, generation, renderer
-        self._prompt = list(sample.tokens)
+        self._prompt = sample.tokens[:]
         self.sample, self.policy, self.sampling, self.tokenizer = sample.index, policy, sampling, tokenizer
         self.transcript = Transcript(sample.index, decode, learns)
         self.metrics: dict[str, float] = {}
@@ -116,14 +117,14 @@ class Ask:
                 raise DataError("ask(after=turn) needs the tokens or messages that follow the turn")
             tokens = self._prompt
         elif after is not None:
-            tokens = [*after.tokens, *tokens]
+            tokens = after.tokens + tokens
         parent = after if after is not None else self.transcript.find(tokens)
-        whole = list(tokens)
+        whole = as_column(tokens, TOKENS)
         policy = policy or self.policy
         answer = self._generation(whole, chosen, policy)
         return self._record(parent, whole, policy, answer)
 
-    async def _record(self, parent: Turn | None, tokens: list[int], policy: str, answer: Awaitable[Response]) -> Turn:
+    async def _record(self, parent: Turn | None, tokens: Column, policy: str, answer: Awaitable[Response]) -> Turn:
         try:
             response = await answer
         except asyncio.CancelledError:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.contracts.exchanged import check_response
 from miles_core.data.batch import add
+from miles_core.data.column import TOKENS, Column, as_column, join_columns
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError
 from miles_core.reward.custom import describe_error
@@ -205,9 +206,9 @@ class Generator:
     def _ask(self, sample: Sample) -> Ask:
         number, group = sample.index, sample.group_index
 
-        def generation(tokens: list[int], sampling: Sampling, policy: str) -> Awaitable[Response]:
+        def generation(tokens: Sequence[int], sampling: Sampling, policy: str) -> Awaitable[Response]:
             key = self.keys.next(number)  # in the order of the calls, however they run
-            return self._answer(number, group, tokens, sampling, policy, key)
+            return self._answer(number, group, as_column(tokens, TOKENS), sampling, policy, key)
 
         roles = {policy.name: policy.role for policy in self.run.policies}
         tokenizer, renderer = self.run.tokenizer, self.run.render.renderer
@@ -259,7 +260,7 @@ class Generator:
         add(self.answers, {name: (float(value), 1.0) for name, value in (counts | ask.metrics).items()})
 
     async def _answer(
-        self, number: int, group: int, tokens: list[int], sampling: Sampling, policy: str, key: int
+        self, number: int, group: int, tokens: Column, sampling: Sampling, policy: str, key: int
     ) -> Response:
         """Generate one complete response, continuing it with further requests if the engine aborts it.
 
@@ -271,13 +272,13 @@ class Generator:
         parts: list[Response] = []
         fruitless = 0
         while fruitless < FRUITLESS:
-            generated = [token for part in parts for token in part.tokens]
+            generated = join_columns(part.tokens for part in parts)
             rest = (
                 dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(generated))
                 if generated
                 else sampling
             )
-            request = Request([*tokens, *generated], rest, key=key, group=group, extras=set(self.extras), policy=policy)
+            request = Request(tokens + generated, rest, key=key, group=group, extras=set(self.extras), policy=policy)
             self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
             response = await engine.generate(request)
             check_response(self.run, request, response, self.vocabulary)
@@ -312,5 +313,5 @@ class Generator:
     def _engine_metric(self, policy: str, name: str) -> str:
         return f"engine/{name}" if len(self.engines) == 1 else f"{policy}/engine/{name}"
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self.run.tokenizer.decode(tokens, skip_special_tokens=True))
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self.run.tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miles_core.config.config import Config
+from miles_core.data.column import TOKENS, Column, as_column
 from miles_core.data.prompt_source import PromptSource, Row
 from miles_core.data.prompts import Prompts, PromptTemplate
 from miles_core.data.sample import Sample
@@ -169,7 +170,7 @@ class Prompt:
     """One prompt with its token ids; samples made from it share ``group_index``."""
 
     text: str | list[dict[str, Any]]
-    tokens: tuple[int, ...]
+    tokens: Column
     label: Any
     metadata: dict[str, Any]
     group_index: int
@@ -180,7 +181,7 @@ class Prompt:
         return [
             Sample(
                 prompt=copy.deepcopy(self.text),
-                tokens=list(self.tokens),
+                tokens=self.tokens[:],
                 label=self.label,
                 metadata=copy.deepcopy(self.metadata),
                 group_index=self.group_index,
@@ -202,7 +203,7 @@ class Prompt:
     @classmethod
     def from_json(cls, data: dict[str, Any], group_index: int = -1) -> Prompt:
         """Inverse of ``to_json``, with the given ``group_index``."""
-        tokens, policy = tuple(data["tokens"]), data.get("policy", "")
+        tokens, policy = as_column(data["tokens"], TOKENS), data.get("policy", "")
         return cls(data["text"], tokens, data["label"], data["metadata"], group_index, policy)
 
 
@@ -264,7 +265,9 @@ class PromptQueue:
         for row in rows:
             tokens = self.render(row)
             if tokens is not None:
-                prompt = Prompt(row.prompt, tuple(tokens), row.label, dict(row.metadata), self._number(), row.policy)
+                prompt = Prompt(
+                    row.prompt, as_column(tokens, TOKENS), row.label, dict(row.metadata), self._number(), row.policy
+                )
                 made.append(prompt)
                 self._left_out_since = 0
                 continue

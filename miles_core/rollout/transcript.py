@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from miles_core.contracts.engine import Response
+from miles_core.data.column import FLOATS, MASK, TOKENS, Column, as_column, join_columns
 from miles_core.data.field import Field
 from miles_core.data.sample import Sample, Status, rows
 from miles_core.errors import DataError
@@ -39,7 +40,7 @@ class Turn:
     """
 
     parent: Turn | None
-    prompt: tuple[int, ...]
+    prompt: Column
     response: Response
     policy: str
     start: int
@@ -60,18 +61,18 @@ class Turn:
         return turns[::-1]
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> Column:
         """All token ids up to the end of the response."""
-        return [token for turn in self.path for token in (*turn.prompt, *turn.response.tokens)]
+        return join_columns(part for turn in self.path for part in (turn.prompt, turn.response.tokens))
 
     def follows(self, tokens: Sequence[int]) -> bool:
         """Return whether this turn's prompt follows the parent in ``tokens``. The caller ensures that ``tokens`` contain the parent."""
         first = self.start - len(self.prompt)
-        return tuple(tokens[first : self.start]) == self.prompt
+        return self.prompt == tokens[first : self.start]
 
     def is_prefix_of(self, tokens: Sequence[int]) -> bool:
         """Return whether the path to this turn is a prefix of ``tokens``. The caller ensures that ``tokens`` contain the parent."""
-        return self.follows(tokens) and list(tokens[self.start : self.end]) == self.response.tokens
+        return self.follows(tokens) and self.response.tokens == tokens[self.start : self.end]
 
 
 class Transcript:
@@ -84,7 +85,7 @@ class Transcript:
     """
 
     def __init__(
-        self, sample: int, decode: Callable[[list[int]], str], learns: Callable[[str], bool] = lambda policy: True
+        self, sample: int, decode: Callable[[Sequence[int]], str], learns: Callable[[str], bool] = lambda policy: True
     ) -> None:
         self.sample, self.decode, self.learns = sample, decode, learns
         self.turns: list[Turn] = []
@@ -121,7 +122,7 @@ class Transcript:
                 f"sample {self.sample}: the engine returned {len(response.log_probs)} log-probabilities for "
                 f"{len(response.tokens)} tokens; the log-probability of a token is unknown, so the sample cannot be used"
             )
-        turn = Turn(parent, tuple(prompt), response, policy, (parent.end if parent else 0) + len(prompt))
+        turn = Turn(parent, as_column(prompt, TOKENS), response, policy, (parent.end if parent else 0) + len(prompt))
         self.turns.append(turn)
         (parent.children if parent else self.roots).append(turn)
         return turn
@@ -164,10 +165,10 @@ class Transcript:
         first = len(path[0].prompt)
         one.response_length = len(one.tokens) - first
         one.response = self.decode(one.tokens[first:])
-        mask = np.zeros(one.response_length, np.int64)
+        mask = np.zeros(one.response_length, np.int8)
         for turn in own:
             mask[turn.start - first : turn.end - first] = 1
-        one.loss_mask = None if mask.all() else mask.tolist()
+        one.loss_mask = None if mask.all() else Column.of(mask, MASK)
         return one
 
     def unused(self, samples: Iterable[Sample]) -> int:
@@ -194,7 +195,7 @@ class Transcript:
         if not mine:
             return
         first = sample.prompt_length
-        mask = np.zeros(sample.response_length, np.int64)
+        mask = np.zeros(sample.response_length, np.int8)
         logs = np.zeros(sample.response_length, np.float64)
         for turn in mine:
             if turn.start < first:
@@ -205,7 +206,8 @@ class Transcript:
             logs[turn.start - first : turn.end - first] = turn.response.log_probs
         self._set_mask(sample, mask)
         if sample.rollout_log_probs is None:
-            sample.rollout_log_probs = (logs if sample.loss_mask is None else logs * sample.loss_mask).tolist()
+            masked = logs if sample.loss_mask is None else logs * np.asarray(sample.loss_mask)
+            sample.rollout_log_probs = Column.of(masked, FLOATS)
         sample.weight_versions = sample.weight_versions or [
             (turn.start + i, version) for turn in mine for i, version in turn.response.weight_versions
         ]
@@ -218,7 +220,7 @@ class Transcript:
 
     def _set_mask(self, sample: Sample, generated: np.ndarray) -> None:
         if sample.loss_mask is None:
-            sample.loss_mask = None if generated.all() else generated.tolist()
+            sample.loss_mask = None if generated.all() else Column.of(generated, MASK)
         elif sample.rollout_log_probs is None and len(sample.loss_mask) == len(generated):
             foreign = np.flatnonzero((np.asarray(sample.loss_mask) == 1) & (generated == 0))
             if len(foreign):

@@ -38,7 +38,7 @@ async def read(stream: asyncio.StreamReader) -> tuple[dict[str, Any], bytes] | N
 def pack_request(request: Request) -> dict[str, Any]:
     """Convert a request to JSON; ``metadata`` must be JSON-serialisable."""
     return {
-        "tokens": request.tokens,
+        "tokens": list(request.tokens),
         "sampling": vars(request.sampling),
         "key": request.key,
         "group": request.group,

@@ -90,7 +90,7 @@ class Translator:
             )
         return {
             "rid": rid,
-            "input_ids": request.tokens,
+            "input_ids": list(request.tokens),
             "sampling_params": self._sampling(request, min(request.sampling.max_new_tokens, room)),
             "return_logprob": True,
             "return_sampling_mask": SAMPLING_SUPPORT.name in request.extras,
