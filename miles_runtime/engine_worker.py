@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from miles_core.contracts.engine import Engine
+from miles_core.contracts.engine import Engine, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.precision.quantizer import SideParity
@@ -32,7 +32,7 @@ class EngineWorker(Worker):
     def __init__(self, order: Order, policy: str) -> None:
         super().__init__(order, policy)
         self._begin_empty()
-        self._inbox = Inbox(lambda request: self.part.generate(request))
+        self._inbox = Inbox(self._generate)
 
     def _begin_empty(self) -> None:
         self._buckets: dict[int, list[bytearray]] = {}
@@ -58,6 +58,17 @@ class EngineWorker(Worker):
         """See ``mismatch.parity.check_side``."""
         layer = {name: torch.tensor(values) for name, values in real.items()}
         return check_side(self.run, self.policy, "engine", precision, self.part.quantizer, layer)
+
+    async def _generate(self, request: Request) -> Response:
+        """Generate, and convert recorded fields to their declared types here, so that the driver passes them on as they are."""
+        response = await self.part.generate(request)
+        for spec in self.run.fields:
+            rows = response.extras.get(spec.name)
+            if isinstance(rows, np.ndarray) and rows.dtype != spec.dtype:
+                converted = rows.astype(spec.dtype)
+                if np.array_equal(converted, rows):  # otherwise the driver describes the value
+                    response.extras[spec.name] = converted
+        return response
 
     def post(self, letters: Letters) -> None:
         """See ``Inbox.post``."""

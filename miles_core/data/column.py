@@ -15,7 +15,7 @@ import numpy as np
 
 #: Type codes of ``array``: int32, float64 and int8.
 TOKENS, FLOATS, MASK = "i", "d", "b"
-_DTYPES = {TOKENS: np.dtype(np.int32), FLOATS: np.dtype(np.float64), MASK: np.dtype(np.int8)}
+_DTYPES: dict[str, np.dtype[Any]] = {TOKENS: np.dtype("i4"), FLOATS: np.dtype("f8"), MASK: np.dtype("i1")}
 
 
 class Column(array):  # type: ignore[type-arg]
@@ -60,7 +60,7 @@ class Column(array):  # type: ignore[type-arg]
     @classmethod
     def of(cls, values: np.ndarray, typecode: str) -> Column:
         """Copy a numpy array [n]."""
-        return cls(typecode, values.astype(_DTYPES[typecode], copy=False).tobytes())
+        return cls(typecode, values.astype(_DTYPES[typecode]).tobytes())
 
 
 def join_columns(columns: Iterable[Column], typecode: str = TOKENS) -> Column:

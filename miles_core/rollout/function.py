@@ -53,7 +53,7 @@ class Ask:
         sampling: Sampling,
         tokenizer: PreTrainedTokenizerBase,
         renderer: Renderer | None,
-        decode: Callable[[list[int]], str],
+        decode: Callable[[Sequence[int]], str],
         learns: Callable[[str], bool] = lambda policy: True,
     ) -> None:
         self._sample, self._generation, self._renderer = sample, generation, renderer

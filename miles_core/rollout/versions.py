@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from miles_core.data.column import FLOATS, MASK, Column
 from miles_core.data.sample import Sample
 from miles_core.rollout.collect import by_policy
 
@@ -38,10 +39,9 @@ def mask_older(sample: Sample) -> None:
         return
     newest = max(version for _, version in sample.weight_versions)
     first = min(index for index, version in sample.weight_versions if version == newest) - sample.prompt_length
-    mask, log_probs = list(sample.mask), sample.rollout_log_probs
-    sample.loss_mask = [0] * first + mask[first:]
-    if log_probs is not None:
-        sample.rollout_log_probs = [0.0] * first + list(log_probs[first:])
+    sample.loss_mask = Column(MASK, bytes(first)) + sample.mask[first:]
+    if sample.rollout_log_probs is not None:
+        sample.rollout_log_probs = Column(FLOATS, bytes(8 * first)) + sample.rollout_log_probs[first:]
 
 
 def current_version(run: Run, sample: Sample) -> int:

@@ -7,6 +7,7 @@ import random
 from miles_core.config.config import Config
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
+from miles_core.data.column import TOKENS, as_column
 from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
 from miles_core.errors import DataError
@@ -71,5 +72,6 @@ def supervised_samples(run: Run, rows: Prompts, limits: Limits = NO_LIMITS) -> l
                 f"{row.place}: prompt and response have {len(prompt) + len(answer)} tokens, and {limits.context} fit "
                 f"({limits.origin}); shorten or remove the pair"
             )
-        samples.append(Sample(prompt=row.prompt, tokens=prompt + answer, response_length=len(answer), index=number))
+        tokens = as_column(prompt + answer, TOKENS)
+        samples.append(Sample(prompt=row.prompt, tokens=tokens, response_length=len(answer), index=number))
     return samples

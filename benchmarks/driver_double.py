@@ -1,0 +1,157 @@
+"""A runtime whose engine and trainer cost nothing, to measure the driver: responses arrive as messages of another process.
+
+A single-file plugin (``--plugins benchmarks/driver_double.py --runtime driver_double``). The engine's response is unpickled, and its large
+arrays are views of the message, as Ray delivers them from shared memory. The trainer's share is pickled and its arrays are copied, as
+Ray stores them. ``SIZE`` is the number of tokens of a response and ``ROUTES`` the shape of a recorded row, or ().
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from miles_core.data import Field
+from miles_core.engine import Engine, Response, SyncReport
+from miles_core.plugin import Plugin, PolicyParts, Runtime, hookimpl
+from miles_core.precision.schedule import precisions
+from miles_core.trainer import Learned, LearnerHandle
+
+SIZE, ROUTES = [1024], [(48, 8)]
+#: As the field of ``r3``, whose hook checks it in the same way.
+FIELD = Field("recorded", "int16", "token-1", pad=-1, shape=(None, None))
+
+
+class Hooks:
+    """What ``r3`` does in the driver."""
+
+    @hookimpl
+    def on_request(self, request: Any) -> None:
+        if ROUTES[0]:
+            request.extras.add(FIELD.name)
+
+    @hookimpl
+    def on_sample(self, sample: Any) -> None:
+        if ROUTES[0]:
+            assert int(np.asarray(sample.fields[FIELD.name]).max()) < 128
+
+
+plugin = Plugin(
+    name="driver_double",
+    summary="engine and trainer that cost nothing",
+    version="1",
+    core=">=0",
+    provides={"runtime": {"driver_double": "make_runtime"}},
+    hooks={"": f"{__name__}:Hooks"},
+    fields=(FIELD,),
+)
+
+
+class Message:
+    """A pickled object with its large arrays next to it."""
+
+    def __init__(self, value: Any) -> None:
+        buffers: list[pickle.PickleBuffer] = []
+        self.data = pickle.dumps(value, 5, buffer_callback=buffers.append)
+        self.buffers = [bytearray(buffer) for buffer in buffers]
+
+    def read(self) -> Any:
+        """Unpickle it; arrays are views."""
+        return pickle.loads(self.data, buffers=self.buffers)
+
+
+class DoubleEngine(Engine):
+    """Answers every request with the same message."""
+
+    capabilities = frozenset({"keyed_sampling"})
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._answers: dict[int, Message] = {}
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def generate(self, request: Any) -> Response:
+        prompt, size = len(request.tokens), SIZE[0]
+        if prompt not in self._answers:
+            random = np.random.default_rng(0)
+            rows = random.integers(0, 128, (prompt + size - 1, *ROUTES[0]), np.int16) if ROUTES[0] else None
+            tokens = random.integers(3, 30, size).tolist()
+            made = Response(tokens, (-random.exponential(1.0, size)).tolist(), "length", "a" * size, [(0, 0)])
+            made.extras = {} if rows is None else {FIELD.name: rows}
+            self._answers[prompt] = Message(made)
+        await asyncio.sleep(0)
+        return self._answers[prompt].read()
+
+    async def score(self, sequences: Any, temperature: float = 1.0) -> Any:
+        raise NotImplementedError
+
+    async def update_weights(self, units: Any, version: int) -> None:
+        self._version = version
+
+    async def pause(self, mode: Any = "abort") -> None: ...
+
+    async def abort(self, keys: Collection[int] | None = None) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+class DoubleLearner(LearnerHandle):
+    """Sends the shares of two replicas and receives what training recorded."""
+
+    def __init__(self, run: Any, engine: DoubleEngine) -> None:
+        self.run, self.engine = run, engine
+        self._seen: dict[int, Message] = {}
+
+    async def learn(self, samples: Any, step: int) -> Learned:
+        from miles_core.contracts.runtime import TrainedTokens
+        from miles_core.train.share import merge_recorded, split_by_replica
+
+        shares = split_by_replica(samples, self.run.config.train, 2)
+        for share in shares:
+            Message(share)
+        seen = []
+        for share in shares:
+            count = len(share.samples)
+            if count not in self._seen:
+                values = np.zeros(SIZE[0], np.float32)
+                self._seen[count] = Message([TrainedTokens(values.copy(), values.copy()) for _ in range(count)])
+            seen.append(self._seen[count].read())
+        return Learned({"train/loss": 0.0}, 1, merge_recorded(shares, seen))
+
+    async def push(self, version: int, plain: bool = False) -> SyncReport:
+        await self.engine.update_weights((), version)
+        return SyncReport(version, 0, 0, 0.001)
+
+    async def nothing(self, *_: Any) -> Any:
+        return None
+
+    supervise = reset_optimizer = log_probs = columns = values = top_log_probs = take_snapshot = rebuild = save = (
+        load
+    ) = export = nothing
+
+
+class DoubleRuntime(Runtime):
+    """One engine and one learner."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    async def build(self, policy: Any) -> PolicyParts:
+        engine = DoubleEngine()
+        return PolicyParts(policy, DoubleLearner(self.run, engine), engine, precisions(self.run.config, 0))
+
+    async def close(self) -> None: ...
+
+
+def make_runtime(run: Any) -> DoubleRuntime:
+    return DoubleRuntime(run)
