@@ -2,12 +2,14 @@
 
 A single-file plugin (``--plugins benchmarks/driver_double.py --runtime driver_double``). The engine's response is unpickled, and its large
 arrays are views of the message, as Ray delivers them from shared memory. The trainer's share is pickled and its arrays are copied, as
-Ray stores them. ``SIZE`` is the number of tokens of a response and ``ROUTES`` the shape of a recorded row, or ().
+Ray stores them. The environment variable ``DRIVER_TOKENS`` is the number of tokens of a response, and ``DRIVER_ROUTES`` the number of
+layers with a routing record of 8 of 128 experts (``r3``), or 0.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 from collections.abc import Collection
 from typing import Any
@@ -20,9 +22,13 @@ from miles_core.plugin import Plugin, PolicyParts, Runtime, hookimpl
 from miles_core.precision.schedule import precisions
 from miles_core.trainer import Learned, LearnerHandle
 
-SIZE, ROUTES = [1024], [(48, 8)]
 #: As the field of ``r3``, whose hook checks it in the same way.
 FIELD = Field("recorded", "int16", "token-1", pad=-1, shape=(None, None))
+
+
+def layers() -> int:
+    """Return the number of layers whose routes are recorded."""
+    return int(os.environ.get("DRIVER_ROUTES", "0"))
 
 
 class Hooks:
@@ -30,12 +36,12 @@ class Hooks:
 
     @hookimpl
     def on_request(self, request: Any) -> None:
-        if ROUTES[0]:
+        if layers():
             request.extras.add(FIELD.name)
 
     @hookimpl
     def on_sample(self, sample: Any) -> None:
-        if ROUTES[0]:
+        if layers():
             assert int(np.asarray(sample.fields[FIELD.name]).max()) < 128
 
 
@@ -69,7 +75,7 @@ class DoubleEngine(Engine):
     capabilities = frozenset({"keyed_sampling"})
 
     def __init__(self) -> None:
-        self._version = -1
+        self._version, self.size = -1, int(os.environ["DRIVER_TOKENS"])
         self._answers: dict[int, Message] = {}
 
     @property
@@ -81,10 +87,10 @@ class DoubleEngine(Engine):
     async def stop(self) -> None: ...
 
     async def generate(self, request: Any) -> Response:
-        prompt, size = len(request.tokens), SIZE[0]
+        prompt, size = len(request.tokens), self.size
         if prompt not in self._answers:
             random = np.random.default_rng(0)
-            rows = random.integers(0, 128, (prompt + size - 1, *ROUTES[0]), np.int16) if ROUTES[0] else None
+            rows = random.integers(0, 128, (prompt + size - 1, layers(), 8), np.int16) if layers() else None
             tokens = random.integers(3, 30, size).tolist()
             made = Response(tokens, (-random.exponential(1.0, size)).tolist(), "length", "a" * size, [(0, 0)])
             made.extras = {} if rows is None else {FIELD.name: rows}
@@ -123,7 +129,7 @@ class DoubleLearner(LearnerHandle):
         for share in shares:
             count = len(share.samples)
             if count not in self._seen:
-                values = np.zeros(SIZE[0], np.float32)
+                values = np.zeros(self.engine.size, np.float32)
                 self._seen[count] = Message([TrainedTokens(values.copy(), values.copy()) for _ in range(count)])
             seen.append(self._seen[count].read())
         return Learned({"train/loss": 0.0}, 1, merge_recorded(shares, seen))

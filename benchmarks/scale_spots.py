@@ -1,6 +1,8 @@
-"""Exponents of the driver's work in spots that used to be quadratic or to block: seconds of the processor at growing sizes.
+"""Exponents of the driver's work: seconds of the processor at growing sizes, whole steps and spots that used to be quadratic or to block.
 
-An exponent near 1 means that the work grows in proportion to the size. Run: ``python benchmarks/scale_spots.py --save`` (two minutes).
+An exponent near 1 means that the work grows in proportion to the size. Whole steps run the real loop with an engine and a trainer that
+cost nothing (``driver_double.py``); their work includes what other threads of the driver do, and not that of other processes. Run:
+``python benchmarks/scale_spots.py --save`` (ten minutes), or ``--only WORD`` for the measurements whose names contain a word.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 import tempfile
 import time
@@ -17,12 +20,15 @@ from typing import Any
 
 from measure import finish, installed, options
 
+from miles_core import loop
+from miles_core.cli.main import main as run_command
 from miles_core.data.prompts import Prompts
 from miles_core.engine import Response
 from miles_core.rollout.continuation import cut_at_stop, join_parts
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.output import Output
 from miles_simulation.simulation import simulate
+from miles_testing.toy import toy_arguments
 
 SPOTS: dict[str, tuple[str, tuple[int, ...], Callable[[int, Path], None]]] = {}
 Measure = Callable[[int, Path], None]
@@ -116,11 +122,69 @@ def run_async(size: int, directory: Path) -> None:
     _simulate(size, "async", directory)
 
 
+def run_steps(samples: int, length: int, directory: Path, saves: bool, layers: int) -> None:
+    """Measure the third of three steps with ``samples`` responses of ``length`` tokens, without the steps that fill caches."""
+    directory.mkdir(parents=True)
+    (directory / "reward.py").write_text("async def reward(args, sample):\n    return float(sample.index % 2)\n")
+    os.environ |= {"DRIVER_TOKENS": str(length), "DRIVER_ROUTES": str(layers)}
+    words = toy_arguments(
+        [str(Path(__file__).with_name("driver_double.py"))],
+        directory=directory / "run",
+        steps=3,
+        runtime="driver_double",
+        rollout_batch_size=samples // 8,
+        n_samples_per_prompt=8,
+        rollout_max_response_len=length,
+        custom_rm_path=directory / "reward.py",
+        save_rollouts=saves,
+        save_rollouts_size=1 << 40,
+    )
+    plain = loop.step
+
+    async def step(run: Any, *rest: Any) -> None:
+        start = time.process_time()
+        await plain(run, *rest)
+        _EXACT[max(samples, length)] = time.process_time() - start
+
+    loop.step = step
+    try:
+        run_command(["train", *words])
+    finally:
+        loop.step = plain
+
+
+def measure_steps(name: str, saves: bool, layers: int) -> None:
+    """Register the curves of whole steps: more samples, and longer ones."""
+    sizes = (4096, 16384) if layers else (4096, 16384, 65536)
+
+    @spot(f"step, {name}, responses of 256 tokens", "samples", *sizes)
+    def grow_samples(size: int, directory: Path) -> None:
+        run_steps(size, 256, directory, saves, layers)
+
+    @spot(f"step, {name}, 64 responses", "tokens of a response", 2048, 8192, 32768)
+    def grow_lengths(size: int, directory: Path) -> None:
+        run_steps(64, size, directory, saves, layers)
+
+
+#: Tokens of a step per unit of its size.
+_TOKENS = {"samples": 256, "tokens of a response": 64}
+
+measure_steps("plain", saves=False, layers=0)
+measure_steps("saved", saves=True, layers=0)
+measure_steps("saved with routes of 48 layers", saves=True, layers=48)
+
+
 def main() -> None:
-    chosen = options(__doc__).parse_args()
+    parser = options(__doc__)
+    parser.add_argument("--only", default="", metavar="WORD")
+    parser.add_argument("--largest", type=int, default=1 << 40, metavar="SIZE", help="leave out larger sizes")
+    chosen = parser.parse_args()
     logging.disable(logging.WARNING)
-    found = {}
-    for name, (unit, sizes, function) in SPOTS.items():
+    found: dict[str, dict[str, Any]] = {}
+    for name, (unit, all_sizes, function) in SPOTS.items():
+        sizes = [size for size in all_sizes if size <= chosen.largest]
+        if chosen.only not in name or len(sizes) < 2:
+            continue
         seconds = []
         for size in sizes:
             _EXACT.clear()
@@ -135,6 +199,9 @@ def main() -> None:
             "seconds": [round(s, 4) for s in seconds],
             "exponent": round(exponent, 2),
         }
+        if unit in _TOKENS:
+            rates = [size * _TOKENS[unit] / taken for size, taken in zip(sizes, seconds, strict=True)]
+            found[name]["tokens_per_second"] = [round(rate) for rate in rates]
         print(name, found[name], file=sys.stderr, flush=True)
     finish(Path(__file__).stem, {"spots": found}, chosen.save, lambda: installed("torch"))
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.errors import MilesError
-
 if TYPE_CHECKING:
     from miles_core.plugin.plan import Plan
 
@@ -131,7 +129,9 @@ def samples(run_dir: Path | str, kind: str = "train", step: int | None = None) -
     Raises:
         MilesError: ``kind`` does not exist, or no samples of that step are on disk.
     """
-    read_samples: Callable[..., Iterator[dict[str, Any]]] = _find_part("samples", "read", "reads samples")
+    from miles_core.plugin.load import find_part
+
+    read_samples: Callable[..., Iterator[dict[str, Any]]] = find_part("samples", "read")
     return read_samples(run_dir, kind, step)
 
 
@@ -141,19 +141,10 @@ def report(run_dir: Path | str) -> Path:
     Raises:
         MilesError: ``run_dir`` is not a run directory.
     """
-    write: Callable[[Path | str], Path] = _find_part("report", "html", "writes reports")
+    from miles_core.plugin.load import find_part
+
+    write: Callable[[Path | str], Path] = find_part("report", "html")
     return write(run_dir)
-
-
-def _find_part(kind: str, name: str, purpose: str) -> Any:
-    """Return a part that works without a run; MilesError if no installed plugin provides it."""
-    from miles_core.plugin.discovery import discover
-    from miles_core.plugin.load import import_target
-
-    for plugin in discover().values():
-        if target := plugin.provides.get(kind, {}).get(name):
-            return import_target(plugin.name, target)
-    raise MilesError(f"no installed plugin {purpose}; reinstall miles-core, which includes one")
 
 
 def arguments(options: dict[str, Any]) -> list[str]:

@@ -60,6 +60,7 @@ plugin = Plugin(
             "profile": "miles_tools.profiler:make_profiler",
             "samples": "miles_tools.samples.saver:make_saver",
         },
+        "help": {"train": "miles_tools.help:help_text"},
         "samples": {"read": "miles_tools.samples.files:read_rollouts"},
         "record": {"environment": "miles_tools.environment:write_environment"},
         "report": {"html": "miles_tools.report.report:report"},

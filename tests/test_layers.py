@@ -82,6 +82,7 @@ TOOLS: list[dict[str, str]] = [
         "native": "environment core: errors",
         "http_client": "core: errors redact",
         "hints": "core: miles_core.plugin",
+        "help": "core: errors nearest config",
     },
     {
         "rewards": "http_client core: errors redact data reward contracts",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miles_core.config.help import find_help_words, help_text
 from miles_core.config.load import load, schema_for
+from miles_core.plugin.load import find_part
 
+HELP = ("--help", "-h", "--help-all")
 DRY_RUN = "--dry-run"
 SWITCHES = ((DRY_RUN, "check everything except the values of the weights, print the plan and stop"),)
 
 
 def run(argv: Sequence[str]) -> int:
     """Train with the options in ``argv``. Returns 0, or 128 + the number of the signal that stopped the run (Ctrl-C: 130)."""
-    if (words := find_help_words(argv)) is not None:
-        print(help_text(schema_for(argv), words, "miles train", SWITCHES), end="")
+    if any(word in HELP for word in argv):
+        print(find_part("help", "train")(argv, schema_for(argv), "miles train", SWITCHES), end="")
         return 0
     requested = load([word for word in argv if word != DRY_RUN])
     from miles_core.run.checks import check_start, plan_run

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-#: Type codes of ``array``: int32, float64 and int8.
+#: Type codes of ``array`` and numpy: int32, float64 and int8.
 TOKENS, FLOATS, MASK = "i", "d", "b"
-_DTYPES: dict[str, np.dtype[Any]] = {TOKENS: np.dtype("i4"), FLOATS: np.dtype("f8"), MASK: np.dtype("i1")}
 
 
 class Column(array):  # type: ignore[type-arg]
@@ -45,9 +44,6 @@ class Column(array):  # type: ignore[type-arg]
         self.extend(other)
         return self
 
-    def __mul__(self, count: int) -> Column:
-        return Column(self.typecode, array.__mul__(self, count))
-
     def __copy__(self) -> Column:
         return Column(self.typecode, self)
 
@@ -60,7 +56,7 @@ class Column(array):  # type: ignore[type-arg]
     @classmethod
     def of(cls, values: np.ndarray, typecode: str) -> Column:
         """Copy a numpy array [n]."""
-        return cls(typecode, values.astype(_DTYPES[typecode]).tobytes())
+        return cls(typecode, values.astype(typecode).tobytes())
 
 
 def join_columns(columns: Iterable[Column], typecode: str = TOKENS) -> Column:

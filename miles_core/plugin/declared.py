@@ -16,7 +16,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: The kinds of parts that core and its backends use. Plugins may define further kinds.
 PARTS = (
     *("runtime", "model", "head", "trainer", "optimizer", "engine", "decoder", "transport", "schedule", "prompts"),
-    *("generate", "advantage", "reward", "check", "report", "record", "progress", "sink", "samples"),
+    *("generate", "advantage", "reward", "check", "report", "record", "progress", "sink", "samples", "help"),
 )
 
 

@@ -18,6 +18,7 @@ from miles_core.errors import MilesError, PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.chain import ErrorNote, Wrapper, add_checks, add_error_notes, compose, names_plugin
 from miles_core.plugin.core import CORE
+from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.failure import import_failure
 from miles_core.plugin.guard import UNCHECKED, Boundary, check_implementation, describe, read_specs, refuse
@@ -220,6 +221,18 @@ def register(
         manager.register(holder, f"{wanted.plugin}#{index}")
     manager.check_pending()
     return Hooks(plan, manifests, manager, specs, boundaries or {})
+
+
+def find_part(kind: str, name: str) -> Any:
+    """Import a part that works without a run (help, reports), from any installed plugin.
+
+    Raises:
+        PluginError: no installed plugin provides it.
+    """
+    for plugin in discover().values():
+        if target := plugin.provides.get(kind, {}).get(name):
+            return import_target(plugin.name, target)
+    raise PluginError(f"no installed plugin provides the part {kind}: {name}; reinstall miles-core, which includes one")
 
 
 def import_target(plugin: str, target: str) -> Any:

@@ -50,25 +50,23 @@ LINES = 80
 WIDTH = 110
 
 
-def find_help_words(argv: Sequence[str]) -> list[str] | None:
-    """The words after ``--help`` (empty: the short help; ``["--help-all"]``: everything); None without a request."""
-    if ALL in argv:
-        return [ALL]
-    at = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), None)
-    if at is None:
-        return None
-    rest = argv[at + 1 :]
-    end = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
-    return list(rest[:end])
+def help_text(argv: Sequence[str], schema: Schema, command: str, extra: Sequence[tuple[str, str]] = ()) -> str:
+    """Return the help that a command line requests: of the words after ``--help``, the most used flags without words, or all.
 
-
-def help_text(schema: Schema, words: Sequence[str], command: str, extra: Sequence[tuple[str, str]] = ()) -> str:
-    """What to print for ``words``, which ``requested`` returned.
+    Args:
+        argv: the arguments, with ``--help``, ``-h`` or ``--help-all``.
+        schema: the options.
+        command: name of the command.
+        extra: further flags and their help.
 
     Raises:
         ConfigError: no section, plugin or flag matches a word.
     """
-    if list(words) == [ALL]:
+    at = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), len(argv))
+    rest = argv[at + 1 :]
+    end = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
+    words = [ALL] if ALL in argv else list(rest[:end])
+    if words == [ALL]:
         return build_parser(schema, command, (*REQUESTS, *extra)).format_help()
     if not words:
         return _short(schema, command, extra)
