@@ -16,8 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from miles_core.data import hub
 from miles_core.data.media import explain_media, is_empty, is_media_key
+from miles_core.data.prompt_index import load_index, store_index
 from miles_core.data.strict_json import load_strict_json
 from miles_core.errors import DataError
 
@@ -37,8 +40,10 @@ class PromptFile(Protocol):
     def read(self, index: int) -> tuple[dict[str, Any], str]: ...
 
 
-def open_prompt_file(spec: str, columns: Sequence[str], check: Check) -> PromptFile:
-    """Open ``path`` or ``path@[a:b]``, where a path may be ``hf://datasets/ORG/NAME/FILE``; ``check(row, place)`` is called once with every row.
+def open_prompt_file(spec: str, columns: Sequence[str], check: Check, meaning: str) -> PromptFile:
+    """Open ``path`` or ``path@[a:b]``, where a path may be ``hf://datasets/ORG/NAME/FILE``.
+
+    ``check(row, place)`` is called once with every row, unless a run with the same ``meaning`` of the columns has checked a large file.
 
     Raises:
         DataError: no such file, unknown kind, a row that cannot be read, or what ``check`` raises.
@@ -67,7 +72,7 @@ def open_prompt_file(spec: str, columns: Sequence[str], check: Check) -> PromptF
     if path.suffix == ".parquet":
         return ParquetFile(path, part, columns, check)
     if path.suffix in JSON_SUFFIXES:
-        return JsonlFile(path, part, check)
+        return JsonlFile(path, part, check, meaning)
     raise DataError(
         f"{path}: prompts are read from .jsonl or .parquet files, not {path.suffix or 'files without suffix'}"
     )
@@ -77,25 +82,34 @@ class JsonlFile:
     """A file with one JSON object per line, in UTF-8; blank lines are skipped. The file stays open, so it may be moved or deleted
     during a run; reading raises DataError if its content changes."""
 
-    def __init__(self, path: Path, part: slice, check: Check) -> None:
+    def __init__(self, path: Path, part: slice, check: Check, meaning: str) -> None:
         self.path = path
-        starts, sizes, lines = array("q"), array("q"), array("q")
-        position = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    starts.append(position)
-                    sizes.append(len(line))
-                    lines.append(number)
-                position += len(line)
-        self._starts, self._sizes, self._lines = starts[part], sizes[part], lines[part]
         self._file = path.open("rb")
         self._seen = self._state()
-        self.digest = self._digest(check)
+        key = ("jsonl", str(path.resolve()), self._seen, str(part), meaning)
+        rows = load_index(
+            *key
+        )  # [rows + 2, 3] int64: first byte, bytes and line of each row; the digest is stored in the last two
+        if rows is None:
+            self._rows = self._scan()[part]
+            self.digest = self._digest(check)
+            digest = np.frombuffer(bytes.fromhex(self.digest) + bytes(16), np.int64).reshape(2, 3)
+            store_index(np.concatenate([self._rows, digest]), *key)
+        else:
+            self._rows, self.digest = rows[:-2], rows[-2:].tobytes()[:32].hex()
+
+    def _scan(self) -> np.ndarray:
+        found, position = array("q"), 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    found.extend((position, len(line), number))
+                position += len(line)
+        return np.asarray(found).reshape(-1, 3)
 
     def _digest(self, check: Check | None = None) -> str:
         digest = hashlib.sha256()
-        for index, number in enumerate(self._lines):
+        for index, number in enumerate(self._rows[:, 2].tolist()):
             line = self._line(index)
             digest.update(line.strip() + b"\n")
             if check is not None:
@@ -103,14 +117,15 @@ class JsonlFile:
         return digest.hexdigest()
 
     def _line(self, index: int) -> bytes:
-        return os.pread(self._file.fileno(), self._sizes[index], self._starts[index])
+        start, size, _ = self._rows[index].tolist()
+        return os.pread(self._file.fileno(), size, start)
 
     def _state(self) -> tuple[int, int]:
         state = os.fstat(self._file.fileno())
         return state.st_size, state.st_mtime_ns
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._rows)
 
     def read(self, index: int) -> tuple[dict[str, Any], str]:
         """Return row ``index`` and its location."""
@@ -121,7 +136,7 @@ class JsonlFile:
                     "the next run"
                 )
             self._seen = self._state()
-        number = self._lines[index]
+        number = int(self._rows[index, 2])
         return self._parse(self._line(index), number), f"{self.path}:{number}"
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:

@@ -73,6 +73,15 @@ class PromptTemplate:
             raise DataError(f"the prompt {prompt!r:.80} has no token; remove it from the data")
         return tokens
 
+    def identity(self) -> list[Any] | None:
+        """Return everything that determines token ids, as JSON data; None if it cannot be determined."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        variables = self.renderer.variables if self.renderer else None
+        special = [self.tokenizer.chat_template, self.tokenizer.special_tokens_map, self.apply_chat_template, variables]
+        return json.loads(json.dumps([backend.to_str(), *special], default=str))  # type: ignore[no-any-return]
+
     def _plain(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text)
         end = self.tokenizer.eos_token_id
@@ -129,7 +138,8 @@ class Prompts(PromptSource):
         self.shuffle, self.seed = shuffle, seed
         paths = [paths] if isinstance(paths, str) else list(paths)
         columns = [key for key in (input_key, label_key, metadata_key) if key is not None]
-        self._files = [open_prompt_file(path, columns, self._check) for path in paths]
+        meaning = json.dumps([input_key, label_key, metadata_key])
+        self._files = [open_prompt_file(path, columns, self._check, meaning) for path in paths]
         self._ends = list(accumulate(len(file) for file in self._files))
         if not self._ends or self._ends[-1] == 0:
             raise DataError(f"{', '.join(paths) or 'the list of prompt files'} has no prompts: the data set is empty")

@@ -9,8 +9,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from miles_core.config.config import Config
 from miles_core.data.column import TOKENS, Column, as_column
+from miles_core.data.prompt_index import ROWS, load_index, store_index
 from miles_core.data.prompt_source import PromptSource, Row
 from miles_core.data.prompts import Prompts, PromptTemplate
 from miles_core.data.sample import Sample
@@ -117,7 +120,7 @@ def examine(
 ) -> None:
     """Render every prompt once, and drop prompts longer than ``--rollout-max-prompt-len`` from ``prompts``; log their number.
 
-    Takes about as long as tokenising the files.
+    Takes about as long as tokenising the files. For large files the lengths of prompts are stored, and later runs only compare them.
 
     Args:
         prompts: result of ``open_prompts``.
@@ -131,34 +134,40 @@ def examine(
         DataError: see ``encode_prompt``; or a prompt is too long for the model, ``check`` raised, or no prompt remains.
     """
     longest = config.rollout.max_prompt_len
-    kept: list[int] = []
-    lengths: list[tuple[int, str]] = []
-    for number, row in enumerate(prompts):
-        tokens = encode_prompt(render, row, limits)
-        if check is not None:
-            check(row)
-        if longest is None or len(tokens) <= longest:
-            kept.append(number)
-            lengths.append((len(tokens), row.place))
+    lengths = _measure(prompts, render, limits, check)
+    kept = np.flatnonzero(lengths <= (lengths.max() if longest is None else longest))
     dropped = len(prompts) - len(kept)
-    if not kept:
+    if not len(kept):
         raise DataError(f"{flag}: all {dropped} prompts are longer than --rollout-max-prompt-len {longest}")
-    _refuse_long(lengths, limits, flag)
+    if limits.context is not None and (too_long := kept[lengths[kept] >= limits.context]).size:
+        worst = int(too_long[lengths[too_long].argmax()])
+        raise DataError(
+            f"{flag}: {len(too_long)} of {len(kept)} prompts leave no room for a response within {limits.context} tokens "
+            f"({limits.origin}); the longest has {lengths[worst]} ({prompts[worst].place}); shorten them, or leave them out with "
+            "--rollout-max-prompt-len"
+        )
     if dropped:
-        prompts.restrict(kept)
+        prompts.restrict(kept.tolist())
         log.info("%s: dropped %d prompts that are longer than --rollout-max-prompt-len", flag, dropped)
 
 
-def _refuse_long(lengths: list[tuple[int, str]], limits: Limits, flag: str) -> None:
-    """Raise DataError if a prompt leaves no room for a single response token."""
-    too_long = [item for item in lengths if limits.context is not None and item[0] >= limits.context]
-    if too_long:
-        longest, place = max(too_long)
-        raise DataError(
-            f"{flag}: {len(too_long)} of {len(lengths)} prompts leave no room for a response within {limits.context} tokens "
-            f"({limits.origin}); the longest has {longest} ({place}); shorten them, or leave them out with "
-            "--rollout-max-prompt-len"
-        )
+def _measure(
+    prompts: Prompts, render: PromptTemplate, limits: Limits, check: Callable[[Row], None] | None
+) -> np.ndarray:
+    """Render and check every prompt; return the numbers of tokens, int64 [prompts]. See ``examine``."""
+    state, identity = prompts.state(), render.identity() if len(prompts) >= ROWS else None
+    meaning = [prompts.input_key, prompts.label_key, check is not None, limits.vocabulary]
+    key = ("lengths", state["rows"], state["digest"], *meaning, identity)
+    if identity is not None and (known := load_index(*key)) is not None:
+        return known
+    lengths = np.zeros(len(prompts), np.int64)
+    for number, row in enumerate(prompts):
+        lengths[number] = len(encode_prompt(render, row, limits))
+        if check is not None:
+            check(row)
+    if identity is not None:
+        store_index(lengths, *key)
+    return lengths
 
 
 #: The run stops after this many consecutive rows were skipped.

@@ -1,0 +1,51 @@
+"""Results of checking large prompt files, kept between runs.
+
+Before a run starts, it checks every row of its prompt files and renders every prompt. Positions of rows and lengths of prompts are stored in
+``~/.cache/miles/prompts`` (or ``MILES_CACHE``), under a key that depends on everything they were computed from, and later runs map them
+into memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Files with fewer rows are checked again by every run, which takes seconds.
+ROWS = 50_000
+
+log = logging.getLogger(__name__)
+
+
+def load_index(*key: Any) -> np.ndarray | None:
+    """Return the array that was stored under ``key`` (JSON data), memory-mapped; None if there is none."""
+    try:
+        stored: np.ndarray = np.load(_path(key), mmap_mode="r")
+        return stored
+    except (OSError, ValueError, EOFError):  # absent, or damaged: it is computed and stored again
+        return None
+
+
+def store_index(array: np.ndarray, *key: Any) -> None:
+    """Store an array under ``key`` if it has at least ``ROWS`` rows. A directory that is not writable is logged."""
+    if len(array) < ROWS:
+        return
+    path = _path(key)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            np.save(file, array)
+        part.replace(path)
+    except OSError as error:
+        log.info("%s cannot be written (%s): the next run checks the prompts again", path, error.strerror)
+
+
+def _path(key: tuple[Any, ...]) -> Path:
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+    return Path(os.environ.get("MILES_CACHE", "~/.cache/miles")).expanduser() / "prompts" / f"{name}.npy"
