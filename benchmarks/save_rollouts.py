@@ -1,10 +1,11 @@
-"""What keeping every sample costs: microseconds and bytes on disk a token, for a step of a real size; the last line is one JSON object.
+"""What saving every sample costs: microseconds of the driver and of the writers per token, and bytes on disk; the last line is one JSON object.
 
 Tokens are drawn from Zipf's law and log-probabilities from an exponential distribution, which do not compress well.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import tempfile
 import time
@@ -13,10 +14,11 @@ from statistics import median
 
 import numpy as np
 from measure import finish, installed, options
-from miles_core.run.rollouts import RolloutFiles, read_file, rollout_file
 
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data.sample import Sample
+from miles_tools.samples.files import read_file, rollout_file
+from miles_tools.samples.saver import WRITERS, SampleSaver
 
 
 class Words:
@@ -45,28 +47,40 @@ def step(samples: int, length: int) -> list[tuple[Sample, TrainedTokens]]:
     return made
 
 
+async def save(saver: SampleSaver, rollout: list[tuple[Sample, TrainedTokens]], repetitions: int) -> list[float]:
+    """Save the step repeatedly; return the seconds of the driver's processor, those of its threads included."""
+    seconds = []
+    for number in range(repetitions + 1):
+        started = time.process_time()
+        await saver.write_samples("train", number, ((sample, trained, "") for sample, trained in rollout))
+        await saver._complete()
+        seconds.append(time.process_time() - started)
+        print(f"{seconds[-1]:.3f} s", file=sys.stderr, flush=True)
+    return seconds
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--length", type=int, default=512, help="tokens of a response")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--writers", type=int, default=WRITERS, help="maximum number of writer processes")
     given = parser.parse_args()
     rollout, tokens = step(given.samples, given.length), given.samples * given.length
-    seconds = []
     with tempfile.TemporaryDirectory() as directory:
-        files = RolloutFiles(Path(directory), Words(), 1 << 30, -1)
-        for number in range(given.repetitions + 1):
-            started = time.perf_counter()
-            files.write("train", number, (files.row(*each) for each in rollout))
-            seconds.append(time.perf_counter() - started)
-            print(f"{seconds[-1]:.3f} s", file=sys.stderr, flush=True)
+        saver = SampleSaver(Path(directory), Words(), 1 << 40, given.writers)
+        started = time.perf_counter()
+        seconds = asyncio.run(save(saver, rollout, given.repetitions))
+        wall = (time.perf_counter() - started) / (given.repetitions + 1)
+        saver.close()
         path = rollout_file(directory, "train", 1)
-        assert len(read_file(path)) == given.samples
+        assert len(read_file(path) or ()) == given.samples
         size = path.stat().st_size
     result = {
         "samples": given.samples,
         "length": given.length,
-        "microseconds_a_token": round(1e6 * median(seconds[1:]) / tokens, 2),
+        "driver_microseconds_a_token": round(1e6 * median(seconds[1:]) / tokens, 3),
+        "writers_microseconds_a_token": round(1e6 * wall / tokens, 2),
         "bytes_a_token": round(size / tokens, 1),
     }
     finish("save_rollouts", result, given.save, lambda: installed("miles-core", "numpy"))

@@ -27,6 +27,7 @@ def made(**changes):
 def test_what_is_right_is_taken():
     (one,) = check_samples(made(status="failed", loss_mask=[1, 0], rollout_log_probs=[-1.0, 0.0]), 7, "g.py", 4)
     assert one.status is Status.FAILED
+    assert check_samples(made(tokens=np.array([3, 1, 2])), 7, "g.py", 4)[0].tokens == [3, 1, 2]
     assert len(check_samples([made(), made(tokens=[np.int64(3)], response_length=np.int64(0))], 7, "g.py", 4)) == 2
 
 
@@ -34,9 +35,9 @@ def test_what_is_right_is_taken():
     ("changes", "words"),
     [
         ({"tokens": None}, "tokens of type NoneType"),
-        ({"tokens": np.array([1, 2])}, "tokens of type ndarray"),
+        ({"tokens": np.array([[1, 2]])}, "tokens of type ndarray"),
         ({"tokens": [1, 4]}, "the token 4; token ids are 0 to 3"),
-        ({"tokens": [True, 1]}, "the token True"),
+        ({"tokens": [1.0, 1]}, "the token 1.0"),
         ({"response_length": "2"}, "a response_length of '2'"),
         ({"response_length": -1}, "a response_length of -1"),
         ({"response_length": 4}, "a response_length of 4"),
