@@ -10,13 +10,14 @@ from miles_core.data.column import FLOATS, MASK, TOKENS, Column, as_column, join
 
 def test_a_column_behaves_like_a_list():
     column = Column(TOKENS, [3, 1, 2])
-    assert column == [3, 1, 2] and column == [3, 1, 2] and column == (3, 1, 2) and column != [3, 1] and column != "abc"
+    same, zero, four = [3, 1, 2], [0], [4]
+    assert column == same and same == column and column == tuple(same) and column != same[:2] and column != "abc"
     assert column[1:] == [1, 2] and isinstance(column[1:], Column) and column[-1] == 2 and type(column[0]) is int
-    assert column + [4] == [3, 1, 2, 4] and [0] + column == [0, 3, 1, 2] and column + (5,) == [3, 1, 2, 5]
+    assert column + four == [3, 1, 2, 4] and zero + column == [0, 3, 1, 2] and column + tuple(four) == column + four
     assert column == Column(FLOATS, [3.0, 1.0, 2.0]) and repr(column) == "[3, 1, 2]" and not Column(MASK)
     column += [7]
     column.append(8)
-    assert column == [3, 1, 2, 7, 8] and list(reversed(column))[0] == 8 and column.index(7) == 3 and [*column][0] == 3
+    assert column == [3, 1, 2, 7, 8] and next(reversed(column)) == 8 and column.index(7) == 3
     assert join_columns([column, column[:1]]) == [3, 1, 2, 7, 8, 3]
     with pytest.raises(TypeError):
         hash(column)
