@@ -258,8 +258,8 @@ class LearnerFront(LearnerHandle):
         async with self.turns.read(ALL_PARTS):
             await self._each(lambda rank, _: rank.save(directory.absolute(), later))
 
-    async def saved(self) -> Mapping[str, FileDigest] | None:
-        found = await self._each(lambda rank, _: rank.saved())
+    async def collect_digests(self) -> Mapping[str, FileDigest] | None:
+        found = await self._each(lambda rank, _: rank.collect_digests())
         if any(digests is None for digests in found):
             return None
         return {file: digest for digests in found for file, digest in (digests or {}).items()}

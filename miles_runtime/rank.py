@@ -104,8 +104,8 @@ class Rank(Learner):
         with self._saving:
             super().save(directory)
 
-    def saved(self) -> Mapping[str, FileDigest] | None:
-        """See ``LearnerHandle.saved``."""
+    def collect_digests(self) -> Mapping[str, FileDigest] | None:
+        """See ``LearnerHandle.collect_digests``."""
         return {} if self._saving is None else self._saving.digests()
 
     def reset_optimizer(self) -> None:

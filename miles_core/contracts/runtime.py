@@ -188,7 +188,7 @@ class LearnerHandle(ABC):
     async def save(self, directory: Path, later: bool = False) -> None:
         """Write the trainer's state. With ``later`` it may be copied now and written while training continues."""
 
-    async def saved(self) -> Mapping[str, FileDigest] | None:
+    async def collect_digests(self) -> Mapping[str, FileDigest] | None:
         """Return the digests of the files that the last ``save`` wrote, by path in its directory; None while they are being written.
 
         The driver computes the digests of all files that are missing. Raises the error of a file that cannot be written.

@@ -130,7 +130,7 @@ class RunCheckpoints:
             digests = own.digests() or {}
             copied.set()
             for each in self.parts:
-                while (found := await each.learner.saved()) is None:
+                while (found := await each.learner.collect_digests()) is None:
                     await asyncio.sleep(INTERVAL)
                 digests |= {f"{each.policy.name}/{name}": digest for name, digest in found.items()}
             await asyncio.to_thread(seal, directory, step, plan, digests)

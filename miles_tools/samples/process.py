@@ -6,6 +6,7 @@ with the driver: its input ends then. It imports neither torch nor a tokenizer.
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 import subprocess
@@ -43,8 +44,13 @@ class WriterProcess:
 
     def __init__(self) -> None:
         self.known = 0
+        home = str(Path(__file__).parents[2])
+        paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "miles_tools.samples.process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", "-m", __name__],  # -P: files of the working directory must not replace modules
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
 
     def send(self, message: Message) -> None:
@@ -91,6 +97,8 @@ def main() -> None:
     """Write the files of all messages until the input ends."""
     for each in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a run; the driver decides when to end
         signal.signal(each, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else prints must not disturb the answers
     pieces: dict[int, str] = {}
     while True:
         try:
@@ -105,8 +113,8 @@ def main() -> None:
             answer = OSError(error.errno, error.strerror)
         except Exception:
             answer = traceback.format_exc()
-        pickle.dump(answer, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+        pickle.dump(answer, answers)
+        answers.flush()
 
 
 if __name__ == "__main__":
