@@ -126,7 +126,9 @@ class RunCheckpoints:
             for each in self.parts:
                 await each.learner.save(directory / each.policy.name, *([True] if later else ()))
             with Saving(directory) as own:
-                self._put_state(Store(directory / "state"))
+                store = Store(directory / "state")
+                await asyncio.to_thread(self._put_state, store)
+                run.hooks.on("on_save", run=run, policy=None, store=store)
             digests = own.digests() or {}
             copied.set()
             for each in self.parts:
@@ -145,7 +147,6 @@ class RunCheckpoints:
         if self._committed.samples:
             put_samples(store, HELD, self._committed.samples)
         put_rng(store, self._rng)
-        run.hooks.on("on_save", run=run, policy=None, store=store)
 
     async def resume(self) -> bool:
         """Load ``resume_from`` and return True; return False if this is a new run.

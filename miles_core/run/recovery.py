@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -33,7 +34,7 @@ async def recover(
     """
     await await_unless_stopped(run, runtime.recover(lost))
     own = Checkpoints(run.directory / "checkpoints")
-    last = own.load() if own.find_latest() is not None else resume_from
+    last = await asyncio.to_thread(own.load) if own.find_latest() is not None else resume_from
     at, run.step = run.step, checkpoint_step(last) if last is not None else 0
     if last is None:
         seed_generators(run.config.train.seed)
