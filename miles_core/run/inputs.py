@@ -228,8 +228,9 @@ def wrap_generator(run: Run, generator: Generator) -> Generate:
 
 def _compares_label(run: Run, name: str | None) -> bool:
     """Whether the reward of this name compares a response with a label."""
-    provided = name is not None and name in run.hooks.find_provided("reward")
-    return provided and getattr(run.hooks.builder("reward", name)[1], "compares_label", False)
+    if name is None or name not in run.hooks.find_provided("reward"):
+        return False
+    return getattr(run.hooks.builder("reward", name)[1], "compares_label", False)
 
 
 def _reward(run: Run, name: str, policy: Policy) -> RewardFunction:
