@@ -62,7 +62,7 @@ LAYERS: list[dict[str, str]] = [
     },
     {
         "cli": "errors nearest version redact plugin config run launch",
-        "api": "errors plugin config observe run launch",
+        "api": "plugin config observe run launch",
     },
     {
         "__main__": "cli",

@@ -1,10 +1,10 @@
 """Large prompt files are checked and rendered once."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from miles_core.config.config import Config
 from miles_core.data import prompt_index
 from miles_core.data.prompts import Prompts
 from miles_core.errors import DataError
@@ -13,8 +13,8 @@ from miles_core.rollout import queue
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
-    """The directory of stored results; files with three rows count as large."""
-    monkeypatch.setattr(prompt_index, "ROWS", 3)
+    """The directory of stored results; files with four rows count as large."""
+    monkeypatch.setattr(prompt_index, "ROWS", 4)
     monkeypatch.setenv("MILES_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache/prompts"
 
@@ -85,14 +85,13 @@ class Letters:
 
 
 def test_lengths_of_prompts_are_stored_for_a_tokenizer_and_template(tmp_path, stored, monkeypatch):
-    monkeypatch.setattr(queue, "ROWS", 3)
+    monkeypatch.setattr(queue, "ROWS", 4)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"input": "x" * n}) + "\n" for n in (1, 9, 2, 3)))
 
     def examine(render, longest=None, context=None):
         prompts = Prompts(str(path))
-        config = Config()
-        config.rollout.max_prompt_len = longest
+        config = SimpleNamespace(rollout=SimpleNamespace(max_prompt_len=longest))
         queue.examine(prompts, render, config, queue.Limits(context, "the model's"), "--prompt-data")
         return len(prompts)
 
