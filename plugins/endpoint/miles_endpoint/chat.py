@@ -72,7 +72,7 @@ def _body(answers: list[Generated], request: Mapping[str, Any], session: Session
         "usage": usage_of(answers[0].turn.start, sum(len(each.turn.response.tokens) for each in answers)),
     }
     if request.get("return_token_ids"):
-        body["prompt_token_ids"] = answers[0].turn.tokens[: answers[0].turn.start]
+        body["prompt_token_ids"] = list(answers[0].turn.tokens[: answers[0].turn.start])
     return body
 
 

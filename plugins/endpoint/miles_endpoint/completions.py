@@ -111,7 +111,7 @@ def _body(
             "finish_reason": "length" if turn.response.finish == "length" else "stop",
         }
         if request.get("return_token_ids"):
-            choice |= {"token_ids": list(turn.response.tokens), "prompt_token_ids": turn.tokens[: turn.start]}
+            choice |= {"token_ids": list(turn.response.tokens), "prompt_token_ids": list(turn.tokens[: turn.start])}
         choices.append(choice)
     return {
         "id": f"cmpl-{session.next_id()}",
