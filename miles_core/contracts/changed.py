@@ -152,9 +152,9 @@ def _check_field(spec: Field | None, value: Any) -> str:
 def check_request(_: None, arguments: Mapping[str, Any]) -> str:
     """Check that the request still has a prompt, and a set of field names to record."""
     request: Request = arguments["request"]
-    request.tokens = as_column(request.tokens, TOKENS)  # a plugin may have set a list
     if not request.tokens or not isinstance(request.tokens, (list, Column)):
         return f"it left the request with tokens that are {describe(request.tokens)}; expected a list of token ids"
+    request.tokens = as_column(request.tokens, TOKENS)  # a plugin may have set a list
     if wrong := describe_invalid_tokens(request.tokens, vocabulary_size(arguments["run"])):
         return f"it left the request with {wrong}"
     if not isinstance(request.sampling, Sampling) or request.sampling.max_new_tokens < 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.contracts.engine import Request, Response
-from miles_core.data.column import Column
+from miles_core.data.column import FLOATS, TOKENS, Column, as_column
 from miles_core.plugin.guard import describe, refuse
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ def check_response(run: Run, request: Request, response: Any, vocabulary: int) -
 def _describe_invalid_response(request: Request, response: Any, vocabulary: int) -> str:
     if not isinstance(response, Response):
         return f"it returned {describe(response)}; expected a Response from Engine.generate"
+    response.tokens = as_column(response.tokens, TOKENS)  # an engine may have set a list
+    response.log_probs = as_column(response.log_probs, FLOATS)
     for name in ("tokens", "log_probs", "weight_versions"):
         if not isinstance(getattr(response, name), list if name == "weight_versions" else (list, Column)):
             return f"the response has {name} that are {describe(getattr(response, name))}; expected a list"

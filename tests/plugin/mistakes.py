@@ -233,7 +233,7 @@ MISTAKES = [
     Mistake("an advantage with a gradient", "make_advantage (odd)", "has a gradient",
             *advantage("return inputs.mask.double().requires_grad_()")),
     Mistake("a reward that raises", "make_reward (odd)", "division by zero", *reward("return 1 / 0")),
-    Mistake("tokens that are floats", "wrap_generate", "the token 5.5",
+    Mistake("tokens that are floats", "wrap_generate", "'float' object cannot be interpreted",
             around("wrap_generate", "found = await inner(*args)\nfound[0].tokens[-1] = 5.5\nreturn found", kind="async def")),
     Mistake("a token beyond the vocabulary", "wrap_generate", "the token 99999",
             around("wrap_generate", "found = await inner(*args)\nfound[0].tokens[-1] = 99999\nreturn found", kind="async def")),
