@@ -16,6 +16,7 @@ from miles_embedded.engine.sampling import sample_on_device, stream_start, unifo
 from miles_embedded.engine.static_attention import StaticCall
 from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.kernels.available import kernels_run
+from miles_embedded.model.operations import log_softmax, operations_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class StaticStep:
             self._draw(logits)
         elif shape.draws:
             u = uniform(self.seed, batch.keys[:count], call.positions + 1)
-            tokens, log_probs = sample_on_device(logits, batch.params(count, shape.mixed), u)
+            normalize = operations_of(runner.model).log_softmax
+            tokens, log_probs = sample_on_device(logits, batch.params(count, shape.mixed), u, normalize)
             batch.results[0, :count] = tokens.double()
             batch.results[1, :count] = log_probs.double()
             batch.tokens[:count] = tokens.clamp(max=runner.vocabulary - 1)
@@ -76,7 +78,8 @@ class StaticStep:
         return logits
 
     def _by_kernel(self, logits: Tensor) -> bool:
-        if not (logits.is_cuda and kernels_run(logits.device)):
+        own = operations_of(self.runner.model).log_softmax is log_softmax  # the kernel normalises by itself
+        if not (own and logits.is_cuda and kernels_run(logits.device)):
             return False
         from miles_embedded.kernels.draw import can_draw
 

@@ -1,6 +1,6 @@
 """Attention in which a query's result depends on its own keys only: the same bits in a prompt, a decode step and a packed training batch.
 
-Every call is brought into one form: the keys and values of each sequence by position (``sequences``). The keys are then read in blocks of ``BLOCK``
+On a GPU one kernel serves every call (``tiles``, ``attention_kernel``). On a CPU every call is brought into one form: the keys and values of each sequence by position (``sequences``). The keys are then read in blocks of ``BLOCK``
 positions. The scores of a block are one product of whole tiles of queries; the sums over keys are one sum per block, and the blocks are
 added in order. Blocks beyond a query contribute exactly zero, so the length of the longest sequence changes nothing. Scores, softmax and sums
 are FP32 (FP64 for an FP64 model).
@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from miles_core.plugin import ConfigError
 from miles_embedded import AttentionOptions, Call
+from miles_true_on_policy import products
 from miles_true_on_policy.elementwise import apply_aligned
 from miles_true_on_policy.products import multiply, pad_tiles, sum_rows
 from miles_true_on_policy.sequences import Sequences, sequences_of
@@ -99,6 +100,10 @@ def _forward(
     options: AttentionOptions | None,
 ) -> Tensor:
     """Attend query [1, heads, rows, dim]; returns [1, rows, heads, value dim]."""
+    if products.uses_kernels(query):
+        from miles_true_on_policy.tiles import attend_by_tiles
+
+        return attend_by_tiles(call, module, query, key, value, scaling, options)
     found = sequences_of(call, module, query, key, value)
     heads, width = query.shape[1], value.shape[3]
     flat = query.new_empty(found.count * found.queries, heads, width)
