@@ -168,8 +168,17 @@ def attend_tiles(
     constants: dict[str, Any] = {
         **{"KV_HEADS": kv_heads, "SHARED": shared, "AT_ONCE": at_once, "DIM": dim, "VALUE_DIM": value_dim},
         **{"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)},
-        **{"SINKS": options.sinks is not None, "SUMS": sums is not None, "FIELDS": FIELDS, "TILE": TILE, "BLOCK": BLOCK},
-        **{"BLOCK_DIM": max(16, triton.next_power_of_2(dim)), "BLOCK_VALUE": max(16, triton.next_power_of_2(value_dim))},
+        **{
+            "SINKS": options.sinks is not None,
+            "SUMS": sums is not None,
+            "FIELDS": FIELDS,
+            "TILE": TILE,
+            "BLOCK": BLOCK,
+        },
+        **{
+            "BLOCK_DIM": max(16, triton.next_power_of_2(dim)),
+            "BLOCK_VALUE": max(16, triton.next_power_of_2(value_dim)),
+        },
         **{"num_warps": _WARPS, "num_stages": 1 if q.dtype == torch.float32 else _STAGES},
     }
     places = (keys[0], values[0], keys[1], values[1])

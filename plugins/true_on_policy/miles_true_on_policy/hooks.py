@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from miles_core.plugin import ConfigError, hookimpl
 from miles_embedded import Operations, backbone, decoder_layers, head, is_embedded, use_operations
+from miles_embedded.kernels.available import kernels_run
 from miles_true_on_policy.attention import attend
 from miles_true_on_policy.log_probs import log_probs, log_softmax, supported_log_probs
 from miles_true_on_policy.mode import compute_inside
@@ -32,8 +33,9 @@ def make_invariant(model: nn.Module) -> None:
         model: prepared by ``miles_embedded.load_model``.
 
     Raises:
-        ConfigError: a product of the model's shapes depends on the number of rows on this machine.
+        ConfigError: a product of the model's shapes depends on the number of rows on this machine, or kernels cannot run on its GPU.
     """
+    check_device(head(model).weight.device)
     check_products(model)
     use_operations(model, make_operations(head(model).weight.device))
     for module in model.modules():
@@ -61,6 +63,15 @@ def make_operations(device: torch.device) -> Operations:
         return rms_norm(x.contiguous(), weight, eps)  # which layout a block of rows has depends on their strides
 
     return replace(table, norm=norm, rotation=rotate, gate=swiglu)
+
+
+def check_device(device: torch.device) -> None:
+    """ConfigError if ``device`` is a GPU on which Triton cannot run."""
+    if device.type == "cuda" and not kernels_run(device):
+        raise ConfigError(
+            "--true-on-policy-mode computes with Triton kernels on a GPU, and Triton cannot run here (the log says why); install it, or give "
+            "--device cpu"
+        )
 
 
 def check_products(model: nn.Module) -> None:

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from miles_true_on_policy.elementwise import apply_aligned
 from miles_true_on_policy import products
+from miles_true_on_policy.elementwise import apply_aligned
 from miles_true_on_policy.products import multiply, multiply_groups, multiply_rows, sum_rows
 
 #: Elementwise functions that torch computes in two ways; see ``elementwise``.
