@@ -16,7 +16,7 @@ from miles_embedded.engine.sampling import sample_on_device, stream_start, unifo
 from miles_embedded.engine.static_attention import StaticCall
 from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.kernels.available import kernels_run
-from miles_embedded.model.operations import log_softmax, operations_of
+from miles_embedded.model.operations import divide_by_temperature, log_softmax, operations_of
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ class StaticStep:
         return logits
 
     def _by_kernel(self, logits: Tensor) -> bool:
-        own = operations_of(self.runner.model).log_softmax is log_softmax  # the kernel normalises by itself
-        if not (own and logits.is_cuda and kernels_run(logits.device)):
+        if not (logits.is_cuda and kernels_run(logits.device)):
             return False
         from miles_embedded.kernels.draw import can_draw
 
@@ -88,4 +87,9 @@ class StaticStep:
     def _draw(self, logits: Tensor) -> None:
         from miles_embedded.kernels.draw import draw_rows
 
-        draw_rows(logits, self.batch, stream_start(self.seed))
+        batch, normalize = self.batch, operations_of(self.runner.model).log_softmax
+        draw_rows(logits, batch, stream_start(self.seed))
+        if normalize is not log_softmax:  # the kernel's log-probabilities are not those of the model's own function
+            count = len(logits)
+            every = normalize(divide_by_temperature(logits.float(), batch.temperature[:count]))
+            batch.results[1, :count] = every.gather(-1, batch.tokens[:count, None]).squeeze(1).double()
