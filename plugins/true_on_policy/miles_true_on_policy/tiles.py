@@ -21,15 +21,23 @@ _TILES = "true_on_policy.tiles"
 
 
 def attend_by_tiles(
-    call: Call, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, options: AttentionOptions | None
+    call: Call,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    options: AttentionOptions | None,
+    sums: Tensor | None = None,
 ) -> Tensor:
-    """Compute the attention of one layer on a GPU, and store keys and values if the call has a cache; see ``miles_embedded.Attention``."""
+    """Compute the attention of one layer on a GPU, and store keys and values if the call has a cache; see ``miles_embedded.Attention``, and
+    ``attend_tiles`` for ``sums``."""
     q, k, v = (_with_plain_rows(x[0].transpose(0, 1)) for x in (query, key, value))
     heads, kv_heads = query.shape[1], key.shape[1]
     keys = _places(call, "k", module.layer_idx, key, k)
     values = _places(call, "v", module.layer_idx, value, v)
     tiles = _tiles(call, queries_of(heads, kv_heads), query.device)
-    return attend_tiles(q, keys, values, tiles, scaling, options, kv_heads)[None]
+    return attend_tiles(q, keys, values, tiles, scaling, options, kv_heads, sums)[None]
 
 
 def _with_plain_rows(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_parts import MODULE, OPTIONS, heads, packed
+from attention_calls import MODULE, OPTIONS, heads, packed
 
 from miles_core.contracts.trainer import Context
 from miles_embedded import DecodeCall, PromptCall, StaticCall

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from attention_calls import MODULE, packed
 
 from miles_core.data import Sample, collate
 from miles_embedded import load_model
@@ -148,6 +149,28 @@ def test_products_of_the_libraries_depend_on_the_number_of_rows(kernels):
     weight = torch.randn(1536, 8960, device="cuda", dtype=torch.bfloat16)
     whole = torch.nn.functional.linear(x, weight)
     assert any(not torch.equal(torch.nn.functional.linear(x[:n], weight), whole[:n]) for n in (1, 8, 64, 200))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("dim", "width"), [(64, 64), (20, 12)])
+def test_gradients_of_attention_by_flash(kernels, dim, width):
+    from miles_true_on_policy.attention import attend
+
+    trunk, lengths = 70, [9, 1, 200]
+    rows, generator = trunk + sum(lengths), torch.Generator("cuda").manual_seed(0)
+    shapes = ((4, dim), (2, dim), (2, width))
+    qkv = [
+        torch.randn(1, n, rows, d, device="cuda", generator=generator).bfloat16().requires_grad_() for n, d in shapes
+    ]
+    call = packed(lengths, trunk, "cuda")
+    weights = torch.randn(1, rows, 4, width, device="cuda", generator=generator)
+    results = []
+    for function in (attend, lambda call, *rest: call.attend(*rest)):
+        out = function(call, MODULE, *qkv, dim**-0.5, None)
+        results.append([out, *torch.autograd.grad((out * weights).sum(), qkv)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
 @pytest.mark.gpu
