@@ -1,16 +1,20 @@
-"""Attention on a GPU that reads a query's keys in blocks of fixed positions, one after the other: one kernel for decoding, prompts and training.
+"""Attention on a GPU that reads a query's keys in blocks of fixed positions, one after the other: for decoding, prompts and training.
 
 A program attends the queries of one tile, all heads that share a key/value head, to the keys of their sequence. The keys are in two places,
 the front (a prompt in the cache, or the trunk of a packed batch) and the sequence's own, and are read where they are. Blocks begin at
 multiples of ``BLOCK`` positions and are added in order by the online softmax (Milakov and Gimelshein 2018). A block without a visible key
 leaves a query's sums unchanged, so a query's result does not depend on the others in its tile. Keys are not divided among
-programs (as Flash-Decoding does), and every call compiles to the same instructions.
+programs, as Flash-Decoding does.
+
+Tiles for decoding have few rows, others many. Both give the same bits: the scores, the weighted sums of values and the sums of the weights
+are matrix products, which add the terms of the inner dimension in order whatever the tile (``kernels``; a sum over a tile's columns would add in an
+order that depends on its layout), and no multiplication is contracted with an addition.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,9 +23,20 @@ from torch import Tensor
 
 from miles_embedded import AttentionOptions
 
-#: Queries times heads of a program, and keys of a block.
-TILE, BLOCK = 32, 32
-_WARPS, _STAGES = 2, 3
+#: Keys of a block.
+BLOCK = 64
+
+
+class Tile(NamedTuple):
+    """Queries times heads of a program, its warps, and its pipeline stages."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+#: Tiles for decoding, and for others by the largest head dimension; the last for every call.
+_DECODE, _OTHERS, _WIDE = Tile(16, 4, 3), {128: Tile(128, 8, 3), 256: Tile(64, 4, 2)}, Tile(16, 4, 1)
 #: Entries of a tile's record; see ``Tiles``.
 FIELDS = 6
 
@@ -93,8 +108,9 @@ def _attend(  # type: ignore[no-untyped-def]
     ok, ov = own_keys + own_slot * ok_slot + kv_head * ok_head, own_values + own_slot * ov_slot + kv_head * ov_head
 
     highest = tl.full([TILE], -float("inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
     result = tl.zeros([TILE, BLOCK_VALUE], tl.float32)
+    ones = tl.full([BLOCK, 16], 1.0, own_values.dtype.element_ty)
+    totals = tl.zeros([TILE, 16], tl.float32)  # equal columns: no product is narrower
     for start in range(low // BLOCK * BLOCK, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         known, near = at < end, at < front
@@ -110,10 +126,11 @@ def _attend(  # type: ignore[no-untyped-def]
         before, weight = tl.exp(highest - level), tl.exp(score - level[:, None])
         source = tl.where(near, fv + at * fv_row, ov + (at - front) * ov_row)
         value = tl.load(source[:, None] + value_dim[None, :], mask=known[:, None] & (value_dim[None, :] < VALUE_DIM), other=0.0)
-        total = total * before + tl.sum(weight, 1)
-        result = result * before[:, None]
-        result = tl.dot(weight.to(value.dtype), value, result, input_precision="ieee")
+        weight = weight.to(value.dtype)
+        totals = tl.dot(weight, ones, totals * before[:, None], input_precision="ieee")
+        result = tl.dot(weight, value, result * before[:, None], input_precision="ieee")
         highest = now
+    total = tl.max(totals, 1)
     if SINKS:
         sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
         now = tl.maximum(highest, sink)
@@ -129,9 +146,18 @@ def _attend(  # type: ignore[no-untyped-def]
 # fmt: on
 
 
-def queries_of(heads: int, kv_heads: int) -> int:
-    """Queries of a tile."""
-    return TILE // min(TILE, triton.next_power_of_2(heads // kv_heads))
+def choose_tile(dtype: torch.dtype, dim: int, decodes: bool) -> Tile:
+    """Choose the tile for queries of ``dtype`` and heads of up to ``dim`` entries; ``decodes``: few queries per sequence."""
+    if dtype == torch.float32:
+        return _WIDE
+    if decodes:
+        return _DECODE if dim <= 256 else _WIDE
+    return next((tile for most, tile in _OTHERS.items() if dim <= most), _WIDE)
+
+
+def queries_of(tile: Tile, heads: int, kv_heads: int) -> int:
+    """Return the queries of a tile."""
+    return tile.rows // min(tile.rows, triton.next_power_of_2(heads // kv_heads))
 
 
 def attend_tiles(
@@ -140,6 +166,7 @@ def attend_tiles(
     values: tuple[Place, Place],
     tiles: Tensor,
     scaling: float,
+    tile: Tile,
     options: AttentionOptions | None = None,
     kv_heads: int = 1,
     sums: Tensor | None = None,
@@ -153,6 +180,7 @@ def attend_tiles(
         tiles: [tiles, FIELDS] int64, contiguous: first row of q, number of queries (at most ``queries_of``), position of the first, number
             of tokens in front, slot of the front, slot of the own tokens.
         scaling: factor on the scores.
+        tile: see ``choose_tile``.
         options: see ``AttentionOptions``.
         kv_heads: number of key/value heads.
         sums: [heads, rows] FP32, receives the log of each query's sum of exponentials.
@@ -164,7 +192,7 @@ def attend_tiles(
     rows, heads, dim = q.shape
     value_dim, shared = values[1].store.shape[-1], heads // kv_heads
     out = values[1].store.new_empty(rows, heads, value_dim)
-    at_once = min(TILE, triton.next_power_of_2(shared))
+    at_once = min(tile.rows, triton.next_power_of_2(shared))
     constants: dict[str, Any] = {
         **{"KV_HEADS": kv_heads, "SHARED": shared, "AT_ONCE": at_once, "DIM": dim, "VALUE_DIM": value_dim},
         **{"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)},
@@ -172,14 +200,14 @@ def attend_tiles(
             "SINKS": options.sinks is not None,
             "SUMS": sums is not None,
             "FIELDS": FIELDS,
-            "TILE": TILE,
+            "TILE": tile.rows,
             "BLOCK": BLOCK,
         },
         **{
             "BLOCK_DIM": max(16, triton.next_power_of_2(dim)),
             "BLOCK_VALUE": max(16, triton.next_power_of_2(value_dim)),
         },
-        **{"num_warps": _WARPS, "num_stages": 1 if q.dtype == torch.float32 else _STAGES},
+        **{"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False},
     }
     places = (keys[0], values[0], keys[1], values[1])
     sinks = q if options.sinks is None else options.sinks

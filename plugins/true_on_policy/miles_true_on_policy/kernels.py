@@ -156,14 +156,19 @@ def _launch(a: Tensor, b: Tensor, out: Tensor, ends: Tensor | None) -> None:
     _product[grid](a, b, out, a if ends is None else ends, rows, columns, inner, groups, *strides, **constants)
 
 
+def compute_product(a: Tensor, b: Tensor) -> Tensor:
+    """Compute ``product`` without gradients."""
+    out = a.new_empty(*a.shape[:2], b.shape[2])
+    if out.numel():
+        _launch(a, b, out, None)
+    return out
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        out = a.new_empty(*a.shape[:2], b.shape[2])
-        if out.numel():
-            _launch(a, b, out, None)
-        return out
+        return compute_product(a, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -51,9 +51,9 @@ def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def _multiply_tiles(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not uses_kernels(x):
         return linear(x, weight, bias)
-    from miles_true_on_policy.kernels import product
+    from miles_true_on_policy.library import multiply_pieces
 
-    out = product(x[None], weight.t()[None])[0]
+    out = multiply_pieces(x, weight)
     return out if bias is None else out + bias
 
 
@@ -117,6 +117,10 @@ def sum_rows(x: Tensor, dim: int = -1) -> Tensor:
 @torch.no_grad()
 def check_tiles(columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a row of a product of this shape depends neither on its place in a tile nor on the number of tiles or threads."""
+    if device.type == "cuda":
+        from miles_true_on_policy.library import compare
+
+        compare(columns, inner, dtype, device)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(columns, inner, generator=generator).to(device, dtype)
     x = torch.randn(TILE, inner, generator=generator).to(device, dtype)

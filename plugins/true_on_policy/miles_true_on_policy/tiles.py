@@ -14,7 +14,7 @@ from torch import Tensor
 
 from miles_core.plugin import ConfigError
 from miles_embedded import AttentionOptions, Call, DecodeCall, PackedCall, PromptCall, StaticCall
-from miles_true_on_policy.attention_kernel import FIELDS, Place, attend_tiles, queries_of
+from miles_true_on_policy.attention_kernel import FIELDS, Place, attend_tiles, choose_tile, queries_of
 
 #: Key in ``Context.attached`` of a call's tiles, by queries per tile.
 _TILES = "true_on_policy.tiles"
@@ -36,8 +36,9 @@ def attend_by_tiles(
     heads, kv_heads = query.shape[1], key.shape[1]
     keys = _places(call, "k", module.layer_idx, key, k)
     values = _places(call, "v", module.layer_idx, value, v)
-    tiles = _tiles(call, queries_of(heads, kv_heads), query.device)
-    return attend_tiles(q, keys, values, tiles, scaling, options, kv_heads, sums)[None]
+    tile = choose_tile(query.dtype, max(query.shape[3], value.shape[3]), isinstance(call, (StaticCall, DecodeCall)))
+    tiles = _tiles(call, queries_of(tile, heads, kv_heads), query.device)
+    return attend_tiles(q, keys, values, tiles, scaling, tile, options, kv_heads, sums)[None]
 
 
 def _with_plain_rows(x: Tensor) -> Tensor:

@@ -153,6 +153,44 @@ def test_products_of_the_libraries_depend_on_the_number_of_rows(kernels):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize(("inner", "columns"), [(1536, 2048), (8960, 1536), (1024, 32000), (70, 90)])
+def test_pieces_of_the_library_have_the_bits_of_the_kernel(kernels, inner, columns):
+    from miles_true_on_policy.library import SIZES, compare, multiply_pieces
+
+    weight = torch.randn(columns, inner, device="cuda", dtype=torch.bfloat16)
+    equal = compare(columns, inner, weight.dtype, weight.device)
+    print(f"{inner} x {columns}: {len(equal)} of {len(SIZES)} sizes")
+    for rows in (1, 16, 100, 700, 5000):
+        x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+        assert torch.equal(multiply_pieces(x, weight), kernels.product(x[None], weight.t()[None])[0])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("shared", [1, 4, 12])
+def test_tiles_of_attention_give_the_same_bits(kernels, dim, shared):
+    from miles_true_on_policy.attention_kernel import _DECODE, _OTHERS, _WIDE, Place, attend_tiles, queries_of
+
+    generator, rows = torch.Generator("cuda").manual_seed(0), 700
+    q, k, v = (torch.randn(rows, n, dim, device="cuda", generator=generator).bfloat16() for n in (2 * shared, 2, 2))
+    found = []
+    for tile in (_DECODE, _WIDE, next(tile for most, tile in _OTHERS.items() if dim <= most)):
+        step = queries_of(tile, 2 * shared, 2)
+        starts = torch.arange(0, rows, step, device="cuda")
+        zeros = torch.zeros_like(starts)
+        tiles = torch.stack([starts, (rows - starts).clamp(max=step), starts, zeros, zeros, zeros], 1)
+        place = [(Place.of_rows(x), Place.of_rows(x)) for x in (k, v)]
+        found.append(attend_tiles(q, *place, tiles, dim**-0.5, tile, None, 2))
+    reference = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None].float() for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )[0].transpose(0, 1)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert (found[0] - reference).norm() < 5e-3 * reference.norm()
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize(("dim", "width"), [(64, 64), (20, 12)])
 def test_gradients_of_attention_by_flash(kernels, dim, width):
     from miles_true_on_policy.attention import attend

@@ -60,6 +60,16 @@ def test_products(threads, dtype):
     assert torch.equal(grouped[3:40], multiply_groups(x[3:40], matrices[2:3], torch.tensor([37])))
 
 
+@pytest.mark.parametrize("rows", [1, 16, 100, 511, 512, 700, 20000, 40000])
+def test_pieces_are_of_few_sizes_and_cover_all_rows(triton, rows):
+    from miles_true_on_policy.library import SIZES, divide
+
+    pieces = divide(rows)
+    assert sum(count for count, _ in pieces) == rows
+    assert all(size in SIZES and count <= size for count, size in pieces)
+    assert sum(size - count for count, size in pieces) < 64
+
+
 def test_the_mode_reaches_every_product_of_a_forward():
     x, weight = torch.randn(3, 64), torch.randn(48, 64)
     with Invariant():

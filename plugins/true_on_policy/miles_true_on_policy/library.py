@@ -1,0 +1,90 @@
+"""Products of PyTorch's library on a GPU, for the numbers of rows at which they have the bits of the plugin's kernel.
+
+cuBLAS is faster than ``kernels``, but it chooses an algorithm by the shape, and some of them divide the inner dimension. For a fixed shape it always
+chooses the same one. A product is therefore divided into pieces of ``SIZES`` rows, and each size is compared with the kernel once for each
+weight shape, when the model is built (``compare``). Sizes at which any entry differs, and shapes that were not compared, are computed by the
+kernel. So every entry has the kernel's bits, whichever computes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from miles_true_on_policy.kernels import compute_product
+
+#: Rows of a piece. Below ``_FULL``, the last piece is padded to the next size.
+SIZES = (16, 32, 48, *range(64, 513, 64), 1024, 2048, 4096, 8192, 16384)
+_FULL = 512
+#: (columns, inner, dtype, device) -> the sizes with the kernel's bits.
+_equal: dict[tuple[int, int, torch.dtype, torch.device], frozenset[int]] = {}
+
+
+@torch.no_grad()
+def compare(columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> frozenset[int]:
+    """Find the sizes at which the library's product with a weight [columns, inner] has the kernel's bits."""
+    key = columns, inner, dtype, device
+    if (
+        dtype not in (torch.bfloat16, torch.float16) or columns % 8 or inner % 8
+    ):  # rows of 16 bytes: the library reads the alignment, too
+        return _equal.setdefault(key, frozenset())
+    if key not in _equal:
+        generator = torch.Generator(device).manual_seed(0)
+        weight = torch.randn(columns, inner, generator=generator, device=device).to(dtype)
+        x = torch.randn(max(SIZES), inner, generator=generator, device=device).to(dtype)
+        found = set()
+        for size in SIZES:
+            expected = compute_product(x[None, :size], weight.t()[None])[0]
+            if torch.equal(torch.mm(x[:size], weight.t()), expected):
+                found.add(size)
+        _equal[key] = frozenset(found)
+    return _equal[key]
+
+
+def multiply_pieces(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [rows, inner] by weight^T, weight [columns, inner]; returns [rows, columns] with the bits of ``kernels.product``."""
+    out: Tensor = _Pieces.apply(x, weight)
+    return out
+
+
+def divide(rows: int) -> list[tuple[int, int]]:
+    """Divide rows into pieces: (rows, size) of each, the size at least its rows."""
+    pieces = []
+    while rows >= _FULL:
+        size = max(size for size in SIZES if size <= rows)
+        pieces.append((size, size))
+        rows -= size
+    if rows:
+        pieces.append((rows, min(size for size in SIZES if size >= rows)))
+    return pieces
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        equal = _equal.get((*weight.shape, weight.dtype, weight.device))
+        if not equal or x.dtype != weight.dtype or not weight.is_contiguous():
+            return compute_product(x[None], weight.t()[None])[0]
+        x, parts = x.contiguous(), []
+        start = 0
+        for count, size in divide(len(x)):
+            piece = x[start : start + count]
+            if size not in equal:
+                parts.append(compute_product(piece[None], weight.t()[None])[0])
+            else:
+                padded = pad(piece, (0, 0, 0, size - count)) if count < size else piece
+                parts.append(
+                    torch.ops.aten.mm(padded, weight.t())[:count]
+                )  # torch.mm is replaced in ``mode.Invariant``
+            start += count
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else x.new_zeros(0, len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        left, right = ctx.needs_input_grad
+        return grads[0] @ weight if left else None, grads[0].t() @ x if right else None
