@@ -133,24 +133,24 @@ def format_gap(family: str, name: str, dtype: str, device: str, plugins: list[st
     return max(record["mismatch/abs_log_prob"] for record in run.metrics)
 
 
-def measure_time(threads: int, turns: int, gpu: str = "") -> dict[str, Any]:
-    """Seconds of a step of both sides, turn by turn; ``gpu``: a model of ``grpo_step.py --gpu``."""
+def measure_time(threads: int, turns: int, warm_up: int, gpu: str = "") -> dict[str, Any]:
+    """Seconds of a step of both sides, turn by turn after ``warm_up``; ``gpu``: a model of ``grpo_step.py --gpu``."""
     from workload import make_workload, random_words
 
     with tempfile.TemporaryDirectory() as directory:
         work = random_words(Path(directory), gpu) if gpu else make_workload(Path(directory))
         command = [sys.executable, str(Path(__file__).with_name("grpo_step.py")), "--worker", "miles"]
         command += ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file), "--steps-a-turn", "1"]
-        command += ["--steps", str(2 * (turns + 2) + 1)]  # the first step of a turn is not counted
+        command += ["--steps", str(2 * (turns + warm_up) + 1)]  # the first step of a turn is not counted
         command += ["--gpu", gpu] if gpu else []
         flags = {"plain": "--num-steps-per-rollout 1", "exact": "--num-steps-per-rollout 1 --plugins true_on_policy"}
         workers = [Worker(name, [*command, f"--worker-flags={more}"], threads) for name, more in flags.items()]
         reports: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
         try:
-            for turn in range(turns + 2):
+            for turn in range(turns + warm_up):
                 for worker in workers if turn % 2 else workers[::-1]:
                     report = worker.turn()
-                    if turn > 1:
+                    if turn >= warm_up:
                         reports[worker.name].append(report)
         finally:
             for worker in workers:
@@ -168,6 +168,7 @@ def measure_time(threads: int, turns: int, gpu: str = "") -> dict[str, Any]:
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--turns", type=int, default=20, help="measured steps of each side")
+    parser.add_argument("--warm-up", type=int, default=2, help="unmeasured turns of each side")
     parser.add_argument(
         "--only", nargs="+", choices=("families", "formats", "time", "kernels"), help="measure only these"
     )
@@ -185,12 +186,14 @@ def main() -> int:
     parts: dict[str, Callable[[], Any]] = {
         "families": lambda: measure_families(given.families, given.device),
         "formats": lambda: measure_formats(given.device),
-        "time": lambda: measure_time(given.threads, given.turns),
+        "time": lambda: measure_time(given.threads, given.turns, given.warm_up),
     }
     if given.device == "cuda":
         from true_on_policy_kernels import measure_kernels
 
-        parts["time"] = lambda: {model: measure_time(given.threads, given.turns, model) for model in given.models}
+        parts["time"] = lambda: {
+            model: measure_time(given.threads, given.turns, given.warm_up, model) for model in given.models
+        }
         parts["kernels"] = measure_kernels
     result = {name: measure() for name, measure in parts.items() if given.only is None or name in given.only}
     tables = [
