@@ -161,6 +161,7 @@ def measure_time(threads: int, turns: int, warm_up: int, gpu: str = "") -> dict[
         "turns": turns,
         "ratio_median": round(statistics.median(ratios), 3),
         "ratio_median_interval": [round(x, 3) for x in median_interval(ratios)],
+        "largest_gap": {name: max(report["gap"] for report in found) for name, found in reports.items()},
         "sides": {name: medians(found) | {"range": spread(found)} for name, found in reports.items()},
     }
 
