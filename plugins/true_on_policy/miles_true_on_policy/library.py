@@ -8,6 +8,7 @@ kernel. So every entry has the kernel's bits, whichever computes it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,29 +20,29 @@ from miles_true_on_policy.kernels import compute_product
 #: Rows of a piece. Below ``_FULL``, the last piece is padded to the next size.
 SIZES = (16, 32, 48, *range(64, 513, 64), 1024, 2048, 4096, 8192, 16384)
 _FULL = 512
-#: (columns, inner, dtype, device) -> the sizes with the kernel's bits.
-_equal: dict[tuple[int, int, torch.dtype, torch.device], frozenset[int]] = {}
+#: Largest number of entries of a product that is compared.
+_MOST = 1 << 28
+#: (columns, inner, dtype, device) -> compared size -> whether its product has the kernel's bits.
+_equal: dict[tuple[int, int, torch.dtype, torch.device], dict[int, bool]] = {}
 
 
 @torch.no_grad()
-def compare(columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> frozenset[int]:
-    """Find the sizes at which the library's product with a weight [columns, inner] has the kernel's bits."""
+def compare(columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> dict[int, bool]:
+    """Find at which sizes the library's product with a weight [columns, inner] has the kernel's bits."""
     key = columns, inner, dtype, device
-    if (
-        dtype not in (torch.bfloat16, torch.float16) or columns % 8 or inner % 8
-    ):  # rows of 16 bytes: the library reads the alignment, too
-        return _equal.setdefault(key, frozenset())
-    if key not in _equal:
-        generator = torch.Generator(device).manual_seed(0)
-        weight = torch.randn(columns, inner, generator=generator, device=device).to(dtype)
-        x = torch.randn(max(SIZES), inner, generator=generator, device=device).to(dtype)
-        found = set()
-        for size in SIZES:
-            expected = compute_product(x[None, :size], weight.t()[None])[0]
-            if torch.equal(torch.mm(x[:size], weight.t()), expected):
-                found.add(size)
-        _equal[key] = frozenset(found)
-    return _equal[key]
+    if key in _equal:
+        return _equal[key]
+    found = _equal[key] = {}
+    if dtype not in (torch.bfloat16, torch.float16) or columns % 8 or inner % 8:
+        return found  # the library's choice also depends on the alignment of rows that are no multiple of 16 bytes
+    sizes = [size for size in SIZES if size * columns <= _MOST]
+    generator = torch.Generator(device).manual_seed(0)
+    weight = torch.randn(columns, inner, generator=generator, device=device).to(dtype)
+    x = torch.randn(max(sizes, default=0), inner, generator=generator, device=device).to(dtype)
+    for size in sizes:
+        expected = compute_product(x[None, :size], weight.t()[None])[0]
+        found[size] = torch.equal(torch.mm(x[:size], weight.t()), expected)
+    return found
 
 
 def multiply_pieces(x: Tensor, weight: Tensor) -> Tensor:
@@ -50,15 +51,15 @@ def multiply_pieces(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def divide(rows: int) -> list[tuple[int, int]]:
+def divide(rows: int, sizes: Iterable[int] = SIZES) -> list[tuple[int, int]]:
     """Divide rows into pieces: (rows, size) of each, the size at least its rows."""
-    pieces = []
+    pieces, sizes = [], sorted(sizes)
     while rows >= _FULL:
-        size = max(size for size in SIZES if size <= rows)
+        size = max(size for size in sizes if size <= rows)
         pieces.append((size, size))
         rows -= size
     if rows:
-        pieces.append((rows, min(size for size in SIZES if size >= rows)))
+        pieces.append((rows, min(size for size in sizes if size >= rows)))
     return pieces
 
 
@@ -66,14 +67,14 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        equal = _equal.get((*weight.shape, weight.dtype, weight.device))
-        if not equal or x.dtype != weight.dtype or not weight.is_contiguous():
+        equal = _equal.get((*weight.shape, weight.dtype, weight.device), {})
+        if not any(equal.values()) or _FULL not in equal or x.dtype != weight.dtype or not weight.is_contiguous():
             return compute_product(x[None], weight.t()[None])[0]
         x, parts = x.contiguous(), []
         start = 0
-        for count, size in divide(len(x)):
+        for count, size in divide(len(x), equal):
             piece = x[start : start + count]
-            if size not in equal:
+            if not equal[size]:
                 parts.append(compute_product(piece[None], weight.t()[None])[0])
             else:
                 padded = pad(piece, (0, 0, 0, size - count)) if count < size else piece
