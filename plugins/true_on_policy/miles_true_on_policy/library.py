@@ -70,19 +70,18 @@ class _Pieces(torch.autograd.Function):
         equal = _equal.get((*weight.shape, weight.dtype, weight.device), {})
         if not any(equal.values()) or _FULL not in equal or x.dtype != weight.dtype or not weight.is_contiguous():
             return compute_product(x[None], weight.t()[None])[0]
-        x, parts = x.contiguous(), []
-        start = 0
+        x, start = x.contiguous(), 0
+        out = x.new_empty(len(x), len(weight))
         for count, size in divide(len(x), equal):
-            piece = x[start : start + count]
+            piece = slice(start, start + count)
             if not equal[size]:
-                parts.append(compute_product(piece[None], weight.t()[None])[0])
+                out[piece] = compute_product(x[None, piece], weight.t()[None])[0]
+            elif count < size:  # not torch.mm, which mode.Invariant replaces
+                out[piece] = torch.ops.aten.mm(pad(x[piece], (0, 0, 0, size - count)), weight.t())[:count]
             else:
-                padded = pad(piece, (0, 0, 0, size - count)) if count < size else piece
-                parts.append(
-                    torch.ops.aten.mm(padded, weight.t())[:count]
-                )  # torch.mm is replaced in ``mode.Invariant``
+                torch.ops.aten.mm.out(x[piece], weight.t(), out=out[piece])
             start += count
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else x.new_zeros(0, len(weight))
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
