@@ -55,7 +55,8 @@ def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
             phases = {
                 k.removeprefix("time/"): v for k, v in record.items() if k.startswith("time/") and k != "time/step"
             }
-            turn.report(seconds=seconds, length=record["rollout/length_mean"], **phases)
+            gap = record["mismatch/abs_log_prob"]
+            turn.report(seconds=seconds, length=record["rollout/length_mean"], gap=gap, **phases)
 
         loop.step = timed_step
         flags = f"""--hf-checkpoint {given.checkpoint} --prompt-data {given.prompts} --input-key prompt --label-key label

@@ -1,4 +1,4 @@
-"""The plugin ``true_on_policy`` on a CPU: the gap between engine and trainer by family and by number format, and its time.
+"""The plugin ``true_on_policy``: the gap between engine and trainer by family and by number format, and its time.
 
 Families: tiny random checkpoints. The engine samples seven requests that share prompts and end at different steps, at most five
 at once; the trainer scores them in micro-batches of 1, 3 and all samples, with and without shared prompts. The table has the largest
@@ -7,7 +7,8 @@ at once; the trainer scores them in micro-batches of 1, 3 and all samples, with 
 Formats: two steps of a toy run whose engine and trainer compute in the format, emulated; the larger ``mismatch/abs_log_prob``, a mean over
 tokens.
 
-Time: the step of ``grpo_step.py`` with and without the plugin, in two processes that take turns. The last line is one JSON object.
+Time: the step of ``grpo_step.py`` with and without the plugin, in two processes that take turns; with ``--device cuda`` that of its GPU
+models ``--models``, and ``--only kernels`` compares the plugin's products and attention with the libraries'. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ PROMPTS = [[3, 4, 5]] * 3 + [[6, 7, 8, 9, 10, 11, 12, 13, 14]] * 2 + [[20] * 11,
 SPLITS = ((1, True), (3, True), (100, True), (100, False))
 
 
-def load(checkpoint: Path, dtype: str, exact: bool) -> nn.Module:
+def load(checkpoint: Path, dtype: str, exact: bool, device: str) -> nn.Module:
     """The model of one side."""
-    model = load_model(checkpoint, dtype)
+    model = load_model(checkpoint, dtype, device)
     if exact:
         make_invariant(model)
     return model
@@ -74,25 +75,25 @@ def generate(model: nn.Module) -> list[Sample]:
     return samples
 
 
-def gap(checkpoint: Path, dtype: str, exact: bool) -> float:
+def gap(checkpoint: Path, dtype: str, exact: bool, device: str) -> float:
     """Largest |difference| of a log-probability, in nats, over all splits."""
-    samples = generate(load(checkpoint, dtype, exact))
+    samples = generate(load(checkpoint, dtype, exact, device))
     engine = np.concatenate([np.asarray(s.rollout_log_probs, np.float32) for s in samples])
-    batch, model = collate(samples), load(checkpoint, dtype, exact)
+    batch, model = collate(samples), load(checkpoint, dtype, exact, device)
     largest = 0.0
     for count, share in SPLITS:
         settings = TrainerConfig(OptimizerConfig(), micro_batch_size=count, share_prompts=share)
         trainer = EmbeddedTrainer(model, settings)
         trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))
-        found = trainer.log_probs(batch, "old")["log_probs"][batch.mask.bool()].numpy()
+        found = trainer.log_probs(batch, "old")["log_probs"].cpu()[batch.mask.bool()].numpy()
         largest = max(largest, float(np.abs(found - engine).max()))
     return largest
 
 
-def measure_families() -> dict[str, Any]:
+def measure_families(families: list[str], device: str) -> dict[str, Any]:
     """Family -> dtype -> gap without and with the plugin; a string where the plan refuses the family."""
     table: dict[str, Any] = {}
-    for family in FAMILIES:
+    for family in families:
         with tempfile.TemporaryDirectory() as directory:
             checkpoint = family_checkpoint(family, directory)
             try:
@@ -100,12 +101,12 @@ def measure_families() -> dict[str, Any]:
             except PlanError as error:
                 table[family] = error.problems[0].headline
                 continue
-            table[family] = {d: [gap(checkpoint, d, exact) for exact in (False, True)] for d in DTYPES}
+            table[family] = {d: [gap(checkpoint, d, exact, device) for exact in (False, True)] for d in DTYPES}
         print(family, table[family], file=sys.stderr, flush=True)
     return table
 
 
-def measure_formats() -> dict[str, Any]:
+def measure_formats(device: str) -> dict[str, Any]:
     """Family -> format -> dtype -> largest ``mismatch/abs_log_prob`` of two steps without and with the plugin; a string where the plan
     refuses the format."""
     table: dict[str, Any] = {}
@@ -114,7 +115,9 @@ def measure_formats() -> dict[str, Any]:
             found: Any = {}
             try:
                 for dtype in DTYPES:
-                    found[dtype] = [format_gap(family, name, dtype, plugins) for plugins in ([], ["true_on_policy"])]
+                    found[dtype] = [
+                        format_gap(family, name, dtype, device, plugins) for plugins in ([], ["true_on_policy"])
+                    ]
             except PlanError as error:
                 found = error.problems[0].headline
             table.setdefault(family, {})[name] = found
@@ -122,31 +125,32 @@ def measure_formats() -> dict[str, Any]:
     return table
 
 
-def format_gap(family: str, name: str, dtype: str, plugins: list[str]) -> float:
+def format_gap(family: str, name: str, dtype: str, device: str, plugins: list[str]) -> float:
     """Of a run whose engine and trainer compute in the format."""
     more = {"int4_group_size": 32} if name == "int4" else {}
     both = {"rollout_precision": name, "train_precision": name, "emulate_precision": True}
-    run = toy_run([name, *plugins], family=family, sizes=SIZES, dtype=dtype, **both, **more)
+    run = toy_run([name, *plugins], family=family, sizes=SIZES, dtype=dtype, device=device, **both, **more)
     return max(record["mismatch/abs_log_prob"] for record in run.metrics)
 
 
-def measure_time(threads: int, turns: int) -> dict[str, Any]:
-    """Seconds of a step of both sides, turn by turn."""
-    from workload import make_workload
+def measure_time(threads: int, turns: int, warm_up: int, gpu: str = "") -> dict[str, Any]:
+    """Seconds of a step of both sides, turn by turn after ``warm_up``; ``gpu``: a model of ``grpo_step.py --gpu``."""
+    from workload import make_workload, random_words
 
     with tempfile.TemporaryDirectory() as directory:
-        work = make_workload(Path(directory))
+        work = random_words(Path(directory), gpu) if gpu else make_workload(Path(directory))
         command = [sys.executable, str(Path(__file__).with_name("grpo_step.py")), "--worker", "miles"]
         command += ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file), "--steps-a-turn", "1"]
-        command += ["--steps", str(2 * (turns + 2) + 1)]  # the first step of a turn is not counted
+        command += ["--steps", str(2 * (turns + warm_up) + 1)]  # the first step of a turn is not counted
+        command += ["--gpu", gpu] if gpu else []
         flags = {"plain": "--num-steps-per-rollout 1", "exact": "--num-steps-per-rollout 1 --plugins true_on_policy"}
         workers = [Worker(name, [*command, f"--worker-flags={more}"], threads) for name, more in flags.items()]
         reports: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
         try:
-            for turn in range(turns + 2):
+            for turn in range(turns + warm_up):
                 for worker in workers if turn % 2 else workers[::-1]:
                     report = worker.turn()
-                    if turn > 1:
+                    if turn >= warm_up:
                         reports[worker.name].append(report)
         finally:
             for worker in workers:
@@ -157,6 +161,7 @@ def measure_time(threads: int, turns: int) -> dict[str, Any]:
         "turns": turns,
         "ratio_median": round(statistics.median(ratios), 3),
         "ratio_median_interval": [round(x, 3) for x in median_interval(ratios)],
+        "largest_gap": {name: max(report["gap"] for report in found) for name, found in reports.items()},
         "sides": {name: medians(found) | {"range": spread(found)} for name, found in reports.items()},
     }
 
@@ -164,22 +169,42 @@ def measure_time(threads: int, turns: int) -> dict[str, Any]:
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--turns", type=int, default=20, help="measured steps of each side")
-    parser.add_argument("--only", choices=("families", "formats", "time"), help="measure only this")
+    parser.add_argument("--warm-up", type=int, default=2, help="unmeasured turns of each side")
+    parser.add_argument(
+        "--only", nargs="+", choices=("families", "formats", "time", "kernels"), help="measure only these"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="FAMILY")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=("dense", "moe", "tiny"),
+        default=["dense", "moe"],
+        help="whose steps are timed on a GPU",
+    )
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     parts: dict[str, Callable[[], Any]] = {
-        "families": measure_families,
-        "formats": measure_formats,
-        "time": lambda: measure_time(given.threads, given.turns),
+        "families": lambda: measure_families(given.families, given.device),
+        "formats": lambda: measure_formats(given.device),
+        "time": lambda: measure_time(given.threads, given.turns, given.warm_up),
     }
-    result = {name: measure() for name, measure in parts.items() if given.only in (None, name)}
+    if given.device == "cuda":
+        from true_on_policy_kernels import measure_kernels
+
+        parts["time"] = lambda: {
+            model: measure_time(given.threads, given.turns, given.warm_up, model) for model in given.models
+        }
+        parts["kernels"] = measure_kernels
+    result = {name: measure() for name, measure in parts.items() if given.only is None or name in given.only}
     tables = [
         *result.get("families", {}).values(),
         *(f for t in result.get("formats", {}).values() for f in t.values()),
     ]
     inexact = [row for row in tables if isinstance(row, dict) and any(exact for _, exact in row.values())]
     plugins = ("miles-core", "miles-plugin-true-on-policy", "torch", "transformers")
-    finish("true_on_policy", result, given.save, lambda: installed(*plugins), given.only or "")
+    variant = "-".join([*(given.only or []), *(["gpu"] if given.device == "cuda" else [])])
+    finish("true_on_policy", result, given.save, lambda: installed(*plugins), variant)
     if inexact:
         print(json.dumps(inexact), file=sys.stderr)
     return bool(inexact)

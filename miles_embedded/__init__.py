@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
     from miles_embedded.engine.prompts import Prompts
     from miles_embedded.engine.sampling import pick
+    from miles_embedded.engine.static_attention import StaticCall
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
         engine_usage,
@@ -122,6 +123,7 @@ __all__ = [
     "Prompts",
     "Released",
     "Routed",
+    "StaticCall",
     "active_context",
     "add_layer",
     "add_value_head",
@@ -186,6 +188,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.sampling": "pick",
+        "miles_embedded.engine.static_attention": "StaticCall",
         "miles_embedded.memory.model_size": "ModelSize model_size",
         "miles_embedded.memory.usage": "engine_usage engines_gpus longest_sample size_of trainer_parts trainer_usage training_of "
         "wanted_rows",

@@ -104,6 +104,10 @@ def find_models(parts: PolicyParts) -> tuple[Any, Any]:
             "--runtime inline"
         )
     engine: Any = parts.serving
+    if getattr(getattr(engine, "ahead", None), "used", False):
+        raise ConfigError(
+            "--exact sees no module while CUDA graphs replay the decode steps: give --embedded-disable-cuda-graph"
+        )
     return engine.model, chunks[0]
 
 

@@ -32,6 +32,7 @@ from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.load import context_limit, facts_of
 from miles_embedded.model.nonfinite import first_nonfinite
+from miles_embedded.model.operations import operations_of
 from miles_embedded.model.parts import text_configuration
 from miles_embedded.quantized.linear import linear_shapes
 
@@ -199,11 +200,12 @@ class EmbeddedEngine(Engine):
         indices of the sampled tokens in their sequences, by default the next index of each row."""
         params, keys, recording = self._parameters(rows)
         u = uniform_of(self.settings.seed, rows, keys, positions, stream)
-        return draw.sample(logits, params, u, recording)
+        return draw.sample(logits, params, u, recording, operations_of(self.model).log_softmax)
 
     def distribution(self, logits: Tensor, rows: Sequence[Row], counts: Tensor | None = None) -> draw.Distribution:
         """Return the distribution that ``sample`` uses, [n, vocab]. ``counts`` [rows]: logits rows per row, by default one."""
-        return draw.distribution(logits, self._parameters(rows)[0].repeat(counts))
+        params = self._parameters(rows)[0].repeat(counts)
+        return draw.distribution(logits, params, operations_of(self.model).log_softmax)
 
     def record(
         self, dist: draw.Distribution, rows: Sequence[Row], tokens: Tensor, counts: Tensor | None = None

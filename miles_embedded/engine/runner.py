@@ -25,6 +25,7 @@ from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load import mask_for
 from miles_embedded.model.logprobs import logits_of
+from miles_embedded.model.operations import divide_by_temperature, operations_of
 from miles_embedded.model.parts import backbone, decoder_layers, head
 
 #: Logits (rows * vocabulary) computed at once when scoring.
@@ -154,8 +155,9 @@ class Runner:
         rows = max(1, _LOGITS // self.vocabulary)
         parts = []
         for index, target in zip(to_device(inputs, self.device).split(rows), targets.split(rows), strict=True):
-            logits = self.head(hidden.index_select(0, index)).float() / temperature
-            parts.append(logits.log_softmax(-1).gather(1, target.unsqueeze(1)).squeeze(1))
+            logits = divide_by_temperature(self.head(hidden.index_select(0, index)).float(), temperature)
+            normalized = operations_of(self.model).log_softmax(logits)
+            parts.append(normalized.gather(1, target.unsqueeze(1)).squeeze(1))
         flat = torch.cat(parts).cpu().numpy() if parts else np.zeros(0, np.float32)
         return np.split(flat, np.cumsum(counts)[:-1])
 

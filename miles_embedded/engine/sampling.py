@@ -22,6 +22,7 @@ from torch import Tensor
 
 from miles_core.contracts.engine import Sampling
 from miles_core.errors import NonFiniteError
+from miles_embedded.model.operations import LogSoftmax, divide_by_temperature, log_softmax
 
 #: Largest support of a truncated distribution. Limiting the distribution itself keeps every recorded support exact.
 SUPPORT_CAP = 4096
@@ -146,17 +147,17 @@ class Distribution:
     capped: Tensor | None = None
 
 
-def distribution(logits: Tensor, params: Params) -> Distribution:
-    """Compute the sampled distribution from logits [n, vocab]. Greedy rows choose the first maximum."""
+def distribution(logits: Tensor, params: Params, normalize: LogSoftmax = log_softmax) -> Distribution:
+    """Compute the sampled distribution from logits [n, vocab]. Greedy rows choose the first maximum. ``normalize``: the model's
+    ``Operations.log_softmax``."""
     logits = logits.float()
     if params.greedy is True:
-        return Distribution(_point(logits), logits.log_softmax(-1))
-    unit = isinstance(params.temperature, float) and params.temperature == 1.0
-    full = (logits if unit else logits / params.temperature).log_softmax(-1)
+        return Distribution(_point(logits), normalize(logits))
+    full = normalize(divide_by_temperature(logits, params.temperature))
     out = Distribution(full, full)
     if params.truncated:
         support, capped = _support(full, params.top_k, params.top_p)
-        kept = torch.where(support, full, float("-inf")).log_softmax(-1)
+        kept = normalize(torch.where(support, full, float("-inf")))
         out = Distribution(kept, full, support, capped)
     if isinstance(params.greedy, Tensor):
         out.log_probs = torch.where(params.greedy, _point(logits), out.log_probs)
@@ -227,7 +228,9 @@ class Sampled:
     capped: list[bool] | None = None
 
 
-def sample(logits: Tensor, params: Params, u: Tensor, recording: Tensor | None = None) -> Sampled:
+def sample(
+    logits: Tensor, params: Params, u: Tensor, recording: Tensor | None = None, normalize: LogSoftmax = log_softmax
+) -> Sampled:
     """Sample one token per row.
 
     Args:
@@ -235,20 +238,23 @@ def sample(logits: Tensor, params: Params, u: Tensor, recording: Tensor | None =
         params: sampling parameters of the rows.
         u: [n] from ``uniform``.
         recording: [n] bool, rows that record their support; None for no row.
+        normalize: see ``distribution``.
     """
-    dist = distribution(logits, params)
+    dist = distribution(logits, params, normalize)
     index = logits.argmax(-1) if params.greedy is True else pick(dist.log_probs.exp(), u)
     return record(dist, index, recording)
 
 
-def sample_on_device(logits: Tensor, params: Params, u: Tensor) -> tuple[Tensor, Tensor]:
+def sample_on_device(
+    logits: Tensor, params: Params, u: Tensor, normalize: LogSoftmax = log_softmax
+) -> tuple[Tensor, Tensor]:
     """Sample one token per row from logits [n, vocab] without truncation, and without synchronising with the device.
 
     Returns:
         tokens [n] int64 and their log-probabilities [n] float32 over the vocabulary. Pass both to ``check_finite`` once they are
         on the host: where logits are not finite, the token exceeds the vocabulary or its log-probability is NaN.
     """
-    dist = distribution(logits, params)
+    dist = distribution(logits, params, normalize)
     tokens = pick(dist.log_probs.exp(), u)
     index = tokens.clamp(max=logits.shape[-1] - 1).unsqueeze(1)
     return tokens, dist.full.gather(-1, index).squeeze(1)

@@ -68,7 +68,7 @@ class StaticCall:
         options: AttentionOptions | None = None,
     ) -> Tensor:
         """See ``Call.attend``."""
-        keys, values = self._slabs("k", module.layer_idx, key), self._slabs("v", module.layer_idx, value)
+        keys, values = self.slabs("k", module.layer_idx, key), self.slabs("v", module.layer_idx, value)
         q = query[0].transpose(0, 1)
         if _kernels_support(q, key, value):
             from miles_embedded.engine.attention_kernel import append_rows, attend_rows
@@ -83,8 +83,8 @@ class StaticCall:
         """Store the fed tokens' entries [count, heads, ...] in ``slab`` of the own store."""
         slab[self.index, :, self.lengths] = entries
 
-    def _slabs(self, kind: str, layer: int, fed: Tensor) -> tuple[Tensor, Tensor]:
-        """The slabs of the prompts and of the rows for the fed tokens' keys or values [1, heads, count, dim]."""
+    def slabs(self, kind: str, layer: int, fed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slabs of the prompts and of the rows for the fed tokens' keys or values [1, heads, count, dim]."""
         stores = self.cache.prefixes, self.cache.own
         prompts, own = (store.slab((kind, layer), fed.shape[1], fed.shape[3:], fed) for store in stores)
         return prompts, own

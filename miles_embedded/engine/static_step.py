@@ -16,6 +16,7 @@ from miles_embedded.engine.sampling import sample_on_device, stream_start, unifo
 from miles_embedded.engine.static_attention import StaticCall
 from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.kernels.available import kernels_run
+from miles_embedded.model.operations import divide_by_temperature, log_softmax, operations_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class StaticStep:
             self._draw(logits)
         elif shape.draws:
             u = uniform(self.seed, batch.keys[:count], call.positions + 1)
-            tokens, log_probs = sample_on_device(logits, batch.params(count, shape.mixed), u)
+            normalize = operations_of(runner.model).log_softmax
+            tokens, log_probs = sample_on_device(logits, batch.params(count, shape.mixed), u, normalize)
             batch.results[0, :count] = tokens.double()
             batch.results[1, :count] = log_probs.double()
             batch.tokens[:count] = tokens.clamp(max=runner.vocabulary - 1)
@@ -85,4 +87,9 @@ class StaticStep:
     def _draw(self, logits: Tensor) -> None:
         from miles_embedded.kernels.draw import draw_rows
 
-        draw_rows(logits, self.batch, stream_start(self.seed))
+        batch, normalize = self.batch, operations_of(self.runner.model).log_softmax
+        draw_rows(logits, batch, stream_start(self.seed))
+        if normalize is not log_softmax:  # the kernel's log-probabilities are not those of the model's own function
+            count = len(logits)
+            every = normalize(divide_by_temperature(logits.float(), batch.temperature[:count]))
+            batch.results[1, :count] = every.gather(-1, batch.tokens[:count, None]).squeeze(1).double()

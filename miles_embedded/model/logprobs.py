@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from miles_core.data.batch import Ragged
 from miles_embedded.model.operations import (
-    LogProbs,
+    Operations,
     SupportedLogProbs,
+    divide_by_temperature,
     logits_of_support,
     operations_of,
     sum_support,
@@ -117,7 +118,8 @@ def top_log_probs(
     rows = max(chunk_elements // _vocabulary(model), 1)
     tokens, found = [hidden.new_zeros(0, k, dtype=torch.int32)], [hidden.new_zeros(0, k, dtype=torch.float32)]
     for at in range(0, len(hidden), rows):
-        best = (logits_of(model, hidden[at : at + rows]).float() / temperature).log_softmax(-1).topk(k, -1)
+        logits = divide_by_temperature(logits_of(model, hidden[at : at + rows]).float(), temperature)
+        best = operations_of(model).log_softmax(logits).topk(k, -1)
         tokens.append(best.indices.int())
         found.append(best.values)
     return torch.cat(tokens), torch.cat(found)
@@ -175,9 +177,9 @@ def _chunk(
     logits = logits_of(model, hidden)
     if logits.dtype != torch.float64:
         logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    others = None if candidates is None else logits.log_softmax(-1).gather(-1, candidates.long())
+    logits = divide_by_temperature(logits, temperature)
+    normalize = operations_of(model).log_softmax
+    others = None if candidates is None else normalize(logits).gather(-1, candidates.long())
     return *_sampled(model, logits, tokens, support, entropy), others
 
 
@@ -186,11 +188,11 @@ def _sampled(
 ) -> tuple[Tensor, Tensor | None]:
     operations = operations_of(model)
     if support is None:
-        return _compute_full(logits, tokens, entropy, operations.log_probs)
+        return _compute_full(logits, tokens, entropy, operations)
     sampled = support.offsets.diff() > 0
     if bool(sampled.all()):
         return _compute_supported(logits, tokens, support, entropy, operations.supported_log_probs)
-    log_probs, entropies = _compute_full(logits, tokens, entropy, operations.log_probs)
+    log_probs, entropies = _compute_full(logits, tokens, entropy, operations)
     where = sampled.nonzero().flatten()
     narrow, narrow_entropies = _compute_supported(
         logits[where], tokens[where], support.select(where), entropy, operations.supported_log_probs
@@ -201,10 +203,12 @@ def _sampled(
     return log_probs, entropies
 
 
-def _compute_full(logits: Tensor, tokens: Tensor, entropy: bool, operation: LogProbs) -> tuple[Tensor, Tensor | None]:
+def _compute_full(
+    logits: Tensor, tokens: Tensor, entropy: bool, operations: Operations
+) -> tuple[Tensor, Tensor | None]:
     if not entropy:
-        return operation(logits, tokens), None
-    every = logits.log_softmax(-1)
+        return operations.log_probs(logits, tokens), None
+    every = operations.log_softmax(logits)
     return every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(every.exp() * every).sum(-1)
 
 

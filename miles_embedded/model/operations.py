@@ -40,8 +40,26 @@ from miles_embedded.model.replaced_steps import (
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 LogProbs = Callable[[Tensor, Tensor], Tensor]
+LogSoftmax = Callable[[Tensor], Tensor]
 SupportedLogProbs = Callable[[Tensor, Tensor, Ragged], Tensor]
 Attention = Callable[[Call, nn.Module, Tensor, Tensor, Tensor, float, AttentionOptions | None], Tensor]
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Default of ``Operations.log_softmax``, with torch."""
+    return logits.log_softmax(-1)
+
+
+def divide_by_temperature(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Divide logits [rows, vocabulary] by a temperature, or by one per row [rows, 1].
+
+    A GPU multiplies by the reciprocal of a number but divides by a tensor, and an engine may have either; a tensor makes both the same.
+    """
+    if not isinstance(temperature, Tensor):
+        if temperature == 1.0:
+            return logits
+        temperature = torch.full((), temperature, dtype=logits.dtype, device=logits.device)
+    return logits / temperature
 
 
 def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -97,6 +115,8 @@ class Operations:
         route: (logits [rows, experts], k, normalized) -> weights [rows, k] and index [rows, k] of the k largest entries of a float32 softmax,
             for routers with this choice; None keeps Transformers' code.
         experts: routes rows to standard experts, multiplies, and sums the results; signature of ``grouped_experts.swiglu_experts``.
+        log_softmax: (logits [rows, vocabulary] float32) -> log-probabilities of the same shape. The engine samples from these, and the
+            trainer normalises with them wherever it needs more than ``log_probs``.
         log_probs: (logits [rows, vocabulary], tokens [rows]) -> [rows] log softmax(logits) of the tokens. Used for trained tokens over
             the whole vocabulary if no entropy is needed.
         supported_log_probs: (logits [rows, vocabulary], tokens [rows], support) -> [rows] log softmax over the ids of each row's support, for
@@ -110,6 +130,7 @@ class Operations:
     gate: Gate | None = None
     route: Route | None = None
     experts: Experts = swiglu_experts
+    log_softmax: LogSoftmax = log_softmax
     log_probs: LogProbs = log_probs
     supported_log_probs: SupportedLogProbs = supported_log_probs
     attention: Attention = attention

@@ -19,7 +19,7 @@ from miles_core.contracts.trainer import Context
 from miles_core.data.batch import to_device
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded
 from miles_embedded.model.indexer import Indexed, choose_in_parts
-from miles_embedded.trainer.flash import FlashPlan, flash, flash_supports
+from miles_embedded.trainer.flash import FlashPlan, flash, flash_gradients, flash_supports
 from miles_embedded.trainer.packing import Ints, Packing, Segments
 
 #: The shortest segment of a bucket has at least this fraction of its longest (or differs by at most _SLACK rows).
@@ -136,6 +136,25 @@ class PackedCall:
         if options is None and query.is_cuda and flash_supports(query):
             return flash(q, k, v, self._flash, scaling).unsqueeze(0)
         return self._attend_buckets(q, k, v, scaling, options).unsqueeze(0)
+
+    def gradients(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, scaling: float
+    ) -> tuple[Tensor, ...] | None:
+        """Compute the gradients of ``attend`` without options from the output of another implementation; None where no kernel does.
+
+        Args:
+            grad, out: [1, rows, heads, value dim], the output and its gradient.
+            query, key, value, scaling: as for ``attend``.
+            sums: [heads, rows] float32, the log of each query's sum of exponentials.
+
+        Returns:
+            of query, key and value.
+        """
+        if not (query.is_cuda and flash_supports(query)):
+            return None
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        found = flash_gradients(grad[0], q, k, v, out[0], sums, self._flash, scaling)
+        return tuple(x.transpose(0, 1)[None] for x in found)
 
     def _attend_buckets(
         self, q: Tensor, k: Tensor, v: Tensor, scaling: float, options: AttentionOptions | None

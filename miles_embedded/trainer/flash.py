@@ -101,25 +101,68 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *seeds = ctx.saved_tensors
-        plan, grad = ctx.plan, grads[0].contiguous()
-        grad_q, grad_k, grad_v = _backward(grad, q, k, v, out, lse, plan.own, seeds[:2], ctx.scaling)
-        if plan.across is not None:
-            rows, trunk = plan.branch_rows, plan.trunk_rows
-            far_q, far_k, far_v = _backward(
-                grad.index_select(0, rows),
-                q.index_select(0, rows),
-                k.index_select(0, trunk),
-                v.index_select(0, trunk),
-                out.index_select(0, rows),
-                lse.index_select(1, rows),
-                plan.across,
-                seeds[2:],
-                ctx.scaling,
-            )
-            # Each row occurs once, so plain indexing adds exactly.
-            for target, where, source in ((grad_q, rows, far_q), (grad_k, trunk, far_k), (grad_v, trunk, far_v)):
-                _add(target, where, source)
-        return grad_q, grad_k, grad_v, None, None
+        found = _differentiate(grads[0].contiguous(), q, k, v, out, lse, ctx.plan, seeds, ctx.scaling)
+        return *found, None, None
+
+
+def flash_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: FlashPlan, scaling: float
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of an attention that another kernel computed.
+
+    Args:
+        grad: [rows, heads, width] gradient of ``out``.
+        q: [rows, heads, dim].
+        k: [rows, kv heads, dim].
+        v: [rows, kv heads, width <= dim].
+        out: [rows, heads, width].
+        lse: [heads, rows] float32, the log of each query's sum of exponentials.
+        plan: of the packing.
+        scaling: factor on the scores.
+
+    Returns:
+        of q, k and v.
+    """
+    width, dim = v.shape[-1], q.shape[-1]
+    wide = -(-dim // 8) * 8
+    grad, q, k, v, out = (
+        pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x.contiguous() for x in (grad, q, k, v, out)
+    )
+    seeds = [torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64, device=q.device)]
+    grad_q, grad_k, grad_v = _differentiate(grad, q, k, v, out, lse, plan, [*seeds, *seeds], scaling)
+    return grad_q[..., :dim], grad_k[..., :dim], grad_v[..., :width]
+
+
+def _differentiate(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: FlashPlan,
+    seeds: list[Tensor],
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v; ``seeds``: two of each call's forward, which only dropout reads."""
+    grad_q, grad_k, grad_v = _backward(grad, q, k, v, out, lse, plan.own, seeds[:2], scaling)
+    if plan.across is not None:
+        rows, trunk = plan.branch_rows, plan.trunk_rows
+        far_q, far_k, far_v = _backward(
+            grad.index_select(0, rows),
+            q.index_select(0, rows),
+            k.index_select(0, trunk),
+            v.index_select(0, trunk),
+            out.index_select(0, rows),
+            lse.index_select(1, rows),
+            plan.across,
+            seeds[2:],
+            scaling,
+        )
+        # Each row occurs once, so plain indexing adds exactly.
+        for target, where, source in ((grad_q, rows, far_q), (grad_k, trunk, far_k), (grad_v, trunk, far_v)):
+            _add(target, where, source)
+    return grad_q, grad_k, grad_v
 
 
 def _merge(out: Tensor, lse: Tensor, far: Tensor, far_lse: Tensor, rows: Tensor) -> None:

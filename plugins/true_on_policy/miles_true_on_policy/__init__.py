@@ -18,8 +18,14 @@ plugin = Plugin(
             because="both sides must compute with the same functions, and the plugin replaces those of the embedded engine and trainer",
         ),
         Rule(
-            needs="model.device == cpu or model.device == auto and gpu.count == 0",
-            because="its attention and products were proven on CPUs only; on a machine with a GPU, give --device cpu",
+            needs="model.device == cpu or model.device == auto and gpu.count == 0 or gpu.sm >= 90",
+            because="its kernels were tested on CPUs and on Hopper GPUs only; give --device cpu",
+        ),
+        Rule(
+            needs="precision.emulated",
+            when="model.device != cpu and gpu.sm > 0 and rollout.precision != bf16",
+            because="the libraries' products of quantised operands choose their order of additions by the number of rows; emulated formats use "
+            "the plugin's products",
         ),
         Rule(
             needs="not plugin.cpu_kernels",

@@ -1,11 +1,12 @@
 """Attention in which a query's result depends on its own keys only: the same bits in a prompt, a decode step and a packed training batch.
 
-Every call is brought into one form: the keys and values of each sequence by position (``sequences``). The keys are then read in blocks of ``BLOCK``
-positions. The scores of a block are one product of whole tiles of queries; the sums over keys are one sum per block, and the blocks are
-added in order. Blocks beyond a query contribute exactly zero, so the length of the longest sequence changes nothing. Scores, softmax and sums
-are FP32 (FP64 for an FP64 model).
+On a GPU one kernel serves every call (``tiles``, ``attention_kernel``). On a CPU every call is brought into one form: the keys and values of
+each sequence by position (``sequences``). The keys are then read in blocks of ``BLOCK`` positions. The scores of a block are one product of
+whole tiles of queries; the sums over keys are one sum per block, and the blocks are added in order. Blocks beyond a query contribute exactly
+zero, so the length of the longest sequence changes nothing. Scores, softmax and sums are FP32 (FP64 for an FP64 model).
 
-The backward pass is that of the call's own attention, computed again there: gradients need not be the same for every batch.
+The backward pass is that of flash attention where it takes the call (a GPU, no options), and otherwise of the call's own attention, computed
+again there: gradients need not be the same for every batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from miles_core.plugin import ConfigError
-from miles_embedded import AttentionOptions, Call
+from miles_embedded import AttentionOptions, Call, PackedCall
+from miles_true_on_policy import products
 from miles_true_on_policy.elementwise import apply_aligned
 from miles_true_on_policy.products import multiply, pad_tiles, sum_rows
 from miles_true_on_policy.sequences import Sequences, sequences_of
@@ -67,16 +69,24 @@ class _Attention(torch.autograd.Function):
         scaling: float,
         options: AttentionOptions | None,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, sinks)
+        sums = None
+        if products.uses_kernels(query):
+            sums = query.new_empty(query.shape[1:3], dtype=torch.float32)
+        out = _forward(call, module, query, key, value, scaling, options, sums)
+        ctx.save_for_backward(query, key, value, sinks, None if sums is None else out, sums)
         ctx.rest = call, module, scaling, options
-        return _forward(call, module, query, key, value, scaling, options)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call, module, scaling, options = ctx.rest
         needs = ctx.needs_input_grad[2:6]
+        *saved, out, sums = ctx.saved_tensors
+        if sums is not None and options is None and isinstance(call, PackedCall):
+            fast = call.gradients(grads[0], *saved[:3], out, sums, scaling)
+            if fast is not None:
+                return None, None, *fast, None, None, None
         with torch.enable_grad():
-            saved = ctx.saved_tensors
             inputs = [None if x is None else x.detach().requires_grad_(n) for x, n in zip(saved, needs, strict=True)]
             query, key, value, sinks = inputs
             if sinks is not None:
@@ -97,8 +107,14 @@ def _forward(
     value: Tensor,
     scaling: float,
     options: AttentionOptions | None,
+    sums: Tensor | None = None,
 ) -> Tensor:
-    """Attend query [1, heads, rows, dim]; returns [1, rows, heads, value dim]."""
+    """Attend query [1, heads, rows, dim]; returns [1, rows, heads, value dim]. ``sums`` [heads, rows] receives the log of each query's sum of
+    exponentials on a GPU."""
+    if products.uses_kernels(query):
+        from miles_true_on_policy.tiles import attend_by_tiles
+
+        return attend_by_tiles(call, module, query, key, value, scaling, options, sums)
     found = sequences_of(call, module, query, key, value)
     heads, width = query.shape[1], value.shape[3]
     flat = query.new_empty(found.count * found.queries, heads, width)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from miles_core.plugin import ConfigError, hookimpl
 from miles_embedded import Operations, backbone, decoder_layers, head, is_embedded, use_operations
+from miles_embedded.kernels.available import kernels_run
 from miles_true_on_policy.attention import attend
-from miles_true_on_policy.log_probs import supported_log_probs
+from miles_true_on_policy.log_probs import log_probs, log_softmax, supported_log_probs
 from miles_true_on_policy.mode import compute_inside
 from miles_true_on_policy.products import check_tiles
 
@@ -31,13 +33,11 @@ def make_invariant(model: nn.Module) -> None:
         model: prepared by ``miles_embedded.load_model``.
 
     Raises:
-        ConfigError: a product of the model's shapes depends on the number of rows on this machine, or a GPU cannot normalise rows of its
-            vocabulary in one order.
+        ConfigError: a product of the model's shapes depends on the number of rows on this machine, or kernels cannot run on its GPU.
     """
-    check_vocabulary(head(model).weight)
+    check_device(head(model).weight.device)
     check_products(model)
-    # kernels of a GPU model's own table, and of plugins, may choose their order by the number of rows
-    use_operations(model, Operations(attention=attend, supported_log_probs=supported_log_probs))
+    use_operations(model, make_operations(head(model).weight.device))
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__dict__.pop("forward", None)  # a product that depends on the number of rows
@@ -47,12 +47,30 @@ def make_invariant(model: nn.Module) -> None:
         compute_inside(module)
 
 
-def check_vocabulary(weight: torch.Tensor) -> None:
-    """Check that rows of logits begin at equally aligned addresses on a GPU: there PyTorch's log-softmax reads a row in pieces that
-    depend on its alignment. ConfigError with the vocabulary of ``weight`` [vocabulary, hidden]."""
-    if weight.is_cuda and len(weight) % 4:
+def make_operations(device: torch.device) -> Operations:
+    """Make the table of a model on ``device``. The model's own table is dropped: its kernels, and those of plugins, may choose an order by the
+    number of rows."""
+    table = Operations(
+        attention=attend, log_softmax=log_softmax, log_probs=log_probs, supported_log_probs=supported_log_probs
+    )
+    if device.type != "cuda":
+        return table
+    from miles_embedded.kernels.norm import rms_norm
+    from miles_embedded.kernels.rotation import rotate
+    from miles_embedded.kernels.swiglu import swiglu
+
+    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x.contiguous(), weight, eps)  # which layout a block of rows has depends on their strides
+
+    return replace(table, norm=norm, rotation=rotate, gate=swiglu)
+
+
+def check_device(device: torch.device) -> None:
+    """ConfigError if ``device`` is a GPU on which Triton cannot run."""
+    if device.type == "cuda" and not kernels_run(device):
         raise ConfigError(
-            f"--true-on-policy-mode: on a GPU the vocabulary has to be a multiple of 4, and this model's is {len(weight)}; give --device cpu"
+            "--true-on-policy-mode computes with Triton kernels on a GPU, and Triton cannot run here (the log says why); install it, or give "
+            "--device cpu"
         )
 
 

@@ -6,6 +6,21 @@ import torch
 from torch import Tensor
 
 from miles_core.data import Ragged
+from miles_true_on_policy import products
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Normalise logits [..., vocabulary] FP32: PyTorch's function on a CPU, one program per row on a GPU."""
+    if not products.uses_kernels(logits) or logits.dtype != torch.float32:
+        return logits.log_softmax(-1)
+    from miles_true_on_policy.normalize import log_softmax as normalize
+
+    return normalize(logits)
+
+
+def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return [rows]: log-probabilities of ``tokens`` [rows] over logits [rows, vocabulary]."""
+    return log_softmax(logits).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def supported_log_probs(logits: Tensor, tokens: Tensor, support: Ragged) -> Tensor:
@@ -22,5 +37,5 @@ def supported_log_probs(logits: Tensor, tokens: Tensor, support: Ragged) -> Tens
     kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     owner = torch.repeat_interleave(torch.arange(len(logits), device=logits.device), support.offsets.diff())
     kept[owner, support.values.long()] = True
-    narrow = torch.where(kept, logits.log_softmax(-1), -torch.inf).log_softmax(-1)
+    narrow = log_softmax(torch.where(kept, log_softmax(logits), -torch.inf))
     return narrow.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

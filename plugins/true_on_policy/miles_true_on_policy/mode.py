@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from miles_true_on_policy import products
 from miles_true_on_policy.elementwise import apply_aligned
 from miles_true_on_policy.products import multiply, multiply_groups, multiply_rows, sum_rows
 
@@ -67,18 +68,30 @@ if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # of the embedded experts, o
 
 
 def _reduce(function: Callable[..., Any], mean: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``torch.sum`` or ``torch.mean``; over the last dimension of a tensor on a GPU with one program per row."""
+    """Call ``torch.sum`` or ``torch.mean``; over one dimension of a tensor on a GPU with one program per result."""
     dim = kwargs.get("dim", args[0] if args else None)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     keep = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
     plain = len(args) <= 2 and kwargs.keys() <= {"dim", "keepdim"} and isinstance(dim, int)
-    if not plain or not x.is_cuda or not x.is_floating_point() or dim not in (-1, x.dim() - 1):
+    if not plain or not products.uses_kernels(x) or x.dtype not in _HALF_AND_FLOAT:
         return function(x, *args, **kwargs)
-    total = sum_rows(x.float()).unsqueeze(-1)
-    found = (total / x.shape[-1] if mean else total).to(x.dtype)
-    return found if keep else found.squeeze(-1)
+    total = sum_rows(x.float(), dim).unsqueeze(dim)
+    found = (total / x.shape[dim] if mean else total).to(x.dtype)
+    return found if keep else found.squeeze(dim)
 
 
+def _choose_largest(function: Callable[..., Any], x: Any, k: int, *args: Any, **kwargs: Any) -> Any:
+    """Call ``torch.topk``; on a GPU with a stable sort, since topk leaves the order of equal entries to the number of rows."""
+    dim = kwargs.get("dim", args[0] if args else -1)
+    largest = kwargs.get("largest", args[1] if len(args) > 1 else True)
+    if not products.uses_kernels(x):
+        return function(x, k, *args, **kwargs)
+    values, index = x.sort(dim=dim, descending=largest, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), index.narrow(dim, 0, k)))
+
+
+_HALF_AND_FLOAT = (torch.bfloat16, torch.float16, torch.float32)
+REPLACED |= {f: partial(_choose_largest, f) for f in (torch.topk, torch.Tensor.topk)}
 REPLACED |= {f: partial(_reduce, f, False) for f in (torch.sum, torch.Tensor.sum)}
 REPLACED |= {f: partial(_reduce, f, True) for f in (torch.mean, torch.Tensor.mean)}
 

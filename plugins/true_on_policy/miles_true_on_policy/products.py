@@ -17,8 +17,13 @@ from torch.nn.functional import linear, pad
 
 #: Rows of a tile.
 TILE = 32
-#: Numbers of tiles that ``check_tiles`` compares with a single one.
-_TRIED = (2, 5)
+#: Numbers of tiles that ``check_tiles`` compares with a single one: on a GPU some for each tile of ``kernels``.
+_TRIED = {"cpu": (2, 5), "cuda": (3, 17, 33)}
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Whether the Triton kernels compute with ``x``: on a GPU."""
+    return x.is_cuda
 
 
 def pad_tiles(x: Tensor) -> Tensor:
@@ -39,16 +44,16 @@ def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         [..., columns].
     """
     flat = x.reshape(-1, x.shape[-1])
-    out = _multiply_tiles(pad_tiles(flat).contiguous(), weight, bias)
+    out = _multiply_tiles(flat if uses_kernels(x) else pad_tiles(flat).contiguous(), weight, bias)
     return out[: len(flat)].reshape(*x.shape[:-1], out.shape[-1])
 
 
 def _multiply_tiles(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not x.is_cuda:
+    if not uses_kernels(x):
         return linear(x, weight, bias)
-    from miles_true_on_policy.kernels import product
+    from miles_true_on_policy.library import multiply_pieces
 
-    out = product(x[None], weight.t()[None])[0]
+    out = multiply_pieces(x, weight)
     return out if bias is None else out + bias
 
 
@@ -67,7 +72,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         result = torch.matmul(a, b)
     elif b.dim() == 2:
         result = multiply_rows(a, b.t())
-    elif a.is_cuda:
+    elif uses_kernels(a):
         from miles_true_on_policy.kernels import product
 
         shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -90,6 +95,10 @@ def multiply_groups(x: Tensor, matrices: Tensor, offs: Tensor, bias: None = None
     Returns:
         [rows, columns].
     """
+    if uses_kernels(x) and x.dtype == matrices.dtype:
+        from miles_true_on_policy.kernels import grouped_product
+
+        return grouped_product(x, matrices, offs)
     sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
     pairs = zip(x.split(sizes), matrices.unbind(0), strict=True)
     found = [multiply(rows, matrix) for rows, matrix in pairs if len(rows)]
@@ -97,17 +106,21 @@ def multiply_groups(x: Tensor, matrices: Tensor, offs: Tensor, bias: None = None
 
 
 def sum_rows(x: Tensor, dim: int = -1) -> Tensor:
-    """Add the entries of x along its last dimension ``dim``: [..., width] -> [...]."""
-    if not x.is_cuda or dim not in (-1, x.dim() - 1):
+    """Add the entries of x along ``dim``, which disappears."""
+    if not uses_kernels(x):
         return x.sum(dim)
     from miles_true_on_policy.kernels import sum_last
 
-    return sum_last(x).to(x.dtype)
+    return sum_last(x.movedim(dim, -1)).to(x.dtype)
 
 
 @torch.no_grad()
 def check_tiles(columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a row of a product of this shape depends neither on its place in a tile nor on the number of tiles or threads."""
+    if device.type == "cuda":
+        from miles_true_on_policy.library import compare
+
+        compare(columns, inner, dtype, device)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(columns, inner, generator=generator).to(device, dtype)
     x = torch.randn(TILE, inner, generator=generator).to(device, dtype)
@@ -119,7 +132,7 @@ def check_tiles(columns: int, inner: int, dtype: torch.dtype, device: torch.devi
             rolled = _multiply_tiles(x.roll(5, 0).contiguous(), weight).roll(-5, 0)
             if not torch.equal(rolled, expected):
                 return False
-            for tiles in _TRIED:
+            for tiles in _TRIED[device.type]:
                 if not torch.equal(_multiply_tiles(x.repeat(tiles, 1), weight), expected.repeat(tiles, 1)):
                     return False
     finally:

@@ -1,8 +1,12 @@
 """Log-probabilities of engine and trainer are equal to the last bit, and those of a run without the plugin are not."""
 
+from importlib.resources import files
+
 import pytest
 import torch
 
+#: A runtime with trainer and engines in separate processes, loaded by its path.
+APART = str(files("miles_testing") / "doubles" / "apart.py")
 MXFP8 = {"moe_intermediate_size": 32}
 FORMATS = {
     "fp8": {},
@@ -100,6 +104,11 @@ def test_without_the_plugin_a_correction_is_not(toy_run):
 
 def test_tokens_of_partial_rollouts_that_have_the_trained_weights(toy_run):
     run = toy_run(["true_on_policy"], partial_rollout=True, over_sampling_batch_size=4, lr=0.0)
+    assert gaps(run) == [0.0, 0.0]
+
+
+def test_engines_and_a_trainer_in_other_processes(toy_run):
+    run = toy_run([APART, "true_on_policy"], runtime="apart", apart_engines=2, dtype="bfloat16")
     assert gaps(run) == [0.0, 0.0]
 
 

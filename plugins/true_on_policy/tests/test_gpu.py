@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from attention_calls import MODULE, packed
 
 from miles_core.data import Sample, collate
 from miles_embedded import load_model
@@ -44,7 +45,7 @@ def test_gradients(kernels):
             torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
 
 
-def gap(checkpoint, dtype, exact):
+def gap(checkpoint, dtype, exact, graphs=False, temperature=1.0):
     """Number of tokens, and the largest |difference| between engine and trainer over several micro-batches."""
     from miles_core.contracts.engine import Request, Sampling
     from miles_core.contracts.trainer import Callbacks
@@ -57,9 +58,13 @@ def gap(checkpoint, dtype, exact):
     if exact:
         for model in models:
             make_invariant(model)
-    engine = EmbeddedEngine(models[0], Settings(str, eos=[], max_context=64, max_running_requests=5, cuda_graphs=False))
+    engine = EmbeddedEngine(
+        models[0], Settings(str, eos=[], max_context=64, max_running_requests=5, cuda_graphs=graphs)
+    )
     prompts = [[3, 4, 5]] * 3 + [[6, 7, 8, 9, 10, 11, 12, 13, 14]] * 2 + [[20] * 11, [2]]
-    requests = [Request(p, Sampling(7 + 2 * i, ignore_eos=True), key=i) for i, p in enumerate(prompts)]
+    requests = [
+        Request(p, Sampling(7 + 2 * i, temperature=temperature, ignore_eos=True), key=i) for i, p in enumerate(prompts)
+    ]
 
     async def answers():
         return await asyncio.gather(*[engine.generate(request) for request in requests])
@@ -71,22 +76,34 @@ def gap(checkpoint, dtype, exact):
     expected = np.concatenate([np.asarray(s.rollout_log_probs, np.float32) for s in samples])
     batch, largest = collate(samples), 0.0
     for count in (1, 3, 100):
-        trainer = EmbeddedTrainer(models[1], TrainerConfig(OptimizerConfig(), micro_batch_size=count))
+        trainer = EmbeddedTrainer(
+            models[1], TrainerConfig(OptimizerConfig(), micro_batch_size=count, temperature=temperature)
+        )
         trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))
         found = trainer.log_probs(batch, "old")["log_probs"].cpu()[batch.mask.bool()].numpy()
         largest = max(largest, float(np.abs(found - expected).max()))
+    assert not (graphs and engine.ahead.refused), engine.ahead.refused
     return len(expected), largest
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma2"])
 def test_the_gap_of_a_model_is_zero(family, dtype, tmp_path):
     checkpoint = family_checkpoint(family, tmp_path)
     tokens, exact = gap(checkpoint, dtype, True)
     _, plain = gap(checkpoint, dtype, False)
     assert tokens > 80 and exact == 0 < plain
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_gap_is_zero_with_cuda_graphs(family, temperature, tmp_path):
+    tokens, exact = gap(family_checkpoint(family, tmp_path), "bfloat16", True, True, temperature)
+    assert tokens > 80 and exact == 0
 
 
 @pytest.mark.gpu
@@ -115,9 +132,97 @@ def test_a_sum_depends_on_its_row_only(kernels, width):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("vocabulary", [64, 259, 151936])
-def test_log_softmax_of_the_engine_and_the_trainer(vocabulary):
-    """PyTorch's own, outside the model's forward: the reason for the refusal of vocabularies that are no multiple of 4."""
+def test_log_softmax_of_a_row_depends_on_it_only(kernels, vocabulary):
+    from miles_true_on_policy.normalize import log_softmax
+
     x = torch.randn(300, vocabulary, device="cuda")
-    whole = x.log_softmax(-1)
-    same = [torch.equal(x[i : i + 3].clone().log_softmax(-1), whole[i : i + 3]) for i in (0, 1, 2, 3, 17, 250)]
-    assert all(same) or vocabulary % 4
+    whole = log_softmax(x)
+    for i in (0, 1, 2, 3, 17, 250):
+        assert torch.equal(log_softmax(x[i : i + 3].clone()), whole[i : i + 3])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_products_of_the_libraries_depend_on_the_number_of_rows(kernels):
+    """The negative control: without it, equality above would prove nothing about this machine."""
+    x = torch.randn(513, 8960, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(1536, 8960, device="cuda", dtype=torch.bfloat16)
+    whole = torch.nn.functional.linear(x, weight)
+    assert any(not torch.equal(torch.nn.functional.linear(x[:n], weight), whole[:n]) for n in (1, 8, 64, 200))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("inner", "columns"), [(1536, 2048), (8960, 1536), (1024, 32000), (70, 90)])
+def test_pieces_of_the_library_have_the_bits_of_the_kernel(kernels, inner, columns):
+    from miles_true_on_policy.library import SIZES, compare, multiply_pieces
+
+    weight = torch.randn(columns, inner, device="cuda", dtype=torch.bfloat16)
+    equal = compare(columns, inner, weight.dtype, weight.device)
+    print(f"{inner} x {columns}: {sum(equal.values())} of {len(SIZES)} sizes")
+    for rows in (1, 16, 100, 700, 5000):
+        x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+        assert torch.equal(multiply_pieces(x, weight), kernels.product(x[None], weight.t()[None])[0])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("shared", [1, 4, 12])
+def test_tiles_of_attention_give_the_same_bits(kernels, dim, shared):
+    from miles_true_on_policy.attention_kernel import _DECODE, _OTHERS, _WIDE, Place, attend_tiles, queries_of
+
+    generator, rows = torch.Generator("cuda").manual_seed(0), 700
+    q, k, v = (torch.randn(rows, n, dim, device="cuda", generator=generator).bfloat16() for n in (2 * shared, 2, 2))
+    found = []
+    for tile in (_DECODE, _WIDE, next(tile for most, tile in _OTHERS.items() if dim <= most)):
+        step = queries_of(tile, 2 * shared, 2)
+        starts = torch.arange(0, rows, step, device="cuda")
+        zeros = torch.zeros_like(starts)
+        tiles = torch.stack([starts, (rows - starts).clamp(max=step), starts, zeros, zeros, zeros], 1)
+        place = [(Place.of_rows(x), Place.of_rows(x)) for x in (k, v)]
+        found.append(attend_tiles(q, *place, tiles, dim**-0.5, tile, None, 2))
+    reference = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None].float() for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )[0].transpose(0, 1)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert (found[0] - reference).norm() < 5e-3 * reference.norm()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("dim", "width"), [(64, 64), (20, 12)])
+def test_gradients_of_attention_by_flash(kernels, dim, width):
+    from miles_true_on_policy.attention import attend
+
+    trunk, lengths = 70, [9, 1, 200]
+    rows, generator = trunk + sum(lengths), torch.Generator("cuda").manual_seed(0)
+    shapes = ((4, dim), (2, dim), (2, width))
+    qkv = [
+        torch.randn(1, n, rows, d, device="cuda", generator=generator).bfloat16().requires_grad_() for n, d in shapes
+    ]
+    call = packed(lengths, trunk, "cuda")
+    weights = torch.randn(1, rows, 4, width, device="cuda", generator=generator)
+    results = []
+    for function in (attend, lambda call, *rest: call.attend(*rest)):
+        out = function(call, MODULE, *qkv, dim**-0.5, None)
+        results.append([out, *torch.autograd.grad((out * weights).sum(), qkv)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("inner", "columns", "experts"), [(2048, 1536, 128), (768, 2048, 128), (512, 512, 8)])
+def test_a_row_of_a_grouped_product_depends_on_itself_only(kernels, inner, columns, experts):
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(experts, columns, inner, device="cuda", dtype=torch.bfloat16, generator=generator)
+    for rows in (1, 40, 2000, 40000):
+        x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16, generator=generator)
+        owner = torch.randint(experts, (rows,), device="cuda", generator=generator).sort().values
+        ends = torch.bincount(owner, minlength=experts).cumsum(0).int()
+        found = kernels.grouped_product(x, weight.transpose(1, 2), ends)
+        for expert in owner.unique()[:3].tolist():
+            mine = owner == expert
+            alone = kernels.product(x[mine][None], weight[expert].t()[None])[0]
+            assert torch.equal(found[mine], alone)

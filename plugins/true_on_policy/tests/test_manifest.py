@@ -11,7 +11,8 @@ INT4 = {"int4_group_size": 16}
 @pytest.mark.parametrize(
     ("plugins", "options", "facts", "because"),
     [
-        ([], {"device": "cuda"}, ["gpu=H200"], "proven on CPUs only"),
+        ([], {"device": "cuda"}, ["gpu=A100"], "tested on CPUs and on Hopper GPUs only"),
+        (["fp8"], {"device": "cuda", "rollout_fp8": True, "train_fp8": True}, ["gpu=H200"], "by the number of rows"),
         (["cpu_kernels"], {"device": "cpu"}, [], "adds? in another order"),
         (["int4"], {"rollout_precision": "int4", **INT4}, [], "than a plain trainer"),
         ([], {"kv_cache_dtype": "float8_e4m3fn"}, [], "rounded keys and values"),
@@ -22,6 +23,10 @@ INT4 = {"int4_group_size": 16}
 def test_it_is_refused(plugins, options, facts, because):
     with pytest.raises(PlanError, match=because):
         plan(["true_on_policy", *plugins], facts, **options)
+
+
+def test_a_hopper_gpu_is_accepted():
+    assert "true_on_policy" in plan(["true_on_policy"], ["gpu=H200"], device="cuda", dtype="bfloat16").order
 
 
 def test_its_flag_enables_it():

@@ -2,15 +2,14 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from attention_calls import MODULE, OPTIONS, heads, packed
 from torch.nn import functional
 
 from miles_core.contracts.trainer import Context
 from miles_core.plugin import ConfigError
-from miles_embedded import AttentionOptions, PackedCall, PromptCall
-from miles_embedded.trainer.packing import Packing, Segments
+from miles_embedded import PromptCall
 from miles_true_on_policy import hooks
 from miles_true_on_policy.attention import attend
 from miles_true_on_policy.elementwise import apply_aligned, whole_vectors
@@ -61,36 +60,21 @@ def test_products(threads, dtype):
     assert torch.equal(grouped[3:40], multiply_groups(x[3:40], matrices[2:3], torch.tensor([37])))
 
 
+@pytest.mark.parametrize("rows", [1, 16, 100, 511, 512, 700, 20000, 40000])
+def test_pieces_are_of_few_sizes_and_cover_all_rows(triton, rows):
+    from miles_true_on_policy.library import SIZES, divide
+
+    pieces = divide(rows)
+    assert sum(count for count, _ in pieces) == rows
+    assert all(size in SIZES and count <= size for count, size in pieces)
+    assert sum(size - count for count, size in pieces) < 64
+
+
 def test_the_mode_reaches_every_product_of_a_forward():
     x, weight = torch.randn(3, 64), torch.randn(48, 64)
     with Invariant():
         found = [functional.linear(x, weight), x @ weight.t(), torch.mm(x, weight.t()), x.matmul(weight.t())]
     assert all(torch.equal(each, multiply_rows(x, weight)) for each in found)
-
-
-def packed(lengths, trunk):
-    """A call with one trunk and branches of ``lengths`` tokens."""
-    starts = np.cumsum([trunk, *lengths[:-1]])
-    trunks = Segments(np.array([0]), np.array([trunk]), np.array([-1]))
-    branches = Segments(starts, np.array(lengths), np.zeros(len(lengths), np.int64))
-    rows = torch.arange(trunk + sum(lengths))
-    positions = torch.cat([torch.arange(trunk), *(trunk + torch.arange(n) for n in lengths)])
-    packing = Packing(rows, positions, rows, trunks, branches, rows[:0], rows[:0])
-    return PackedCall(Context("train", (0,), rows), packing)
-
-
-MODULE = SimpleNamespace(layer_idx=0)
-OPTIONS = {
-    "plain": None,
-    "window": AttentionOptions(window=5),
-    "chunk": AttentionOptions(chunk=8),
-    "cap": AttentionOptions(cap=3.0),
-    "sinks": AttentionOptions(sinks=torch.tensor([0.3, -1.0, 2.0, 0.1])),
-}
-
-
-def heads(rows, generator, dtype=torch.float32):
-    return [torch.randn(1, n, rows, 16, generator=generator).to(dtype) for n in (4, 2, 2)]
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -1,0 +1,172 @@
+"""How far SGLang's log-probabilities are from the embedded trainer's, by cause, and which of SGLang's switches close the gap.
+
+A random BF16 model of ``sglang_engine.py``. Each variant is an engine in a process of its own: ``plain``; ``deterministic``
+(``enable_deterministic_inference``: batch-invariant kernels); ``on_policy_target`` (also ``rl_on_policy_target=fsdp``: norms, rotary
+embedding, activation and logits as in Transformers); ``transformers`` (also the model's Transformers code, ``model_impl=transformers``). An engine
+samples 32 prompts x 64 tokens together, and scores them together and one by one. The trainer scores the same tokens as it is, with
+``true_on_policy``, and in FP32.
+
+Mean and largest |difference| in nats, and the share of tokens that differ at all:
+
+- ``batch``: an engine's scores alone and together (what depends on the batch);
+- ``phase``: sampled and scored (decoding against a prompt);
+- ``engine_rounding``, ``trainer_rounding``: each side, scored alone, against FP32;
+- ``engine_trainer`` and ``engine_exact_trainer``: what a run sees, and with the trainer's batch dependence removed.
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sglang_engine as base
+import torch
+from measure import finish, installed, options
+
+from miles_core.data import Sample, collate
+from miles_core.engine import Sampling
+from miles_core.trainer import Callbacks
+
+_DETERMINISTIC = {"enable_deterministic_inference": True}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "deterministic": _DETERMINISTIC,
+    "on_policy_target": _DETERMINISTIC | {"rl_on_policy_target": "fsdp"},
+    "transformers": _DETERMINISTIC | {"model_impl": "transformers"},
+}
+TOKENS = 64
+
+
+async def sample_and_score(given: argparse.Namespace) -> dict[str, Any]:
+    """Responses of one variant and their scores."""
+    plain = base.server_arguments
+    more = VARIANTS[given.worker] | {"mem_fraction_static": given.memory, "disable_cuda_graph": True}
+    base.server_arguments = lambda args: plain(args) | more
+    engine = base.engine_for(given.checkpoint, given, given.work)
+    await engine.start()
+    asked = base.prompts(given)[::8]
+    responses, _ = await base.generate(engine, asked, Sampling(TOKENS, ignore_eos=True), set())
+    whole = [p + r.tokens for p, r in zip(asked, responses, strict=True)]
+    together = await engine.score(whole)
+    alone = [(await engine.score([tokens]))[0] for tokens in whole]
+    await engine.stop()
+    return {
+        "tokens": [[p, r.tokens] for p, r in zip(asked, responses, strict=True)],
+        "sampled": [list(map(float, r.log_probs)) for r in responses],
+        "together": [row[-TOKENS:].tolist() for row in together],
+        "alone": [row[-TOKENS:].tolist() for row in alone],
+    }
+
+
+@torch.no_grad()
+def score(model: Any, tokens: list[Any], rows: int) -> np.ndarray:
+    """The embedded trainer's log-probabilities [tokens]."""
+    from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+
+    trainer = EmbeddedTrainer(model, TrainerConfig(micro_batch_size=rows))
+    trainer.bind(Callbacks(trainer.forward, lambda *_: None, trainer.optimizer_step))  # type: ignore[arg-type, return-value]
+    samples = [
+        Sample(tokens=p + r, response_length=len(r), loss_mask=[1] * len(r), index=i, group_index=i)
+        for i, (p, r) in enumerate(tokens)
+    ]
+    batch = collate(samples)
+    found: np.ndarray = trainer.log_probs(batch, "old")["log_probs"].float().cpu()[batch.mask != 0].numpy()
+    return found
+
+
+def compare(one: Any, two: Any) -> dict[str, float]:
+    """Mean and largest |difference|, and the share of tokens that differ."""
+    gap = np.abs(np.asarray(one, np.float32).ravel() - np.asarray(two, np.float32).ravel())
+    return {
+        "mean": float(f"{gap.mean():.3g}"),
+        "max": float(f"{gap.max():.3g}"),
+        "differing": round(float((gap > 0).mean()), 4),
+    }
+
+
+def summarize(found: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """All comparisons of one variant."""
+    from miles_embedded import load_model
+    from miles_true_on_policy.hooks import make_invariant
+
+    device, tokens = "cuda" if torch.cuda.is_available() else "cpu", found["tokens"]
+    plain = score(load_model(checkpoint, torch.bfloat16, device), tokens, 8)
+    model = load_model(checkpoint, torch.bfloat16, device)
+    make_invariant(model)
+    exact = score(model, tokens, 8)
+    wide = score(load_model(checkpoint, torch.float32, device), tokens, 8)
+    return {
+        "batch": compare(found["alone"], found["together"]),
+        "phase": compare(found["sampled"], found["together"]),
+        "engine_rounding": compare(found["alone"], wide),
+        "trainer_rounding": compare(exact, wide),
+        "engine_trainer": compare(found["sampled"], plain),
+        "engine_exact_trainer": compare(found["sampled"], exact),
+    }
+
+
+def run_variant(name: str, given: argparse.Namespace, checkpoint: Path, place: Path) -> dict[str, Any]:
+    """Start a process for the variant; its responses, or its error."""
+    work = place / name
+    work.mkdir()
+    command = [sys.executable, __file__, "--worker", name, "--checkpoint", str(checkpoint), "--work", str(work)]
+    command += ["--model", given.model, "--memory", str(given.memory)]
+    started = time.monotonic()
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    result = work / "result.json"
+    if done.returncode or not result.exists():
+        return {"error": done.stdout[-800:]}
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--model", choices=("dense", "moe", "tiny"), default="dense")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument(
+        "--memory", type=float, default=0.12, help="share of the GPU's memory of each engine; they run side by side"
+    )
+    parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
+    for name in ("--checkpoint", "--work"):
+        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    for name, value in (("requests", 256), ("vocabulary", base.VOCABULARY), ("tokens", TOKENS), ("precision", "bf16")):
+        setattr(given, name, value)
+    given.fp8_gemm, given.eager, given.deterministic, given.bucket = "", True, False, 512
+    if given.worker:
+        found = asyncio.run(sample_and_score(given))
+        (given.work / "result.json").write_text(json.dumps(found))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = base.make_model(given.model, Path(directory) / "model")
+        with ThreadPoolExecutor(len(given.variants)) as pool:
+            runs = pool.map(lambda name: run_variant(name, given, checkpoint, Path(directory)), given.variants)
+            found = dict(zip(given.variants, runs, strict=True))
+        table = {k: v if "error" in v else summarize(v, checkpoint) for k, v in found.items()}
+    for name, row in table.items():
+        print(f"{name:<18}", row, file=sys.stderr)
+    result = {"model": given.model, "switches": {name: VARIANTS[name] for name in given.variants}, "gaps": table}
+    finish(
+        "sglang_exact",
+        result,
+        given.save,
+        lambda: installed("miles-core", "torch", "transformers", "sglang"),
+        given.model,
+    )
+
+
+if __name__ == "__main__":
+    main()

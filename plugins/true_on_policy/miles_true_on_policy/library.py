@@ -1,0 +1,90 @@
+"""Products of PyTorch's library on a GPU, for the numbers of rows at which they have the bits of the plugin's kernel.
+
+cuBLAS is faster than ``kernels``, but it chooses an algorithm by the shape, and some of them divide the inner dimension. For a fixed shape it always
+chooses the same one. A product is therefore divided into pieces of ``SIZES`` rows, and each size is compared with the kernel once for each
+weight shape, when the model is built (``compare``). Sizes at which any entry differs, and shapes that were not compared, are computed by the
+kernel. So every entry has the kernel's bits, whichever computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from miles_true_on_policy.kernels import compute_product
+
+#: Rows of a piece. Below ``_FULL``, the last piece is padded to the next size.
+SIZES = (16, 32, 48, *range(64, 513, 64), 1024, 2048, 4096, 8192, 16384)
+_FULL = 512
+#: Largest number of entries of a product that is compared.
+_MOST = 1 << 28
+#: (columns, inner, dtype, device) -> compared size -> whether its product has the kernel's bits.
+_equal: dict[tuple[int, int, torch.dtype, torch.device], dict[int, bool]] = {}
+
+
+@torch.no_grad()
+def compare(columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> dict[int, bool]:
+    """Find at which sizes the library's product with a weight [columns, inner] has the kernel's bits."""
+    key = columns, inner, dtype, device
+    if key in _equal:
+        return _equal[key]
+    found = _equal[key] = {}
+    if dtype not in (torch.bfloat16, torch.float16) or columns % 8 or inner % 8:
+        return found  # the library's choice also depends on the alignment of rows that are no multiple of 16 bytes
+    sizes = [size for size in SIZES if size * columns <= _MOST]
+    generator = torch.Generator(device).manual_seed(0)
+    weight = torch.randn(columns, inner, generator=generator, device=device).to(dtype)
+    x = torch.randn(max(sizes, default=0), inner, generator=generator, device=device).to(dtype)
+    for size in sizes:
+        expected = compute_product(x[None, :size], weight.t()[None])[0]
+        found[size] = torch.equal(torch.mm(x[:size], weight.t()), expected)
+    return found
+
+
+def multiply_pieces(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [rows, inner] by weight^T, weight [columns, inner]; returns [rows, columns] with the bits of ``kernels.product``."""
+    out: Tensor = _Pieces.apply(x, weight)
+    return out
+
+
+def divide(rows: int, sizes: Iterable[int] = SIZES) -> list[tuple[int, int]]:
+    """Divide rows into pieces: (rows, size) of each, the size at least its rows."""
+    pieces, sizes = [], sorted(sizes)
+    while rows >= _FULL:
+        size = max(size for size in sizes if size <= rows)
+        pieces.append((size, size))
+        rows -= size
+    if rows:
+        pieces.append((rows, min(size for size in sizes if size >= rows)))
+    return pieces
+
+
+class _Pieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        equal = _equal.get((*weight.shape, weight.dtype, weight.device), {})
+        if not any(equal.values()) or _FULL not in equal or x.dtype != weight.dtype or not weight.is_contiguous():
+            return compute_product(x[None], weight.t()[None])[0]
+        x, start = x.contiguous(), 0
+        out = x.new_empty(len(x), len(weight))
+        for count, size in divide(len(x), equal):
+            piece = slice(start, start + count)
+            if not equal[size]:
+                out[piece] = compute_product(x[None, piece], weight.t()[None])[0]
+            elif count < size:  # not torch.mm, which mode.Invariant replaces
+                out[piece] = torch.ops.aten.mm(pad(x[piece], (0, 0, 0, size - count)), weight.t())[:count]
+            else:
+                torch.ops.aten.mm.out(x[piece], weight.t(), out=out[piece])
+            start += count
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        left, right = ctx.needs_input_grad
+        return grads[0] @ weight if left else None, grads[0].t() @ x if right else None

@@ -1,0 +1,114 @@
+"""The tiles of ``attention_kernel`` for a call: which queries a program attends, and where their keys are.
+
+The tiles of a call are the same for all its layers, and are computed once. Those of a step in static buffers are computed on the device, so
+that a CUDA graph can contain them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_core.plugin import ConfigError
+from miles_embedded import AttentionOptions, Call, DecodeCall, PackedCall, PromptCall, StaticCall
+from miles_true_on_policy.attention_kernel import FIELDS, Place, attend_tiles, choose_tile, queries_of
+
+#: Key in ``Context.attached`` of a call's tiles, by queries per tile.
+_TILES = "true_on_policy.tiles"
+
+
+def attend_by_tiles(
+    call: Call,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    options: AttentionOptions | None,
+    sums: Tensor | None = None,
+) -> Tensor:
+    """Compute the attention of one layer on a GPU, and store keys and values if the call has a cache; see ``miles_embedded.Attention``, and
+    ``attend_tiles`` for ``sums``."""
+    q, k, v = (_with_plain_rows(x[0].transpose(0, 1)) for x in (query, key, value))
+    heads, kv_heads = query.shape[1], key.shape[1]
+    keys = _places(call, "k", module.layer_idx, key, k)
+    values = _places(call, "v", module.layer_idx, value, v)
+    tile = choose_tile(query.dtype, max(query.shape[3], value.shape[3]), isinstance(call, (StaticCall, DecodeCall)))
+    tiles = _tiles(call, queries_of(tile, heads, kv_heads), query.device)
+    return attend_tiles(q, keys, values, tiles, scaling, tile, options, kv_heads, sums)[None]
+
+
+def _with_plain_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _places(call: Call, kind: str, layer: int, entries: Tensor, rows: Tensor) -> tuple[Place, Place]:
+    """Where the front's and the own keys or values are: ``entries`` [1, heads, rows, dim], which are stored; ``rows`` are the same."""
+    if isinstance(call, StaticCall):
+        prompts, own = call.slabs(kind, layer, entries)
+        call.write(own, rows)
+        return Place.of_slab(prompts), Place.of_slab(own)
+    if isinstance(call, DecodeCall):
+        cache = call.rows.cache
+        shape = entries.shape[1], entries.shape[3:], entries
+        own = cache.own.slab((kind, layer), *shape)
+        call.rows.write(own, rows)
+        return Place.of_slab(cache.prefixes.slab((kind, layer), *shape)), Place.of_slab(own)
+    if isinstance(call, PromptCall):
+        call.store(kind, layer, call.pad(rows).transpose(1, 2))
+    place = Place.of_rows(rows)
+    return place, place
+
+
+def _tiles(call: Call, queries: int, device: torch.device) -> Tensor:
+    found = call.ctx.attached.setdefault(_TILES, {})
+    if queries not in found:
+        found[queries] = _compute_tiles(call, queries, device)
+    tiles: Tensor = found[queries]
+    return tiles
+
+
+def _compute_tiles(call: Call, queries: int, device: torch.device) -> Tensor:
+    """The records of ``attend_tiles``."""
+    if isinstance(call, StaticCall):
+        one = torch.ones_like(call.index)
+        fields = (call.index, one, call.positions, call.prompt_lengths, call.prompt_slots, call.index)
+        return torch.stack(fields, 1)
+    start, count, front, front_slot, own_slot, before = _segments(call)
+    tiles = -(-count // queries)
+    segment = np.repeat(np.arange(len(count)), tiles)
+    offset = (np.arange(len(segment)) - np.repeat(tiles.cumsum() - tiles, tiles)) * queries
+    records = np.empty((len(segment), FIELDS), np.int64)
+    records[:, 0] = start[segment] + offset
+    records[:, 1] = np.minimum(count[segment] - offset, queries)
+    records[:, 2] = before[segment] + offset
+    for field, values in ((3, front), (4, front_slot), (5, own_slot)):
+        records[:, field] = values[segment]
+    return torch.from_numpy(records).to(device, non_blocking=True)
+
+
+def _segments(call: Call) -> tuple[np.ndarray, ...]:
+    """Of each run of queries of one sequence: its first row, number of rows, tokens in front, slots of the front and of its own tokens, and
+    position of its first query."""
+    if isinstance(call, DecodeCall) and call.rows.parents is None:
+        held = call.rows
+        count = np.asarray(held.counts, np.int64)
+        front = np.asarray(held.prefix_lengths, np.int64)
+        slots = np.asarray(held.slots, np.int64)
+        return count.cumsum() - count, count, front, held.cache.prefix_of[slots], slots, front + held.before
+    if isinstance(call, PromptCall):
+        count = np.asarray(call.lengths, np.int64)
+        start, none = count.cumsum() - count, np.zeros_like(count)
+        return start, count, none, start, start, none
+    if isinstance(call, PackedCall):
+        trunks, branches = call.packing.trunks, call.packing.branches
+        start = np.concatenate([trunks.start, branches.start])
+        count = np.concatenate([trunks.length, branches.length])
+        front = np.concatenate([np.zeros_like(trunks.length), trunks.length[branches.trunk]])
+        front_slot = np.concatenate([trunks.start, trunks.start[branches.trunk]])
+        return start, count, front, front_slot, start, front
+    kind = "a tree of drafts" if isinstance(call, DecodeCall) else type(call).__name__
+    raise ConfigError(f"--true-on-policy-mode has no attention for {kind}; decode without drafting trees")
