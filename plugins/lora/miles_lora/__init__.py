@@ -42,11 +42,7 @@ class LoraOptions:
     )
 
 
-_TRAINER = (
-    "the adapters are attached to Transformers' modules, which only the embedded trainer runs (in one process, or on several ranks with "
-    "FSDP2); Megatron-Core joins query, key and value and divides its matrices among ranks, where adapters in peft's layout have no "
-    "counterpart"
-)
+_MEGATRON = "trainer == megatron"
 
 plugin = Plugin(
     name="lora",
@@ -70,7 +66,31 @@ plugin = Plugin(
         ),
     },
     requires=(
-        Rule("trainer == embedded", because=_TRAINER),
+        Rule(
+            "trainer in {embedded, megatron}",
+            because="adapters are attached to the modules of the embedded trainer or to the matrices that Megatron-Core's trainer offers",
+        ),
+        Rule(
+            "lora.sync == merged",
+            when=_MEGATRON,
+            because="this trainer computes with base plus adapter as one matrix, and an engine that adds the adapters itself rounds otherwise",
+        ),
+        Rule(
+            "lora.dropout == 0",
+            when=_MEGATRON,
+            because="this trainer adds adapters to matrices and not to outputs, so their inputs cannot be dropped separately; use --trainer "
+            "embedded",
+        ),
+        Rule(
+            "train.precision == bf16",
+            when=_MEGATRON,
+            because="a base in a number format needs adapters that are added to outputs; use --trainer embedded with --lora-sync adapter",
+        ),
+        Rule(
+            "not megatron.moe_router_bias_update_rate",
+            when=_MEGATRON,
+            because="correction biases of routers belong to the frozen base, which neither checkpoints nor exported adapters contain",
+        ),
         Rule(
             "train.precision == bf16 or lora.sync == adapter",
             because="with --lora-sync merged the engine rounds the sum of base and adapters, but the trainer would round the base alone; "

@@ -45,6 +45,7 @@ from miles_megatron.trainer.context import sum_over_context
 from miles_megatron.trainer.device_memory import DeviceMemory
 from miles_megatron.trainer.flight import Flight, flatten, merge, reduce_metrics, split_into_flights
 from miles_megatron.trainer.logprobs import head_on, token_log_probs, whole_rows
+from miles_megatron.trainer.matrices import find_matrices, pass_gradients
 from miles_megatron.trainer.model import (
     ADD_IN_PLACE,
     build_chunks,
@@ -136,7 +137,9 @@ class MegatronTrainer(Trainer):
         for chunk in plain:
             if head is not None:
                 add_head(chunk, head, a.tied)
+            vars(chunk)["matrices"] = list(find_matrices(self.weights, chunk))
             on_chunk(chunk)
+            pass_gradients(chunk)
         self.wrapped = [self._wrap(chunk, one_bucket=i > 0) for i, chunk in enumerate(plain)]
         self._chunks = plain
         self.routers = Routers(plain, a, settings.balance)
@@ -319,9 +322,11 @@ class MegatronTrainer(Trainer):
             raise RuntimeError("this trainer was built without a reference model")
         kept = {name: tensor.detach().cpu().clone() for name, tensor in self.weights.held.items()}
         self.weights.load(self._reference)
+        self.weights.unchanged = True
         try:
             yield
         finally:
+            self.weights.unchanged = False
             self.weights.restore(kept)
 
     def reset_optimizer(self) -> None:
