@@ -58,6 +58,7 @@ plugin = Plugin(
     },
     provides={"model": {"lora": "miles_lora.base:make_model"}, "transport": {"adapter": "miles_lora.transport:make"}},
     capabilities={"transport": ("adapter",)},
+    uses={"trainer.adapters": "the trainer computes with adapters, and leaves out of checkpoints what they leave unchanged"},
     sets={
         "transport": Set(
             "adapter",
@@ -66,10 +67,6 @@ plugin = Plugin(
         ),
     },
     requires=(
-        Rule(
-            "trainer in {embedded, megatron}",
-            because="adapters are attached to the modules of the embedded trainer or to the matrices that Megatron-Core's trainer offers",
-        ),
         Rule(
             "lora.sync == merged",
             when=_MEGATRON,
@@ -119,6 +116,11 @@ plugin = Plugin(
         ),
     ),
     recommends=(
+        Rule(
+            "train.activation_checkpointing",
+            when=_MEGATRON,
+            because="every micro-batch otherwise keeps base plus adapter of all its layers until its backward pass",
+        ),
         Rule(
             "train.activation_checkpointing",
             when="train.precision != bf16",
