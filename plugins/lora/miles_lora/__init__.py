@@ -58,7 +58,9 @@ plugin = Plugin(
     },
     provides={"model": {"lora": "miles_lora.base:make_model"}, "transport": {"adapter": "miles_lora.transport:make"}},
     capabilities={"transport": ("adapter",)},
-    uses={"trainer.adapters": "the trainer computes with adapters, and leaves out of checkpoints what they leave unchanged"},
+    uses={
+        "trainer.adapters": "the trainer computes with adapters, and leaves out of checkpoints what they leave unchanged"
+    },
     sets={
         "transport": Set(
             "adapter",

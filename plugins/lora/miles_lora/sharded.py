@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from miles_core.plugin import ConfigError
 from miles_embedded import mark_constant, views
 from miles_lora import LoraOptions
 from miles_lora.adapter import CHILD, Adapter, scale_of, split_experts
-from miles_lora.targets import FLAG, Target, find_targets
+from miles_lora.targets import Target, find_targets
 
 Pair = tuple[Tensor, Tensor]
 
@@ -30,7 +29,6 @@ class Matrix(Protocol):
     names: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
     expert: int | None
-    stacked: bool
     module: nn.Module
     attribute: str
     leads: bool
@@ -75,10 +73,7 @@ class ShardedAdapters:
         self._initial = lru_cache(maxsize=4)(self._make_initial)
 
     def attach(self, chunk: Any) -> None:
-        """Add adapters to the matrices of a chunk and freeze the rest.
-
-        Raises:
-            ConfigError: the checkpoint has the experts of a target in one tensor."""
+        """Add adapters to the matrices of a chunk and freeze the rest."""
         mark_constant(chunk.parameters())
         for matrix in chunk.matrices:
             chosen = [self._places.get(name) for name in matrix.names]
@@ -87,11 +82,6 @@ class ShardedAdapters:
 
     def _attach(self, matrix: Matrix, chosen: Sequence[tuple[Target, int] | None]) -> None:
         first = next(place[0] for place in chosen if place is not None)
-        if matrix.stacked:
-            raise ConfigError(
-                f"{FLAG}: {first.name} has all experts in one tensor of the checkpoint, and --trainer megatron adapts linear layers and "
-                "experts with a tensor each; leave it out, or use --trainer embedded"
-            )
         own = matrix.module._modules.setdefault(CHILD, nn.ParameterDict())
         assert isinstance(own, nn.ParameterDict)
         if first.is_joined:  # one adapter for gate and up

@@ -29,7 +29,8 @@ BOTH = {"train_precision": "fp8", "rollout_precision": "fp8", "emulate_precision
             {"plugins": ["lora", "fp8"], **BOTH, "lora_sync": "adapter", "warmup_steps": 2},
             "cannot be BF16 during a warm-up",
         ),
-        ({"trainer": "megatron"}, "Megatron-Core joins query, key and value"),
+        ({"trainer": "megatron", "lora_sync": "adapter"}, "computes with base plus adapter as one matrix"),
+        ({"trainer": "megatron", "lora_dropout": 0.1}, "adds adapters to matrices and not to outputs"),
         ({"engine": "sglang", "lora_sync": "adapter", "colocate": True}, "does not bring the base back"),
         (
             {

@@ -27,7 +27,6 @@ class Matrix:
         names: the checkpoint's matrices, in the order of their rows.
         shapes: their shapes [out, in].
         expert: index of its expert; None for other matrices.
-        stacked: whether the checkpoint has the matrices of all experts in one tensor.
         module, attribute: where it is stored.
     """
 
@@ -35,7 +34,7 @@ class Matrix:
         self, weights: Weights, entry: Entry, shapes: Mapping[str, tuple[int, ...]], module: nn.Module, attribute: str
     ) -> None:
         self._weights, self._entry = weights, entry
-        self.names, self.expert, self.stacked = entry.checkpoint, entry.expert, entry.layout.startswith("stacked")
+        self.names, self.expert = entry.checkpoint, entry.expert
         self.shapes = [shapes[name] for name in self.names]
         self.module, self.attribute = module, attribute
         self._cut = weights.is_cut(entry, self.weight)
@@ -135,16 +134,19 @@ class Matrix:
 
 
 def find_matrices(weights: Weights, chunk: nn.Module) -> Iterator[Matrix]:
-    """Yield the matrices of a chunk's linear layers and experts; norms, embeddings, the output layer and routers are none."""
+    """Yield the matrices of a chunk's linear layers and experts, except experts that the checkpoint has in one tensor.
+
+    Norms, embeddings, the output layer and routers are none."""
     places = {
         id(parameter): (module, name) for module in chunk.modules() for name, parameter in module._parameters.items()
     }
     shapes = weights.checkpoint_shapes()
     for entry in weights.entries:
         held = weights.held.get(entry.name)
-        if held is None or held.dim() != 2 or id(held) not in places or ".linear_" not in entry.name:
+        if held is None or held.dim() != 2 or ".linear_" not in entry.name or entry.layout.startswith("stacked"):
             continue
-        yield Matrix(weights, entry, shapes, *places[id(held)])
+        if id(held) in places:  # not in another chunk
+            yield Matrix(weights, entry, shapes, *places[id(held)])
 
 
 def pass_gradients(chunk: Any) -> None:

@@ -97,7 +97,9 @@ class MegatronTrainer(Trainer):
         head: makes the value head of a critic for the last chunk; None for a model that predicts tokens.
     """
 
-    capabilities = frozenset({"entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep", "values", "adapters"})
+    capabilities = frozenset(
+        {"entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep", "values", "adapters"}
+    )
 
     @_on_cpu_too
     def __init__(
