@@ -69,6 +69,8 @@ class Lora:
             return
         options: LoraOptions = run.config_of(policy).plugin("lora")
         if hasattr(model, "matrices"):  # of a trainer that splits them among ranks
+            if not policy.learns:
+                return
             if policy.name not in self.sharded:
                 self.sharded[policy.name] = _make_sharded(run, policy, options)
             self.sharded[policy.name].attach(model)

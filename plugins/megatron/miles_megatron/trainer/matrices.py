@@ -118,8 +118,9 @@ class Matrix:
         """Compute, sync and export with ``function(weight)`` in place of the stored shard.
 
         Its gradient passes through autograd, so the module does not add gradients to ``main_grad`` itself."""
-        if hasattr(self.module, "fuse_wgrad_accumulation"):
-            self.module.fuse_wgrad_accumulation = False
+        module: Any = self.module
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = False
         self._weights.changes[self._entry.name] = function
 
         def hide(module: nn.Module, args: Any) -> None:
@@ -129,8 +130,8 @@ class Matrix:
         def restore(module: nn.Module, args: Any, output: Any) -> None:
             module.__dict__.pop(self.attribute, None)
 
-        self.module.register_forward_pre_hook(hide)
-        self.module.register_forward_hook(restore, always_call=True)
+        module.register_forward_pre_hook(hide)
+        module.register_forward_hook(restore, always_call=True)
 
 
 def find_matrices(weights: Weights, chunk: nn.Module) -> Iterator[Matrix]:

@@ -319,17 +319,22 @@ class MegatronTrainer(Trainer):
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """Load the reference model's weights into the chunks; at exit restore the policy's weights, saved in host memory."""
+        """Load the reference model's weights into the chunks; at exit restore the policy's weights, saved in host memory.
+
+        Frozen weights under adapters are those of the reference model already."""
         if self._reference is None:
             raise RuntimeError("this trainer was built without a reference model")
-        kept = {name: tensor.detach().cpu().clone() for name, tensor in self.weights.held.items()}
-        self.weights.load(self._reference)
+        frozen = self._reference == self.source and not any(t.requires_grad for t in self.weights.held.values())
+        kept = {} if frozen else {name: tensor.detach().cpu().clone() for name, tensor in self.weights.held.items()}
+        if not frozen:
+            self.weights.load(self._reference)
         self.weights.unchanged = True
         try:
             yield
         finally:
             self.weights.unchanged = False
-            self.weights.restore(kept)
+            if not frozen:
+                self.weights.restore(kept)
 
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""
