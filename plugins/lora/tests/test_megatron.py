@@ -121,7 +121,7 @@ def test_the_reference_model_is_the_base(alone, checkpoint):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"tp": 2, "sequence": True}, {"ep": 2}, {"pp": 2}, {"tp": 2, "etp": 1, "ep": 2}, {"cp": 2}, {}],
+    [{"tp": 2, "sequence": True}, {"ep": 2}, {"pp": 2}, {"tp": 2, "etp": 1, "ep": 2, "sequence": True}, {"cp": 2}, {}],
     ids=["tensor", "expert", "pipeline", "tensor and expert", "context", "data"],
 )
 def test_two_ranks_train_what_one_trains(ranks, checkpoint, alone, sizes, tmp_path):

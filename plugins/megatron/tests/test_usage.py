@@ -121,5 +121,7 @@ def test_adapters_have_gradients_and_states_and_the_base_has_none(checkpoint):
     for name in ("gradients", "optimizer"):
         assert adapters[name] == pytest.approx(0.05 * full[name], abs=0.06)
     assert adapters["weights"] == pytest.approx(1.05 * full["weights"], rel=0.02)
-    kept = row(plan(["lora"], **{**given, "recompute_granularity": None, "max_tokens_per_gpu": 8192}), "trainer")  # base plus adapter of the layers
+    kept = row(
+        plan(["lora"], **{**given, "recompute_granularity": None, "max_tokens_per_gpu": 8192}), "trainer"
+    )  # base plus adapter of the layers
     assert kept["weights"] == pytest.approx(2.05 * full["weights"], rel=0.02)
