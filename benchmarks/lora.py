@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from formats_in_the_loop import train, warm_start
-from measure import finish, installed, options
+from measure import ROOT, finish, installed, options
 from seeds import change_of, mean_of, work_in_processes
 
 RANK, ALPHA = 16, 32
@@ -287,7 +288,10 @@ def against_trl(given: argparse.Namespace) -> dict[str, Any]:
                     "--lr-lora",
                     str(given.lr_lora),
                 ]
-                done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+                # the other interpreter needs the workload of this checkout
+                paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+                environment = os.environ | {"PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
+                done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=environment)
                 found[side].append(json.loads(done.stdout.splitlines()[-1]))
                 print(f"seed {seed}  {side:<6}", found[side][-1], file=sys.stderr, flush=True)
     return {
