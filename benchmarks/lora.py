@@ -349,7 +349,7 @@ def work_with_trl(given: argparse.Namespace) -> dict[str, Any]:
 
     rows = [json.loads(line)["prompt"] for line in Path(given.prompts).read_text().splitlines()]
     settings = argparse.Namespace(
-        trl_batch=512, prompts_a_step=64, steps=given.steps, model="", trl_experts="grouped_mm"
+        trl_batch=512, prompts_a_step=64, steps=given.steps, model="", gpu="", trl_experts="grouped_mm"
     )
     with tempfile.TemporaryDirectory() as directory:
         config = trl_config(directory, settings)
