@@ -395,6 +395,7 @@ def main() -> None:
     parser.add_argument("--trl", action="store_true", help="compare with TRL and peft too")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")
     parser.add_argument("--trl-steps", type=int, default=30, help="steps of that comparison")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
     for name in ("--worker", "--mode", "--checkpoint", "--prompts"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -415,12 +416,8 @@ def main() -> None:
         result["memory"] = {"hidden": given.hidden, "layers": given.layers, **memory(given)}
     if given.trl:
         result["trl"] = {"steps": given.trl_steps, "sides": against_trl(given)}
-    finish(
-        Path(__file__).stem,
-        result,
-        given.save,
-        lambda: installed("miles-core", "miles-plugin-lora", "torch", "transformers", "peft"),
-    )
+    versions = ("miles-core", "miles-plugin-lora", "torch", "transformers", "peft")
+    finish(Path(__file__).stem, result, given.save, lambda: installed(*versions), given.variant)
 
 
 if __name__ == "__main__":
