@@ -105,3 +105,11 @@ def test_a_model_that_full_training_cannot_hold_fits_with_adapters(checkpoint):
         plan(["lora"], facts=["hardware=H100"], **given)  # the engine has a second copy
     four = {"train_precision": "int4", "rollout_precision": "int4", "lora_sync": "adapter"}
     plan(["lora", "int4"], facts=["hardware=L40S"], **given, **four)
+
+
+def test_a_critic_next_to_adapters_counts_in_full(checkpoint):
+    given = {"hf_checkpoint": checkpoint, "max_tokens_per_gpu": 8192, "device": "cuda", "rollout_max_context_len": 4096}
+    given |= {"recompute_activations": True, "lora_sync": "adapter", "facts": ["hardware=H200"]}
+    plan(["lora"], **given)
+    with pytest.raises(PlanError, match="(?s)memory.*critic"):
+        plan(["lora"], advantage_estimator="ppo", **given)

@@ -14,6 +14,8 @@ from miles_megatron.sizes import Sizes
 MTP = "trainer.uses.mtp_layers"
 #: Fact: whether a plugin trains adapters over a frozen base.
 ADAPTERS = "trainer.uses.adapters"
+#: Fact: whether a plugin trains a critic.
+CRITIC = "trainer.uses.values"
 #: Share of a model's parameters that is counted for adapters; adapters of rank 64 on all layers have 3 to 6 % with a hidden size of 4096.
 _ADAPTERS = 0.05
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
@@ -34,7 +36,8 @@ def work_of(facts: Facts, s: Sizes) -> Work:
     recompute = value(
         "megatron.recompute_granularity", "full" if value("train.activation_checkpointing", False) else ""
     )
-    adapters = bool(facts.value(ADAPTERS))
+    # a critic next to adapters is trained in full, on as many ranks
+    adapters = bool(facts.value(ADAPTERS)) and not facts.value(CRITIC)
     changed = adapters and recompute != "full"  # base plus adapter of every micro-batch in flight
     return Work(
         tokens=value("train.micro_batch_size", 0) * longest,
