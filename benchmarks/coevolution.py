@@ -8,7 +8,7 @@ exact, on models of 0.1 M parameters after a supervised warm start:
 - Proposer against solver (warm start: valid tasks at random, and a few answers). The solver's accuracy on held-out questions of every task
   and level, and the proposer's score. The comparison keeps the proposer at random tasks (``--lr 0`` in its table).
 
-The last line of the output is one JSON object: values before and after with 95 % intervals over seeds.
+The last line of the output is one JSON object: values before and after, and gains paired by seed, with 95 % intervals over seeds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from formats_in_the_loop import interval
 from measure import finish, installed, options
+from seeds import change_of, work_in_processes
 
 PILES = "1-12"
 #: Flags of all runs.
@@ -75,19 +75,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80, help="steps of each run")
     parser.add_argument("--warm-start", type=int, default=300, help="supervised steps of the common start")
     parser.add_argument("--only", default="", help="modes whose name contains this")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     chosen = parser.parse_args()
-    import torch
-
-    torch.set_num_threads(chosen.threads)
-    modes = {name: mode for name, mode in MODES.items() if chosen.only in name}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in modes}
-    for seed in range(chosen.seeds):
-        with tempfile.TemporaryDirectory() as directory:
-            for game in dict.fromkeys(game for game, _ in modes.values()):
-                warm_start(Path(directory), game, seed, chosen.warm_start)
-            for name, (game, text) in modes.items():
-                runs[name].append(learn(Path(directory), game, text, seed, chosen.steps))
-                print(f"seed {seed}  {name:<36}", runs[name][-1], file=sys.stderr, flush=True)
+    modes = [name for name in MODES if chosen.only in name]
+    games = dict.fromkeys(MODES[name][0] for name in modes)
+    with tempfile.TemporaryDirectory() as directory:
+        shared: dict[str, Any] = {"jobs": chosen.jobs, "threads": chosen.threads, "directory": Path(directory)}
+        seeds = range(chosen.seeds)
+        work_in_processes(
+            warm_start, [(seed, game) for seed in seeds for game in games], steps=chosen.warm_start, **shared
+        )
+        found = work_in_processes(
+            learn, [(seed, name) for name in modes for seed in seeds], steps=chosen.steps, **shared
+        )
+    runs = {name: [found[seed, name] for seed in seeds] for name in modes}
     result = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start, "piles": PILES}
     result["modes"] = {name: {"configuration": MODES[name][1], **summary(found)} for name, found in runs.items()}
     versions = ["miles-core", "miles-plugin-coevolution", "torch", "transformers"]
@@ -96,9 +97,11 @@ def main() -> None:
     finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions), variant)
 
 
-def warm_start(directory: Path, game: str, seed: int, steps: int) -> None:
-    """A model that plays legal moves, or proposes valid tasks, at random: the baseline, in ``directory/game``."""
+def warm_start(seed: int, game: str, directory: Path, steps: int) -> None:
+    """A model that plays legal moves, or proposes valid tasks, at random: the baseline, in ``directory/SEED/game``."""
     from miles_tools.demo.model import Size, make_checkpoint
+
+    directory = directory / str(seed)
 
     make_checkpoint(directory / f"{game}-model", seed, Size(layers=2, experts=4, expert_hidden=64, context=512))
     draw, file = random.Random(seed), directory / f"{game}.jsonl"
@@ -141,11 +144,13 @@ def task_rows(draw: random.Random, count: int = 1500) -> list[tuple[str, str]]:
     return rows
 
 
-def learn(directory: Path, game: str, text: str, seed: int, steps: int) -> dict[str, Any]:
+def learn(seed: int, name: str, directory: Path, steps: int) -> dict[str, Any]:
     """One run: the reward of held-out games before and after, and the scores of the last fifth of its steps."""
     from miles_core.observe.metrics import read
 
-    save, file = Path(tempfile.mkdtemp(dir=directory)) / "run", directory / "run.yaml"
+    (game, text), directory = MODES[name], directory / str(seed)
+    own = Path(tempfile.mkdtemp(dir=directory))
+    save, file = own / "run", own / "run.yaml"
     file.write_text(text, encoding="utf-8")
     flags = {**SHARED, **GAMES[game], "config": file, "hf-checkpoint": directory / game, "save": save, "seed": seed}
     flags |= {"num-rollout": steps, "eval-interval": steps}
@@ -158,11 +163,13 @@ def learn(directory: Path, game: str, text: str, seed: int, steps: int) -> dict[
         n for n in last[-1] if n.startswith("coevolution/") and n.endswith(("/score", "/win", "_past", "dominance"))
     ]
     names += [n for n in ("nim/optimal_moves", "proposer/valid", "proposer/solved", "proposer/level") if n in last[-1]]
-    return {
+    result = {
         "held_out": [round(found[0], 4), round(found[-1], 4)],
-        "last": {name: round(statistics.mean(m[name] for m in last if name in m), 4) for name in names},
+        "last": {n: round(statistics.mean(m[n] for m in last if n in m), 4) for n in names},
         "seconds": round(statistics.median(m["time/step"] for m in trained), 4),
     }
+    print(f"seed {seed}  {name:<36}", result, file=sys.stderr, flush=True)
+    return result
 
 
 def run(flags: Mapping[str, Any]) -> None:
@@ -179,12 +186,7 @@ def run(flags: Mapping[str, Any]) -> None:
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means, and half-widths of 95 % intervals over seeds."""
-    found: dict[str, Any] = {}
-    before, after = ([r["held_out"][at] for r in runs] for at in (0, 1))
-    rows = {"before": before, "after": after, "gain": [b - a for a, b in zip(before, after, strict=True)]}
-    for name, values in rows.items():
-        mean, width = interval(values) if len(values) > 1 else (values[0], None)
-        found[name] = [round(mean, 4), None if width is None else round(width, 4)]
+    found = change_of([r["held_out"] for r in runs])
     names = runs[0]["last"]
     found["last"] = {name: round(statistics.mean(r["last"].get(name, 0.0) for r in runs), 4) for name in names}
     return found | {"seconds": round(statistics.mean(r["seconds"] for r in runs), 3)}

@@ -19,18 +19,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from formats_in_the_loop import train, warm_start
-from measure import finish, installed, options
+from measure import ROOT, finish, installed, options
+from seeds import change_of, mean_of, work_in_processes
 
 RANK, ALPHA = 16, 32
 LORA = f"--plugins lora --lora-rank {RANK} --lora-alpha {ALPHA} --lora-target-modules all-linear"
@@ -43,8 +45,6 @@ MODES = {
     "lora experts adapter": f"{EXPERTS} --lora-sync adapter",
     "lora int4 base": f"{ENCODED} --lora-sync adapter",
 }
-#: Two-sided 95 % quantiles of Student's t, by degrees of freedom.
-_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 
 def learn(given: argparse.Namespace) -> dict[str, Any]:
@@ -80,45 +80,47 @@ def learn(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def curves(given: argparse.Namespace) -> dict[str, Any]:
-    """Run every mode with every seed."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in given.modes}
-    for seed in range(given.seeds):
-        with tempfile.TemporaryDirectory() as directory:
-            warm_start(Path(directory), seed, given.warm_start)
-            for mode in given.modes:
-                words = [sys.executable, __file__, "--worker", directory, "--mode", mode, "--seed", str(seed)]
-                words += [
-                    "--steps",
-                    str(given.steps),
-                    "--threads",
-                    str(given.threads),
-                    "--lr",
-                    str(given.lr),
-                    "--lr-lora",
-                    str(given.lr_lora),
-                ]
-                done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-                runs[mode].append(json.loads(done.stdout.splitlines()[-1]))
-                print(f"seed {seed}  {mode:<22}", runs[mode][-1], file=sys.stderr, flush=True)
-    return {mode: {"options": MODES[mode], **summary(found)} for mode, found in runs.items()}
+    """Run every mode with every seed, ``--jobs`` of them at a time."""
+    seeds = range(given.seeds)
+    with tempfile.TemporaryDirectory() as directory:
+        start = [(Path(directory) / str(seed), seed) for seed in seeds]
+        work_in_processes(warm_start, start, given.jobs, given.threads, steps=given.warm_start)
+        keys = [(seed, mode) for mode in given.modes for seed in seeds]
+        with ThreadPoolExecutor(given.jobs) as pool:  # every run has a process of its own
+            done = pool.map(lambda key: run_mode(given, Path(directory), *key), keys)
+            found = dict(zip(keys, done, strict=True))
+    return {
+        mode: {
+            "options": MODES[mode],
+            **summary([found[seed, mode] for seed in seeds], [found[seed, given.modes[0]] for seed in seeds]),
+        }
+        for mode in given.modes
+    }
 
 
-def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means over seeds; accuracies with intervals."""
-    points = [interval(values) for values in zip(*(r["accuracy"] for r in runs), strict=True)]
-    found: dict[str, Any] = {"accuracy": points, "accuracy_of_each_seed": [round(r["accuracy"][-1], 4) for r in runs]}
+def run_mode(given: argparse.Namespace, directory: Path, seed: int, mode: str) -> dict[str, Any]:
+    """Run ``learn`` in a process."""
+    words = [sys.executable, __file__, "--worker", str(directory / str(seed)), "--mode", mode, "--seed", str(seed)]
+    for name in ("steps", "threads", "lr", "lr_lora"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(given, name))]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"seed {seed}  {mode:<22}", found, file=sys.stderr, flush=True)
+    return found
+
+
+def summary(runs: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means over seeds; accuracies with intervals, and their difference from the first mode's, paired by seed."""
+    last = [run["accuracy"][-1] - other["accuracy"][-1] for run, other in zip(runs, first, strict=True)]
+    found: dict[str, Any] = {
+        "curve": [mean_of(values) for values in zip(*(r["accuracy"] for r in runs), strict=True)],
+        "accuracy": change_of([(r["accuracy"][0], r["accuracy"][-1]) for r in runs]),
+        "minus_first_mode": mean_of(last),
+    }
     return found | {
         n: float(f"{statistics.mean(r[n] for r in runs):.4g}")
         for n in ("seconds", "abs_log_prob", "sync_bytes", "peak_mb")
     }
-
-
-def interval(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean and half the width of its 95 % interval; no width with one seed."""
-    half = (
-        _T.get(len(values) - 1, 1.96) * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    )
-    return {"mean": round(statistics.mean(values), 4), "half_width": None if half is None else round(half, 4)}
 
 
 #: Mode of the memory measurement -> plugins, and options of a toy run.
@@ -196,7 +198,10 @@ def hold(given: argparse.Namespace) -> dict[str, Any]:
         peak, after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, resident()
     assert len(done.metrics) == 3
     seconds = [m["time/train"] for m in done.metrics[1:] if "time/train" in m]
-    found: dict[str, Any] = {"train_seconds": float(f"{statistics.median(seconds):.4g}")}
+    gaps = [value for name, value in done.metrics[-1].items() if name.endswith("mismatch/abs_log_prob")]
+    found: dict[str, Any] = {"abs_log_prob": float(f"{statistics.mean(gaps):.4g}")}
+    if seconds:  # of several policies each has its own
+        found["train_seconds"] = float(f"{statistics.median(seconds):.4g}")
     if given.device == "cuda":
         return found | {
             "gpu": torch.cuda.get_device_name(),
@@ -283,14 +288,17 @@ def against_trl(given: argparse.Namespace) -> dict[str, Any]:
                     "--lr-lora",
                     str(given.lr_lora),
                 ]
-                done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+                # the other interpreter needs the workload of this checkout
+                paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+                environment = os.environ | {"PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
+                done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=environment)
                 found[side].append(json.loads(done.stdout.splitlines()[-1]))
                 print(f"seed {seed}  {side:<6}", found[side][-1], file=sys.stderr, flush=True)
     return {
         side: {
             "seconds": float(f"{statistics.median(r['seconds'] for r in runs):.4g}"),
-            "first_reward": interval([r["rewards"][0] for r in runs]),
-            "last_reward": interval([statistics.mean(r["rewards"][-5:]) for r in runs]),
+            "reward": change_of([(r["rewards"][0], statistics.mean(r["rewards"][-5:])) for r in runs]),
+            "curve": [mean_of(values) for values in zip(*(r["rewards"] for r in runs), strict=True)],
             "peak_mb": round(statistics.mean(r["peak_mb"] for r in runs)),
         }
         for side, runs in found.items()
@@ -341,7 +349,7 @@ def work_with_trl(given: argparse.Namespace) -> dict[str, Any]:
 
     rows = [json.loads(line)["prompt"] for line in Path(given.prompts).read_text().splitlines()]
     settings = argparse.Namespace(
-        trl_batch=512, prompts_a_step=64, steps=given.steps, model="", trl_experts="grouped_mm"
+        trl_batch=512, prompts_a_step=64, steps=given.steps, model="", gpu="", trl_experts="grouped_mm"
     )
     with tempfile.TemporaryDirectory() as directory:
         config = trl_config(directory, settings)
@@ -377,6 +385,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES), help="modes to run")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of full training")
     parser.add_argument("--lr-lora", type=float, default=5e-3, help="learning rate of adapters")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--memory", action="store_true", help="measure memory with a larger model too")
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size of that model")
     parser.add_argument("--layers", type=int, default=8, help="its layers")
@@ -386,6 +395,7 @@ def main() -> None:
     parser.add_argument("--trl", action="store_true", help="compare with TRL and peft too")
     parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")
     parser.add_argument("--trl-steps", type=int, default=30, help="steps of that comparison")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
     for name in ("--worker", "--mode", "--checkpoint", "--prompts"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -406,12 +416,8 @@ def main() -> None:
         result["memory"] = {"hidden": given.hidden, "layers": given.layers, **memory(given)}
     if given.trl:
         result["trl"] = {"steps": given.trl_steps, "sides": against_trl(given)}
-    finish(
-        Path(__file__).stem,
-        result,
-        given.save,
-        lambda: installed("miles-core", "miles-plugin-lora", "torch", "transformers", "peft"),
-    )
+    versions = ("miles-core", "miles-plugin-lora", "torch", "transformers", "peft")
+    finish(Path(__file__).stem, result, given.save, lambda: installed(*versions), given.variant)
 
 
 if __name__ == "__main__":

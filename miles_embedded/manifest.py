@@ -268,6 +268,7 @@ plugin = Plugin(
             "top_log_probs",
             "candidates",
             "optimizers",
+            "adapters",
         ),
     },
     defaults={"engine": "embedded", "trainer": "embedded"},

@@ -65,8 +65,8 @@ class Usage:
         usable: fraction of the GPU's memory that it can use.
         note: how the numbers were computed, one line.
         processes: number of processes that work together, one per GPU; several processes never run in the driver's process.
-        replaces: whether it takes the place of all other plugins' usages of its kind, as for a plugin that changes how a backend stores a
-            model.
+        replaces: whether it takes the place of other plugins' usages of its kind and label, as for a plugin that changes how a backend
+            stores a model.
         fitting: (bytes available next to other processes, bytes available alone) -> changes of facts under which the process fits,
             smallest first. They may include other hardware (``gpu.count``, ``gpu.machines``).
     """
@@ -110,7 +110,8 @@ def review_memory(usages: Sequence[Usage], facts: Facts) -> tuple[list[str], lis
         usages: usages of all processes of one policy.
         facts: facts of the plan. Without a known ``gpu.memory_gb``, nothing is compared.
     """
-    usages = [u for u in usages if u.replaces or not any(o.replaces and o.kind == u.kind for o in usages)]
+    replaced = {(u.kind, u.label) for u in usages if u.replaces}
+    usages = [u for u in usages if u.replaces or (u.kind, u.label) not in replaced]
     if not usages:
         return [], []
     memory = facts.lookup("gpu.memory_gb")

@@ -100,7 +100,17 @@ class EmbeddedTrainer(Trainer):
     """
 
     capabilities = frozenset(
-        {"entropy", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "candidates", "optimizers"}
+        {
+            "entropy",
+            "sampling_support",
+            "rebuild",
+            "sleep",
+            "values",
+            "top_log_probs",
+            "candidates",
+            "optimizers",
+            "adapters",
+        }
     )
 
     def __init__(

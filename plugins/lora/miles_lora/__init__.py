@@ -42,11 +42,7 @@ class LoraOptions:
     )
 
 
-_TRAINER = (
-    "the adapters are attached to Transformers' modules, which only the embedded trainer runs (in one process, or on several ranks with "
-    "FSDP2); Megatron-Core joins query, key and value and divides its matrices among ranks, where adapters in peft's layout have no "
-    "counterpart"
-)
+_MEGATRON = "trainer == megatron"
 
 plugin = Plugin(
     name="lora",
@@ -62,6 +58,9 @@ plugin = Plugin(
     },
     provides={"model": {"lora": "miles_lora.base:make_model"}, "transport": {"adapter": "miles_lora.transport:make"}},
     capabilities={"transport": ("adapter",)},
+    uses={
+        "trainer.adapters": "the trainer computes with adapters, and leaves out of checkpoints what they leave unchanged"
+    },
     sets={
         "transport": Set(
             "adapter",
@@ -70,7 +69,27 @@ plugin = Plugin(
         ),
     },
     requires=(
-        Rule("trainer == embedded", because=_TRAINER),
+        Rule(
+            "lora.sync == merged",
+            when=_MEGATRON,
+            because="this trainer computes with base plus adapter as one matrix, and an engine that adds the adapters itself rounds otherwise",
+        ),
+        Rule(
+            "lora.dropout == 0",
+            when=_MEGATRON,
+            because="this trainer adds adapters to matrices and not to outputs, so their inputs cannot be dropped separately; use --trainer "
+            "embedded",
+        ),
+        Rule(
+            "train.precision == bf16",
+            when=_MEGATRON,
+            because="a base in a number format needs adapters that are added to outputs; use --trainer embedded with --lora-sync adapter",
+        ),
+        Rule(
+            "not megatron.moe_router_bias_update_rate",
+            when=_MEGATRON,
+            because="correction biases of routers belong to the frozen base, which neither checkpoints nor exported adapters contain",
+        ),
         Rule(
             "train.precision == bf16 or lora.sync == adapter",
             because="with --lora-sync merged the engine rounds the sum of base and adapters, but the trainer would round the base alone; "
@@ -99,6 +118,11 @@ plugin = Plugin(
         ),
     ),
     recommends=(
+        Rule(
+            "train.activation_checkpointing",
+            when=_MEGATRON,
+            because="every micro-batch otherwise keeps base plus adapter of all its layers until its backward pass",
+        ),
         Rule(
             "train.activation_checkpointing",
             when="train.precision != bf16",

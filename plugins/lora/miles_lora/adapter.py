@@ -53,10 +53,12 @@ class Adapter(nn.Module):
         self.lora_B = nn.Parameter(weight.new_zeros(outer, rows))
 
     @torch.no_grad()
-    def reset(self, seed: int) -> None:
-        """Draw A from the distribution that ``peft`` uses (Kaiming uniform with a = sqrt(5)); B is 0, so the adapter has no effect."""
+    def reset(self, seed: str, source: str) -> None:
+        """Draw A from the distribution that ``peft`` uses (Kaiming uniform with a = sqrt(5)); B is 0, so the adapter has no effect.
+
+        seed, source: the seed of the policy and the name of the parameter, which determine A."""
         bound = 1 / math.sqrt(self.lora_A.shape[1])
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{source}".encode()))
         self.lora_A.copy_((torch.rand(self.lora_A.shape, generator=generator) * 2 - 1) * bound)
         self.lora_B.zero_()
 
@@ -112,7 +114,7 @@ def attach(targets: list[Target], options: LoraOptions, seed: str, raw_inputs: b
         weight = target.module._parameters[target.attribute]
         assert weight is not None
         adapter = Adapter(weight, options, bool(getattr(target.module, "is_transposed", False)))
-        adapter.reset(zlib.crc32(f"{seed}/{target.source}".encode()))
+        adapter.reset(seed, target.source)
         found[target.source] = adapter
         if target.is_joined:
             _attach_experts(target, adapter)

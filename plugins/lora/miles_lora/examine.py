@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from miles_core.plugin import ConfigError
-from miles_embedded import build_empty, checkpoint_config
+from miles_embedded import build_empty, checkpoint_config, views
 from miles_embedded import examine as examine_model
 from miles_lora.peft_files import check_adapter
-from miles_lora.targets import FLAG, find_targets
+from miles_lora.targets import FLAG, Target, find_targets
 
 
 def examine(config: Any, weights: bool) -> None:
@@ -31,8 +34,21 @@ def examine(config: Any, weights: bool) -> None:
             f"--lora-sync adapter: {experts[0].name} ({FLAG}) joins experts, and --engine {config.run.engine} loads adapters of linear layers "
             "only; send merged weights (--lora-sync merged), or leave the experts out"
         )
+    if config.run.trainer == "megatron":
+        _check_stacked(model, experts)
     if experts and options.dropout:
         raise ConfigError(
             f"--lora-dropout {options.dropout:g}: {experts[0].name} ({FLAG}) joins experts, whose inputs cannot be dropped separately for the "
             "adapter; leave the dropout out, or the experts"
         )
+
+
+def _check_stacked(model: nn.Module, experts: Sequence[Target]) -> None:
+    """Refuse experts that the checkpoint has in one tensor per layer: such a trainer reads them as matrices of single experts."""
+    sources = [view.source for view in views(model)]
+    for target in experts:
+        if sources.count(target.source) == 1:
+            raise ConfigError(
+                f"--trainer megatron: {target.name} ({FLAG}) has all experts in one tensor of the checkpoint, and this trainer adapts linear "
+                "layers, and experts with a tensor each; leave the experts out, or use --trainer embedded"
+            )

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from miles_core.data import Unit
 from miles_core.plugin import CheckpointError, Policy, Run, StashKey, Store, hookimpl
-from miles_embedded import full_values, is_constant, mark_constant, views
+from miles_embedded import build_empty, checkpoint_config, full_values, is_constant, mark_constant, views
 from miles_lora import LoraOptions
 from miles_lora.adapter import Adapter, attach, delta_of, squared_norm
 from miles_lora.base import codec_of
 from miles_lora.peft_files import read_adapter, write_adapter
+from miles_lora.sharded import ShardedAdapters
 from miles_lora.targets import Target, find_targets
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,10 @@ class Trained:
     def matrices(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the complete A and B of each adapter. A collective if ranks divide them."""
         return {n: (full_values(a.lora_A), full_values(a.lora_B)) for n, a in self.adapters.items()}
+
+    def squared_norm(self) -> Tensor:
+        """Return the squared Frobenius norm of what all adapters add to the weights. A collective if ranks divide them."""
+        return torch.stack([squared_norm(self.adapters[n], a, b) for n, (a, b) in self.matrices().items()]).sum()
 
     def base(self) -> Iterator[Unit]:
         """Yield the checkpoint tensors of the base. A collective."""
@@ -56,12 +61,20 @@ class Lora:
 
     def __init__(self) -> None:
         self.trained: dict[str, Trained] = {}
+        self.sharded: dict[str, ShardedAdapters] = {}
 
     @hookimpl
     def on_model(self, run: Run, policy: Policy, model: nn.Module, role: str) -> None:
         if role == "critic":  # trained in full
             return
         options: LoraOptions = run.config_of(policy).plugin("lora")
+        if hasattr(model, "matrices"):  # of a trainer that splits them among ranks
+            if not policy.learns:
+                return
+            if policy.name not in self.sharded:
+                self.sharded[policy.name] = _make_sharded(run, policy, options)
+            self.sharded[policy.name].attach(model)
+            return
         separate, trains = options.sync == "adapter", role in ("train", "shared") and policy.learns
         if trains and not separate:
             mark_constant(model.parameters())
@@ -74,7 +87,10 @@ class Lora:
         if not trains:
             return
         if options.adapter is not None:
-            read_adapter(options.adapter, adapters, targets)
+            shapes = {n: (a.lora_A.shape, a.lora_B.shape) for n, a in adapters.items()}
+            for source, (left, right) in read_adapter(options.adapter, shapes, targets).items():
+                adapters[source].lora_A.data.copy_(left)
+                adapters[source].lora_B.data.copy_(right)
         self.trained[policy.name] = run.stash.setdefault(TRAINED, {})[policy.name] = Trained(
             model, targets, adapters, options
         )
@@ -112,7 +128,7 @@ class Lora:
 
     @hookimpl
     def wrap_export(self, policy: Policy) -> Callable[..., Any] | None:
-        trained = self.trained.get(policy.name)
+        trained = self._find(policy)
         if trained is None or trained.options.export != "adapter":
             return None
 
@@ -134,7 +150,7 @@ class Lora:
 
     @hookimpl
     def wrap_optimizer_step(self, policy: Policy) -> Callable[..., Any] | None:
-        trained = self.trained.get(policy.name)
+        trained = self._find(policy)
         if trained is None:
             return None
 
@@ -142,8 +158,7 @@ class Lora:
             @torch.no_grad()
             def optimizer_step() -> dict[str, float]:
                 metrics = inner()
-                squares = [squared_norm(trained.adapters[n], a, b) for n, (a, b) in trained.matrices().items()]
-                return {**metrics, "lora_delta_norm": float(torch.stack(squares).sum().sqrt())}
+                return {**metrics, "lora_delta_norm": float(trained.squared_norm().sqrt())}
 
             return optimizer_step
 
@@ -151,17 +166,34 @@ class Lora:
 
     @hookimpl
     def on_save(self, policy: Policy | None, store: Store) -> None:
-        trained = self.trained.get(policy.name) if policy is not None else None
+        trained = self._find(policy) if policy is not None else None
         if trained is None or policy is None:
             return
         matrices = trained.matrices()
         if store.world.rank == 0:
             self._write(store.directory / "lora", policy, trained, matrices)
 
+    def _find(self, policy: Policy) -> Trained | ShardedAdapters | None:
+        return self.trained.get(policy.name) or self.sharded.get(policy.name)
+
     def _write(
-        self, directory: Path, policy: Policy, trained: Trained, matrices: dict[str, tuple[Tensor, Tensor]]
+        self,
+        directory: Path,
+        policy: Policy,
+        trained: Trained | ShardedAdapters,
+        matrices: dict[str, tuple[Tensor, Tensor]],
     ) -> None:
         write_adapter(directory, trained.targets, matrices, trained.options, policy.hf_checkpoint, trained.model)
+
+
+def _make_sharded(run: Run, policy: Policy, options: LoraOptions) -> ShardedAdapters:
+    chosen = run.config_of(policy).model
+    config = checkpoint_config(chosen.ref_load or policy.hf_checkpoint, chosen.trust_remote_code)
+    model, seed = build_empty(config, chosen.trust_remote_code), f"{run.config.train.seed}/{policy.name}"
+    made = ShardedAdapters(model, options, seed)
+    if options.adapter is not None:
+        made.start = read_adapter(options.adapter, made.shapes(), made.targets)
+    return made
 
 
 @torch.no_grad()

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from miles_core.plugin import CheckpointError, ConfigError
 from miles_lora import LoraOptions
-from miles_lora.adapter import Adapter
 from miles_lora.targets import Target
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -99,8 +99,15 @@ def _shortest(chosen: list[str], every: Iterable[str]) -> list[str]:
     return chosen
 
 
-def read_adapter(directory: str, adapters: Mapping[str, Adapter], targets: Sequence[Target]) -> None:
-    """Copy an adapter in peft's format to ``adapters``.
+def read_adapter(
+    directory: str, shapes: Mapping[str, tuple[torch.Size, torch.Size]], targets: Sequence[Target]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Read an adapter in peft's format: parameter -> complete A and B.
+
+    Args:
+        directory: contains the files.
+        shapes: parameter -> shapes of A and B in this run.
+        targets: the adapted weights.
 
     Raises:
         ConfigError: it adapts other weights, or has another rank.
@@ -110,19 +117,20 @@ def read_adapter(directory: str, adapters: Mapping[str, Adapter], targets: Seque
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{FLAG} {directory}: {WEIGHTS} cannot be read ({error})") from error
     starts = names_of(targets)
-    expected = {f"{start}lora_{x}.weight": (source, x) for source, start in starts.items() for x in "AB"}
-    if tensors.keys() != expected.keys():
-        odd = sorted(tensors.keys() ^ expected.keys())[0]
+    names = {source: (f"{start}lora_A.weight", f"{start}lora_B.weight") for source, start in starts.items()}
+    expected = {name for pair in names.values() for name in pair}
+    if tensors.keys() != expected:
+        odd = sorted(tensors.keys() ^ expected)[0]
         where = "the file has it and this run adapts no such weight" if odd in tensors else "the file lacks it"
         raise ConfigError(f"{FLAG} {directory}: {odd}: {where}; give the adapter's --lora-target-modules")
-    for name, tensor in tensors.items():
-        source, letter = expected[name]
-        home = adapters[source].lora_A if letter == "A" else adapters[source].lora_B
-        if home.shape != tensor.shape:
-            raise ConfigError(
-                f"{FLAG} {directory}: {name} has shape {list(tensor.shape)} where this run needs {list(home.shape)}; is it of another model?"
-            )
-        home.data.copy_(tensor)
+    for source, pair in names.items():
+        for name, shape in zip(pair, shapes[source], strict=True):
+            if tensors[name].shape != shape:
+                raise ConfigError(
+                    f"{FLAG} {directory}: {name} has shape {list(tensors[name].shape)} where this run needs {list(shape)}; is it of another "
+                    "model?"
+                )
+    return {source: (tensors[a], tensors[b]) for source, (a, b) in names.items()}
 
 
 def check_adapter(directory: str, options: LoraOptions) -> None:

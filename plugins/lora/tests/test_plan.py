@@ -29,7 +29,8 @@ BOTH = {"train_precision": "fp8", "rollout_precision": "fp8", "emulate_precision
             {"plugins": ["lora", "fp8"], **BOTH, "lora_sync": "adapter", "warmup_steps": 2},
             "cannot be BF16 during a warm-up",
         ),
-        ({"trainer": "megatron"}, "Megatron-Core joins query, key and value"),
+        ({"trainer": "megatron", "lora_sync": "adapter"}, "computes with base plus adapter as one matrix"),
+        ({"trainer": "megatron", "lora_dropout": 0.1}, "adds adapters to matrices and not to outputs"),
         ({"engine": "sglang", "lora_sync": "adapter", "colocate": True}, "does not bring the base back"),
         (
             {
@@ -104,3 +105,11 @@ def test_a_model_that_full_training_cannot_hold_fits_with_adapters(checkpoint):
         plan(["lora"], facts=["hardware=H100"], **given)  # the engine has a second copy
     four = {"train_precision": "int4", "rollout_precision": "int4", "lora_sync": "adapter"}
     plan(["lora", "int4"], facts=["hardware=L40S"], **given, **four)
+
+
+def test_a_critic_next_to_adapters_counts_in_full(checkpoint):
+    given = {"hf_checkpoint": checkpoint, "max_tokens_per_gpu": 8192, "device": "cuda", "rollout_max_context_len": 4096}
+    given |= {"recompute_activations": True, "lora_sync": "adapter", "facts": ["hardware=H200"]}
+    plan(["lora"], **given)
+    with pytest.raises(PlanError, match=r"(?s)memory.*critic"):
+        plan(["lora"], advantage_estimator="ppo", **given)

@@ -17,7 +17,9 @@ plugin = Plugin(
     config=MegatronConfig,
     elsewhere=ELSEWHERE,
     provides={"trainer": {"megatron": "miles_megatron.trainer.build:make_trainer"}},
-    capabilities={"trainer": ("entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep", "values")},
+    capabilities={
+        "trainer": ("entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep", "values", "adapters")
+    },
     sets={
         "env.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": Set(
             "1",

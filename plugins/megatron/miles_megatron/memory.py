@@ -43,6 +43,7 @@ class Work:
         recompute_layers: number of layers recomputed together with "full".
         recompute_modules: modules that "selective" recomputes.
         mtp: the checkpoint's MTP layer is trained.
+        trained: parameters with gradients and optimizer state per parameter of the model; below 1 those of adapters, next to the model's.
     """
 
     tokens: int
@@ -56,6 +57,7 @@ class Work:
     recompute_layers: int = 1
     recompute_modules: tuple[str, ...] = ("core_attn",)
     mtp: bool = False
+    trained: float = 1.0
     step: int = 0
     longest: int = 0
     limit: int = 0
@@ -128,12 +130,13 @@ def _stage(a: Architecture, s: Sizes, w: Work, number: int, layers: range, kinds
         held += count.mtp_layer(a)
     mine = held.split / s.tp + held.whole
     experts = held.experts / (s.ep * s.etp)
+    own = w.width * w.trained if w.trained < 1 else 0.0
     return Stage(
         number,
         len(layers),
-        weights=(w.width + w.seen) * (mine + experts) + w.width * (_table(a, s) if mtp else 0),
-        gradients=w.gradient * (mine + experts),
-        optimiser=w.state * (1 - w.offloaded) * (mine / (s.dp * s.cp) + experts / s.expert_dp),
+        weights=(w.width + w.seen + own) * (mine + experts) + w.width * (_table(a, s) if mtp else 0),
+        gradients=w.gradient * w.trained * (mine + experts),
+        optimiser=w.state * w.trained * (1 - w.offloaded) * (mine / (s.dp * s.cp) + experts / s.expert_dp),
         activations=_activations(a, s, w, number, layers),
         other=CONTEXT + (CHANNELS if s.ranks > 1 else 0),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ def make(
     codec: Codec | None = None,
     mtp: MtpLayer | None = None,
     dtype: torch.dtype = torch.float32,
+    on_chunk: Callable[[Any], object] = lambda chunk: None,
     **sizes: Any,
 ) -> MegatronTrainer:
     """Build one rank of a trainer with the contract's settings; all processes of torch.distributed are ranks.
@@ -38,6 +40,7 @@ def make(
         codec: codec of the number format.
         mtp: how to train the MTP layer.
         dtype: dtype of parameters and activations.
+        on_chunk: called with each chunk, as plugins receive it.
         sizes: fields of ``Sizes``.
     """
     from miles_megatron.trainer.groups import start_groups
@@ -53,7 +56,7 @@ def make(
         path = Path(checkpoint)
         a = families.read(json.loads((path / "config.json").read_text()))
         settings = _make_settings(setup, balance, dtype)
-        return MegatronTrainer(a, s, world, path, settings, path, codec=codec, mtp=mtp)
+        return MegatronTrainer(a, s, world, path, settings, path, on_chunk, codec, mtp)
 
 
 def _make_settings(setup: Setup, balance: float, dtype: torch.dtype) -> Settings:

@@ -50,6 +50,8 @@ def usages_of(facts: Facts, a: Architecture, s: Sizes, w: Work) -> Iterator[Usag
         f"trainer: {a.family}, {size} parameters on {s.ranks} rank{'s' * (s.ranks > 1)} ({ranks_of(facts)[1]}), {s.dp} replicas; "
         f"micro-batches of {w.tokens:,} tokens ({context(facts)[1]})"
     )
+    if w.trained < 1:
+        note += f"; adapters, counted as {w.trained:.0%} of the parameters, over a frozen base"
     if w.offloaded:
         note += f"; {w.offloaded:.0%} of the optimizer's state is in host memory"
     host = _host_bytes(facts, a, s, w)

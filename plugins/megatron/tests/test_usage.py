@@ -113,3 +113,15 @@ def test_packages_are_assumed_where_the_plan_is_for_other_machines(checkpoint):
         PlanError, match=r"megatron needs megatron-core >=0.19.2(.|\n)*--fact package.megatron-core=none"
     ):
         plan(**given, facts=["hardware=8xH200", "megatron.ranks=8", "package.megatron-core=none"])
+
+
+def test_adapters_have_gradients_and_states_and_the_base_has_none(checkpoint):
+    given = {"hf_checkpoint": checkpoint("qwen3-30b-a3b"), "facts": ["hardware=8xH200"], **SLIME}
+    full, adapters = (row(plan(plugins, **given), "trainer") for plugins in ([], ["lora"]))
+    for name in ("gradients", "optimizer"):
+        assert adapters[name] == pytest.approx(0.05 * full[name], abs=0.06)
+    assert adapters["weights"] == pytest.approx(1.05 * full["weights"], rel=0.02)
+    kept = row(
+        plan(["lora"], **{**given, "recompute_granularity": None, "max_tokens_per_gpu": 8192}), "trainer"
+    )  # base plus adapter of the layers
+    assert kept["weights"] == pytest.approx(2.05 * full["weights"], rel=0.02)

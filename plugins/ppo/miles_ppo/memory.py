@@ -1,18 +1,18 @@
 """Memory of a critic with a model of its own, for the plan: a second trainer. Does not import torch.
 
 In one process it adds to the policy's trainer and to the engine; a runtime with several processes gives each policy and each critic GPUs of
-their own.
+their own, or those of the policy (``--share-policy-gpus``).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from miles_core.plugin import Facts, Usage
+from miles_core.plugin import Facts, Parts, Usage
 from miles_embedded import size_of, trainer_parts, training_of
 
 
@@ -29,8 +29,18 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     parts = trainer_parts(size, how)
     if facts.value("runtime") == "inline":  # one context, and activations of one trainer at a time
         parts = replace(parts, other=0.0, activations=0.0)
+    label = "critic"
+    if facts.value("ray.share_policy_gpus"):
+        policy = size_of(facts, model)
+        if policy is not None:
+            parts, label = _add(parts, trainer_parts(policy, training_of(facts))), "critic and policy on one GPU"
     note = f"critic: {size.parameters / 1e9:,.3g} billion parameters, trained in full"
-    yield Usage("trainer", "critic", parts, parts.other, note=note, processes=how.ranks)
+    yield Usage("trainer", label, parts, parts.other, note=note, processes=how.ranks)
+
+
+def _add(one: Parts, two: Parts) -> Parts:
+    """Return the memory of two processes on one GPU."""
+    return Parts(**{field.name: getattr(one, field.name) + getattr(two, field.name) for field in fields(Parts)})
 
 
 def _read_config(checkpoint: str | None) -> dict[str, Any] | None:

@@ -15,5 +15,13 @@ plugin = Plugin(
     capabilities={"runtime": ("remote",)},
     packages=(Package("ray", ">=2.50", install="pip install 'ray>=2.50'"),),
     review="miles_ray.review:review",
-    requires=(Rule(needs="runtime == ray", because="the plugin is a runtime; its options place the processes"),),
+    requires=(
+        Rule(needs="runtime == ray", because="the plugin is a runtime; its options place the processes"),
+        Rule(
+            "not colocate",
+            when="ray.share_policy_gpus",
+            because="with --colocate an engine takes turns with the trainer of its own policy, and the other policies' processes would keep their "
+            "memory meanwhile; give engines GPUs of their own, or each policy",
+        ),
+    ),
 )

@@ -37,7 +37,10 @@ class Cluster:
         self.options, self.sizes = options, options.sizes(run.config.run.colocate)
         silent = sum(not policy.generates for policy in run.policies)
         self.policies = len(run.policies)
+        self.shared = options.share_policy_gpus
         self.devices = self.sizes.devices * self.policies - (self.sizes.devices - self.sizes.ranks) * silent
+        if self.shared:
+            self.devices = self.sizes.devices
         self.address = options.address or os.environ.get("RAY_ADDRESS")
         self.own = not ray.is_initialized()
         self.lost = ""  #: why the cluster is unusable; empty if it is usable
@@ -84,7 +87,7 @@ class Cluster:
                 if sizes.colocate
                 else f"and {sizes.engines * sizes.per_engine} for engines (--rollout-num-gpus)"
             )
-            who = "this run" if self.policies == 1 else f"each of {self.policies} policies"
+            who = "this run" if self.policies == 1 or self.shared else f"each of {self.policies} policies"
             raise ConfigError(
                 f"{who} takes {sizes.devices} {self.unit}s, {sizes.ranks} to train (--actor-num-nodes {sizes.nodes} x "
                 f"--actor-num-gpus-per-node {sizes.per_node}) {engines}, and {self.name} has {have}"

@@ -28,6 +28,12 @@ class RayConfig:
     rollout_num_gpus_per_engine: int = option(
         1, flag="--rollout-num-gpus-per-engine", help="GPUs of one engine, on one machine", metavar="N", ge=1
     )
+    share_policy_gpus: bool = option(
+        False,
+        flag="--share-policy-gpus",
+        help="a critic and other policies after the first one use the GPUs of the first one, each process with memory of its own, "
+        "instead of as many GPUs again",
+    )
     address: str | None = option(
         None,
         flag="--ray-address",

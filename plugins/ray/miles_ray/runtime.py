@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -24,11 +25,36 @@ class RayRuntime(RemoteRuntime):
         super().__init__(run)
         self.cluster = Cluster(run)
         self.groups: list[PlacementGroup] = []
+        #: ranks and engines whose GPUs the policies placed later share
+        self._owners: list[tuple[RayWorkers, RayWorkers]] = []
         self._watch: asyncio.Task[None] | None = None
 
     async def place(self, policy: Policy) -> tuple[Workers, Workers]:
         if self._watch is None:
             self._watch = asyncio.create_task(self._end_without_ray())
+        for trainer, engines in self._owners:
+            if len(engines) or not policy.generates:
+                return await self._place_on(trainer, engines, policy)
+        found = await self._place_apart(policy)
+        if self.cluster.shared:
+            self._owners.append(found)
+        return found
+
+    async def _place_on(
+        self, trainer: RayWorkers, engines: RayWorkers, policy: Policy
+    ) -> tuple[RayWorkers, RayWorkers]:
+        """Start the workers of a policy on the devices of another one's."""
+        process = {"CPU": 1.0} if self.cluster.unit == "GPU" else {}
+
+        def places(workers: RayWorkers) -> list[Place]:
+            found = enumerate(workers.places)
+            return [replace(place, resources=process, devices=workers.devices([n])) for n, place in found]
+
+        ranks = await self._start_workers("trainer", places(trainer), policy)
+        return ranks, await self._start_workers("engine", places(engines) if policy.generates else [], policy)
+
+    async def _place_apart(self, policy: Policy) -> tuple[RayWorkers, RayWorkers]:
+        """Start the workers of a policy on devices of its own."""
         sizes, unit = self.cluster.sizes, self.cluster.unit
         beside = sizes.per_node // sizes.per_engine if sizes.colocate else 0
         trainer = await self._group(
@@ -53,7 +79,8 @@ class RayRuntime(RemoteRuntime):
             "PACK",
             f"--rollout-num-gpus {sizes.engines * sizes.per_engine}, {sizes.per_engine} per engine",
         )
-        engines = [Place(engine, number, self._bundle(sizes.per_engine, 1)) for number in range(sizes.engines)]
+        process = {"CPU": 1.0, "GPU": float(sizes.per_engine)} if unit == "GPU" else {"CPU": float(sizes.per_engine)}
+        engines = [Place(engine, number, process) for number in range(sizes.engines)]
         both = await asyncio.gather(
             self._start_workers("trainer", ranks, policy), self._start_workers("engine", engines, policy)
         )
@@ -61,6 +88,7 @@ class RayRuntime(RemoteRuntime):
 
     def _bundle(self, units: int, processes: int) -> dict[str, float]:
         """Return the resources of ``units`` devices and ``processes`` processes, with one CPU per process on GPU clusters."""
+        processes *= self.cluster.policies if self.cluster.shared else 1
         return {"CPU": float(processes), "GPU": float(units)} if self.cluster.unit == "GPU" else {"CPU": float(units)}
 
     async def _group(self, bundles: list[dict[str, float]], strategy: str, wanted: str) -> PlacementGroup:

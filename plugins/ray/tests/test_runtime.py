@@ -130,3 +130,20 @@ def test_signals_are_the_run_s_own_again_after_ray_has_started():
         assert signal.getsignal(signal.SIGTERM) is handle
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.thorough
+def test_a_critic_on_the_gpus_of_its_policy_learns_the_same(cluster):
+    """Apart, two policies take six CPUs (two ranks each, two for engines); here they take the four of one."""
+    options = {"advantage_estimator": "ppo", "critic_lr": 1e-2, "lr": 1e-3, "steps": 2}
+    here = toy_run(["ppo"], **options)
+    there = toy_run(
+        ["ppo"], runtime="ray", share_policy_gpus=True, actor_num_gpus_per_node=2, rollout_num_gpus=2, **options
+    )
+    for name in ("critic/train/value_loss", "train/grad_norm", "reward/mean"):
+        assert [m[name] for m in there.metrics] == pytest.approx([m[name] for m in here.metrics], rel=1e-3)
+
+
+def test_policies_that_share_gpus_do_not_take_turns_on_them():
+    with pytest.raises(PlanError, match="the other policies' processes would keep their"):
+        plan(runtime="ray", share_policy_gpus=True, colocate=True)

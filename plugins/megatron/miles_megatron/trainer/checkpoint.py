@@ -16,6 +16,7 @@ from torch import Tensor
 from miles_core.data import Unit
 from miles_core.plugin import CheckpointError, Store
 from miles_core.trainer import World, get_rng, put_rng, record_files
+from miles_megatron.trainer.matrices import added_state
 
 if TYPE_CHECKING:
     from miles_megatron.trainer.trainer import MegatronTrainer
@@ -71,8 +72,7 @@ def _sharded(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {}
     trainer.optimizer.allocate()
     for number, chunk in enumerate(trainer.chunks):
-        model: Any = chunk
-        state[f"model{number}"] = model.sharded_state_dict()
+        state[f"model{number}"] = _state_of(trainer, chunk)
     plain = state["model0"] if len(trainer.chunks) == 1 else dict(state.items())
     state["moments"] = trainer.optimizer.sharded_moments(plain, loading, _RESHARDABLE)
     if (mtp := trainer.mtp) is not None and mtp.layer.here:
@@ -80,6 +80,13 @@ def _sharded(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
         state["mtp"] = mtp.layer.sharded_state_dict()
         state["mtp_moments"] = mtp.optimizer.sharded_moments(state["mtp"], loading, _RESHARDABLE)
     return state
+
+
+def _state_of(trainer: MegatronTrainer, chunk: Any) -> dict[str, Any]:
+    """Return the sharded state of a chunk, without its own weights if plugins train nothing but the parameters that they added."""
+    added = added_state(trainer.weights, chunk)
+    trained = sum(parameter.requires_grad for parameter in chunk.parameters())
+    return added if added and trained == len(added) else {**chunk.sharded_state_dict(), **added}
 
 
 def export(trainer: MegatronTrainer, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:

@@ -45,6 +45,7 @@ from miles_megatron.trainer.context import sum_over_context
 from miles_megatron.trainer.device_memory import DeviceMemory
 from miles_megatron.trainer.flight import Flight, flatten, merge, reduce_metrics, split_into_flights
 from miles_megatron.trainer.logprobs import head_on, token_log_probs, whole_rows
+from miles_megatron.trainer.matrices import find_matrices, pass_gradients
 from miles_megatron.trainer.model import (
     ADD_IN_PLACE,
     build_chunks,
@@ -96,7 +97,9 @@ class MegatronTrainer(Trainer):
         head: makes the value head of a critic for the last chunk; None for a model that predicts tokens.
     """
 
-    capabilities = frozenset({"entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep", "values"})
+    capabilities = frozenset(
+        {"entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep", "values", "adapters"}
+    )
 
     @_on_cpu_too
     def __init__(
@@ -136,7 +139,9 @@ class MegatronTrainer(Trainer):
         for chunk in plain:
             if head is not None:
                 add_head(chunk, head, a.tied)
+            vars(chunk)["matrices"] = list(find_matrices(self.weights, chunk))
             on_chunk(chunk)
+            pass_gradients(chunk)
         self.wrapped = [self._wrap(chunk, one_bucket=i > 0) for i, chunk in enumerate(plain)]
         self._chunks = plain
         self.routers = Routers(plain, a, settings.balance)
@@ -314,15 +319,22 @@ class MegatronTrainer(Trainer):
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """Load the reference model's weights into the chunks; at exit restore the policy's weights, saved in host memory."""
+        """Load the reference model's weights into the chunks; at exit restore the policy's weights, saved in host memory.
+
+        Frozen weights under adapters are those of the reference model already."""
         if self._reference is None:
             raise RuntimeError("this trainer was built without a reference model")
-        kept = {name: tensor.detach().cpu().clone() for name, tensor in self.weights.held.items()}
-        self.weights.load(self._reference)
+        frozen = self._reference == self.source and not any(t.requires_grad for t in self.weights.held.values())
+        kept = {} if frozen else {name: tensor.detach().cpu().clone() for name, tensor in self.weights.held.items()}
+        if not frozen:
+            self.weights.load(self._reference)
+        self.weights.unchanged = True
         try:
             yield
         finally:
-            self.weights.restore(kept)
+            self.weights.unchanged = False
+            if not frozen:
+                self.weights.restore(kept)
 
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,17 @@ class Weights:
     Attributes:
         held: name -> tensor on this rank.
         copy: the output layer's copy of a tied embedding on another pipeline stage, or None.
+        changes: name -> function of the tensor on this rank; units contain its result (``Matrix.change``).
+        unchanged: whether modules compute with the tensors as they are stored, in passes of the reference model.
+        added_parameters: name -> parameter of a plugin and this rank's indices among those that store it (``Matrix.add_parameter``).
     """
 
     def __init__(self, chunks: Sequence[nn.Module], a: Architecture, s: Sizes, mtp: nn.Module | None = None) -> None:
         self.a, self.s = a, s
         self.source: Path | None = None
+        self.changes: dict[str, Callable[[Tensor], Tensor]] = {}
+        self.unchanged = False
+        self.added_parameters: dict[str, tuple[nn.Parameter, tuple[int, int]]] = {}
         whole = list(families.weights(a))
         trained = ("decoder.", "embedding.", "output_layer.", *(() if mtp is None else (FIRST_MTP,)))
         self.entries = [entry for entry in whole if entry.name.startswith(trained)]
@@ -108,7 +114,7 @@ class Weights:
                 self.copy.copy_(kept.get("embedding.word_embeddings.weight", self.copy))
 
     def _part(self, entry: Entry, tensors: Sequence[Tensor], held: Tensor) -> Tensor:
-        rank, size = self._place(entry)
+        rank, size = self.place(entry)
         whole = shard(entry, tensors, self.a)
         part = whole if whole.shape == held.shape else shard(entry, tensors, self.a, rank, size)
         if part.shape != held.shape:
@@ -118,7 +124,7 @@ class Weights:
             )
         return part
 
-    def _place(self, entry: Entry) -> tuple[int, int]:
+    def place(self, entry: Entry) -> tuple[int, int]:
         """Return rank and size in the group that splits a tensor."""
         if entry.expert is None:
             return parallel_state.get_tensor_model_parallel_rank(), self.s.tp
@@ -186,7 +192,9 @@ class Weights:
 
     def _gather_shards(self, entry: Entry) -> list[Tensor]:
         held = self.held[entry.name].detach()
-        _rank, size = self._place(entry)
+        if (change := self.changes.get(entry.name)) is not None:
+            held = change(held)
+        _rank, size = self.place(entry)
         if not self.is_cut(entry, held):
             return join(entry, [held], self.a)
         group = (
@@ -199,7 +207,7 @@ class Weights:
     def is_cut(self, entry: Entry, held: Tensor) -> bool:
         """Whether a tensor is split across ranks. TransformerEngine replicates the down-projections of latent attention; the local
         modules split them."""
-        if self._place(entry)[1] == 1:
+        if self.place(entry)[1] == 1:
             return False
         low = self.a.latent
         if low is not None and entry.name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):

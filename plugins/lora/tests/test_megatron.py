@@ -1,0 +1,168 @@
+"""Adapters on Megatron-Core's joined and divided matrices: they train as the embedded trainer's do, whatever the parallel sizes.
+
+Needs megatron-core; runs on a CPU with its local modules, and gloo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from miles_core.trainer import Callbacks
+from miles_embedded import build_empty, checkpoint_config
+from miles_lora import LoraOptions
+from miles_lora.hooks import merge
+from miles_lora.sharded import ShardedAdapters
+from miles_testing import Setup, tiny_checkpoint, toy_run
+from miles_testing.yardstick import make_batch, weighted
+
+pytest.importorskip("peft")
+INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
+pytestmark = [pytest.mark.skipif(not INSTALLED, reason="needs megatron-core"), pytest.mark.slow]
+OPTIONS = LoraOptions(rank=4, target_modules=("all-linear", "all-experts"))
+SETUP = replace(Setup(), micro_batch_size=3, recompute=True, lr=1e-2, weight_decay=0.0)
+
+
+def attach(checkpoint, options=OPTIONS):
+    return ShardedAdapters(build_empty(checkpoint_config(str(checkpoint), False), False), options, "0")
+
+
+def train(checkpoint, saved=None, load=False, steps=2, **sizes):
+    """Adapters, exported weights and log-probabilities of a rank after some steps."""
+    from miles_megatron.testing import make, may_have_children
+
+    may_have_children()
+    adapters = attach(checkpoint)
+    trainer = make(checkpoint, SETUP, on_chunk=adapters.attach, **sizes)
+    trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
+    batch = make_batch()
+    groups = batch.group.tolist()
+    part = batch.select([i for i, g in enumerate(groups) if g % trainer.world.replicas == trainer.world.replica])
+    if load:
+        trainer.load(saved)
+    metrics = [trainer.step(part) for _ in range(steps)]
+    if saved is not None and not load:
+        trainer.save(saved)
+    columns = {kind: trainer.log_probs(part, kind)["log_probs"] for kind in ("old", "ref")}
+    units = {n: t.clone() for unit in trainer.units(everywhere=True) for n, t in unit.tensors.items()}
+    return (
+        adapters.matrices(),
+        units,
+        columns,
+        [m["train/grad_norm"][0] for m in metrics],
+        float(adapters.squared_norm()),
+    )
+
+
+def train_with(checkpoint, saved, sizes):
+    """``train`` on a rank, and again from what it saved."""
+    found = train(checkpoint, saved, **sizes)
+    return found, train(checkpoint, saved, load=True, steps=0, **sizes)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint, tmp_path_factory):
+    """One rank, and where it saved its state."""
+    directory = tmp_path_factory.mktemp("alone") / "saved"
+    return train(checkpoint, directory), directory
+
+
+def close(ours, theirs, atol):
+    assert ours.keys() == theirs.keys()
+    for name, pair in theirs.items():
+        for mine, other in zip(ours[name], pair, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=atol, msg=name)
+
+
+def test_one_rank_trains_what_the_embedded_trainer_trains(checkpoint, alone):
+    from miles_core.trainer import OptimizerConfig
+    from miles_embedded import load_model, mark_constant
+    from miles_embedded.trainer.build import data_parallel
+    from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+    from miles_lora.adapter import attach as attach_here
+    from miles_lora.hooks import Trained
+    from miles_lora.targets import find_targets
+
+    model = load_model(checkpoint)
+    mark_constant(model.parameters())
+    targets = find_targets(model, OPTIONS.target_modules)
+    trained = Trained(model, targets, attach_here(targets, OPTIONS, "0", raw_inputs=False), OPTIONS)
+    adamw = OptimizerConfig(lr=SETUP.lr, weight_decay=0.0, betas=SETUP.betas, eps=SETUP.eps, clip_grad=SETUP.clip_grad)
+    config = TrainerConfig(optimizer=adamw, temperature=SETUP.temperature)
+    trainer = EmbeddedTrainer(model, config, None, None, data_parallel("no_shard", torch.device("cpu")))
+    trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
+    norms = [trainer.step(make_batch())["train/grad_norm"][0] for _ in range(2)]
+    (matrices, units, _, found, squared), _ = alone
+    assert found == pytest.approx(norms, rel=1e-3)
+    close(matrices, trained.matrices(), 2e-3)
+    assert squared == pytest.approx(float(trained.squared_norm()), rel=1e-2)
+    merged = {n: t for unit in merge(trained, trainer.units(everywhere=True)) for n, t in unit.tensors.items()}
+    assert merged.keys() == units.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(units[name], tensor, rtol=0, atol=2e-3, msg=name)
+
+
+def test_the_reference_model_is_the_base(alone, checkpoint):
+    from miles_megatron.testing import make
+
+    (_, _, columns, _, _), _ = alone
+    base = make(checkpoint, SETUP).log_probs(make_batch(), "old")["log_probs"]
+    torch.testing.assert_close(columns["ref"], base, rtol=0, atol=1e-6)
+    assert (columns["old"] - base).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tp": 2, "sequence": True}, {"ep": 2}, {"pp": 2}, {"tp": 2, "etp": 1, "ep": 2, "sequence": True}, {"cp": 2}, {}],
+    ids=["tensor", "expert", "pipeline", "tensor and expert", "context", "data"],
+)
+def test_two_ranks_train_what_one_trains(ranks, checkpoint, alone, sizes, tmp_path):
+    (matrices, units, _, norms, squared), _ = alone
+    for (mine, theirs, _, grad_norms, total), loaded in ranks.run(train_with, checkpoint, tmp_path / "saved", sizes):
+        assert grad_norms == pytest.approx(norms, rel=1e-3) and total == pytest.approx(squared, rel=1e-2)
+        close(mine, matrices, 2e-3)
+        for name, tensor in units.items():
+            torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=2e-3, msg=name)
+        close(loaded[0], mine, 0)
+    again = train(checkpoint, tmp_path / "saved", load=True, steps=0)  # on one rank
+    close(again[0], mine, 0)
+
+
+def test_runs_save_resume_and_export_adapters(tmp_path):
+    """A whole run: engine and trainer agree, peft's files are written, checkpoints contain adapters only, and a run goes on from them."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    options = {
+        "trainer": "megatron",
+        "lora_target_modules": "all-linear,all-experts",
+        "lr": 1e-2,
+        "verify_logprobs": True,
+    }
+    options |= {"kl_loss_coef": 0.1, "micro_batch_size": 4}
+    done = toy_run(["megatron", "lora"], steps=3, export_hf=tmp_path / "hf", **options)
+    assert all(record["verify/abs_log_prob"] < 1e-4 for record in done.metrics)
+    assert done.metrics[-1]["train/lora_delta_norm"] > 0.1 and done.metrics[-1]["train/ref_kl"] > 0
+    policy = done.directory / "checkpoints" / "step_00000003" / "policy"
+    held = sum(f.stat().st_size for f in (policy / "trainer").rglob("*") if f.is_file())
+    assert held < sum(f.stat().st_size for f in (tmp_path / "hf").glob("*.safetensors"))
+    base = AutoModelForCausalLM.from_pretrained(done.run.policy.hf_checkpoint, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, policy / "plugins" / "lora").merge_and_unload().state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).state_dict()
+    for name, tensor in plain.items():
+        torch.testing.assert_close(adapted[name], tensor, rtol=0, atol=1e-5, msg=name)
+    first = toy_run(["megatron", "lora"], steps=2, **options)
+    again = toy_run(["megatron", "lora"], steps=3, load=first.directory, save=None, directory=None, **options)
+    assert again.metrics[-1]["train/loss"] == done.metrics[-1]["train/loss"]
+    start = toy_run(["megatron", "lora"], steps=1, **options | {"lr": 0.0}, lora_adapter=policy / "plugins" / "lora")
+    assert start.metrics[-1]["train/lora_delta_norm"] == pytest.approx(done.metrics[-1]["train/lora_delta_norm"])
+    assert load_file(policy / "plugins" / "lora" / "adapter_model.safetensors")
