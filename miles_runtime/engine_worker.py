@@ -31,6 +31,7 @@ class EngineWorker(Worker):
 
     def __init__(self, order: Order, policy: str) -> None:
         super().__init__(order, policy)
+        self._span: tuple[int, int, str] | None = None
         self._begin_empty()
         self._inbox = Inbox(lambda request: self.part.generate(request))
 
@@ -41,10 +42,16 @@ class EngineWorker(Worker):
         self._installing = asyncio.Lock()
         self._push, self._senders = 0, tuple[str, ...]()
 
+    def span(self, machines: int, index: int, address: str) -> None:
+        """Build this machine's part of an engine that runs on several machines; see ``Engine.span``."""
+        self._span = (machines, index, address)
+
     async def build(self) -> dict[str, Any]:
         """Create and start the engine; return the facts that a front needs."""
         name = self.run.config.run.engine
         self.part = self.run.hooks.make("engine", name, run=self.run, policy=self.policy)
+        if self._span is not None:
+            self.part.span(*self._span)
         await self.part.start()
         freeze_gc()
         return {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -30,7 +32,7 @@ class RayRuntime(RemoteRuntime):
         if self._watch is None:
             self._watch = asyncio.create_task(self._end_without_ray())
         sizes, unit = self.cluster.sizes, self.cluster.unit
-        beside = sizes.per_node // sizes.per_engine if sizes.colocate else 0
+        beside = max(sizes.per_node // sizes.per_engine, 1) if sizes.colocate else 0
         trainer = await self._group(
             [self._bundle(sizes.per_node, sizes.per_node + beside)] * sizes.nodes,
             "STRICT_SPREAD",
@@ -43,17 +45,26 @@ class RayRuntime(RemoteRuntime):
         if sizes.colocate:  # engines use the GPUs that Ray assigned to the trainer ranks
             started = await self._start_workers("trainer", ranks, policy)
             process = {"CPU": 1.0} if unit == "GPU" else {}
+            parts = sizes.parts(sizes.per_node)
             engines = [
-                Place(trainer, sizes.node_of(e), process, started.devices(sizes.ranks_of(e)))
+                _first_of(
+                    Place(trainer, shared[0] // sizes.per_node, process, started.devices(shared))
+                    for shared in (sizes.ranks_of(e, part, parts) for part in range(parts))
+                )
                 for e in range(sizes.engines)
             ]
             return started, await self._start_workers("engine", engines, policy)
+        parts = sizes.parts(self.cluster.machine)
+        bundle = self._bundle(sizes.per_engine // parts, 1)
         engine = await self._group(
-            [self._bundle(sizes.per_engine, 1)] * sizes.engines,
+            [bundle] * sizes.engines * parts,
             "PACK",
-            f"--rollout-num-gpus {sizes.engines * sizes.per_engine}, {sizes.per_engine} per engine",
+            f"--rollout-num-gpus {sizes.engines * sizes.per_engine}, {sizes.per_engine} per engine"
+            + (f", in {parts} parts" if parts > 1 else ""),
         )
-        engines = [Place(engine, number, self._bundle(sizes.per_engine, 1)) for number in range(sizes.engines)]
+        engines = [
+            _first_of(Place(engine, e * parts + part, bundle) for part in range(parts)) for e in range(sizes.engines)
+        ]
         both = await asyncio.gather(
             self._start_workers("trainer", ranks, policy), self._start_workers("engine", engines, policy)
         )
@@ -118,6 +129,12 @@ class RayRuntime(RemoteRuntime):
         for group in self.groups:
             remove_placement_group(group)
         self.cluster.leave()
+
+
+def _first_of(places: Iterable[Place]) -> Place:
+    """Return the first place of a worker with the others as its further parts."""
+    first, *others = places
+    return replace(first, parts=tuple(others))
 
 
 def environment(run: Run) -> dict[str, str]:
