@@ -14,6 +14,7 @@ from miles_core.data.world import ALONE, World
 from miles_core.errors import MismatchError, SyncError, WorkerLost
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import Mailbox
+from miles_runtime.relay import is_relayed
 from miles_runtime.workers import Workers, gather_in_order
 
 
@@ -151,18 +152,25 @@ class EngineFront(Engine):
         if error is not None:
             raise error
         count = number + bool(bucket)
-        await self.engines.call_all("update", self.push, version, self.world.rank, self.world.size, count)
+        await self._to_engines("update", version, self.world.rank, self.world.size, count)
 
     async def _take(self, number: int, bucket: bytearray) -> Exception | None:
         try:
             shared = self.engines.share(bucket)
-            await self.engines.call_all("take", self.push, self.world.rank, number, shared)
+            await self._to_engines("take", self.world.rank, number, shared=(shared,))
         except (WorkerLost, SyncError) as error:
             return error
         return None
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
-        await self.engines.call_all("receive", self.push, {**message, "push": self.push}, version, last)
+        await self._to_engines("receive", {**message, "push": self.push}, version, last)
+
+    async def _to_engines(self, method: str, *args: Any, shared: tuple[Any, ...] = ()) -> None:
+        """Call all engines as a sender of weights, directly or through the relay of the first engine."""
+        if is_relayed(self.world.size, len(self.engines)):
+            await self.engines.call(0, "relay", self.push, self.world.size, method, args, shared)
+        else:
+            await self.engines.call_all(method, self.push, *args, *shared)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._state["pause"] = (mode,)

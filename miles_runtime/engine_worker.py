@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from miles_core.precision.quantizer import SideParity
 from miles_core.run.parts import freeze_gc
 from miles_mismatch.parity import check_side
 from miles_runtime.mailbox import Answers, Inbox, Letters
+from miles_runtime.relay import Call, Relay
 from miles_runtime.worker import Order, Worker
+from miles_runtime.workers import Workers
 
 
 class EngineWorker(Worker):
@@ -41,6 +44,8 @@ class EngineWorker(Worker):
         self._served: asyncio.Future[None] | None = None
         self._installing = asyncio.Lock()
         self._push, self._senders = 0, tuple[str, ...]()
+        self._engines: Workers | None = None
+        self._relay: Relay | None = None
 
     def span(self, machines: int, index: int, address: str) -> None:
         """Build this machine's part of an engine that runs on several machines; see ``Engine.span``."""
@@ -83,6 +88,9 @@ class EngineWorker(Worker):
     async def begin_push(self, push: int, senders: Sequence[str]) -> None:
         """Discard the buckets of earlier pushes; see ``EngineFront.begin_push``."""
         self._push, self._senders = push, tuple(senders)
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
         self._give_up()
         async with self._installing:  # an installation in progress completes before the next push
             pass
@@ -115,6 +123,39 @@ class EngineWorker(Worker):
         if len(self._complete) == ranks:
             await self._install(served, version)
         await asyncio.shield(served)
+
+    def connect(self, engines: Workers) -> None:
+        """Relay the calls of senders to these workers from now on. Called on the first engine's worker."""
+        self._engines = engines
+
+    async def relay(
+        self, push: int, senders: int, method: str, args: tuple[Any, ...], shared: Sequence[Any] = ()
+    ) -> None:
+        """See ``Relay.call``."""
+        self._check(push)
+        assert self._engines is not None  # the driver connects the first engine before a push
+        if self._relay is None:
+            self._relay = Relay(self._engines, push)
+        await self._relay.call(senders, method, args, shared)
+
+    async def deliver(
+        self, push: int, calls: Sequence[Call], sizes: Sequence[int], *shared: Any
+    ) -> list[Exception | None]:
+        """Run calls of several senders concurrently; return the error of each. sizes: how many of ``shared`` each call receives."""
+        rest = iter(shared)
+
+        async def run(method: str, args: tuple[Any, ...], more: Sequence[Any]) -> Exception | None:
+            try:
+                await self.answer(method, push, *args, *more)
+            except Exception as error:
+                return error
+            return None
+
+        return list(
+            await asyncio.gather(
+                *(run(m, args, list(islice(rest, size))) for (m, args), size in zip(calls, sizes, strict=True))
+            )
+        )
 
     async def receive(self, push: int, message: Mapping[str, Any], version: int, last: bool) -> None:
         """Call ``Engine.receive`` for a message of the current push."""
