@@ -182,7 +182,7 @@ def predict(given: Any, flags: list[str], steps: list[dict[str, Any]]) -> dict[s
     trainer = trainer_planner("megatron").read(result.facts, model)
     engine = engine_planner("sglang").read(result.facts, model, 1 if given.separate else 2)
     assert cost is not None and trainer is not None and engine is not None
-    mean = statistics.median(row["rollout/response_len"] for row in steps)
+    mean = statistics.median(row["rollout/length_mean"] for row in steps)
     work = Workload(given.prompts * 8, 64.0, mean, given.tokens, 1, 1, 0)
     generated = rollout_time(rates, cost, engine, work)
     trained = training_time(rates, cost, trainer, work, not given.separate)
@@ -201,20 +201,26 @@ def predict(given: Any, flags: list[str], steps: list[dict[str, Any]]) -> dict[s
     }
 
 
-def simulate(given: Any, checkpoint: Path, run: Path) -> dict[str, Any]:
-    """Return what ``miles simulate`` reports for the lengths that the run saved."""
+def simulate(given: Any, checkpoint: Path, run: Path, seconds: dict[str, float]) -> dict[str, Any]:
+    """Return what ``miles simulate`` reports for the lengths that the run saved.
+
+    Args:
+        seconds: the estimates of ``predict``, which has the moves of the memory and the sync of a model of this size.
+    """
     gpus = ["--trainer-gpus", "1"] if given.separate else ["--trainer-gpus", "2", "--colocate"]
     command = [
         sys.executable, "-m", "miles_core", "simulate", "--json", "--model-config", str(checkpoint / "config.json"), "--gpu", given.gpu,
         "--engine-gpus", "1" if given.separate else "2", *gpus, "--rollout-batch-size", str(given.prompts),
         "--n-samples-per-prompt", "8", "--rollout-max-response-len", str(given.tokens), "--num-rollout", "6",
-        "--lengths", f"run:{run}", "--prompt-lengths", "constant:64",
+        "--lengths", f"run:{run}", "--prompt-lengths", "constant:64", "--sync-seconds", str(seconds["sync"]),
+        "--switch-seconds", str(seconds["moves"] / 4),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     try:
-        return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+        found = dict(json.loads(done.stdout.strip().splitlines()[-1]))
     except (ValueError, IndexError, TypeError):
         return {"failed": done.stderr[-500:], "output": done.stdout[-500:]}
+    return found
 
 
 def parts_of(given: Any, checkpoint: Path, directory: Path) -> Iterator[tuple[str, Any]]:
@@ -229,14 +235,12 @@ def parts_of(given: Any, checkpoint: Path, directory: Path) -> Iterator[tuple[st
     yield "seconds_of_steps", [round(row["time/step"], 2) for row in steps]
     yield "medians", medians(steps)
     yield "restarts_cost", lost_seconds(steps)
-    for name, make in (
-        ("predicted", lambda: predict(given, flags, steps)),
-        ("simulated", lambda: simulate(given, checkpoint, run)),
-    ):
-        try:
-            yield name, make()
-        except Exception as error:  # a prediction that fails must not lose the measurements
-            yield name, {"failed": f"{type(error).__name__}: {error}"}
+    try:
+        predicted = predict(given, flags, steps)
+        yield "predicted", predicted
+        yield "simulated", simulate(given, checkpoint, run, predicted["seconds"])
+    except Exception as error:  # a prediction that fails must not lose the measurements
+        yield "prediction_failed", f"{type(error).__name__}: {error}"
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
 Two kinds of runs measure the speeds: short responses of one length at several batch sizes (the decode curve and the training), and long
 ones at one batch size (seconds per token of context). The simulation then predicts runs with other batches, lengths and limits, whose
 lengths it reads from their saved rollouts. Times are medians over the steps after the first two, on one thread, in seconds of the
-processor instead of the clock: other programs on this machine then change them less.
+processor instead of the clock: other programs on this machine then change them less. They still do, through caches and clock rates, so a
+short reference run before and after each predicted run measures the machine's speed, by which the measured speeds are scaled (``scale``).
 
 Run: ``python benchmarks/simulate_real.py --threads 1 --save`` (five minutes).
 """
@@ -95,6 +96,18 @@ def fit_training(runs: list[dict[str, float]]) -> tuple[float, float]:
     return max(float(fixed), 0.0), max(float(per_token), 0.0)
 
 
+def reference(directory: Path, number: int) -> float:
+    """Seconds of a step of the reference run."""
+    return measure(directory / f"reference-{number}", BATCHES[2], SHORT)["step"]
+
+
+def scaled(curve: dict[str, Any], speeds: dict[str, float], by: float, file: Path) -> dict[str, float]:
+    """Write the curve in seconds of the machine's present speed; return the other speeds."""
+    seconds = [by * value for value in curve["seconds"]]
+    file.write_text(json.dumps(curve | {"seconds": seconds, "per_token": by * curve["per_token"]}))
+    return {name: by * value for name, value in speeds.items()}
+
+
 def predict(
     run: Path, curve: Path, prompts: int, longest: int, prompt: float, speeds: dict[str, float]
 ) -> dict[str, float]:
@@ -128,22 +141,27 @@ def main() -> None:
         fixed, per_token = fit_training([*runs, long])
         sync = statistics.median(run["sync"] for run in [*runs, long])
         speeds = {"--train-seconds-per-step": fixed, "--train-seconds-per-token": per_token, "--sync-seconds": sync}
-        rows = []
-        for prompts, longest, temperature in PREDICTED:
+        rows, usual = [], runs[2]["step"]
+        before = reference(files, 0)
+        for number, (prompts, longest, temperature) in enumerate(PREDICTED, 1):
             directory = files / f"run-{prompts}-{longest}"
             real = measure(directory, prompts, longest, temperature)
-            found = predict(directory, files / "curve.json", prompts, longest, real["prompt"], speeds)
+            after = reference(files, number)
+            by, before = (before + after) / 2 / usual, after
+            there = scaled(curve, speeds, by, files / "scaled.json")
+            found = predict(directory, files / "scaled.json", prompts, longest, real["prompt"], there)
             simulated = found["seconds_per_step"]
             rows.append(
                 {
                     "prompts": prompts,
                     "longest": longest,
                     "mean_length": round(real["tokens"] / real["samples"], 1),
+                    "scale": round(by, 3),
                     "measured": round(real["step"], 4),
                     "simulated": round(simulated, 4),
                     "error": round(simulated / real["step"] - 1, 3),
                     "measured_rollout": round(real["rollout"], 4),
-                    "simulated_rollout": round(simulated * (1 - found["trainer_busy"]) - sync, 4),
+                    "simulated_rollout": round(simulated * (1 - found["trainer_busy"]) - by * sync, 4),
                 }
             )
             print(rows[-1], file=sys.stderr, flush=True)
