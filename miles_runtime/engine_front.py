@@ -28,7 +28,7 @@ class EngineFront(Engine):
     Args:
         engines: handle to the engine processes; each runs an ``EngineWorker``.
         said: the engines' common result of ``build``.
-        bucket_size: bytes of weights per message.
+        bucket_size: bytes of weights that an engine receives at a time; the ranks that send share them.
         world: position of the rank that sends weights through this front, among those that send.
 
     Attributes:
@@ -38,7 +38,8 @@ class EngineFront(Engine):
     """
 
     def __init__(self, engines: Workers, said: Mapping[str, Any], bucket_size: int, world: World = ALONE) -> None:
-        self.engines, self.said, self.bucket_size, self.world = engines, said, bucket_size, world
+        self.engines, self.said, self.world = engines, said, world
+        self.bucket_size = world.bucket_bytes(bucket_size)
         self.capabilities = said["capabilities"]
         self.kv_cache_dtype = said["kv_cache_dtype"]
         self.native_products = said["native_products"]
@@ -145,19 +146,19 @@ class EngineFront(Engine):
         for unit in units:  # consumed even after an error: other ranks may wait in the collectives of this iterator
             unit.write(bucket)
             if len(bucket) >= self.bucket_size:
-                error = error or await self._take(number, bucket)
+                error = error or await self._take(number, version, bucket)
                 number, bucket = number + 1, bytearray()
         if bucket:
-            error = error or await self._take(number, bucket)
+            error = error or await self._take(number, version, bucket)
         if error is not None:
             raise error
         count = number + bool(bucket)
         await self._to_engines("update", version, self.world.rank, self.world.size, count)
 
-    async def _take(self, number: int, bucket: bytearray) -> Exception | None:
+    async def _take(self, number: int, version: int, bucket: bytearray) -> Exception | None:
         try:
             shared = self.engines.share(bucket)
-            await self._to_engines("take", self.world.rank, number, shared=(shared,))
+            await self._to_engines("take", self.world.rank, self.world.size, number, version, shared=(shared,))
         except (WorkerLost, SyncError) as error:
             return error
         return None

@@ -133,7 +133,7 @@ def test_an_error_reaches_the_sender_that_made_the_call(said):
             await worker.begin_push(1, ())
         engines.workers[0].connect(engines)
         calls = [
-            engines.call(0, "relay", 1, SENDERS, "take", (rank, int(rank == 3)), (bytearray(),))
+            engines.call(0, "relay", 1, SENDERS, "take", (rank, SENDERS, int(rank == 3), 5), (bytearray(),))
             for rank in range(SENDERS)
         ]
         return await asyncio.gather(*calls, return_exceptions=True)
