@@ -15,6 +15,7 @@ from miles_sglang.memory import (
     bytes_needed,
     cache_bytes_per_token,
     draft_bytes,
+    free_memory,
     server_of,
     usage,
     weights_on_gpu,
@@ -31,7 +32,7 @@ _SLOTS = 256
 def read(facts: Facts, model: Mapping[str, Any], gpus: int) -> EngineLayout | None:
     """Implements ``miles_planning.layout.EnginePlanner``."""
     size = size_of(facts, model)
-    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    gpu = free_memory(facts)
     if size is None or not gpu:
         return None
     server = server_of(facts, gpu)
@@ -45,7 +46,7 @@ def find(facts: Facts, model: Mapping[str, Any], gpus: int, budget: float) -> It
 
     Engines on several machines are proposed only if none fits into one."""
     size = size_of(facts, model)
-    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    gpu = free_memory(facts)
     if size is None or not gpu:
         return
     machine, found = int(facts.value("gpu.count") or 8), False
@@ -73,7 +74,7 @@ def find(facts: Facts, model: Mapping[str, Any], gpus: int, budget: float) -> It
 def explain(facts: Facts, model: Mapping[str, Any], gpus: int) -> str:
     """Implements ``miles_planning.layout.EnginePlanner``."""
     size = size_of(facts, model)
-    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    gpu = free_memory(facts)
     if size is None or not gpu:
         return "config.json does not determine the size of the model, or the GPU's memory is unknown"
     most = min(gpus, _MACHINES * int(facts.value("gpu.count") or 8))
@@ -108,7 +109,7 @@ def _fits(facts: Facts, size: ModelSize, gpu: float, budget: float, share: float
 def _layout(
     facts: Facts, model: Mapping[str, Any], size: ModelSize, server: Server, gpus: int, changes: Mapping[str, Any]
 ) -> EngineLayout:
-    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    gpu = free_memory(facts)
     each = cache_bytes_per_token(facts, size, server)
     held = weights_on_gpu(facts, size, server)
     pool = max(server.fraction * gpu - held - draft_bytes(facts, size) / server.gpus, 0.0)
