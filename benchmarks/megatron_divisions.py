@@ -31,6 +31,7 @@ DIVISIONS: tuple[dict[str, Any], ...] = (
     {"pp": 2, "virtual": 2},
     {"ep": 2},
     {"cp": 2},
+    {"pp": 2, "virtual": 3, "embedding": True, "loss": True},
 )
 SAMPLES, LENGTH = 12, 200
 

@@ -52,6 +52,9 @@ TRAINERS = {"megatron": "megatron", "fsdp2": "embedded"}
 NVLINK = {"GB200": 72}
 #: Forward passes besides training, for old log-probs and the reference model, in each framework's recipes.
 FORWARDS = {"nemo": 2, "verl": 2, "miles": 1}
+#: Recipes that count the embedding and the output layer as layers of the pipeline: ROLL's options say so; AReaL divides 94 layers among 12
+#: stages in this way (``note`` in recipes.json).
+COUNTS_ENDS = ("roll-qwen3-235b-64", "areal-qwen3-235b-80")
 #: Tokens of a prompt if a recipe does not determine them.
 PROMPT = 150.0
 
@@ -139,6 +142,8 @@ def _megatron(row: dict[str, Any]) -> list[str]:
     }
     found = ["--trainer", "megatron"] + [word for flag, value in sizes.items() if value for word in (flag, str(value))]
     found += ["--sequence-parallel"] * (row["tp"] > 1)
+    if row["id"] in COUNTS_ENDS:
+        found += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
     granularity, _, modules = row["recompute"].partition(":")
     if granularity:
         found += ["--recompute-granularity", granularity]

@@ -69,7 +69,7 @@ def flags_of(found: Found, config: Config) -> list[str]:
 def _heading(task: Task, result: Result) -> str:
     w = task.work
     return (
-        f"{task.facts.value('model.type')} on {task.gpus} x {task.facts.value('gpu')} ({task.gpus // task.machine} machines of {task.machine}); "
+        f"{task.facts.value('model.type')} on {task.gpus} x {task.facts.value('gpu')} ({_machines(task.gpus // task.machine, task.machine)}); "
         f"{w.samples:,} samples per step, prompts of {w.prompt:,.0f} and responses of {w.response:,.0f} tokens (at most {w.longest:,})\n"
         f"{result.trainers:,} layouts of the trainer and {result.engines:,} of the engines divide and fit"
     )
@@ -115,3 +115,7 @@ def _row(found: Found) -> dict[str, Any]:
         "time": asdict(found.time),
         "changes": dict(found.changes),
     }
+
+
+def _machines(count: int, gpus: int) -> str:
+    return f"{count} machine{'s' * (count > 1)} of {gpus}"

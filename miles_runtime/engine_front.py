@@ -14,6 +14,7 @@ from miles_core.data.world import ALONE, World
 from miles_core.errors import MismatchError, SyncError, WorkerLost
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import Mailbox
+from miles_runtime.relay import is_relayed
 from miles_runtime.workers import Workers, gather_in_order
 
 
@@ -27,7 +28,7 @@ class EngineFront(Engine):
     Args:
         engines: handle to the engine processes; each runs an ``EngineWorker``.
         said: the engines' common result of ``build``.
-        bucket_size: bytes of weights per message.
+        bucket_size: bytes of weights that an engine receives at a time; the ranks that send share them.
         world: position of the rank that sends weights through this front, among those that send.
 
     Attributes:
@@ -37,7 +38,8 @@ class EngineFront(Engine):
     """
 
     def __init__(self, engines: Workers, said: Mapping[str, Any], bucket_size: int, world: World = ALONE) -> None:
-        self.engines, self.said, self.bucket_size, self.world = engines, said, bucket_size, world
+        self.engines, self.said, self.world = engines, said, world
+        self.bucket_size = world.bucket_bytes(bucket_size)
         self.capabilities = said["capabilities"]
         self.kv_cache_dtype = said["kv_cache_dtype"]
         self.native_products = said["native_products"]
@@ -144,25 +146,32 @@ class EngineFront(Engine):
         for unit in units:  # consumed even after an error: other ranks may wait in the collectives of this iterator
             unit.write(bucket)
             if len(bucket) >= self.bucket_size:
-                error = error or await self._take(number, bucket)
+                error = error or await self._take(number, version, bucket)
                 number, bucket = number + 1, bytearray()
         if bucket:
-            error = error or await self._take(number, bucket)
+            error = error or await self._take(number, version, bucket)
         if error is not None:
             raise error
         count = number + bool(bucket)
-        await self.engines.call_all("update", self.push, version, self.world.rank, self.world.size, count)
+        await self._to_engines("update", version, self.world.rank, self.world.size, count)
 
-    async def _take(self, number: int, bucket: bytearray) -> Exception | None:
+    async def _take(self, number: int, version: int, bucket: bytearray) -> Exception | None:
         try:
             shared = self.engines.share(bucket)
-            await self.engines.call_all("take", self.push, self.world.rank, number, shared)
+            await self._to_engines("take", self.world.rank, self.world.size, number, version, shared=(shared,))
         except (WorkerLost, SyncError) as error:
             return error
         return None
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
-        await self.engines.call_all("receive", self.push, {**message, "push": self.push}, version, last)
+        await self._to_engines("receive", {**message, "push": self.push}, version, last)
+
+    async def _to_engines(self, method: str, *args: Any, shared: tuple[Any, ...] = ()) -> None:
+        """Call all engines as a sender of weights, directly or through the relay of the first engine."""
+        if is_relayed(self.world.size, len(self.engines)):
+            await self.engines.call(0, "relay", self.push, self.world.size, method, args, shared)
+        else:
+            await self.engines.call_all(method, self.push, *args, *shared)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         self._state["pause"] = (mode,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,21 +17,25 @@ from miles_core.precision.quantizer import SideParity
 from miles_core.run.parts import freeze_gc
 from miles_mismatch.parity import check_side
 from miles_runtime.mailbox import Answers, Inbox, Letters
+from miles_runtime.relay import Call, Relay
 from miles_runtime.worker import Order, Worker
+from miles_runtime.workers import Workers
 
 
 class EngineWorker(Worker):
     """One engine. Many calls may be in flight.
 
-    Every rank of the trainer sends weights in buckets (``take``), which are kept in host memory. When all ranks have reported
-    completion (``update``), the engine receives all tensors in one stream. If a rank or an engine dies during a push, incomplete
-    buckets remain: ``begin_push`` discards them, and messages of an earlier push are rejected.
+    Every rank of the trainer sends weights in buckets (``take``) and then reports completion (``update``). An engine that receives the
+    transport ``buckets`` loads each bucket at once, so this process holds one bucket of each sender. Other engines receive all tensors in
+    one stream when all ranks are complete; until then the buckets are kept in host memory. If a rank or an engine dies during a push,
+    incomplete buckets remain: ``begin_push`` discards them, and messages of an earlier push are rejected.
     """
 
     part: Engine
 
     def __init__(self, order: Order, policy: str) -> None:
         super().__init__(order, policy)
+        self._span: tuple[int, int, str] | None = None
         self._begin_empty()
         self._inbox = Inbox(self._generate)
 
@@ -40,12 +45,23 @@ class EngineWorker(Worker):
         self._served: asyncio.Future[None] | None = None
         self._installing = asyncio.Lock()
         self._push, self._senders = 0, tuple[str, ...]()
+        self._counts: dict[int, int] = {}
+        self._streams = False  # whether the engine loads buckets as they arrive
+        self._engines: Workers | None = None
+        self._relay: Relay | None = None
+
+    def span(self, machines: int, index: int, address: str) -> None:
+        """Build this machine's part of an engine that runs on several machines; see ``Engine.span``."""
+        self._span = (machines, index, address)
 
     async def build(self) -> dict[str, Any]:
         """Create and start the engine; return the facts that a front needs."""
         name = self.run.config.run.engine
         self.part = self.run.hooks.make("engine", name, run=self.run, policy=self.policy)
+        if self._span is not None:
+            self.part.span(*self._span)
         await self.part.start()
+        self._streams = "transport:buckets" in self.part.capabilities
         freeze_gc()
         return {
             "capabilities": frozenset(self.part.capabilities),
@@ -87,21 +103,28 @@ class EngineWorker(Worker):
     async def begin_push(self, push: int, senders: Sequence[str]) -> None:
         """Discard the buckets of earlier pushes; see ``EngineFront.begin_push``."""
         self._push, self._senders = push, tuple(senders)
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
         self._give_up()
         async with self._installing:  # an installation in progress completes before the next push
             pass
 
-    def take(self, push: int, rank: int, number: int, bucket: bytearray) -> None:
-        """Store bucket ``number`` of a rank.
+    async def take(self, push: int, rank: int, ranks: int, number: int, version: int, bucket: bytearray) -> None:
+        """Load or store bucket ``number`` of one of ``ranks`` ranks.
 
         Raises:
             SyncError: the push was abandoned, or an earlier bucket is missing.
         """
         self._check(push)
-        buckets = self._buckets.setdefault(rank, [])
-        if number != len(buckets):
-            raise SyncError(f"bucket {number} of rank {rank} came after {len(buckets)} buckets: a message was lost")
-        buckets.append(bucket)
+        count = self._counts.get(rank, 0)
+        if number != count:
+            raise SyncError(f"bucket {number} of rank {rank} came after {count} buckets: a message was lost")
+        self._counts[rank] = count + 1
+        if self._streams:
+            await self._load(push, rank, ranks, number, Encoded.read(bucket), version)
+        else:
+            self._buckets.setdefault(rank, []).append(bucket)
 
     async def update(self, push: int, version: int, rank: int, ranks: int, count: int) -> None:
         """Report that a rank has sent all its ``count`` buckets; return when the engine serves the weights of all ``ranks``.
@@ -110,8 +133,8 @@ class EngineWorker(Worker):
             SyncError: the push was abandoned, a bucket is missing, or the ranks sent different versions.
         """
         self._check(push)
-        if len(self._buckets.get(rank, ())) != count:
-            raise SyncError(f"{len(self._buckets.get(rank, ()))} of {count} buckets of rank {rank} arrived")
+        if self._counts.get(rank, 0) != count:
+            raise SyncError(f"{self._counts.get(rank, 0)} of {count} buckets of rank {rank} arrived")
         if self._served is None:
             self._served = asyncio.get_running_loop().create_future()
         served = self._served
@@ -119,6 +142,39 @@ class EngineWorker(Worker):
         if len(self._complete) == ranks:
             await self._install(served, version)
         await asyncio.shield(served)
+
+    def connect(self, engines: Workers) -> None:
+        """Relay the calls of senders to these workers from now on. Called on the first engine's worker."""
+        self._engines = engines
+
+    async def relay(
+        self, push: int, senders: int, method: str, args: tuple[Any, ...], shared: Sequence[Any] = ()
+    ) -> None:
+        """See ``Relay.call``."""
+        self._check(push)
+        assert self._engines is not None  # the driver connects the first engine before a push
+        if self._relay is None:
+            self._relay = Relay(self._engines, push)
+        await self._relay.call(senders, method, args, shared)
+
+    async def deliver(
+        self, push: int, calls: Sequence[Call], sizes: Sequence[int], *shared: Any
+    ) -> list[Exception | None]:
+        """Run calls of several senders concurrently; return the error of each. sizes: how many of ``shared`` each call receives."""
+        rest = iter(shared)
+
+        async def run(method: str, args: tuple[Any, ...], more: Sequence[Any]) -> Exception | None:
+            try:
+                await self.answer(method, push, *args, *more)
+            except Exception as error:
+                return error
+            return None
+
+        return list(
+            await asyncio.gather(
+                *(run(m, args, list(islice(rest, size))) for (m, args), size in zip(calls, sizes, strict=True))
+            )
+        )
 
     async def receive(self, push: int, message: Mapping[str, Any], version: int, last: bool) -> None:
         """Call ``Engine.receive`` for a message of the current push."""
@@ -132,7 +188,12 @@ class EngineWorker(Worker):
             try:
                 if {*self._complete.values()} != {version}:
                     raise SyncError(f"ranks send different versions: {self._complete}")
-                await self.part.update_weights(_units(self._buckets), version)
+                if self._streams:
+                    for rank in sorted(self._complete):
+                        number, ranks = self._counts.get(rank, 0), len(self._complete)
+                        await self._load(self._push, rank, ranks, number, iter(()), version, last=True)
+                else:
+                    await self.part.update_weights(_units(self._buckets), version)
             except Exception as caught:
                 error = caught
         if served.done():  # the push was abandoned in the meantime
@@ -142,6 +203,18 @@ class EngineWorker(Worker):
         else:
             served.set_exception(error)
         self._forget()
+
+    async def _load(
+        self, push: int, rank: int, ranks: int, number: int, units: Iterator[Encoded], version: int, last: bool = False
+    ) -> None:
+        """Pass a bucket to the engine, in the form of the transport ``buckets``."""
+        message = {
+            "sender": (rank, ranks),
+            "number": number,
+            "push": push,
+            "memory": {"kind": "units", "units": units},
+        }
+        await self.part.receive(message, version, last)
 
     def _check(self, push: int) -> None:
         if push != self._push:
@@ -155,6 +228,7 @@ class EngineWorker(Worker):
 
     def _forget(self) -> None:
         self._buckets, self._complete, self._served = {}, {}, None
+        self._counts = {}
 
     async def close(self) -> None:
         if self.part is not None:

@@ -30,6 +30,7 @@ from miles_core.precision.schedule import Precisions
 from miles_core.train.share import merge_metrics, merge_recorded, shares, split_by_replica
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.rank import Rank
+from miles_runtime.relay import is_relayed
 from miles_runtime.workers import GRACE, Workers, gather_in_order
 
 #: Makes the trainer keep exactly these parts in device memory.
@@ -313,6 +314,8 @@ class LearnerFront(LearnerHandle):
         engines = self.engines
         if engines is not None and self._connected != engines.renewed:
             self._connected = engines.renewed
+            if is_relayed(len(self._senders), len(engines.engines)):
+                await engines.engines.call(0, "connect", engines.engines)
             await self._each(lambda rank, _: rank.reach(engines.engines, engines.said, self._senders))
 
     @property

@@ -32,6 +32,7 @@ class Inbox:
     - ``device``: GPU memory (``DeviceMemory``);
     - ``loan``: the sender's own tensors on a GPU (``Loan``);
     - ``broadcast``: bytes that arrive through a process group (``Broadcast``), so the message must be passed to ``fetch`` first;
+    - ``units``: decoded tensors of this process (``units``), without a checksum;
     - ``data``: bytes inside the message (``data``). With ``keep`` (the bucket's name) and ``version``, they become a base;
     - ``delta``: ``data`` is the difference (``delta``) to the ``base``, [version, checksum], stored under the name ``keep``.
     """
@@ -74,6 +75,9 @@ class Inbox:
         where = message["memory"]
         if where["kind"] == "loan":
             yield from read_loan(message, lambda key: self._attach(where["regions"][key], attach))
+            return
+        if where["kind"] == "units":
+            yield from where["units"]
             return
         if where["kind"] not in self._kinds:
             raise SyncError(

@@ -36,7 +36,10 @@ class Run:
     )
     transport: str = option("copy", help="how weights are sent to the engine", choices=("copy", "*"), part="transport")
     sync_bucket_size: int = option(
-        512 * 2**20, help="bytes of weights per message to engines in other processes", metavar="BYTES", ge=1
+        512 * 2**20,
+        help="bytes of weights that an engine in another process receives at a time, from all ranks",
+        metavar="BYTES",
+        ge=1,
     )
     colocate: bool = option(
         False,

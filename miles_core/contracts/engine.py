@@ -107,7 +107,7 @@ class Engine(ABC):
     """A rollout engine.
 
     ``capabilities`` are those of the manifest: ``routed_experts``, ``sampling_support``, ``score``, ``token_versions``, ``draft``,
-    ``keyed_sampling``, ``rebuild``, ``shared_storage``, ``sleep``, and ``transport:NAME`` for each transport whose messages
+    ``keyed_sampling``, ``rebuild``, ``shared_storage``, ``sleep``, ``span``, and ``transport:NAME`` for each transport whose messages
     ``receive`` accepts.
     """
 
@@ -168,6 +168,19 @@ class Engine(ABC):
     @abstractmethod
     def version(self) -> int:
         """Version of the current weights; -1 before the first ``update_weights``."""
+
+    def span(self, machines: int, index: int, address: str) -> None:
+        """Make this object the part of one engine on machine ``index`` of ``machines``. Requires the capability ``span``.
+
+        The runtime calls it before ``start``, in one process per machine. The parts start concurrently. The part on machine 0 then
+        receives all calls; the others only hold their share of the model until ``stop``.
+
+        Args:
+            machines: number of machines of the engine.
+            index: index of this machine.
+            address: HOST:PORT on machine 0 at which the parts find each other; the next 15 ports are free, too.
+        """
+        raise NotImplementedError(f"{type(self).__name__} runs on one machine")
 
     @abstractmethod
     async def start(self) -> None:

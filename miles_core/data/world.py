@@ -33,6 +33,10 @@ class World:
                 "indexes start at 0, and there are at most as many replicas as ranks"
             )
 
+    def bucket_bytes(self, limit: int) -> int:
+        """Return this rank's share of ``limit`` bytes that all ranks of a push send at a time, at least 1 MiB if ``limit`` allows it."""
+        return min(limit, max(limit // self.size, 1 << 20))
+
 
 #: A process that trains alone.
 ALONE = World()

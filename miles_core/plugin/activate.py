@@ -106,6 +106,11 @@ def derive(
     for kind, capability, users in _capability_users(active, manifests):
         name = f"{kind}.uses.{capability}"
         extra[name] = Fact(name, bool(users), f"used by {', '.join(users)}" if users else "no active plugin uses it")
+        owner = provider(kind, facts.value(kind), manifests)
+        has = owner is not None and owner.capability(kind, capability) is not None
+        extra[f"{kind}.has.{capability}"] = Fact(
+            f"{kind}.has.{capability}", has, f"manifest of --{kind} {facts.value(kind)}"
+        )
     for path in (p for m in manifests.values() for p in m.sets if p.startswith(ENVIRONMENT)):
         if path not in facts:
             extra[path] = Fact(path, None, "not set in this environment")

@@ -126,8 +126,8 @@ def test_weights_travel_in_buckets_as_bytes(recorded, said):
         front.push = 9
         await front.update_weights(iter(units), 7)
         taken = [call[3:] for call in workers.asked("take") if call[0] == 0 and call[2] == 9]
-        assert [(rank, number) for rank, number, _ in taken] == [(1, 0), (1, 1), (1, 2)]
-        read = [e for _, _, data in taken for e in Encoded.read(data)]
+        assert [call[:4] for call in taken] == [(1, 3, 0, 7), (1, 3, 1, 7), (1, 3, 2, 7)]
+        read = [e for *_, data in taken for e in Encoded.read(data)]
         assert [(e.name, e.format) for e in read] == [(e.name, "f8") for e in units]
         assert all(
             torch.equal(a.parts[a.name].view(torch.uint8), b.parts[b.name].view(torch.uint8))

@@ -10,6 +10,7 @@ import torch
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_runtime.engine_worker import EngineWorker
+from miles_transport import Arrival, Arrivals
 
 RANKS = ("trainer-0", "trainer-1")
 
@@ -46,7 +47,7 @@ def bucket(name, value):
 
 async def send(worker, push, rank, version, names):
     for number, name in enumerate(names):
-        worker.take(push, rank, number, bucket(name, version))
+        await worker.take(push, rank, 2, number, version, bucket(name, version))
     await worker.update(push, version, rank, 2, len(names))
 
 
@@ -54,7 +55,7 @@ def test_a_rank_that_dies_in_its_push_leaves_nothing_for_the_next_one(worker):
     async def main():
         await worker.begin_push(1, RANKS)
         waiting = asyncio.create_task(send(worker, 1, 1, 4, "b"))  # complete; the other rank dies before it is
-        worker.take(1, 0, 0, bucket("a", 4))
+        await worker.take(1, 0, 2, 0, 4, bucket("a", 4))
         await asyncio.sleep(0)
         assert worker.beat() == ("trainer-0",)
         await worker.begin_push(2, RANKS)
@@ -74,7 +75,7 @@ def test_what_arrives_late_of_a_push_that_was_given_up_is_refused(worker):
         await worker.begin_push(1, RANKS)
         await worker.begin_push(2, RANKS)
         with pytest.raises(SyncError, match="push 1 of the weights was given up: this engine takes push 2"):
-            worker.take(1, 0, 0, bucket("a", 4))
+            await worker.take(1, 0, 2, 0, 4, bucket("a", 4))
         with pytest.raises(SyncError, match="push 1"):
             await worker.update(1, 4, 0, 2, 0)
         with pytest.raises(SyncError, match="push 1"):
@@ -107,7 +108,7 @@ def test_a_bucket_that_did_not_come_is_noticed(worker, numbers):
         await worker.begin_push(1, RANKS)
         with pytest.raises(SyncError, match="a message was lost"):
             for number in numbers:
-                worker.take(1, 0, number, bucket("a", 1))
+                await worker.take(1, 0, 2, number, 1, bucket("a", 1))
 
     asyncio.run(main())
 
@@ -118,5 +119,59 @@ def test_ranks_that_send_different_versions_install_nothing(worker):
         calls = [send(worker, 1, 0, 4, "a"), send(worker, 1, 1, 5, "b")]
         found = await asyncio.gather(*calls, return_exceptions=True)
         assert all("different versions" in str(error) for error in found) and worker.part.version == -1
+
+    asyncio.run(main())
+
+
+class Streaming(Engine):
+    """Loads buckets as they arrive, through the arrivals of the transport ``buckets``."""
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.arrivals = 0, Arrivals(lambda version, staged: _Loaded(self, version))
+
+    async def receive(self, message, version, last):
+        await self.arrivals.receive(message, version, last)
+
+
+class _Loaded(Arrival):
+    def __init__(self, engine, version):
+        self.engine, self.version, self.found = engine, version, {}
+
+    async def take(self, units):
+        self.found |= {unit.name: unit.parts[unit.name].tolist() for unit in units}
+
+    async def finish(self):
+        self.engine.weights, self.engine.version = self.found, self.version
+
+
+@pytest.fixture
+def streaming(worker):
+    worker.part, worker._streams = Streaming(), True
+    return worker
+
+
+def test_an_engine_that_streams_holds_no_buckets(streaming):
+    async def main():
+        await streaming.begin_push(1, RANKS)
+        first = asyncio.create_task(send(streaming, 1, 0, 4, "abc"))
+        await asyncio.sleep(0.01)
+        assert not streaming._buckets and streaming.part.version == -1 and not first.done()
+        await asyncio.gather(first, send(streaming, 1, 1, 4, ""))  # a rank without buckets
+        assert streaming.part.weights == {"a": [4], "b": [4], "c": [4]} and streaming.part.version == 4
+
+    asyncio.run(main())
+
+
+def test_a_push_that_breaks_off_leaves_nothing_for_the_next_one_in_an_engine_that_streams(streaming):
+    async def main():
+        await streaming.begin_push(1, RANKS)
+        waiting = asyncio.create_task(send(streaming, 1, 1, 4, "xy"))
+        await asyncio.sleep(0.01)
+        await streaming.begin_push(2, RANKS)
+        with pytest.raises(SyncError, match="given up"):
+            await waiting
+        await asyncio.gather(send(streaming, 2, 0, 4, "a"), send(streaming, 2, 1, 4, "b"))
+        assert streaming.part.weights == {"a": [4], "b": [4]}  # the same version, and nothing of the first push
 
     asyncio.run(main())

@@ -67,7 +67,7 @@ NOT_OPTIONS: dict[str, str] = {
     r"overlap_moe_expert_parallel_comm|ep_overlap_.*|overlap_dispatch_.*|moe_shared_expert_overlap": _NOT_YET,
     r"hierarchical_.*|hybrid_context_parallel|max_seqlen_per_dp_cp_rank|expert_tensor_parallel_num_weight_shards": _NOT_YET,
     r"tensor_parallel_num_weight_shards|num_microbatches_with_partial_.*|defer_embedding_.*|wgrad_deferral_limit": _NOT_YET,
-    r"tp_comm_.*|use_ring_exchange_p2p|pipeline_model_parallel_(layout|comm_backend)|account_for_.*": _NOT_YET,
+    r"tp_comm_.*|use_ring_exchange_p2p|pipeline_model_parallel_(layout|comm_backend)": _NOT_YET,
     r"muon_.*|lion_.*|soap_.*|adaptive_muon_.*|sgd_momentum|decoupled_.*|loss_scale.*|initial_.*|min_loss_.*": _NOT_YET,
     r"hysteresis|use_layer_wise_.*|apply_wd_to_qk_layernorm|overlap_param_gather.*|overlap_p2p_comm.*|batch_p2p_.*": _NOT_YET,
     r"microbatch_group_size_per_vp_stage|use_megatron_fsdp|use_custom_fsdp|.*fsdp.*|.*_sharding_strategy|nccl_ub": _NOT_YET,

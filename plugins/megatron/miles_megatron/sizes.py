@@ -15,6 +15,7 @@ from miles_megatron.architecture import Architecture
 #: Maximum suggested tensor-parallel size: the GPUs of one machine, because tensor parallelism communicates in every layer.
 _TENSOR = 8
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
+_EMBEDDING, _LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Sizes:
         virtual: model chunks per pipeline stage.
         first, last: layers of the first and the last pipeline stage; 0 if they have as many as the others.
         sequence: whether sequence parallelism is enabled.
+        embedding, loss: the embedding and the output layer count as one layer each in the division among stages.
     """
 
     ranks: int = 1
@@ -39,6 +41,8 @@ class Sizes:
     first: int = 0
     last: int = 0
     sequence: bool = False
+    embedding: bool = False
+    loss: bool = False
 
     @property
     def dp(self) -> int:
@@ -52,6 +56,11 @@ class Sizes:
 
     def stages(self, layers: int) -> list[int]:
         """Return the number of layers of each pipeline stage; they must divide evenly."""
+        if self.embedding or self.loss:
+            found = [(layers + self.embedding + self.loss) // self.pp] * self.pp
+            found[0] -= self.embedding
+            found[-1] -= self.loss
+            return found
         middle = self.pp - bool(self.first) - bool(self.last)
         each = (layers - self.first - self.last) // max(middle, 1)
         return [self.first] * bool(self.first) + [each] * middle + [self.last] * bool(self.last)
@@ -71,6 +80,8 @@ class Sizes:
             found.append(f"--num-layers-in-first-pipeline-stage {self.first}")
         if self.last:
             found.append(f"--num-layers-in-last-pipeline-stage {self.last}")
+        found += ["--account-for-embedding-in-pipeline-split"] * self.embedding
+        found += ["--account-for-loss-in-pipeline-split"] * self.loss
         return " ".join(found + ["--sequence-parallel"] * self.sequence) or "all parallel sizes 1"
 
 
@@ -133,6 +144,8 @@ def sizes_of(facts: Facts) -> Sizes:
         first=value("num_layers_in_first_pipeline_stage", 0),
         last=value("num_layers_in_last_pipeline_stage", 0),
         sequence=bool(value("sequence_parallel", False)),
+        embedding=bool(value(_EMBEDDING, False)),
+        loss=bool(value(_LOSS, False)),
     )
 
 
@@ -169,8 +182,12 @@ def misfits(s: Sizes, a: Architecture) -> Iterator[Misfit]:
 
 def _stages(s: Sizes, a: Architecture) -> Iterator[Misfit]:
     middle = (s.pp - bool(s.first) - bool(s.last)) * s.virtual
-    rest = a.layers - s.first - s.last
-    if s.virtual > 1 and s.pp == 1:
+    rest = a.layers - s.first - s.last + s.embedding + s.loss
+    counted = _EMBEDDING if s.embedding else _LOSS
+    if (s.first or s.last) and (s.embedding or s.loss):
+        yield Misfit("one way to divide the layers", "a first or last stage with its own number of layers excludes counting the "
+                     "embedding or the output layer as one", (counted,), others=((counted, False),))  # fmt: skip
+    elif s.virtual > 1 and s.pp == 1:
         yield Misfit("--pipeline-model-parallel-size above 1", "virtual stages subdivide pipeline stages",
                      ("virtual_pipeline_model_parallel_size",))  # fmt: skip
     elif s.pp == 1 and (s.first or s.last):
@@ -181,7 +198,8 @@ def _stages(s: Sizes, a: Architecture) -> Iterator[Misfit]:
         yield Misfit(
             f"{rest} layers that divide among {max(middle, 0)} pipeline stages",
             "stages have the same number of layers, except for those set by --num-layers-in-first-pipeline-stage and "
-            "--num-layers-in-last-pipeline-stage",
+            "--num-layers-in-last-pipeline-stage, or with the embedding and the output layer counted as layers "
+            "(--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split)",
             ("pipeline_model_parallel_size",), fit,
         )  # fmt: skip
 
@@ -244,8 +262,9 @@ def candidates(s: Sizes, a: Architecture, contexts: Collection[int] = ()) -> Ite
 
 def _uneven(s: Sizes, a: Architecture) -> Sizes:
     """Return the sizes with shorter first and last stages if the layers do not divide evenly."""
+    s = replace(s, first=0, last=0, embedding=False, loss=False)
     if s.pp < 3 or not a.layers % s.pp:
-        return replace(s, first=0, last=0)
+        return s
     each = -(-a.layers // s.pp)
     left = a.layers - each * (s.pp - 2)
     return replace(s, first=left - left // 2, last=left // 2) if left >= 2 else s

@@ -153,6 +153,8 @@ _OPTIONS = {
     "last": "num_layers_in_last_pipeline_stage",
     "virtual": "virtual_pipeline_model_parallel_size",
     "sequence": "sequence_parallel",
+    "embedding": "account_for_embedding_in_pipeline_split",
+    "loss": "account_for_loss_in_pipeline_split",
 }
 
 

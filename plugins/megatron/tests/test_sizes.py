@@ -189,3 +189,11 @@ def test_what_the_trainer_lacks_is_refused(checkpoint):
 def test_gradients_are_quantised_in_a_number_format_alone(checkpoint):
     text = refused(checkpoint, PUBLISHED["QWEN3_8B"], "megatron.ranks=8", backward_override="none")
     assert "megatron needs train.precision in {fp8, mxfp8}" in text
+
+
+def test_the_embedding_and_the_output_layer_may_count_as_layers():
+    """As Megatron-Core's ``account_for_*_in_pipeline_split``: 94 layers and two more in 8 x 6 chunks of two."""
+    sizes = Sizes(ranks=16, tp=2, pp=8, virtual=6, sequence=True, embedding=True, loss=True)
+    assert sizes.stages(94) == [11, *[12] * 6, 11]
+    assert Sizes(pp=4, embedding=True).stages(11) == [2, 3, 3, 3] and Sizes(pp=4, loss=True).stages(11) == [3, 3, 3, 2]
+    assert "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split" in sizes.flags()

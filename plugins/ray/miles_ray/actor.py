@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
+import socket
 import sys
 import threading
 from collections.abc import Coroutine, Sequence
@@ -11,6 +14,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from miles_core.plugin import MilesError
 from miles_runtime import EngineWorker, Order, RankWorker, Worker, write_there
 
 #: Thread switch interval in seconds; Python's default of 5 ms would delay every incoming call.
@@ -27,6 +31,8 @@ class Found(NamedTuple):
     gpus: tuple[str, ...]
 
 
+#: Successive ports for an engine on several machines: SGLang derives up to 7 from the given one.
+PORTS = 16
 #: Concurrency group of heartbeats, which Ray runs in a separate event loop and thread.
 BEAT = "beat"
 
@@ -66,6 +72,11 @@ class Actor:
         gpus = tuple(here.get_accelerator_ids().get("GPU", ()))
         return Found(ray.util.get_node_ip_address(), here.get_node_id(), os.getpid(), gpus)
 
+    async def free_address(self) -> str:
+        """Return HOST:PORT on this machine where ``PORTS`` successive ports are free."""
+        host = ray.util.get_node_ip_address()
+        return f"{host}:{_free_ports(host, PORTS)}"
+
     async def answer(self, method: str, *args: Any) -> Any:
         """See ``Worker.answer``."""
         assert self.worker is not None  # ``make`` is called first
@@ -74,3 +85,16 @@ class Actor:
     async def _run_in_loop(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine in the worker's loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self.loop))
+
+
+def _free_ports(host: str, count: int) -> int:
+    """Return the first of ``count`` successive free ports. Another process may take one before they are used."""
+    for start in random.sample(range(20_000, 60_000, count), 100):
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in range(start, start + count):
+                    stack.enter_context(socket.socket()).bind((host, port))
+            except OSError:
+                continue
+            return start
+    raise MilesError(f"{host} has no {count} successive free ports between 20000 and 60000")

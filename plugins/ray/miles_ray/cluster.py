@@ -56,6 +56,11 @@ class Cluster:
         """Name of the cluster in messages."""
         return f"the Ray cluster at {self.address}" if self.address else "this machine"
 
+    @property
+    def machine(self) -> int:
+        """Devices of the largest machine."""
+        return int(max((n["Resources"].get(self.unit, 0) for n in ray.nodes() if n["Alive"]), default=1))
+
     def _connect(self) -> None:
         try:
             with _preserve_handlers(), nullcontext() if self.address else _loopback():

@@ -26,7 +26,11 @@ class RayConfig:
         ge=1,
     )
     rollout_num_gpus_per_engine: int = option(
-        1, flag="--rollout-num-gpus-per-engine", help="GPUs of one engine, on one machine", metavar="N", ge=1
+        1,
+        flag="--rollout-num-gpus-per-engine",
+        help="GPUs of one engine; more than a machine has: the engine runs on several machines (SGLang)",
+        metavar="N",
+        ge=1,
     )
     share_policy_gpus: bool = option(
         False,

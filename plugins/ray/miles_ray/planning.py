@@ -6,9 +6,9 @@ from typing import Any
 
 
 def place(ranks: int, machine: int, rollout_gpus: int, per_engine: int) -> dict[str, Any] | None:
-    """Implements ``miles_planning.layout.RuntimePlanner``: whole machines for a trainer of several, engines within one machine."""
+    """Implements ``miles_planning.layout.RuntimePlanner``: whole machines for a trainer of several, and for an engine of several."""
     each = min(ranks, machine)
-    if ranks % each or per_engine > machine or rollout_gpus % per_engine:
+    if ranks % each or (per_engine > machine and per_engine % machine) or rollout_gpus % per_engine:
         return None
     return {
         "ray.actor_num_nodes": ranks // each,

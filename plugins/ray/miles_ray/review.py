@@ -50,18 +50,35 @@ def _contradictions(facts: Facts, options: RayConfig, sizes: Sizes) -> list[Prob
                 "rollout_num_gpus_per_engine",
             )
         )
-    if sizes.colocate and (sizes.per_node % per_engine or (rollout or 0) > sizes.ranks):
+    whole = per_engine % sizes.per_node if per_engine > sizes.per_node else sizes.per_node % per_engine
+    if sizes.colocate and (whole or (rollout or 0) > sizes.ranks):
         found.append(
             _problem(
                 facts,
-                f"with --colocate, engines of {per_engine} GPUs within the {sizes.per_node} of a machine, {sizes.ranks} in all",
-                "they take the trainer's GPUs, and an engine those of one machine",
+                f"with --colocate, engines of {per_engine} GPUs that divide the {sizes.per_node} of a machine or take whole machines, "
+                f"{sizes.ranks} GPUs in all",
+                "engines take the trainer's GPUs",
                 "rollout_num_gpus",
                 "rollout_num_gpus_per_engine",
                 "actor_num_gpus_per_node",
             )
         )
+    if sizes.colocate and per_engine > sizes.per_node and not facts.value("engine.has.span"):
+        found.append(_cannot_span(facts, sizes.per_node, "ray.actor_num_gpus_per_node"))
     return found
+
+
+def _cannot_span(facts: Facts, machine: int, origin: str) -> Problem:
+    """Report that an engine needs the GPUs of several machines and cannot use them."""
+    option = "ray.rollout_num_gpus_per_engine"
+    return Problem(
+        "ray",
+        f"{facts.value(option)} GPUs in one machine",
+        f"--engine {facts.value('engine')} runs on one machine; --engine sglang can use several",
+        (describe_fact(facts.lookup(option)), describe_fact(facts.lookup(origin))),
+        choices=(option,),
+        tries=lambda: [{option: machine}],
+    )
 
 
 def _check_planned_hardware(facts: Facts, sizes: Sizes) -> list[Problem]:
@@ -70,21 +87,20 @@ def _check_planned_hardware(facts: Facts, sizes: Sizes) -> list[Problem]:
     if not count or facts.value("model.device") == "cpu":
         return []
     found = []
-    for option, processes, what in (
-        ("actor_num_gpus_per_node", sizes.per_node, "ranks of a machine"),
-        ("rollout_num_gpus_per_engine", sizes.per_engine, "the GPUs of an engine"),
-    ):
-        if processes > count:
-            found.append(
-                Problem(
-                    "ray",
-                    f"{processes} GPUs in one machine",
-                    f"{what} are on one machine",
-                    (describe_fact(facts.lookup(f"ray.{option}")), describe_fact(facts.lookup("gpu.count"))),
-                    choices=(f"ray.{option}",),
-                    tries=lambda option=option: [{f"ray.{option}": count}],  # type: ignore[misc]
-                )
+    if sizes.per_node > count:
+        option = "ray.actor_num_gpus_per_node"
+        found.append(
+            Problem(
+                "ray",
+                f"{sizes.per_node} GPUs in one machine",
+                "ranks of a machine are on one machine",
+                (describe_fact(facts.lookup(option)), describe_fact(facts.lookup("gpu.count"))),
+                choices=(option,),
+                tries=lambda: [{option: count}],
             )
+        )
+    if sizes.per_engine > count and not sizes.colocate and not facts.value("engine.has.span"):
+        found.append(_cannot_span(facts, count, "gpu.count"))
     if machines and not found and sizes.devices > machines * count:
         found.append(_too_many(facts, sizes, machines * count, ("gpu.machines", "gpu.count")))
     return found

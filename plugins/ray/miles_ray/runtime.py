@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 
 import ray
@@ -56,7 +57,7 @@ class RayRuntime(RemoteRuntime):
     async def _place_apart(self, policy: Policy) -> tuple[RayWorkers, RayWorkers]:
         """Start the workers of a policy on devices of its own."""
         sizes, unit = self.cluster.sizes, self.cluster.unit
-        beside = sizes.per_node // sizes.per_engine if sizes.colocate else 0
+        beside = max(sizes.per_node // sizes.per_engine, 1) if sizes.colocate else 0
         trainer = await self._group(
             [self._bundle(sizes.per_node, sizes.per_node + beside)] * sizes.nodes,
             "STRICT_SPREAD",
@@ -69,18 +70,28 @@ class RayRuntime(RemoteRuntime):
         if sizes.colocate:  # engines use the GPUs that Ray assigned to the trainer ranks
             started = await self._start_workers("trainer", ranks, policy)
             process = {"CPU": 1.0} if unit == "GPU" else {}
+            parts = sizes.parts(sizes.per_node)
             engines = [
-                Place(trainer, sizes.node_of(e), process, started.devices(sizes.ranks_of(e)))
+                _first_of(
+                    Place(trainer, shared[0] // sizes.per_node, process, started.devices(shared))
+                    for shared in (sizes.ranks_of(e, part, parts) for part in range(parts))
+                )
                 for e in range(sizes.engines)
             ]
             return started, await self._start_workers("engine", engines, policy)
+        parts = sizes.parts(self.cluster.machine)
+        bundle = self._bundle(sizes.per_engine // parts, 1)
         engine = await self._group(
-            [self._bundle(sizes.per_engine, 1)] * sizes.engines,
+            [bundle] * sizes.engines * parts,
             "PACK",
-            f"--rollout-num-gpus {sizes.engines * sizes.per_engine}, {sizes.per_engine} per engine",
+            f"--rollout-num-gpus {sizes.engines * sizes.per_engine}, {sizes.per_engine} per engine"
+            + (f", in {parts} parts" if parts > 1 else ""),
         )
-        process = {"CPU": 1.0, "GPU": float(sizes.per_engine)} if unit == "GPU" else {"CPU": float(sizes.per_engine)}
-        engines = [Place(engine, number, process) for number in range(sizes.engines)]
+        share = sizes.per_engine // parts
+        process = {"CPU": 1.0, "GPU": float(share)} if unit == "GPU" else {"CPU": float(share)}
+        engines = [
+            _first_of(Place(engine, e * parts + part, process) for part in range(parts)) for e in range(sizes.engines)
+        ]
         both = await asyncio.gather(
             self._start_workers("trainer", ranks, policy), self._start_workers("engine", engines, policy)
         )
@@ -146,6 +157,12 @@ class RayRuntime(RemoteRuntime):
         for group in self.groups:
             remove_placement_group(group)
         self.cluster.leave()
+
+
+def _first_of(places: Iterable[Place]) -> Place:
+    """Return the first place of a worker with the others as its further parts."""
+    first, *others = places
+    return replace(first, parts=tuple(others))
 
 
 def environment(run: Run) -> dict[str, str]:

@@ -33,10 +33,13 @@ class Sizes:
         """Number of devices of trainer and engines together."""
         return self.ranks + (0 if self.colocate else self.engines * self.per_engine)
 
-    def node_of(self, engine: int) -> int:
-        """Return the index of the trainer machine on which a colocated engine runs."""
-        return engine * self.per_engine // self.per_node
+    def parts(self, machine: int) -> int:
+        """Return the number of equal parts of an engine, each on one machine: 1 if it fits into a machine with ``machine`` devices."""
+        parts = -(-self.per_engine // max(machine, 1))
+        return next(n for n in range(parts, self.per_engine + 1) if not self.per_engine % n)
 
-    def ranks_of(self, engine: int) -> range:
-        """Return the ranks whose devices a colocated engine shares."""
-        return range(engine * self.per_engine, (engine + 1) * self.per_engine)
+    def ranks_of(self, engine: int, part: int, parts: int) -> range:
+        """Return the ranks whose devices a part of a colocated engine shares."""
+        each = self.per_engine // parts
+        start = engine * self.per_engine + part * each
+        return range(start, start + each)

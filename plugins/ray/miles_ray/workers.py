@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -16,7 +17,7 @@ from ray import exceptions
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from miles_core.plugin import MilesError
+from miles_core.plugin import MilesError, WorkerLost
 from miles_ray.actor import BEAT, Actor, Found
 from miles_ray.watch import process_state, raylet_lives
 from miles_runtime import Order, Workers, last_lines, short_of_memory
@@ -24,22 +25,31 @@ from miles_runtime import Order, Workers, last_lines, short_of_memory
 #: Maximum concurrent calls of an actor. Requests to a paused engine stay open until new weights arrive; with Ray's default of 1000, the
 #: call that sends the weights could queue behind them and deadlock.
 CALLS = 1_000_000
+#: Calls to the actors of an engine on all its machines; all others go to the first.
+_FOR_ALL_PARTS = frozenset({"build", "close"})
 
 
 @dataclass(frozen=True)
 class Place:
     """Placement of one actor: a bundle of a placement group and its resources.
 
-    ``devices`` are indices of GPUs that the actor shares with another actor to which Ray assigned them."""
+    Attributes:
+        devices: indices of GPUs that the actor shares with another actor to which Ray assigned them.
+        parts: for an engine on several machines, the places of its actors on the other machines.
+    """
 
     group: PlacementGroup
     bundle: int
     resources: Mapping[str, float]
     devices: tuple[str, ...] = ()
+    parts: tuple[Place, ...] = ()
 
 
 class RayWorkers(Workers):
     """Actors of one kind.
+
+    An engine on several machines is one worker with an actor on each of them (``Place.parts``). The first actor receives all calls; the
+    others are built and closed with it. If one of them is lost, the worker is lost and all its actors are replaced.
 
     Args:
         kind: ``trainer`` or ``engine``.
@@ -69,13 +79,37 @@ class RayWorkers(Workers):
         self.reachable = True
         self.actors: list[Any] = [None] * len(names)
         self.found: list[Found | None] = [None] * len(names)
+        #: actors on further machines, with their locations
+        self.parts: list[list[tuple[Any, Found]]] = [[] for _ in names]
 
     async def send(self, number: int, method: str, *args: Any) -> Any:
-        return await self._answer(number, self.actors[number].answer.remote(method, *args))
+        first = self.actors[number].answer.remote(method, *args)
+        if method not in _FOR_ALL_PARTS or not self.parts[number]:
+            return await self._answer(number, first)
+        others = [actor.answer.remote(method, *args) for actor, _ in self.parts[number]]
+        return (await asyncio.gather(*(self._answer(number, answer) for answer in (first, *others))))[0]
 
     async def renew(self, number: int) -> None:
         await self.kill(number)
-        place = self.places[number]
+        place, name = self.places[number], self.names[number]
+        made, self.found[number] = await self._make(number, place, name)
+        self.actors[number] = made
+        self.watch(number)
+        actors = [made]
+        for index, other in enumerate(place.parts, 1):
+            part = await self._make(number, other, f"{name}-part-{index}")
+            self.parts[number].append(part)
+            actors.append(part[0])
+        await asyncio.gather(
+            *(self._answer(number, actor.make.remote(self.kind, self.order, self.policy)) for actor in actors)
+        )
+        if place.parts:
+            address = await self._answer(number, made.free_address.remote())
+            spans = [actor.answer.remote("span", len(actors), i, address) for i, actor in enumerate(actors)]
+            await asyncio.gather(*(self._answer(number, answer) for answer in spans))
+
+    async def _make(self, number: int, place: Place, name: str) -> tuple[Any, Found]:
+        """Create an actor; return it with its location."""
         options: dict[str, Any] = {
             "num_cpus": place.resources.get("CPU", 0),
             "num_gpus": place.resources.get("GPU", 0),
@@ -86,19 +120,22 @@ class RayWorkers(Workers):
             options["runtime_env"] = {"env_vars": self.environment}
         remote: Any = ray.remote  # its annotations lack concurrency groups
         actor = remote(concurrency_groups={BEAT: 1})(Actor)
-        made = actor.options(**options).remote(self.names[number], self.order.directory, self.level, place.devices)
-        self.actors[number] = made
-        self.found[number] = await self._answer(number, made.where.remote())
-        self.watch(number)
-        await self._answer(number, made.make.remote(self.kind, self.order, self.policy))
+        made = actor.options(**options).remote(name, self.order.directory, self.level, place.devices)
+        return made, await self._answer(number, made.where.remote())
 
     async def beat(self, number: int) -> Sequence[str]:
+        parts = [actor.beat.remote() for actor, _ in self.parts[number]]
         found: Sequence[str] = await self._answer(number, self.actors[number].beat.remote())
+        try:
+            await asyncio.gather(*(self._answer(number, answer) for answer in parts))
+        except WorkerLost as lost:  # the first part does not notice, and would wait for the lost one
+            await self.declare_lost(number, f"a part of it on another machine was lost: {lost.cause}")
+            raise
         return found
 
     async def computes(self, number: int) -> bool:
-        found = self.found[number]
-        return found is not None and await _on(found, _computes)
+        found = [self.found[number], *(place for _, place in self.parts[number])]
+        return all([place is not None and await _on(place, _computes) for place in found])
 
     def share(self, value: Any) -> Any:
         if not raylet_lives():
@@ -136,9 +173,14 @@ class RayWorkers(Workers):
 
     async def kill(self, number: int) -> None:
         actor, self.actors[number] = self.actors[number], None
-        if actor is None:
-            return
         found, self.found[number] = self.found[number], None
+        parts, self.parts[number] = self.parts[number], []
+        for one, place in [(actor, found), *parts]:
+            if one is not None:
+                await self._kill(one, place)
+
+    async def _kill(self, actor: Any, found: Found | None) -> None:
+        """Kill the process of an actor in whatever state it is."""
         here = found is not None and found.node == ray.get_runtime_context().get_node_id()
         if found is not None and here:  # a stopped (SIGSTOP) process does not react to Ray's request to end
             with contextlib.suppress(ProcessLookupError):

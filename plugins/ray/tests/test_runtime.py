@@ -96,7 +96,7 @@ def test_what_the_options_contradict_is_refused_in_the_plan(monkeypatch):
     assert "--rollout-num-gpus 3 are not a multiple of --rollout-num-gpus-per-engine 2" in refused(
         rollout_num_gpus=3, rollout_num_gpus_per_engine=2
     )
-    assert "engines of 2 GPUs within the 3 of a machine" in refused(
+    assert "engines of 2 GPUs that divide the 3 of a machine" in refused(
         actor_num_gpus_per_node=3, rollout_num_gpus_per_engine=2, colocate=True
     )
     assert "the cluster has only this machine" in refused(actor_num_nodes=2)
@@ -147,3 +147,24 @@ def test_a_critic_on_the_gpus_of_its_policy_learns_the_same(cluster):
 def test_policies_that_share_gpus_do_not_take_turns_on_them():
     with pytest.raises(PlanError, match="the other policies' processes would keep their"):
         plan(runtime="ray", share_policy_gpus=True, colocate=True)
+
+
+def test_an_engine_on_several_machines_is_planned(monkeypatch):
+    facts = ("hardware=4x8xH100",)
+    sizes = {"rollout_num_gpus_per_engine": 16, "rollout_num_gpus": 16, "actor_num_gpus_per_node": 8}
+    assert plan(runtime="ray", engine="sglang", facts=facts, **sizes)
+    shared = {"colocate": True, "actor_num_nodes": 2, "sglang_mem_fraction_static": 0.5}
+    assert plan(runtime="ray", engine="sglang", facts=facts, **shared, **sizes)
+    with pytest.raises(PlanError, match="--engine embedded runs on one machine; --engine sglang can use several"):
+        plan(runtime="ray", facts=facts, **sizes)
+    with pytest.raises(PlanError, match="engines of 12 GPUs that divide the 8 of a machine or take whole machines"):
+        changed = sizes | {"rollout_num_gpus_per_engine": 12, "rollout_num_gpus": 12}
+        plan(runtime="ray", engine="sglang", facts=facts, colocate=True, actor_num_nodes=2, **changed)
+
+
+def test_parts_of_an_engine():
+    from miles_ray.sizes import Sizes
+
+    sizes = Sizes(nodes=4, per_node=8, engines=2, per_engine=16, colocate=True)
+    assert sizes.parts(8) == 2 and sizes.parts(16) == 1 and sizes.parts(5) == 4
+    assert [sizes.ranks_of(1, part, 2) for part in range(2)] == [range(16, 24), range(24, 32)]

@@ -37,6 +37,7 @@ plugin = Plugin(
         "engine": (
             "score",
             "hot_update",
+            "span",
             "transport:buckets",
             "transport:adapter",
             Capability("sleep", when="sglang.enable_memory_saver"),

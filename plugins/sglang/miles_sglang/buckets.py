@@ -10,6 +10,7 @@ import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,10 @@ class Flat:
 
     array: Tensor
     tensors: list[list[Any]]
+
+    def to_host(self) -> Flat:
+        """Return the bucket in host memory."""
+        return Flat(self.array.cpu(), self.tensors)
 
     def message(self, ranks: int) -> tuple[dict[str, Any], bytes | memoryview]:
         """Return JSON-compatible data for ``ranks`` processes, and the bytes if the array is not on a GPU."""
@@ -124,11 +129,25 @@ class _CudaArray:
         return reductions.rebuild_cuda_tensor, self.arguments
 
 
+class _Bytes:
+    """Pickles as the bytes of an array, for processes on other machines, which cannot open shared memory of this one.
+
+    SGLang unpickles only from a list of modules, so the call uses ``functools`` and ``torch``.
+    """
+
+    def __init__(self, payload: bytes) -> None:
+        self.payload = payload
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(torch.frombuffer, dtype=torch.uint8), (bytearray(self.payload),)
+
+
 def serialize_for_sglang(body: Mapping[str, Any], payload: bytes, ranks: int) -> tuple[Any, list[bytes]]:
     """Serialise a bucket for ``loader.load``, once for each tensor-parallel rank. Runs in SGLang's process.
 
     Args:
-        body: ``tensors``, ``size``, ``handles`` if the array is on a GPU, and the ``weight_version`` that this bucket completes.
+        body: ``tensors``, ``size``, ``handles`` if the array is on a GPU, ``copies`` if ranks on other machines need the
+            bytes, and the ``weight_version`` that this bucket completes.
         payload: the bytes of the array if it is not on a GPU.
         ranks: number of tensor-parallel ranks.
 
@@ -137,10 +156,14 @@ def serialize_for_sglang(body: Mapping[str, Any], payload: bytes, ranks: int) ->
     """
     from sglang.srt.utils import MultiprocessingSerializer
 
+    table = json.dumps(body["tensors"])
+    last = [] if body.get("weight_version") is None else [(COMPLETE, torch.empty(0, dtype=torch.uint8))]
+    if body.get("copies"):  # one object for all ranks, so that SGLang's messages contain it once
+        end = [(name, _Bytes(b"\0")) for name, _ in last]  # torch rejects an empty buffer
+        content = MultiprocessingSerializer.serialize([(table, _Bytes(payload)), *end])
+        return payload, [content] * ranks
     if body.get("handles"):
         arrays: list[Any] = [_CudaArray(body["size"], plain) for plain in body["handles"]]
     else:
         arrays = [torch.frombuffer(bytearray(payload), dtype=torch.uint8)] * ranks
-    table = json.dumps(body["tensors"])
-    last = [] if body.get("weight_version") is None else [(COMPLETE, torch.empty(0, dtype=torch.uint8))]
     return arrays, [MultiprocessingSerializer.serialize([(table, array), *last]) for array in arrays]

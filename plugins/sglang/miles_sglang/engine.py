@@ -72,6 +72,7 @@ class SglangEngine(Engine):
         self._version, self._usable, self._dead = -1, True, False
         self._paused: PauseMode | None = None
         self._asleep: set[EnginePart] = set()
+        self._spans = False  # SGLang runs on several machines, which cannot read this machine's memory
         self._open = asyncio.Event()
         self._renewal = Renewal(self._spend, self._renew)
         self._arrivals = Arrivals(self._begin_arrival)
@@ -82,6 +83,10 @@ class SglangEngine(Engine):
     @property
     def version(self) -> int:
         return self._version
+
+    def span(self, machines: int, index: int, address: str) -> None:
+        self._spans = True
+        self.link.span(machines, index, address)
 
     async def start(self) -> None:
         self._info = await self.link.start()
@@ -317,7 +322,7 @@ class SglangEngine(Engine):
         self._serve(version)
 
     def _loading(self) -> Loading:
-        return Loading(self._send, self.settings.device)
+        return Loading(self._send, "" if self._spans else self.settings.device)
 
     def _serve(self, version: int) -> None:
         self._version, self._usable = version, True
@@ -363,7 +368,10 @@ class SglangEngine(Engine):
 
     async def _send(self, flat: buckets.Flat, version: int | None = None) -> None:
         """Send one bucket. version: the version that this bucket completes; None for all buckets but the last."""
+        if self._spans:
+            flat = flat.to_host()
         body, payload = flat.message(int(self._info.get("tp_size") or 1))
+        body["copies"] = self._spans
         body["disable_draft_model"] = self.settings.separate_draft
         body["flush_cache"] = version is not None and self._paused != "in_place"
         body["weight_version"] = None if version is None else str(version)

@@ -39,6 +39,10 @@ class Link(ABC):
 
     same_host: bool = False
 
+    def span(self, machines: int, index: int, address: str) -> None:
+        """See ``Engine.span``."""
+        raise SglangError("this run did not start SGLang, so it cannot distribute it over machines")
+
     @abstractmethod
     async def start(self) -> Mapping[str, Any]:
         """Start SGLang or connect to it; returns its ``server_info`` (``context_length``, ``tp_size``, ...).

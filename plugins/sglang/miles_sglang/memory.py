@@ -86,6 +86,13 @@ def server_of(facts: Facts, gpu: float) -> Server:
     return Server(tp, pp, dp, max((gpu - reserve) / gpu, 0.0) if gpu else 0.0, "SGLang's default", reserve)
 
 
+def free_memory(facts: Facts) -> float:
+    """Return the bytes of a GPU that are free when SGLang starts, of which it takes its share; 0 if unknown. A trainer that takes turns
+    with the engine keeps its CUDA context and NCCL's buffers."""
+    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    return max(gpu - (CONTEXT + CHANNELS if facts.value("colocate") else 0.0), 0.0)
+
+
 def weight_bytes(size: ModelSize, precision: str) -> float:
     """Return the bytes of a model's weights in a number format. Embeddings, output layer, norms and routers stay in BF16."""
     stored, experts_only = STORED.get(precision, (2.0, False))
@@ -130,7 +137,7 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
         return
     if facts.value("model.device") == "cpu":
         return
-    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    gpu = free_memory(facts)
     server = server_of(facts, gpu)
     precision = str(facts.value("rollout.precision") or "bf16")
     held, drafts = weights_on_gpu(facts, size, server), draft_bytes(facts, size) / server.gpus
@@ -163,7 +170,7 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
 
 def find_size_problems(facts: Facts, model: Mapping[str, Any] | None) -> Iterator[Problem]:
     """Report a problem if weights and the cache of one sequence do not fit into SGLang's share, so that it could not start."""
-    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    gpu = free_memory(facts)
     size = None if model is None else size_of(facts, model)
     if not gpu or size is None or facts.value("engine") != "sglang" or facts.value("sglang.url"):
         return

@@ -15,6 +15,7 @@ from miles_sglang.memory import (
     bytes_needed,
     cache_bytes_per_token,
     draft_bytes,
+    free_memory,
     server_of,
     usage,
     weights_on_gpu,
@@ -22,6 +23,8 @@ from miles_sglang.memory import (
 
 #: Shares of a GPU for weights and cache to try, in hundredths.
 _SHARES = range(90, 15, -5)
+#: Most machines of an engine to try.
+_MACHINES = 8
 #: Sequences that SGLang decodes at once if ``--max-running-requests`` is not set.
 _SLOTS = 256
 
@@ -29,7 +32,7 @@ _SLOTS = 256
 def read(facts: Facts, model: Mapping[str, Any], gpus: int) -> EngineLayout | None:
     """Implements ``miles_planning.layout.EnginePlanner``."""
     size = size_of(facts, model)
-    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    gpu = free_memory(facts)
     if size is None or not gpu:
         return None
     server = server_of(facts, gpu)
@@ -39,20 +42,30 @@ def read(facts: Facts, model: Mapping[str, Any], gpus: int) -> EngineLayout | No
 
 
 def find(facts: Facts, model: Mapping[str, Any], gpus: int, budget: float) -> Iterator[EngineLayout]:
-    """Implements ``miles_planning.layout.EnginePlanner``: for each size of an engine the largest share of a GPU that fits."""
+    """Implements ``miles_planning.layout.EnginePlanner``: for each size of an engine the largest share of a GPU that fits.
+
+    Engines on several machines are proposed only if none fits into one."""
     size = size_of(facts, model)
-    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    gpu = free_memory(facts)
     if size is None or not gpu:
         return
-    machine = int(facts.value("gpu.count") or 8)
+    machine, found = int(facts.value("gpu.count") or 8), False
     for tp in (1 << n for n in range(12)):
-        if tp > min(gpus, machine) or gpus % tp or not _divides(model, tp):
+        if tp > machine and found:
+            return  # an engine on several machines is slower than one that fits into one
+        if (
+            tp > min(gpus, _MACHINES * machine)
+            or gpus % tp
+            or (tp > machine and tp % machine)
+            or not _divides(model, tp)
+        ):
             continue
         for changes in _ways(model, size, tp):
             changed = _change(facts, changes)
             share = next((s / 100 for s in _SHARES if _fits(changed, size, gpu, budget, s / 100)), None)
             if share is None:
                 continue
+            found = True
             changes = {**changes, "sglang.mem_fraction_static": share}
             changed = _change(changed, {"sglang.mem_fraction_static": share})
             yield _layout(changed, model, size, server_of(changed, gpu), gpus, changes)
@@ -61,14 +74,14 @@ def find(facts: Facts, model: Mapping[str, Any], gpus: int, budget: float) -> It
 def explain(facts: Facts, model: Mapping[str, Any], gpus: int) -> str:
     """Implements ``miles_planning.layout.EnginePlanner``."""
     size = size_of(facts, model)
-    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    gpu = free_memory(facts)
     if size is None or not gpu:
         return "config.json does not determine the size of the model, or the GPU's memory is unknown"
-    most = min(gpus, int(facts.value("gpu.count") or 8))
+    most = min(gpus, _MACHINES * int(facts.value("gpu.count") or 8))
     tp = max(n for n in (1 << i for i in range(12)) if n <= most and _divides(model, n))
     server = server_of(_change(facts, {"sglang.tp_size": tp, "sglang.mem_fraction_static": _SHARES[0] / 100}), gpu)
     return (
-        f"on {tp} GPUs, the most of one machine that divide the model, weights and the cache of one sequence take "
+        f"on {tp} GPUs, the most that divide the model, weights and the cache of one sequence take "
         f"{bytes_needed(facts, size, server) / GB:.0f} GB on each, and SGLang "
         f"needs {server.reserve / GB:.0f} of its {gpu / GB:.0f} GB for activations"
     )
@@ -96,7 +109,7 @@ def _fits(facts: Facts, size: ModelSize, gpu: float, budget: float, share: float
 def _layout(
     facts: Facts, model: Mapping[str, Any], size: ModelSize, server: Server, gpus: int, changes: Mapping[str, Any]
 ) -> EngineLayout:
-    gpu = float(facts.value("gpu.memory_gb") or 0) * GB
+    gpu = free_memory(facts)
     each = cache_bytes_per_token(facts, size, server)
     held = weights_on_gpu(facts, size, server)
     pool = max(server.fraction * gpu - held - draft_bytes(facts, size) / server.gpus, 0.0)

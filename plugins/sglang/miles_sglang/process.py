@@ -108,6 +108,12 @@ class ProcessLink(Link):
         self._since = 0  # offset in the log of the current phase: startup, then serving
         self._ended: SglangError | None = SglangError("SGLang is not running: the engine was not started")
 
+    def span(self, machines: int, index: int, address: str) -> None:
+        self.arguments |= {"nnodes": machines, "node_rank": index, "dist_init_addr": address}
+        if index:
+            self.log_file = self.log_file.with_name(f"{self.log_file.stem}-part-{index}.log")
+        self._environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # Engine() returns on all machines
+
     async def start(self) -> Mapping[str, Any]:
         return await self._start({})
 

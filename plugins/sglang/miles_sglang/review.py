@@ -12,12 +12,21 @@ from miles_core.plugin import Facts, Problem, Review, describe_fact
 from miles_sglang.config import server_fields
 from miles_sglang.memory import find_size_problems, server_of
 
+#: Rollout precisions that SGLang updates while it runs.
+IN_PLACE = ("bf16", "fp8")
 _NAMES = tuple(str(field["name"]) for field in server_fields())
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     """Implements ``miles_core.plugin.Plugin.review``."""
-    problems = (*_address(facts), *_draft(facts), *_tables(facts), *_gpus(facts), *find_size_problems(facts, model))
+    problems = (
+        *_address(facts),
+        *_draft(facts),
+        *_tables(facts),
+        *_gpus(facts),
+        *_machines(facts),
+        *find_size_problems(facts, model),
+    )
     return Review(problems=problems)
 
 
@@ -35,6 +44,23 @@ def _gpus(facts: Facts) -> Iterator[Problem]:
     tries = [{"sglang.tp_size": given // server.pp}] if not given % server.pp else []
     tries.append({name: server.gpus})
     yield Problem("sglang", needs, why, values, choices=names, tries=lambda: tries)
+
+
+def _machines(facts: Facts) -> Iterator[Problem]:
+    """Report an engine on several machines whose number format needs a restart of SGLang for each update."""
+    given, machine = facts.value("ray.rollout_num_gpus_per_engine"), facts.value("gpu.count")
+    precision = facts.value("rollout.precision")
+    if not facts.value("plugin.ray") or not given or not machine or given <= machine or precision in (None, *IN_PLACE):
+        return
+    names = ("rollout.precision", "ray.rollout_num_gpus_per_engine", "gpu.count")
+    yield Problem(
+        "sglang",
+        "rollouts in bf16 or fp8",
+        "SGLang loads new weights of other formats at its start only, and an engine on several machines is not restarted for each update",
+        tuple(describe_fact(facts.lookup(name)) for name in names),
+        choices=names[:2],
+        tries=lambda: [{"rollout.precision": "fp8"}],
+    )
 
 
 def _address(facts: Facts) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import multiprocessing
 import os
 import signal
 import socket
@@ -170,6 +171,16 @@ async def serve(engine: Any, connection: socket.socket, kind: type[Worker] = Wor
         task.add_done_callback(calls.discard)
 
 
+async def follow(engine: Any, connection: socket.socket) -> None:
+    """Hold this machine's part of an engine until the run closes its end or one of its schedulers ends."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=frames.LIMIT)
+    writer.write(frames.head({"id": 0, "result": {"tp_size": engine.server_args.tp_size}}))
+    schedulers = multiprocessing.active_children()
+    closed = asyncio.ensure_future(frames.read(reader))
+    while not closed.done() and all(process.is_alive() for process in schedulers):
+        await asyncio.wait([closed], timeout=1.0)
+
+
 def answer_probes(connection: socket.socket) -> None:
     """Quantise activations with SGLang's kernel until the run closes its end.
 
@@ -204,13 +215,18 @@ def main(descriptor: int, probes: int, kind: type[Worker] = Worker) -> None:
 
     try:
         engine = sglang.Engine(**first[0])
-        inside.check(engine)
+        follows = bool(first[0].get("node_rank"))  # only the first machine's part takes calls
+        if not follows:
+            inside.check(engine)
     except Exception as error:
         connection.sendall(frames.head({"id": 0, "error": f"SGLang did not start: {type(error).__name__}: {error}"}))
         raise
     threading.Thread(target=answer_probes, args=(socket.socket(fileno=probes),), daemon=True).start()
     try:
-        engine.loop.run_until_complete(serve(engine, connection, kind))
+        if follows:
+            asyncio.run(follow(engine, connection))
+        else:
+            engine.loop.run_until_complete(serve(engine, connection, kind))
     finally:
         engine.shutdown()
         os._exit(0)  # SGLang's threads would keep the process alive

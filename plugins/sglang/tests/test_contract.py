@@ -186,3 +186,38 @@ def test_what_it_computes_with_are_the_codes_it_was_sent(family: str, tmp_path: 
         assert any(unit.format for unit in units)
         # BF16 noise; where it sends a token to another expert, a few are further away
         assert (torch.from_numpy(found) - expected).abs().quantile(0.8) < 0.1
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(gpu(), reason="starts both parts on a CPU")
+def test_parts_on_two_machines_are_one_engine(tmp_path, monkeypatch):
+    """Two SGLang processes with one tensor-parallel rank each, as on two machines, give the tokens and log-probs of one."""
+    import socket
+
+    checkpoints = [tiny_checkpoint("qwen3_moe", tmp_path / str(seed), seed, **SIZES) for seed in range(2)]
+    request = Request(list(range(3, 20)), Sampling(temperature=0.0, max_new_tokens=12))
+
+    async def answers(*parts: SglangEngine) -> list[tuple[list[int], list[float]]]:
+        await asyncio.gather(*(part.start() for part in parts))
+        found = []
+        for version, checkpoint in enumerate(checkpoints):
+            await parts[0].pause()
+            await parts[0].update_weights(stored_units(checkpoint), version)
+            await parts[0].resume()
+            response = await parts[0].generate(request)
+            found.append((response.tokens, response.log_probs))
+        await asyncio.gather(*(part.stop() for part in parts))
+        return found
+
+    alone = asyncio.run(answers(engine_for(checkpoints[0])))
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # more tensor-parallel ranks than NUMA nodes
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    parts = [engine_for(checkpoints[0], tp_size=2) for _ in range(2)]
+    for index, part in enumerate(parts):
+        part.span(2, index, address)
+    spread = asyncio.run(answers(*parts))
+    for (tokens, log_probs), (expected, wanted) in zip(spread, alone, strict=True):
+        assert tokens == expected
+        assert log_probs == pytest.approx(wanted, abs=1e-3)

@@ -35,7 +35,7 @@ def make_transport(run: Run, engine: Engine, world: World = ALONE) -> Transport:
     return BucketTransport(
         engine,
         world,
-        run_options.sync_bucket_size,
+        world.bucket_bytes(run_options.sync_bucket_size),
         options.async_sync,
         run_options.colocate,
         "shared_storage" in engine.capabilities,

@@ -36,6 +36,8 @@ _SIZES = {
     "num_layers_in_first_pipeline_stage": "first",
     "num_layers_in_last_pipeline_stage": "last",
     "sequence_parallel": "sequence",
+    "account_for_embedding_in_pipeline_split": "embedding",
+    "account_for_loss_in_pipeline_split": "loss",
 }
 
 

@@ -158,6 +158,8 @@ def _parallelism(s: Sizes) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",  # others need rows of equal length, even for dense models
         "num_layers_in_first_pipeline_stage": s.first or None,
         "num_layers_in_last_pipeline_stage": s.last or None,
+        "account_for_embedding_in_pipeline_split": s.embedding,
+        "account_for_loss_in_pipeline_split": s.loss,
     }
 
 
