@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles_core.plugin import NonFiniteError
 from miles_embedded import TOLERANCE, TOLERANCE_LOW, CannotBeStatic, Emitted, StaticBatch, check_finite, padded_rows
 from miles_speculative.draft import Draft
 from miles_speculative.drafted_step import DraftedShape, DraftedStep
@@ -65,6 +66,8 @@ class StaticDrafts:
             if before is not None:
                 self._check(rows, emitted)
                 self._checked = True
+        except NonFiniteError:
+            raise
         except (CannotBeStatic, RuntimeError) as error:  # recording fails with RuntimeErrors of many kinds
             self.refused = str(error).partition("\n")[0]
             log.warning(
