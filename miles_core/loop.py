@@ -60,8 +60,7 @@ async def steps(
                     await sync(run, schedule, part)
             if missing := await evaluation.run_if_missing(resume_from):
                 log.record(run.step, missing)
-            run.clock.metrics(), log.workers()  # reset: no step includes the time to build the parts
-            log.progress.begin()
+            log.begin(run)  # no step includes the time to build the parts
             while run.step < run.config.rollout.num_rollout and not run.stop_requested:
                 try:
                     await step(run, log, parts, schedule, evaluation)

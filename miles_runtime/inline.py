@@ -28,16 +28,18 @@ class InlineRuntime(Runtime):
         run, colocate = self.run, self.run.config.run.colocate and policy.generates
         # The driver is the only worker: check the rules that could not be checked during planning.
         run.plan.check_deferred([*gpu_facts(), *model_facts(policy.hf_checkpoint)])
-        trainer = run.hooks.make("trainer", run.config.run.trainer, run=run, policy=policy)
-        rank = Rank(run, policy, trainer)
+        with run.clock.phase("start_trainer"):
+            trainer = run.hooks.make("trainer", run.config.run.trainer, run=run, policy=policy)
+            rank = Rank(run, policy, trainer)
         self.ranks.append(rank)
         if not policy.generates:
             return PolicyParts(policy, LearnerFront(run, policy, RankHere(rank), [rank.world]), None, rank.precisions)
         if colocate:  # an engine may allocate all memory that is free when it starts
             rank.hold(())
-        engine: Engine = run.hooks.make("engine", run.config.run.engine, run=run, policy=policy)
-        self.engines.append(engine)
-        await engine.start()
+        with run.clock.phase("start_engine"):
+            engine: Engine = run.hooks.make("engine", run.config.run.engine, run=run, policy=policy)
+            self.engines.append(engine)
+            await engine.start()
         if colocate:
             await engine.sleep(["cache"])
             rank.hold(ALL_PARTS)

@@ -16,13 +16,16 @@ class Clock:
     Args:
         synchronize: called at the start and end of each phase (``torch.cuda.synchronize`` if kernels run asynchronously, so that
             their time is counted for the phase that launched them).
+
+    Attributes:
+        created: ``time.perf_counter()`` at creation.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self._synchronize = synchronize
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
-        self._mark = self._start = time.perf_counter()
+        self.created = self._mark = self._start = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ BF16, on every side. Weights are encoded again at every sync; no state is kept b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 
@@ -238,7 +238,21 @@ class Codec:
                 f"{encoded.name} arrived as {encoded.format}, but this engine was built {mine}; trainer and engine "
                 "must be started with the same --rollout-precision"
             )
-        return self.format.dequantize({part.rpartition(".")[2]: t for part, t in encoded.parts.items()})
+        return self.format.dequantize(_suffixes(encoded))
+
+    def decode_all(self, encoded: Sequence[Encoded], outs: Sequence[Tensor]) -> None:
+        """Decode tensors of this codec to ``outs``, in as few kernel launches as the format allows."""
+        quantized = [(each, out) for each, out in zip(encoded, outs, strict=True) if each.format]
+        if self.format is not None and quantized:
+            self.format.dequantize_all([_suffixes(each) for each, _ in quantized], [out for _, out in quantized])
+        for each, out in zip(encoded, outs, strict=True):
+            if not each.format:
+                out.copy_(each.parts[each.name])
+
+
+def _suffixes(encoded: Encoded) -> Parts:
+    """Return the parts of an encoded weight by suffix."""
+    return {part.rpartition(".")[2]: tensor for part, tensor in encoded.parts.items()}
 
 
 def name_parts(name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:

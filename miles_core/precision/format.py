@@ -118,6 +118,11 @@ class Format(ABC):
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Dequantise parts (suffix -> tensor) to the exact values of the codes, FP32 [N, K]."""
 
+    def dequantize_all(self, parts: Sequence[Mapping[str, Tensor]], outs: Sequence[Tensor]) -> None:
+        """Write the values of several weights to ``outs``, rounded to their dtype. A format that can process them in one launch overrides this."""
+        for part, out in zip(parts, outs, strict=True):
+            out.copy_(self.dequantize(part))
+
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
         """Quantise and dequantise x [..., K], the input of a linear layer, in blocks along K; return it in x's dtype.
 

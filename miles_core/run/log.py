@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Protocol, runtime_checkable
 
 from miles_core.contracts.run import Run
@@ -66,6 +67,15 @@ class RunLog:
         self.metrics.roll_back(step)
         for sink in self.sample_sinks:
             sink.roll_back(step)
+
+    def begin(self, run: Run) -> None:
+        """Start timing the first step, and log how long the start of the run took, with the latest phases."""
+        self.workers()
+        phases = run.clock.metrics()
+        del phases["time/step"]
+        parts = ", ".join(f"{name.removeprefix('time/')} {seconds:.1f} s" for name, seconds in phases.items())
+        log.info("step %d begins %.1f s after the start: %s", run.step + 1, perf_counter() - run.clock.created, parts)
+        self.progress.begin()
 
     @contextmanager
     def step(self, run: Run) -> Iterator[None]:

@@ -369,12 +369,11 @@ class EmbeddedEngine(Engine):
         """Invalidate state that depends on the weights, which changed or will change."""
         self._prefixes.retire()
         self.ahead.settle()
-        if self.ahead.used:
-            self.ahead.graphs.weights_changed()
+        for graphs in self.runner.graphs:
+            graphs.weights_changed()
 
     def _clear(self) -> None:
         """Free the memory of the cache."""
-        self.ahead.graphs.clear()
         self.runner.clear()
         self._prefixes.clear()
 

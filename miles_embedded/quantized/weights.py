@@ -116,12 +116,13 @@ class FakeQuantizer:
         values = {s: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for s, t in plain.items()}
         for source, value in values.items():
             value.copy_(plain[source])  # parts of a joined parameter that are not quantised keep their values
-        for unit in group.units:
-            source_of = {view.name: view for view in unit}
-            for encoded in self.codec.encode_unit(Unit({v.name: v.of(plain[v.source]) for v in unit})):
-                view = source_of[encoded.name]
-                self.inputs.take(encoded)
-                view.of(values[view.source]).copy_(self.codec.decode(encoded))
+        view_of = {view.name: view for unit in group.units for view in unit}
+        units = (Unit({v.name: v.of(plain[v.source]) for v in unit}, lasting=True) for unit in group.units)
+        encoded = list(self.codec.encode(units))  # many small experts take a few launches and one check for NaN
+        for each in encoded:
+            self.inputs.take(each)
+        views_of = [view_of[each.name] for each in encoded]
+        self.codec.decode_all(encoded, [view.of(values[view.source]) for view in views_of])
         self._values.update(values)
 
 

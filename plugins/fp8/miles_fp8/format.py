@@ -164,6 +164,23 @@ class Fp8(Format):
             return kernels.dequantize(codes.contiguous(), scale.contiguous())
         return flat(in_tiles(codes.float()) * scale[:, None, :, None], codes.shape)
 
+    def dequantize_all(self, parts: Sequence[Mapping[str, Tensor]], outs: Sequence[Tensor]) -> None:
+        """See ``Format.dequantize_all``; weights with ``outs`` of the same shape, strides and dtype share one kernel launch."""
+        alike: dict[Any, list[int]] = {}
+        for i, (part, out) in enumerate(zip(parts, outs, strict=True)):
+            codes, scales = part[CODES], part[SCALES]
+            aligned = codes.data_ptr() % ALIGNED == 0 == out.data_ptr() % ALIGNED
+            plain = codes.is_contiguous() and scales.is_contiguous() and out.stride(1) == 1 and out.dtype in READABLE
+            if runs_kernels(codes, KERNEL_CAPABILITY) and out.is_cuda and aligned and plain:
+                alike.setdefault((out.dtype, out.shape, out.stride(), out.device), []).append(i)
+            else:
+                out.copy_(self.dequantize(part))
+        for group in alike.values():
+            from miles_fp8 import kernels  # needs Triton
+
+            codes_of, scales_of = [parts[i][CODES] for i in group], [parts[i][SCALES] for i in group]
+            kernels.dequantize_alike(codes_of, scales_of, [outs[i] for i in group])
+
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
         """See ``Format.fake_quantize_activation``; blocks of 1 x 128, the last block of a row may be shorter."""
         if self.activation_form != "divide":

@@ -17,6 +17,7 @@ from torch import Tensor
 E4M3_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-10)
 TILE = 128
+STRIP = 32  # rows of a tile that are in registers at once
 ROWS = 32  # rows of an activation one program reads
 #: Required alignment in bytes of memory that a program accesses 16 bytes at a time.
 ALIGNED = tl.constexpr(16)
@@ -68,18 +69,27 @@ def _weight(
     column_stride,
     POWER_OF_TWO: tl.constexpr,
     TILE: tl.constexpr,
+    STRIP: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    # A tile in strips, read twice, the second time from the cache: with all of it in registers, few programs would fit on a processor.
+    first = tl.program_id(0).to(tl.int64) * TILE
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
-    inside = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0.0).to(tl.float32)
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    place = column.to(tl.int64) * column_stride
+    bits = tl.zeros((STRIP, TILE), tl.int32)
+    for start in range(0, TILE, STRIP):
+        row = first + start + tl.arange(0, STRIP)[:, None]
+        inside = (row < rows) & (column < columns)
+        x = tl.load(x_ptr + row * row_stride + place, mask=inside, other=0.0).to(tl.float32)
+        bits = tl.maximum(bits, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     amax = tl.max(tl.max(bits, 1, keep_dims=True), 0, keep_dims=True)
     scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
-    codes = _codes(x, scale)
-    tl.store(codes_ptr + row * columns + column, codes, mask=inside)
-    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(scales_ptr + place + tl.zeros(scale.shape, tl.int32), scale)
+    for start in range(0, TILE, STRIP):
+        row = first + start + tl.arange(0, STRIP)[:, None]
+        inside = (row < rows) & (column < columns)
+        x = tl.load(x_ptr + row * row_stride + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(codes_ptr + row * columns + column, _codes(x, scale), mask=inside)
+    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scales_ptr + tile + tl.zeros(scale.shape, tl.int32), scale)
 
 
 @triton.jit
@@ -92,12 +102,13 @@ def _weights(
     KIND: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     TILE: tl.constexpr,
+    STRIP: tl.constexpr,
 ):
     weight = table + tl.program_id(2) * 3
     x_ptr = tl.multiple_of(tl.load(weight).to(tl.pointer_type(KIND)), ALIGNED)
     codes_ptr = tl.multiple_of(tl.load(weight + 1).to(tl.pointer_type(tl.float8e4nv)), ALIGNED)
     scales_ptr = tl.load(weight + 2).to(tl.pointer_type(tl.float32))
-    _weight(x_ptr, codes_ptr, scales_ptr, rows, columns, row_stride, column_stride, POWER_OF_TWO, TILE)
+    _weight(x_ptr, codes_ptr, scales_ptr, rows, columns, row_stride, column_stride, POWER_OF_TWO, TILE, STRIP)
 
 
 @triton.jit
@@ -150,14 +161,41 @@ def _activation_codes(
 
 @triton.jit
 def _value(
-    codes_ptr, scales_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    rows,
+    columns,
+    row_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
     codes = tl.load(codes_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     place = row // TILE * tl.cdiv(columns, TILE) + column // TILE
-    tl.store(out_ptr + row * columns + column, codes * tl.load(scales_ptr + place, mask=inside, other=0.0), mask=inside)
+    value = codes * tl.load(scales_ptr + place, mask=inside, other=0.0)
+    tl.store(out_ptr + row * row_stride + column, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _values(
+    table,
+    rows,
+    columns,
+    row_stride,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    weight = table + tl.program_id(2) * 3
+    codes_ptr = tl.multiple_of(tl.load(weight).to(tl.pointer_type(tl.float8e4nv)), ALIGNED)
+    scales_ptr = tl.load(weight + 1).to(tl.pointer_type(tl.float32))
+    out_ptr = tl.multiple_of(tl.load(weight + 2).to(tl.pointer_type(KIND)), ALIGNED)
+    _value(codes_ptr, scales_ptr, out_ptr, rows, columns, row_stride, ROWS, COLUMNS, TILE)
 
 
 def quantize(weight: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) -> None:
@@ -165,7 +203,7 @@ def quantize(weight: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) 
     rows, columns = weight.shape
     with torch.cuda.device(weight.device):
         _weight[tuple(scales.shape)](
-            weight, codes, scales, rows, columns, *weight.stride(), power_of_two, TILE, num_warps=4
+            weight, codes, scales, rows, columns, *weight.stride(), power_of_two, TILE, STRIP, num_warps=4
         )
 
 
@@ -175,12 +213,29 @@ def quantize_alike(weights: list[Tensor], codes: list[Tensor], scales: list[Tens
     For thousands of small experts, single launches would take the host longer than the GPU needs."""
     first = weights[0]
     rows, columns = first.shape
-    places = tuple(t.data_ptr() for three in zip(weights, codes, scales, strict=True) for t in three)
     with torch.cuda.device(first.device):
-        stream = torch.cuda.current_stream().cuda_stream if first.is_cuda else 0
-        table = _table(places, first.device, stream)
+        table = _table_of(weights, codes, scales)
         grid = (*scales[0].shape, len(weights))
-        _weights[grid](table, rows, columns, *first.stride(), KINDS[first.dtype], power_of_two, TILE, num_warps=4)
+        sizes = rows, columns, *first.stride()
+        _weights[grid](table, *sizes, KINDS[first.dtype], power_of_two, TILE, STRIP, num_warps=4)
+
+
+def dequantize_alike(codes: list[Tensor], scales: list[Tensor], outs: list[Tensor]) -> None:
+    """Dequantise several weights to ``outs`` of the same dtype, shape and strides, with contiguous rows, in one launch; codes and outs must
+    be aligned to ``ALIGNED``."""
+    first = outs[0]
+    rows, columns = first.shape
+    grid = (triton.cdiv(rows, 8), triton.cdiv(columns, 512), len(outs))
+    with torch.cuda.device(first.device):
+        table = _table_of(codes, scales, outs)
+        _values[grid](table, rows, columns, first.stride(0), KINDS[first.dtype], 8, 512, TILE, num_warps=4)
+
+
+def _table_of(*columns: list[Tensor]) -> Tensor:
+    """Return the addresses of the tensors, one row for each weight, for launches on the current stream."""
+    device = columns[0][0].device
+    places = tuple(tensor.data_ptr() for row in zip(*columns, strict=True) for tensor in row)
+    return _table(places, device, torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0)
 
 
 @lru_cache(1024)
@@ -198,7 +253,7 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     out = torch.empty((rows, columns), dtype=torch.float32, device=codes.device)
     grid = (triton.cdiv(rows, 8), triton.cdiv(columns, 512))
     with torch.cuda.device(codes.device):
-        _value[grid](codes, scales, out, rows, columns, 8, 512, TILE, num_warps=4)
+        _value[grid](codes, scales, out, rows, columns, columns, 8, 512, TILE, num_warps=4)
     return out
 
 

@@ -70,12 +70,16 @@ def _quantize(
 def _value(
     codes_ptr, scales_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    BLOCKS: tl.constexpr = COLUMNS // BLOCK
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
     codes = tl.load(codes_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    byte = tl.load(scales_ptr + row * (columns // BLOCK) + column // BLOCK, mask=inside, other=0).to(tl.int32)
-    tl.store(out_ptr + row * columns + column, codes * _power(byte), mask=inside)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    within = (row < rows) & (block < columns // BLOCK)
+    byte = tl.load(scales_ptr + row * (columns // BLOCK) + block, mask=within, other=0).to(tl.int32)
+    value = tl.reshape(codes, (ROWS, BLOCKS, BLOCK)) * _power(byte)[:, :, None]
+    tl.store(out_ptr + row * columns + column, tl.reshape(value, (ROWS, COLUMNS)), mask=inside)
 
 
 def quantize(weight: Tensor, codes: Tensor, scales: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 BLOCK = 16
 ROWS, COLUMNS = 8, 512  # of one program
+WIDE = 1024  # columns of an activation's row that are in registers at once
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -27,52 +28,69 @@ def _amax(
     columns,
     row_stride,
     column_stride,
-    PER_ROW: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows)[:, None] & (column < columns)
-    place = row[:, None] * row_stride + column.to(tl.int64) * column_stride
-    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    if PER_ROW:
-        tl.atomic_max(amax_ptr + row, amax, mask=row < rows)
-    else:
-        tl.atomic_max(amax_ptr, tl.max(amax, 0))
+    # A program handles whole rows: one atomic operation per tile would take longer than reading the tile.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    largest = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        place = row * row_stride + column.to(tl.int64) * column_stride
+        x = tl.load(x_ptr + place, mask=(row < rows) & (column < columns), other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(amax_ptr, tl.max(tl.max(largest, 1), 0))
 
 
 @triton.jit
-def _outer(amax_ptr, factor_ptr, decode_ptr, count, SIZE: tl.constexpr):
-    """Compute S/6, the factor of block maxima, and 1/S for each amax."""
-    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    amax = tl.load(amax_ptr + place, mask=place < count, other=0.0)
-    encode = tl.div_rn(tl.full((SIZE,), 2688.0, tl.float32), amax)  # 448 * 6
+def _outer_scale(amax):
+    """Return S/6, the factor of block maxima, and 1/S for FP32 ``amax``."""
+    encode = tl.div_rn(tl.full(amax.shape, 2688.0, tl.float32), amax)  # 448 * 6
     encode = tl.where(amax == 0, 1.0, tl.minimum(encode, FP32_MAX, propagate_nan=PROPAGATE))
-    one = tl.full((SIZE,), 1.0, tl.float32)
-    tl.store(factor_ptr + place, encode * tl.div_rn(one, one * 6.0), mask=place < count)
-    tl.store(decode_ptr + place, tl.div_rn(one, encode), mask=place < count)
+    one = tl.full(amax.shape, 1.0, tl.float32)
+    return encode * tl.div_rn(one, one * 6.0), tl.div_rn(one, encode)
 
 
 @triton.jit
-def _e2m1(x):
-    """Return the int32 code of the nearest E2M1 number, ties to even, saturating; arbitrary for NaN, whose block has a NaN scale."""
-    magnitude = tl.minimum(tl.abs(x), 6.0)
-    # below 1, codes have the same spacing as from 1 to 2
-    octave = tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, 127)
-    halves = magnitude * ((255 - octave) << 23).to(tl.float32, bitcast=True)
-    # adding 1.5 * 2^23 rounds to an integer, ties to even, which is then in the low bits of the sum
-    index = (halves + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + 2 * (octave - 127)
-    return index | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+def _outer(amax_ptr, factor_ptr, decode_ptr):
+    amax = tl.load(amax_ptr + tl.zeros((1,), tl.int32))
+    factor, decode = _outer_scale(amax)
+    tl.store(factor_ptr + tl.zeros((1,), tl.int32), factor)
+    tl.store(decode_ptr + tl.zeros((1,), tl.int32), decode)
+
+
+@triton.jit
+def _blocks(x, factor, decode):
+    """Return the E4M3 scales [rows, blocks] of x [rows, blocks, 16], and the factor of the block's values, 0 for a block of scale 0."""
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(tl.float32, bitcast=True)
+    scales = tl.minimum(largest * factor, 448.0, propagate_nan=PROPAGATE).to(tl.float8e4nv)
+    wide = scales.to(tl.float32)
+    inverse = tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), wide * decode)
+    inverse = tl.minimum(inverse, FP32_MAX, propagate_nan=PROPAGATE)
+    return scales, tl.where(wide == 0, 0.0, inverse)
+
+
+@triton.jit
+def _codes(x, inverse):
+    """Return 0x4B400000 plus the nearest E2M1 code of x * inverse, ties to even, saturating; 0 for a block of scale 0, and arbitrary for
+    NaN, whose block has a NaN scale.
+
+    The index of a magnitude m is the smallest of 2 m, m + 2 and m / 2 + 4, rounded to an integer, ties to even. Adding 1.5 * 2^23 does that
+    and leaves the integer in the low bits of the sum, 0x4B400000 plus the index. Each sum rounds once, as 2 m and m / 2 are exact."""
+    scaled = x * inverse[:, :, None]
+    magnitude = tl.minimum(tl.abs(scaled), 6.0)
+    halves = (magnitude * 2.0 + 12582912.0).to(tl.int32, bitcast=True)
+    ones = (magnitude + 12582914.0).to(tl.int32, bitcast=True)
+    twos = (magnitude * 0.5 + 12582916.0).to(tl.int32, bitcast=True)
+    signs = tl.where(inverse == 0, 0, 8)[:, :, None]
+    return tl.minimum(tl.minimum(halves, ones), twos) + ((scaled.to(tl.int32, bitcast=True) >> 28) & signs)
 
 
 @triton.jit
 def _e2m1_value(code):
-    """Return the FP32 value of a code: 0 and .5, then m * 2^(e - 1) with one mantissa bit."""
-    index = code & 7
-    bits = tl.where(index == 0, 0, tl.where(index == 1, 0x3F000000, ((index >> 1) + 126 << 23) | ((index & 1) << 22)))
-    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    """Return the FP32 value of a code: its magnitude bits are those of an FP32 number 2^126 times smaller, a denormal for index 1."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
@@ -86,8 +104,6 @@ def _quantize(
     columns,
     row_stride,
     column_stride,
-    PER_ROW: tl.constexpr,
-    DECODE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -95,33 +111,48 @@ def _quantize(
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows) & (column < columns)
     place = row * row_stride + column.to(tl.int64) * column_stride
-    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + place, mask=(row < rows) & (column < columns), other=0.0).to(tl.float32)
     x = tl.reshape(x, (ROWS, BLOCKS, BLOCK))
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2).to(tl.float32, bitcast=True)
-    if PER_ROW:
-        factor = tl.load(factor_ptr + row, mask=row < rows, other=0.0)
-        decode = tl.load(decode_ptr + row, mask=row < rows, other=0.0)
-    else:
-        factor = tl.load(factor_ptr)
-        decode = tl.load(decode_ptr)
-    scales = tl.minimum(largest * factor, 448.0, propagate_nan=PROPAGATE).to(tl.float8e4nv)
-    wide = scales.to(tl.float32)
-    inverse = tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), wide * decode)
-    inverse = tl.minimum(inverse, FP32_MAX, propagate_nan=PROPAGATE)
-    codes = tl.where((wide == 0)[:, :, None], 0, _e2m1(x * inverse[:, :, None]))
-    if DECODE:
-        value = tl.reshape(_e2m1_value(codes) * wide[:, :, None], (ROWS, COLUMNS)) * decode
-        tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), mask=inside)
-    else:
-        low, high = tl.split(tl.reshape(codes, (ROWS, COLUMNS // 2, 2)))
-        pair = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :]
-        within = (row < rows) & (pair < columns // 2)
-        tl.store(out_ptr + row * (columns // 2) + pair, (low | (high << 4)).to(tl.uint8), mask=within)
-        block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
-        within = (row < rows) & (block < columns // BLOCK)
-        tl.store(scales_ptr + row * (columns // BLOCK) + block, scales, mask=within)
+    scales, inverse = _blocks(x, tl.load(factor_ptr), tl.load(decode_ptr))
+    # four bits each, the even one lowest; the byte drops what is above them
+    shift = (tl.arange(0, 2) * 4)[None, None, :]
+    codes = tl.sum(tl.reshape(_codes(x, inverse), (ROWS, COLUMNS // 2, 2)) << shift, 2)
+    pair = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :]
+    tl.store(out_ptr + row * (columns // 2) + pair, codes.to(tl.uint8), mask=(row < rows) & (pair < columns // 2))
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    within = (row < rows) & (block < columns // BLOCK)
+    tl.store(scales_ptr + row * (columns // BLOCK) + block, scales, mask=within)
+
+
+@triton.jit
+def _activation(
+    x_ptr,
+    out_ptr,
+    columns,
+    row_stride,
+    column_stride,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # A program handles a whole row: the second loop reads what the first one left in the cache.
+    x_ptr += tl.program_id(0).to(tl.int64) * row_stride
+    out_ptr += tl.program_id(0).to(tl.int64) * columns
+    largest = tl.zeros((COLUMNS,), tl.int32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        x = tl.load(x_ptr + column.to(tl.int64) * column_stride, mask=column < columns, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    amax = tl.max(largest, 0).to(tl.float32, bitcast=True) + tl.zeros((1, 1), tl.float32)
+    factor, decode = _outer_scale(amax)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        x = tl.load(x_ptr + column.to(tl.int64) * column_stride, mask=column < columns, other=0.0).to(tl.float32)
+        x = tl.reshape(x, (1, COLUMNS // BLOCK, BLOCK))
+        scales, inverse = _blocks(x, factor, decode)
+        value = _e2m1_value(_codes(x, inverse)) * scales.to(tl.float32)[:, :, None]
+        value = tl.reshape(value * decode[:, :, None], (COLUMNS,))
+        tl.store(out_ptr + column, value.to(out_ptr.dtype.element_ty), mask=column < columns)
 
 
 @triton.jit
@@ -136,45 +167,47 @@ def _value(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    BLOCKS: tl.constexpr = COLUMNS // BLOCK
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    pair = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :]
+    within = (row < rows) & (pair < columns // 2)
+    codes = tl.load(codes_ptr + row * (columns // 2) + pair, mask=within, other=0).to(tl.int32)
+    shift = (tl.arange(0, 2) * 4)[None, None, :]
+    value = tl.reshape(_e2m1_value((codes[:, :, None] >> shift) & 15), (ROWS, BLOCKS, BLOCK))
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    within = (row < rows) & (block < columns // BLOCK)
+    scales = tl.load(scales_ptr + row * (columns // BLOCK) + block, mask=within, other=0.0).to(tl.float32)
+    value = tl.reshape(value * scales[:, :, None], (ROWS, COLUMNS)) * tl.load(scale_ptr)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows) & (column < columns)
-    pair = tl.load(codes_ptr + row * (columns // 2) + column // 2, mask=inside, other=0).to(tl.int32)
-    value = _e2m1_value((pair >> ((column & 1) * 4)) & 15)
-    block = tl.load(scales_ptr + row * (columns // BLOCK) + column // BLOCK, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * columns + column, value * block * tl.load(scale_ptr), mask=inside)
+    tl.store(out_ptr + row * columns + column, value, mask=(row < rows) & (column < columns))
 
 
-def largest(x: Tensor, per_row: bool = False) -> Tensor:
-    """Return the largest magnitude of x [M, K], any strides: an FP32 scalar, or [M] per row; NaN if x has a NaN."""
-    shape = (x.shape[0],) if per_row else ()
-    found = torch.zeros(shape, dtype=torch.int32, device=x.device)
+def largest(x: Tensor) -> Tensor:
+    """Return the largest magnitude of x [M, K], any strides, as an FP32 scalar; NaN if x has a NaN."""
+    found = torch.zeros((), dtype=torch.int32, device=x.device)
     with torch.cuda.device(x.device):
-        _amax[_grid(x)](x, found, *x.shape, *x.stride(), per_row, ROWS, COLUMNS, num_warps=4)
+        _amax[(triton.cdiv(x.shape[0], ROWS),)](x, found, *x.shape, *x.stride(), ROWS, COLUMNS, num_warps=4)
     return found.view(torch.float32)
 
 
 def quantize(weight: Tensor, amax: Tensor, codes: Tensor, scales: Tensor, scale: Tensor) -> None:
     """Quantise weight [N, K], any strides, with its FP32 scalar ``amax``, into contiguous ``codes`` uint8 [N, K/2], ``scales`` E4M3
     [N, K/16] and ``scale``, an FP32 scalar."""
-    _launch(weight, amax, codes, scales, scale, decode=False)
+    factor = torch.empty_like(amax)
+    with torch.cuda.device(weight.device):
+        _outer[(1,)](amax, factor, scale, num_warps=1)
+        _quantize[_grid(weight)](
+            weight, factor, scale, codes, scales, *weight.shape, *weight.stride(), ROWS, COLUMNS, BLOCK, num_warps=4
+        )
 
 
 def fake_quantize(x: Tensor) -> Tensor:
     """Quantise x [M, K], any strides, with an outer scale per row, and dequantise it to x's dtype."""
-    amax = largest(x, per_row=True)
-    out = torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
-    _launch(x, amax, out, out, torch.empty_like(amax), decode=True)
-    return out
-
-
-def _launch(x: Tensor, amax: Tensor, out: Tensor, scales: Tensor, scale: Tensor, decode: bool) -> None:
-    """Launch the kernel. amax: a scalar or [M]; scale: receives 1/S, shaped as ``amax``."""
-    factor, strides, count = torch.empty_like(amax), x.stride(), amax.numel()
+    rows, columns = x.shape
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
-        _outer[(triton.cdiv(count, 256),)](amax, factor, scale, count, 256, num_warps=4)
-        sizes = (amax.ndim == 1, decode, ROWS, COLUMNS, BLOCK)
-        _quantize[_grid(x)](x, factor, scale, out, scales, *x.shape, *strides, *sizes, num_warps=4)
+        _activation[(rows,)](x, out, columns, *x.stride(), WIDE, BLOCK, num_warps=4)
+    return out
 
 
 def dequantize(codes: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
