@@ -234,6 +234,23 @@ def test_a_run_that_is_to_stop_replaces_nothing(survive, tmp_path, monkeypatch):
     assert ended["why"] == "stopped by SIGTERM" and ended["checkpoint"].endswith("step_00000003")
 
 
+def test_a_run_that_is_to_stop_while_an_engine_hangs_saves_the_last_step(survive, tmp_path, monkeypatch):
+    """The rank waits in its push for the engine, and no time-out is near."""
+    plain = apart.ApartWorkers.send
+
+    async def send(self, number, method, *args):
+        if method == "update" and args[1] == 3:
+            apart.latest().hang("engine-1")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return await plain(self, number, method, *args)
+
+    monkeypatch.setattr(apart.ApartWorkers, "send", send)
+    done = survive([], stop_within=20, save_interval=None, worker_heartbeat=600)
+    ended = json.loads((done.directory / "ending.json").read_text())
+    assert ended["why"] == "stopped by SIGTERM" and ended["step"] == 3
+    assert ended["checkpoint"].endswith("step_00000003")
+
+
 def test_the_run_ends_when_too_many_are_lost(survive, tmp_path):
     with pytest.raises(
         WorkerLost, match=r"worker trainer-0 was lost: it was killed, and 1 workers were replaced before"
