@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from checkout import register
-from faults_anytime import Campaign, many
+from faults_anytime import HEARTBEAT, STALL, Campaign, Limits, many
 from measure import finish, installed, options
 
 from miles_testing.toy import toy_arguments, toy_files
@@ -258,6 +258,12 @@ def main() -> None:
     parser.add_argument(
         "--failures", type=Path, help="a directory for the files of the runs of --anytime in which something is wrong"
     )
+    parser.add_argument(
+        "--heartbeat", type=float, help="--worker-heartbeat of the runs of --anytime; more on a busy machine"
+    )
+    parser.add_argument(
+        "--stall", type=float, default=STALL, help="seconds without progress after which a run of --anytime failed"
+    )
     parser.add_argument("--gap", type=float, default=1.0, help="mean seconds between two faults of --anytime")
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -286,7 +292,7 @@ def measure(chosen: argparse.Namespace, libraries: Sequence[str]) -> None:
             chosen.runtime,
             ranks,
             chosen.gap,
-            end,
+            Limits(end, chosen.stall, chosen.heartbeat or HEARTBEAT[chosen.runtime]),
             chosen.log,
             chosen.kills_a_run,
             chosen.failures,

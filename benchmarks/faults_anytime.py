@@ -2,12 +2,14 @@
 
 A plugin file kills (SIGKILL) or stops (SIGSTOP) a random worker after a random time, and sometimes in the middle of a hook: at a tensor of a
 push, a batch, a save, the build of a model. Some faults kill the driver instead, which is then started again with ``--load``. With the
-runtime ``apart`` the workers are objects of the run's process, which makes many faults cheap; with ``ray`` they are processes.
+runtime ``apart`` the workers are objects of the run's process, which makes many faults cheap; with ``ray`` they are processes, and Ray's own
+processes (raylet and control store) are killed, too. A run cannot go on without them: it has to end with a one-line error and its last
+completed step saved, and is then started again.
 
 Counted over all runs: samples that were lost or trained twice (of a step that was repeated the last time counts), versions that an engine
 installed with tensors of two pushes, workers that the log calls lost although nothing was done to them, runs that failed or made no progress
-for ``STALL`` seconds, complaints of Python, PyTorch or asyncio on standard error, and seconds from a fault to the next completed step. The
-last checkpoint is compared byte for byte with that of a run without faults.
+for ``--stall`` seconds, complaints of Python, PyTorch or asyncio on standard error, runs that lost a completed step with Ray's processes, and
+seconds from a fault to the next completed step. The last checkpoint is compared byte for byte with that of a run without faults.
 """
 
 from __future__ import annotations
@@ -39,131 +41,20 @@ from miles_testing.toy import toy_arguments
 GROUPS, SAMPLES = 2, 4
 #: Seconds before the end in which no fault happens, so that runs reach their last step.
 SPARE = 60.0
-#: Seconds without a completed step or a fault after which a run counts as failed.
+#: Seconds without a completed step or a fault after which a run counts as failed, unless ``--stall`` is given.
 STALL = 150.0
+#: Ray's own processes, by which a run ends.
+RAY = ("raylet", "gcs_server")
 #: What a process writes that did not end properly.
 COMPLAINT = re.compile(
     r"terminate called|Exception ignored|was destroyed but|never retrieved|Fatal Python error|was never awaited"
 )
 #: The log's message about a replaced worker; no match spans two of them.
 REPLACED = re.compile(r"worker (\S+) was lost: (?:(?!worker \S+ was lost: ).)*?; it is replaced", re.DOTALL)
-#: Seconds after which a stopped worker counts as lost.
+#: The plugin of the runs, which inflicts the faults.
+PLUGIN = Path(__file__).with_name("faults_plugin.py").read_text()
+#: Seconds after which a stopped worker counts as lost, unless ``--heartbeat`` is given.
 HEARTBEAT = {"apart": 0.5, "ray": 5.0}
-
-PLUGIN = r"""
-import asyncio, hashlib, json, os, random, re, signal, threading, time
-from pathlib import Path
-from miles_core.plugin import hookimpl
-
-HERE = Path(__file__).parent
-RUNTIME, KILLS, SEED, GAP, DEADLINE = json.loads((HERE / "fault.json").read_text())
-STARTED = []
-
-def fell():
-    path = HERE / "faults.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-DICE = random.Random(f"{SEED} {fell()} {os.getpid() if RUNTIME == 'ray' else ''}")
-
-def append(name, value):  # in one piece, whoever else writes and whenever this process is killed
-    with (HERE / name).open("ab", buffering=0) as file:
-        file.write(json.dumps(value).encode() + b"\n")
-
-def note(moment, how, name):
-    append("faults.jsonl", [moment, how, name, time.time()])
-
-def inflict(moment, name=None):
-    if fell() >= KILLS or time.time() > DEADLINE:
-        return
-    how = "stop" if DICE.random() < 0.25 else "kill"
-    if DICE.random() < 0.05:
-        note(moment, "kill", "driver")
-        os.kill(int((HERE / "driver").read_text()), signal.SIGKILL)
-        return
-    if RUNTIME == "apart":
-        from miles_testing.doubles import apart
-        runtime = apart.latest()
-        alive = [n for n, w in runtime.workers.items() if apart._ALIVE.get((w.number, n)) and not apart._ALIVE[w.number, n].stopped]
-        if not alive:
-            return
-        name = name if name in alive else DICE.choice(alive)
-        note(moment, how, name)
-        (runtime.hang if how == "stop" else runtime.kill)(name)
-        return
-    found = {}
-    for log in (HERE / "run/workers").glob("*.log"):
-        numbers = re.findall(r"process (\d+) on", log.read_text())
-        if numbers and Path(f"/proc/{numbers[-1]}").exists() and state(numbers[-1]) not in "TZX":
-            found[log.stem] = int(numbers[-1])
-    if found:
-        name = DICE.choice(sorted(found))
-        note(moment, how, name)
-        os.kill(found[name], signal.SIGSTOP if how == "stop" else signal.SIGKILL)
-
-def state(number):
-    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-
-def perhaps(moment, chance):
-    if DICE.random() < chance:
-        inflict(moment)
-
-async def strike():
-    while fell() < KILLS and time.time() < DEADLINE:
-        await asyncio.sleep(DICE.expovariate(1 / GAP))
-        inflict("anytime")
-
-@hookimpl
-def on_start(run):
-    if not STARTED and "miles_ray.actor" not in __import__("sys").modules or RUNTIME == "apart" and not STARTED:
-        STARTED.append(asyncio.get_running_loop().create_task(strike()))
-
-@hookimpl
-def on_model(run, policy, model, role):
-    perhaps("build", 0.05)
-
-@hookimpl
-def on_batch(run, batch):
-    prompts = batch.tokens[batch.starts].tolist()
-    append("trained.jsonl", [run.step, sorted(zip(batch.group.tolist(), prompts))])
-    append("batches.jsonl", [run.step, digest(batch.tokens), digest(batch.scalars["reward"])])
-    perhaps("train", 0.1)
-
-@hookimpl
-def on_save(run, policy):
-    if policy is not None:
-        perhaps("save", 0.1)
-
-def digest(tensor):
-    import torch
-    return hashlib.blake2b(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
-
-@hookimpl
-def wrap_weights(run):
-    def wrap(inner):
-        def weights():
-            whole = {}
-            for unit in inner():
-                whole |= {name: digest(tensor) for name, tensor in unit.tensors.items()}
-                perhaps("push", 0.004)
-                yield unit
-            append("sent.jsonl", whole)
-        return weights
-    return wrap
-
-from miles_embedded.engine.engine import EmbeddedEngine
-if not hasattr(EmbeddedEngine, "_noted"):
-    EmbeddedEngine._noted = True
-    plain = EmbeddedEngine.update_weights
-    async def update_weights(self, units, version):
-        whole = {}
-        def seen():
-            for unit in units:
-                whole.update({name: digest(tensor) for name, tensor in unit.parts.items()})
-                yield unit
-        await plain(self, seen(), version)
-        append("installed.jsonl", [version, whole])
-    EmbeddedEngine.update_weights = update_weights
-"""
 
 
 #: Held while a toy model is made, which draws from torch's global generator.
@@ -181,15 +72,25 @@ def steps_of(kills: int) -> int:
     return max(4, kills)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: ``end`` (``time.time()``) is when a run is cut off; without progress for ``stall`` it failed; workers that are silent for
+    ``heartbeat`` are lost."""
+
+    end: float
+    stall: float
+    heartbeat: float
+
+
 def once(
-    runtime: str, kills: int, seed: int, gap: float, ranks: int, directory: Path, end: float
+    runtime: str, kills: int, seed: int, gap: float, ranks: int, directory: Path, limits: Limits
 ) -> dict[str, Any] | None:
-    """One run with ``kills`` faults; what was found in it, or None if it had not ended at ``end``."""
+    """One run with ``kills`` faults; what was found in it, or None if it had not ended in time."""
     steps = steps_of(kills)
     letters = [chr(ord("a") + n % 26) + str(n // 26) for n in range(GROUPS * steps)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
     (directory / "faults.py").write_text(PLUGIN)
-    (directory / "fault.json").write_text(json.dumps([runtime, kills, seed, gap, end - SPARE]))
+    (directory / "fault.json").write_text(json.dumps([runtime, kills, seed, gap, limits.end - SPARE]))
     plugins = [str(directory / "faults.py"), *([apart.__file__] if runtime == "apart" else [])]
     sizes = {"apart_engines": 2} if runtime == "apart" else {"rollout_num_gpus": 2, "actor_num_gpus_per_node": ranks}
     words = arguments(
@@ -204,17 +105,38 @@ def once(
         rollout_batch_size=GROUPS,
         n_samples_per_prompt=SAMPLES,
         sync_bucket_size=1 << 14,
-        worker_heartbeat=HEARTBEAT[runtime],
+        worker_heartbeat=limits.heartbeat,
         **sizes,
     )
     command = [sys.executable, "-m", "miles_core.cli.main", "train", *words]
-    while (code := _drive(command, directory, end)) == -signal.SIGKILL:
+    unsaved = 0
+    while (code := _drive(command, directory, limits)) is not None:
+        if code != -signal.SIGKILL:
+            if not (code == 2 and (victim := _ended_with_ray(directory))):
+                break
+            if (
+                victim == "gcs_server"
+            ):  # the ranks survive it for a while; with the raylet of the only machine the weights are gone
+                unsaved += _count_unsaved(directory)
         if (directory / "run/checkpoints").is_dir() and "--save" in command:
             command[command.index("--save")] = "--load"
-    return None if code is None else judge(directory, steps, code)
+    return None if code is None else {**judge(directory, steps, code), "unsaved": unsaved}
 
 
-def _drive(command: list[str], directory: Path, end: float) -> int | None:
+def _ended_with_ray(directory: Path) -> str:
+    """The process of Ray by whose death the run ended, as its error says in one line; empty if it ended otherwise."""
+    ending = directory / "run/ending.json"
+    why = json.loads(ending.read_text())["why"] if ending.is_file() else ""
+    return next((name for name in RAY if f"({name})" in why), "")
+
+
+def _count_unsaved(directory: Path) -> int:
+    """Completed steps after the last checkpoint."""
+    ending = json.loads((directory / "run/ending.json").read_text())
+    return int(ending["step"]) - int((ending["checkpoint"] or "_0").rpartition("_")[2])
+
+
+def _drive(command: list[str], directory: Path, limits: Limits) -> int | None:
     """Run a driver until it ends; its exit status, or None if it had not ended at ``end``. A run without progress is stopped with SIGABRT,
     which writes the stack of each thread."""
     environment = {**os.environ, "RAY_TMPDIR": str(directory), "PYTHONFAULTHANDLER": "1"}
@@ -222,11 +144,11 @@ def _drive(command: list[str], directory: Path, end: float) -> int | None:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
     (directory / "driver").write_text(str(process.pid))
     started = time.time()
-    while time.time() < end:
+    while time.time() < limits.end:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(1.0)
         files = [directory / "faults.jsonl", directory / "run/metrics.jsonl"]
-        if time.time() - max([started, *(file.stat().st_mtime for file in files if file.exists())]) > STALL:
+        if time.time() - max([started, *(file.stat().st_mtime for file in files if file.exists())]) > limits.stall:
             process.send_signal(signal.SIGABRT)
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(10.0)
@@ -265,6 +187,7 @@ def judge(directory: Path, steps: int, code: int) -> dict[str, Any]:
         "kills": len(faults),
         "moments": dict(Counter(moment for moment, *_ in faults)),
         "drivers": struck["driver"],
+        "ray": sum(struck[name] for name in RAY),
         "stopped": sum(how == "stop" for _, how, *_ in faults),
         "lost": max(0, GROUPS * SAMPLES * steps - samples.total()) + steps - len(trained),
         "doubled": sum(n - SAMPLES for n in samples.values() if n > SAMPLES),
@@ -283,7 +206,7 @@ def judge(directory: Path, steps: int, code: int) -> dict[str, Any]:
 
 def is_wrong(found: dict[str, Any]) -> bool:
     """Whether a run found anything that must not happen."""
-    return any(found[name] for name in ("lost", "doubled", "mixed", "innocent", "failed", "complaints"))
+    return any(found[name] for name in ("lost", "doubled", "mixed", "innocent", "failed", "complaints", "unsaved"))
 
 
 def _merged(parts: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -304,7 +227,7 @@ class Campaign:
     Attributes:
         kills: faults in all, those of earlier sittings included.
         gap: mean seconds between two faults of a run.
-        end: ``time.time()`` at which a run that has not ended is stopped and does not count; no fault happens in the last ``SPARE`` seconds.
+        limits: a run that has not ended at ``limits.end`` is stopped and does not count; no fault happens in the last ``SPARE`` seconds.
         log: a file with one JSON line per run; the runs that it holds already count.
         failures: a directory that receives the files of runs in which something is wrong.
         report: called with the counts after every run.
@@ -314,7 +237,7 @@ class Campaign:
     runtime: str
     ranks: int
     gap: float
-    end: float
+    limits: Limits
     log: Path | None
     a_run: int
     failures: Path | None = None
@@ -333,7 +256,7 @@ class Campaign:
         while count := self._claim():
             seed = random.randrange(1 << 30)
             with tempfile.TemporaryDirectory(prefix="f", ignore_cleanup_errors=True) as name:
-                found = once(self.runtime, count, seed, self.gap, self.ranks, Path(name), self.end)
+                found = once(self.runtime, count, seed, self.gap, self.ranks, Path(name), self.limits)
                 if self.failures is not None and (found is None or is_wrong(found)):
                     shutil.copytree(name, self.failures / str(seed), ignore=shutil.ignore_patterns("session_*", "ray*"))
             if found and not found["failed"]:
@@ -352,7 +275,7 @@ class Campaign:
         """Faults of the next run; 0 if there is no further run."""
         with self._lock:
             count: int = min(self.a_run, self.kills - sum(run["kills"] for run in self.runs) - self._flying)
-            if count <= 0 or time.time() > self.end - 2 * SPARE:
+            if count <= 0 or time.time() > self.limits.end - 2 * SPARE:
                 return 0
             self._flying += count
             return count
@@ -381,14 +304,15 @@ class Campaign:
         """The counts of all runs."""
         runs = self.runs
         waits = [seconds for run in runs for seconds in run["waits"]]
-        names = ("kills", "drivers", "stopped", "lost", "doubled", "mixed", "innocent", "failed")
+        names = ("kills", "drivers", "ray", "stopped", "lost", "doubled", "mixed", "innocent", "failed", "unsaved")
         moments = sum((Counter(run["moments"]) for run in runs), Counter[str]())
         return {
             "runtime": self.runtime,
             "ranks": self.ranks,
             "engines": 2,
             "runs": len(runs),
-            **{name: sum(run[name] for run in runs) for name in names},
+            **{name: sum(run.get(name, 0) for run in runs) for name in names},
+            "heartbeat": self.limits.heartbeat,
             "complaints": dict(Counter(text for run in runs for text in run["complaints"])),
             "not_ended": self.cut,
             "moments": dict(moments),

@@ -6,7 +6,9 @@ error messages.
 
 from __future__ import annotations
 
+import html
 import io
+import json
 import logging
 import os
 import re
@@ -16,6 +18,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 #: Replacement for a credential.
 MARK = "<redacted>"
@@ -141,12 +144,28 @@ def redact_values_of_flags(words: list[Any]) -> list[Any]:
 
 
 def secrets(environment: Mapping[str, str]) -> list[str]:
-    """Return the values of variables with a credential-like name, with and without surrounding whitespace, longest first."""
-    values = set()
+    """Return the values of variables with a credential-like name, as they are written in text, JSON, HTML and URLs, longest first."""
+    values = set[str]()
     for name, value in environment.items():
         if _names_credential(name) and not value.startswith("/"):  # a path to a socket or key file is not secret
-            values |= {value, value.strip()}
-    return sorted((v for v in values if len(v.strip()) >= _SHORTEST), key=len, reverse=True)
+            values |= _spellings(value)
+    return sorted(values, key=len, reverse=True)
+
+
+@lru_cache(maxsize=256)
+def _spellings(value: str) -> frozenset[str]:
+    """Return a secret with and without surrounding whitespace, and as JSON, YAML, HTML, URLs and ``repr`` escape it; empty if it is short."""
+    bare = value.strip()
+    if len(bare) < _SHORTEST:
+        return frozenset()
+    escaped = (
+        json.dumps(bare)[1:-1],
+        json.dumps(bare, ensure_ascii=False)[1:-1],
+        repr(bare)[1:-1],
+        bare.replace("'", "''"),
+    )
+    pages = (html.escape(bare), html.escape(bare, quote=False), quote(bare), quote(bare, safe=""), quote_plus(bare))
+    return frozenset({value, bare, *escaped, *pages})
 
 
 @lru_cache(maxsize=4096)  # every log line checks the same names

@@ -58,6 +58,9 @@ class EngineFront(Engine):
         self._replace: Callable[[int, WorkerLost], Awaitable[None]] | None = None
         self._resend: Callable[[], Awaitable[None]] | None = None
         self._gone: dict[int, WorkerLost] = {}
+        self._unsent: WorkerLost | None = (
+            None  # the loss of a rank that kept the weights from a new engine when none served
+        )
         self._mending: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
 
@@ -261,7 +264,7 @@ class EngineFront(Engine):
             raise MismatchError(
                 f"stale weights: version {version} was sent, but {', '.join(others)}; the update did not reach every engine"
             )
-        self._version, self.serving = version, set(self._alive)
+        self._version, self.serving, self._unsent = version, set(self._alive), None
         self._news.set()
 
     def _check_mending(self) -> None:
@@ -280,7 +283,8 @@ class EngineFront(Engine):
                     try:
                         await self._resend()
                     except WorkerLost as lost:
-                        if lost.trains:  # the trainer is rebuilt and pushes afterwards
+                        if lost.trains:  # requests fail with it; the trainer is rebuilt and pushes afterwards
+                            self._unsent = lost
                             return
                         self.replace_lost(lost)
         finally:
@@ -313,6 +317,8 @@ class EngineFront(Engine):
             self._check_mending()
             if self.serving:
                 break
+            if self._unsent is not None:
+                raise self._unsent
             self._news.clear()
             await self._news.wait()
         if group is not None and group in self._groups and self._groups[group][0] in self.serving:

@@ -142,6 +142,10 @@ class LearnerFront(LearnerHandle):
         worlds: position of each rank in the data, tensor and pipeline dimensions.
         engine: receives the weights. Lost engines of an ``EngineFront`` are replaced from now on; an engine in this process is
             already connected to the rank. None for a policy that does not generate.
+
+    Attributes:
+        lost: the loss of a rank. No rank receives a call from then on, until ``reset_ranks``: they are replaced, and new ranks are not
+            built yet.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ class LearnerFront(LearnerHandle):
         self._turn = asyncio.Lock()  # ranks take one call at a time
         self._holds: int | None = None  # the step whose weights are trained but not pushed yet
         self._connected: int | None = None
-        self._lost = False
+        self.lost: WorkerLost | None = None
 
     @property
     def replicas(self) -> int:
@@ -180,8 +184,6 @@ class LearnerFront(LearnerHandle):
         return self.learned
 
     async def is_intact(self) -> bool:
-        if self._lost:
-            return False
         try:
             async with asyncio.timeout(GRACE):
                 return all(await self._each(lambda rank, _: rank.is_intact()))
@@ -234,7 +236,7 @@ class LearnerFront(LearnerHandle):
                 try:
                     return await self._push(version, plain)
                 except WorkerLost as lost:
-                    self.engines.replace_lost(lost)
+                    self._replace_engine(self.engines, lost)
 
     async def stage(self, version: int | None) -> None:
         if self.turns.taken:  # the engine does not generate during training, so staging has no benefit
@@ -248,7 +250,7 @@ class LearnerFront(LearnerHandle):
             push = await self.engines.begin_push(self._sender_names)
             await self._each(lambda rank, _: rank.stage(version, push))
         except WorkerLost as lost:
-            self.engines.replace_lost(lost)
+            self._replace_engine(self.engines, lost)
             raise SyncError(str(lost)) from lost
 
     async def hold(self, parts: Sequence[TrainerPart]) -> None:
@@ -289,7 +291,7 @@ class LearnerFront(LearnerHandle):
 
     def reset_ranks(self, worlds: Sequence[World]) -> None:
         """Reset this handle after all ranks were replaced by new ones without state."""
-        self.worlds, self._connected, self._holds, self._lost = tuple(worlds), None, None, False
+        self.worlds, self._connected, self._holds, self.lost = tuple(worlds), None, None, None
         self._turn = asyncio.Lock()
 
     async def _push(self, version: int, plain: bool = False) -> SyncReport:
@@ -318,6 +320,12 @@ class LearnerFront(LearnerHandle):
                 await engines.engines.call(0, "connect", engines.engines)
             await self._each(lambda rank, _: rank.reach(engines.engines, engines.said, self._senders))
 
+    def _replace_engine(self, engines: EngineFront, lost: WorkerLost) -> None:
+        """Replace an engine whose loss a rank reported, unless engines were replaced since the ranks were connected: the report is then
+        about the process before, and the next push finds out whether another one is lost."""
+        if lost.trains or self._connected == engines.renewed:
+            engines.replace_lost(lost)
+
     @property
     def _senders(self) -> tuple[int, ...]:
         return tuple(number for number, world in enumerate(self.worlds) if world.sends)
@@ -343,14 +351,17 @@ class LearnerFront(LearnerHandle):
     async def _each(self, ask: Callable[[Rank, World], Any]) -> list[Any]:
         """Call every rank; ``ask`` builds the call from a recorder and the rank's world. Return the results by rank."""
         async with self._turn:
+            if self.lost is not None:
+                raise self.lost
             calls = [
                 asyncio.ensure_future(self._call(number, ask(_RANK, world))) for number, world in enumerate(self.worlds)
             ]
             try:
                 answers = await gather_in_order(calls)
             except WorkerLost as lost:
-                self._lost = self._lost or lost.trains
-                if not lost.trains and self.engines is not None:  # a lost engine: the other ranks must not wait for it
+                if lost.trains:
+                    self.lost = lost
+                elif self.engines is not None:  # a lost engine: the other ranks must not wait for it
                     await self.engines.begin_push(self._sender_names)
                     await asyncio.wait(calls)
                 raise
@@ -359,7 +370,7 @@ class LearnerFront(LearnerHandle):
                 await asyncio.wait(calls, timeout=GRACE)
                 for call in calls:
                     if call.done() and isinstance(error := call.exception(), WorkerLost):
-                        self._lost = True
+                        self.lost = error if error.trains else self.lost
                         raise error from None
                 raise
         self._attribute_wait([seconds for _, seconds in answers])

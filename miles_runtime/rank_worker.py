@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -23,9 +21,6 @@ from miles_core.sync.push import make_codec
 from miles_mismatch.parity import check_side, real_layer
 from miles_runtime.rank import Rank
 from miles_runtime.worker import Order, Worker
-
-#: The loopback network interface.
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class RankWorker(Worker):
@@ -70,9 +65,6 @@ class RankWorker(Worker):
         """Initialise torch.distributed's default process group: gloo for tensors on a CPU, NCCL for those on a GPU."""
         if rank:
             self._store = TCPStore(host, port, ranks, False, timeout=timedelta(seconds=patience))
-        if ipaddress.ip_address(host).is_loopback:  # all ranks are on this machine
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(name, LOOPBACK)
         gpu = torch.cuda.is_available() and self.run.config.model.device != "cpu"
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")  # each process sees only its own GPU
         distributed.init_process_group(

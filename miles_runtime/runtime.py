@@ -114,6 +114,7 @@ class RemoteRuntime(Runtime):
         """Recreate all ranks of the policy that lost a rank, with their initial weights. Engines discard the lost ranks' buckets."""
         for ranks, learner, front, parts in self._built:
             if lost.worker in ranks.names:
+                learner.lost = lost
                 if front is not None:
                     await front.begin_push()
                     if self.run.config.run.colocate:

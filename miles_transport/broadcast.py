@@ -6,6 +6,7 @@ messages contain its address. A receiver's rank is the order in which it joined.
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -47,15 +48,19 @@ class Broadcast:
 
     @classmethod
     def open(cls, receivers: int, device: torch.device, patience: float = PATIENCE) -> Broadcast:
-        """Make the sender for this number of receivers, with tensors on ``device``. SyncError if no port can be opened."""
+        """Make the sender for this number of receivers, with tensors on ``device``. SyncError if no port can be opened.
+
+        The store listens on the loopback interface only if the environment restricts the group to it (``GLOO_SOCKET_IFNAME``,
+        ``NCCL_SOCKET_IFNAME``), else on every interface, because receivers may be on other hosts."""
+        hosts = ["127.0.0.1"] if _is_local(device) else _addresses()
         try:
-            store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=patience), wait_for_workers=False)
-        except RuntimeError as error:
+            store = _open_store("127.0.0.1" if _is_local(device) else "", patience)
+        except (OSError, RuntimeError) as error:
             raise SyncError(f"no port can be opened to broadcast weights: {str(error).splitlines()[0]}") from error
         key = secrets.token_hex(8)
         store.set("key", key)
         made = cls(store, device, 0, receivers + 1, patience)
-        where = {"hosts": _addresses(), "port": int(store.port), "receivers": receivers, "device": device.type}
+        where = {"hosts": hosts, "port": int(store.port), "receivers": receivers, "device": device.type}
         made.memory = {"kind": "broadcast", "key": key, "patience": patience, **where}
         return made
 
@@ -200,6 +205,21 @@ def _addresses() -> list[str]:
     with suppress(OSError):
         found.append(socket.gethostbyname(socket.gethostname()))
     return list(dict.fromkeys([*found, "127.0.0.1"]))
+
+
+def _is_local(device: torch.device) -> bool:
+    """Whether the environment restricts process groups for ``device`` to the loopback interface."""
+    library = "NCCL" if device.type == "cuda" else "GLOO"
+    return os.environ.get(f"{library}_SOCKET_IFNAME") in ("lo", "lo0")
+
+
+def _open_store(host: str, patience: float) -> TCPStore:
+    """Open a store on a free port of one address, or of all interfaces if ``host`` is empty."""
+    place = socket.create_server((host, 0))
+    port, timeout = int(place.getsockname()[1]), timedelta(seconds=patience)
+    return TCPStore(
+        "127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=place.detach()
+    )  # by default the store listens on every interface
 
 
 def _connect(where: Mapping[str, Any]) -> TCPStore:

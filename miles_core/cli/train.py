@@ -23,11 +23,12 @@ def run(argv: Sequence[str]) -> int:
     config, plan, catalogue = plan_run(requested)
     if DRY_RUN in argv:
         from miles_core.plugin.render import describe
+        from miles_core.redact import redact
 
         # otherwise a name on the hub; a dry run does not download weights
         is_local = config.model.hf_checkpoint == requested.model.hf_checkpoint
         run = check_start(config, plan, catalogue, weights=is_local)
-        print(describe(plan, run.hooks.implemented))
+        print(redact(describe(plan, run.hooks.implemented)))
         return 0
     from miles_core.launch import launch
     from miles_core.run.prepare import localise

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from miles_core.plugin import ConfigError
+from miles_core.plugin import ConfigError, redact
 from miles_planning.hardware import check_hardware
 from miles_planning.launch import kuberay, skypilot, slurm
 from miles_planning.launch.job import Job
@@ -61,6 +61,11 @@ def write_file(kind: str, options: argparse.Namespace, argv: Sequence[str]) -> s
     module = KINDS[kind]
     path = options.out or Path(f"{job.name}{module.SUFFIX}")
     text = module.write(job)
+    if redact(text) != text:
+        raise ConfigError(
+            f"{path}: an option of this command looks like a credential, and the file would keep it; give it to the job as an environment "
+            "variable"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return f"wrote {path}: {job.machines} x {job.gpus} x {job.gpu}, {job.header}\nstart it with: {module.submit(os.fspath(path))}"

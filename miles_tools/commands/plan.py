@@ -35,6 +35,7 @@ def run(argv: Sequence[str]) -> int:
     from miles_core.config.load import load
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import describe
+    from miles_core.redact import redact
     from miles_core.run.prepare import apply_plan, prepare
     from miles_tools.authoring.scan import scan_hooks
 
@@ -45,5 +46,5 @@ def run(argv: Sequence[str]) -> int:
         from miles_core.run.checks import check_model  # imports torch, to read the headers of weight files
 
         check_model(apply_plan(config, plan), plan, catalogue, weights=False)
-    print(plan.to_json() if options.json else describe(plan, hooks))
+    print(redact(plan.to_json() if options.json else describe(plan, hooks)))
     return 0

@@ -14,8 +14,8 @@ from typing import Any
 from miles_core.errors import MilesError
 from miles_core.observe.metrics import names, read, series
 from miles_core.plugin.panel import Panel
-from miles_core.redact import redact
 from miles_core.version import __version__
+from miles_tools.output_file import write_file
 from miles_tools.report.plots import MAIN, PALETTE, draw
 from miles_tools.report.report import format_number, read_json, read_yaml, render
 
@@ -62,7 +62,7 @@ def compare(directories: Sequence[Path | str], target: Path | str = HTML) -> Pat
         plots=_draw_plots(runs),
         version=__version__,
     )
-    Path(target).write_text(redact(page), encoding="utf-8")
+    write_file(Path(target), page)
     return Path(target)
 
 

@@ -24,11 +24,11 @@ from miles_core.observe.metrics import names, read, series
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.panel import Panel
 from miles_core.plugin.plan import Plan
-from miles_core.redact import redact
 from miles_core.run.ending import ENDING
 from miles_core.version import __version__
 from miles_mismatch.budget import BUDGET_FILE
 from miles_tools import environment as env
+from miles_tools.output_file import make_folder, write_file
 from miles_tools.progress import is_graded
 from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
 from miles_tools.report.grids import find_grids
@@ -96,7 +96,7 @@ def report(run_dir: Path | str) -> Path:
         made=time.strftime("%Y-%m-%d %H:%M"),
     )
     target = run_dir / HTML
-    target.write_text(redact(page), encoding="utf-8")
+    write_file(target, page)
     return target
 
 
@@ -113,9 +113,9 @@ def _write_images(
 ) -> dict[str, str]:
     """Draw every panel into ``directory`` (emptied of earlier plots); returns panel name -> data URI."""
     images = {panel.name: draw(panel, records) for panel in chosen} | {panel.name: png for panel, png in grids}
-    directory.mkdir(exist_ok=True)
+    make_folder(directory)
     for name, png in images.items():
-        (directory / f"{name}.png").write_bytes(png)
+        write_file(directory / f"{name}.png", png)
     for old in directory.glob("*.png"):
         if old.stem not in images:
             old.unlink()
@@ -159,7 +159,7 @@ def _budget(run_dir: Path) -> dict[str, Any]:
     if not found:
         return {}
     png = draw_budget(found)
-    (run_dir / IMAGES / "budget.png").write_bytes(png)
+    write_file(run_dir / IMAGES / "budget.png", png)
     image = "data:image/png;base64," + base64.b64encode(png).decode()
     return {"image": image, "columns": BUDGET_COLUMNS, "rows": budget_rows(found), "version": found.get("version")}
 

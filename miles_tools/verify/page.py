@@ -13,6 +13,7 @@ from miles_core.precision.quantizer import TENSORS
 from miles_core.version import __version__
 from miles_mismatch.gap import Gap
 from miles_mismatch.layers import LayerComparison
+from miles_tools.output_file import make_folder, write_file
 from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
 from miles_tools.report.mismatch_plots import draw_budget, draw_gap
 from miles_tools.verify.verify import Verification
@@ -146,7 +147,7 @@ def write_page(directory: Path, every: Sequence[Verification], title: str, comma
     """Write ``verify.html``, ``verify.json`` and the plots as PNG files; returns the page's path."""
     from jinja2 import Environment, PackageLoader
 
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     parts = []
     for found in every:
         images = {"gap": draw_gap(found.engine, found.trainer, found.tolerance)}
@@ -154,7 +155,7 @@ def write_page(directory: Path, every: Sequence[Verification], title: str, comma
             images["budget"] = draw_budget(found.budget.to_dict())
         stem = "" if len(every) == 1 else f"{found.policy}_"
         for name, png in images.items():
-            (directory / f"{stem}{name}.png").write_bytes(png)
+            write_file(directory / f"{stem}{name}.png", png)
         parts.append(
             {
                 "verdict": verdict(found),
@@ -164,13 +165,9 @@ def write_page(directory: Path, every: Sequence[Verification], title: str, comma
             }
         )
     content = [found.to_dict() for found in every]
-    (directory / "verify.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_file(directory / "verify.json", json.dumps(content, indent=1) + "\n")
     template = Environment(loader=PackageLoader("miles_tools.verify", ""), autoescape=True).get_template("verify.html")
     page = directory / "verify.html"
-    page.write_text(
-        template.render(
-            title=title, parts=parts, command=command, version=__version__, made=time.strftime("%Y-%m-%d %H:%M")
-        ),
-        encoding="utf-8",
-    )
+    made = time.strftime("%Y-%m-%d %H:%M")
+    write_file(page, template.render(title=title, parts=parts, command=command, version=__version__, made=made))
     return page

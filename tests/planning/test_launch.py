@@ -171,6 +171,13 @@ def test_a_run_that_the_plan_refuses_is_not_launched(launch, tmp_path):
     assert not (tmp_path / "file").exists()
 
 
+def test_a_command_with_a_credential_is_not_written(launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "Q7zSecretOfThisTest99")
+    with pytest.raises(ConfigError, match="looks like a credential, and the file would keep it"):
+        launch("slurm", "--wandb-group", "Q7zSecretOfThisTest99")
+    assert not (tmp_path / "file").exists()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

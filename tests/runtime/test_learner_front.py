@@ -163,6 +163,32 @@ def test_a_push_is_made_again_after_an_engine_was_lost_in_it(front):
     assert made.engines.serving == {0, 1} and len(made.ranks.asked("reach")) == 8
 
 
+def test_an_engine_that_was_replaced_before_a_rank_reports_its_loss_is_not_replaced_again(front):
+    made = front({})
+    engines, replaced = made.engines.engines, []
+
+    async def push(number, version, plain, push):
+        made.sent = version
+        if push == 1:
+            lost = engines.lost(1, "it was killed")
+            made.engines.replace_lost(lost)  # as a request that was in flight does
+            while not made.engines.renewed:
+                await asyncio.sleep(0)
+            raise lost
+        return SyncReport(version, 10, 1, 0.5)
+
+    async def replace(number, lost):
+        replaced.append(number)
+
+    async def main():
+        made.ranks.answers["push"] = push
+        made.engines.replace_with(replace, made.resend)
+        return await asyncio.wait_for(made.push(4), 5)
+
+    assert asyncio.run(main()).nbytes == 40
+    assert replaced == [1] and made.engines.serving == {0, 1}
+
+
 def test_the_lost_rank_is_named_even_when_its_peers_complain_first(front):
     async def broken(number, share, step):
         if number == 1:

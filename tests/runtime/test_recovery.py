@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -168,6 +169,46 @@ def test_a_rank_that_dies_in_its_recovery_is_recovered(survive, tmp_path, monkey
     assert len(calls) >= 5
 
 
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_a_rank_that_dies_as_it_sends_its_weights_to_the_only_engine_is_recovered(
+    survive, tmp_path, monkeypatch, schedule
+):
+    """The engine died with requests in flight. They wait for its replacement, which waits for the rank's weights."""
+    plain, posts, pushes = apart.ApartWorkers.send, [], []
+
+    async def send(self, number, method, *args):
+        if method == "post":
+            posts.append(method)
+            if len(posts) == 3:
+                self.crash(number)
+        if len(posts) >= 3 and args[1:2] == ("push",):
+            pushes.append(method)
+            if len(pushes) == 1:
+                self.crash(number)
+        return await plain(self, number, method, *args)
+
+    monkeypatch.setattr(apart.ApartWorkers, "send", send)
+    check(survive([], max_restarts=2, apart_engines=1, schedule=schedule), tmp_path)
+    assert len(pushes) > 1 and apart.latest().restarts.used == 2
+
+
+def test_an_engine_that_is_replaced_before_the_rank_waits_for_its_weights(survive, tmp_path, monkeypatch):
+    plain, builds = apart.ApartWorkers.send, []
+
+    async def send(self, number, method, *args):
+        if method == "build":
+            builds.append(self.names[number])
+            if builds.count("trainer-0") == 2 and self.names[number] == "trainer-0":
+                while builds.count("engine-0") < 2:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(1.0)  # the new engine is built and asks for weights
+        return await plain(self, number, method, *args)
+
+    monkeypatch.setattr(apart.ApartWorkers, "send", send)
+    check(survive([("train", 2, "trainer-0"), ("train", 2, "engine-0")], apart_engines=1), tmp_path)
+    assert builds.count("engine-0") == builds.count("trainer-0") == 2
+
+
 def test_a_rank_dies_before_the_first_checkpoint_of_a_warm_started_run(survive, tmp_path):
     (tmp_path / "sft.jsonl").write_text('{"input": "a", "answer": "b"}\n' * 4)
     options = {"sft_data": tmp_path / "sft.jsonl", "sft_response_key": "answer", "sft_steps": 2, "sft_batch_size": 2}
@@ -191,6 +232,23 @@ def test_a_run_that_is_to_stop_replaces_nothing(survive, tmp_path, monkeypatch):
     assert time.monotonic() - start < 120 and done.run.stop_requested
     ended = json.loads((done.directory / "ending.json").read_text())
     assert ended["why"] == "stopped by SIGTERM" and ended["checkpoint"].endswith("step_00000003")
+
+
+def test_a_run_that_is_to_stop_while_an_engine_hangs_saves_the_last_step(survive, tmp_path, monkeypatch):
+    """The rank waits in its push for the engine, and no time-out is near."""
+    plain = apart.ApartWorkers.send
+
+    async def send(self, number, method, *args):
+        if method == "update" and args[1] == 3:
+            apart.latest().hang("engine-1")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return await plain(self, number, method, *args)
+
+    monkeypatch.setattr(apart.ApartWorkers, "send", send)
+    done = survive([], stop_within=20, save_interval=None, worker_heartbeat=600)
+    ended = json.loads((done.directory / "ending.json").read_text())
+    assert ended["why"] == "stopped by SIGTERM" and ended["step"] == 3
+    assert ended["checkpoint"].endswith("step_00000003")
 
 
 def test_the_run_ends_when_too_many_are_lost(survive, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,18 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def on_this_host(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").is_file(), reason="lists sockets by /proc")
+@pytest.mark.parametrize(("interface", "address"), [("lo", "0100007F"), ("eth0", "00000000")])
+def test_a_group_on_the_loopback_interface_listens_there_only(monkeypatch, interface, address):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    end = Broadcast.open(1, CPU)
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    port = f"{end.memory['port']:04X}"
+    assert [row[1] for row in rows if row[1].endswith(f":{port}") and row[3] == "0A"] == [f"{address}:{port}"]
+    assert (end.memory["hosts"] == ["127.0.0.1"]) is (interface == "lo")
+    end.close()
 
 
 def test_every_receiver_gets_the_bytes_bucket_after_bucket():

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds that the processes of a local cluster survive the loss of the control store (default: 60), long enough to save a checkpoint.
 OUTLIVE = 600
+#: Variables that name the network interface of gloo and NCCL.
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class Cluster:
@@ -135,13 +138,18 @@ def _end_session(directory: str) -> None:
 @contextmanager
 def _loopback() -> Iterator[None]:
     """Let a cluster of one machine that starts in this context use the address 127.0.0.1, so that its processes listen on the loopback
-    interface. Ray does so on systems without clusters of several machines, and replaces a given address 127.0.0.1 elsewhere."""
+    interface. Ray does so on systems without clusters of several machines, and replaces a given address 127.0.0.1 elsewhere. Workers
+    inherit the variables that restrict their process groups to this interface, unless the user has chosen another one."""
     plain = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
+    unset = [name for name in INTERFACES if name not in os.environ]
+    os.environ.update(dict.fromkeys(unset, "lo0" if sys.platform == "darwin" else "lo"))
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = plain
+        for name in unset:
+            del os.environ[name]
 
 
 @contextmanager

@@ -27,6 +27,14 @@ def test_json_is_the_plan_itself(f6, capsys):
     assert printed.plugins[0].source.startswith(f"file:{f6} sha256:")
 
 
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_plan_shows_no_secret(f6, capsys, monkeypatch, words):
+    monkeypatch.setenv("SOME_API_KEY", "Q7zSecretOfThisTest99")
+    assert plan.run([*words, "--plugins", f6, "--wandb-group", "Q7zSecretOfThisTest99"]) == 0
+    printed = capsys.readouterr().out
+    assert "f6" in printed and "Q7zSecretOfThisTest99" not in printed
+
+
 def test_all_reasons_come_at_once(f6, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     argv = ["--plugins", f6, "--rollout-precision", "f6", "--hf-checkpoint", str(tmp_path), "--hardware", "H200"]

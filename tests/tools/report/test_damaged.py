@@ -64,3 +64,19 @@ def test_an_ending_with_a_text_as_time(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "ending.json").write_text('{"why": "stopped", "time": "now"}')
     assert "1 steps are complete" in report(run).read_text()
+
+
+def test_a_report_is_not_written_through_links(tmp_path):
+    run, victim = make_run(tmp_path / "run"), tmp_path / "victim"
+    victim.write_text("mine")
+    (run / "report.html").symlink_to(victim)
+    report(run)
+    assert victim.read_text() == "mine" and "<html" in (run / "report.html").read_text()
+    for image in (run / "report").iterdir():
+        image.unlink()
+    (run / "report").rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    (run / "report").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(MilesError, match="report is a link"):
+        report(run)
+    assert not list((tmp_path / "elsewhere").iterdir())
