@@ -1,9 +1,10 @@
 """What the endpoint adds to a turn: microseconds of CPU per turn and bytes per session, with doubles as engine and agents.
 
 ``--part turns`` sends chat requests over HTTP from this process to a server in another one, whose engine answers at once: CPU seconds of the server's
-process per turn, and the latency of a turn, at several numbers of concurrent sessions. ``--part sessions`` holds many sessions open at
-once in one process, without sockets, and reports CPU and memory per session, after all have had the same number of turns.
-``--part stall`` lets agents think for log-normal times (sigma 1) and compares the time of all samples with the slowest one alone.
+process per turn, and the latency of a turn, at several numbers of concurrent sessions. All of them send without a pause, so the latency of
+many is the time of all their requests together. ``--part sessions`` holds many sessions open at once in one process, without sockets, and
+reports CPU and memory per session, after all have had the same number of turns. ``--part stall`` lets agents think for log-normal times
+(sigma 1) and compares the time of all samples with the slowest one alone.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from miles_endpoint.answer import AnswerReader
 from miles_endpoint.server import Server
 from miles_endpoint.service import Models
 from miles_endpoint.session import Limits, Session
-from miles_endpoint.testing import CHATML, TOOLS, make_tokenizer
+from miles_endpoint.testing import CALL, CHATML, TOOLS, make_tokenizer
 
-ANSWER = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
+#: Turns that a number of sessions is measured with, at least.
+TURNS = 4096
 
 
 class Double:
@@ -41,11 +43,11 @@ class Double:
         self.tokenizer = make_tokenizer(CHATML)
         self.renderer = Renderer(self.tokenizer)
         self.reader = AnswerReader(self.renderer)
-        self.tokens = self.tokenizer.encode(ANSWER, add_special_tokens=False)
+        self.tokens = self.tokenizer.encode(CALL, add_special_tokens=False)
         self.log_probs = [-0.5] * len(self.tokens)
 
     async def generate(self, tokens: list[int], sampling: Sampling, policy: str) -> Response:
-        return Response(list(self.tokens), list(self.log_probs), "stop", ANSWER, [(0, 1)])
+        return Response(list(self.tokens), list(self.log_probs), "stop", CALL, [(0, 1)])
 
     def session(self, number: int) -> Session:
         ask = Ask(
@@ -108,14 +110,17 @@ async def client(url: str, token: str, turns: int, latencies: list[float]) -> No
 
 
 def measure_turns(sessions: int, turns: int) -> dict[str, float]:
+    """Serve ``sessions`` conversations of ``turns`` turns at a time, one group after the other, at least ``TURNS`` turns in total."""
+    groups = max(1, TURNS // (sessions * turns))
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(sessions, theirs))
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(sessions * groups, theirs))
     process.start()
     url, tokens, pid = ours.recv()
     latencies: list[float] = []
 
     async def main() -> None:
-        await asyncio.gather(*(client(url, token, turns, latencies) for token in tokens))
+        for first in range(0, len(tokens), sessions):
+            await asyncio.gather(*(client(url, token, turns, latencies) for token in tokens[first : first + sessions]))
 
     def used() -> float:
         times = psutil.Process(pid).cpu_times()
@@ -128,7 +133,8 @@ def measure_turns(sessions: int, turns: int) -> dict[str, float]:
     process.join()
     return {
         "sessions": sessions,
-        "cpu_microseconds_per_turn": round(1e6 * spent / (sessions * turns), 1),
+        "turns": turns,
+        "cpu_microseconds_per_turn": round(1e6 * spent / len(latencies), 1),
         "median_latency_ms": round(1e3 * statistics.median(latencies), 2),
     }
 
@@ -219,9 +225,7 @@ def main() -> None:
     given = parser.parse_args()
     result: dict[str, Any] = {}
     if given.part in ("turns", "all"):
-        result["turns"] = [
-            measure_turns(n, given.turns if n > 1 else 50 * given.turns) for n in map(int, given.concurrency.split(","))
-        ]
+        result["turns"] = [measure_turns(n, given.turns) for n in map(int, given.concurrency.split(","))]
         print(result["turns"], flush=True)
     if given.part in ("sessions", "all"):
         result["sessions"] = [
