@@ -242,7 +242,7 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
     found = subprocess.run([given.trl_python, "-c", code], capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        make_model(directory / "model", found.stdout.rstrip("\n"), given.memorize)
+        make_model(directory / "model", found.stdout.removesuffix("\n"), given.memorize)
         source = TOOLS.replace("DELAY", str(given.delay)).replace("RESULT", RESULT)
         (directory / "shop.py").write_text(source)
         row = [json.dumps({"prompt": [{"role": "user", "content": question(n % 16)}]}) for n in range(512)]
