@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import os
 import random
@@ -45,12 +46,13 @@ async def reward(args, sample):
 '''
 
 
-def make_model(directory: Path, template: str, steps: int) -> None:
+def make_model(directory: Path, template: str, tools: Path, steps: int) -> None:
     """Save a small model with its tokenizer that calls the tool at every question and then answers.
 
     Args:
         directory: where the checkpoint is written.
         template: the chat template.
+        tools: file of the tool.
         steps: steps of training by heart.
     """
     import torch
@@ -79,7 +81,9 @@ def make_model(directory: Path, template: str, steps: int) -> None:
             **sizes,
         )
     )
-    memorize(model, [pair for number in range(16) for pair in conversation(tokenizer, number)], steps)
+    schemas = describe_tool(tools)
+    pairs = [pair for schema in schemas for n in range(16) for pair in conversation(tokenizer, schema, n)]
+    memorize(model, pairs, steps)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -89,21 +93,35 @@ def question(number: int) -> str:
     return f"How many visitors has shop {number}?"
 
 
-def conversation(tokenizer: Any, number: int) -> list[tuple[list[int], list[int]]]:
+def describe_tool(tools: Path) -> list[dict[str, Any]]:
+    """Return the schemas by which miles and Transformers (TRL) describe the tool to the model."""
+    from transformers.utils import get_json_schema
+
+    from miles_tool_calls.functions import load_functions
+
+    (ours,) = load_functions((f"{tools}:Shop",))
+    theirs: dict[str, Any] = get_json_schema(load_shop(tools).look)
+    return [ours.schema, theirs]
+
+
+def load_shop(tools: Path) -> Any:
+    """Return the class in the tool's file."""
+    spec = importlib.util.spec_from_file_location("shop", tools)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Shop
+
+
+def conversation(tokenizer: Any, schema: dict[str, Any], number: int) -> list[tuple[list[int], list[int]]]:
     """Return prompt and answer ids of both answers to a question."""
-    schema = {
-        "name": "look",
-        "description": "Return the number of visitors.",
-        "parameters": {"type": "object", "properties": {}},
-    }
-    tools = [{"type": "function", "function": schema}]
     asked = [{"role": "user", "content": question(number)}]
     function = {"name": "look", "arguments": {}}
     called = [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}]
     found = [{"role": "tool", "name": "look", "content": RESULT}]
     pairs = []
     for messages, answer in ((asked, CALL), ([*asked, *called, *found], DONE)):
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tools=[schema], tokenize=False, add_generation_prompt=True)
         prompt = tokenizer.encode(text, add_special_tokens=False)
         pairs.append((prompt, tokenizer.encode(answer + "<|im_end|>", add_special_tokens=False)))
     return pairs
@@ -168,20 +186,14 @@ def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
 
 def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
     """Run ``GRPOTrainer.train`` with an environment per sample, held between two steps."""
-    import importlib.util
-
     import pyarrow
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
 
-    spec = importlib.util.spec_from_file_location("shop", given.tools)
-    assert spec and spec.loader
-    shop = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shop)
     turn, calls, spent = Steps(reporter, given.steps_a_turn), [0], [0.0]
 
-    class Environment(shop.Shop):  # type: ignore[name-defined, misc]
+    class Environment(load_shop(Path(given.tools))):  # type: ignore[misc]
         def reset(self, **_: Any) -> None:
             """Start an episode."""
 
@@ -242,9 +254,9 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
     found = subprocess.run([given.trl_python, "-c", code], capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        make_model(directory / "model", found.stdout.removesuffix("\n"), given.memorize)
         source = TOOLS.replace("DELAY", str(given.delay)).replace("RESULT", RESULT)
         (directory / "shop.py").write_text(source)
+        make_model(directory / "model", found.stdout.removesuffix("\n"), directory / "shop.py", given.memorize)
         row = [json.dumps({"prompt": [{"role": "user", "content": question(n % 16)}]}) for n in range(512)]
         (directory / "prompts.jsonl").write_text("\n".join(row) + "\n")
         steps = (given.warm_up + given.turns) * (given.steps_a_turn + 1) + 1
@@ -268,6 +280,8 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
             for worker in workers:
                 worker.close()
     sides = {side: medians(r) | {"range": spread(r)} for side, r in reports.items()}
+    if not all(0.95 < numbers["calls"] < 1.05 for numbers in sides.values()):
+        raise SystemExit(f"the sides did not do the same work: {sides}")
     workload = {name: getattr(given, name) for name in ("prompts_a_step", "delay", "threads", "turns", "steps_a_turn")}
     return {
         "workload": workload | {"samples": SAMPLES, "answers_per_sample": 2},

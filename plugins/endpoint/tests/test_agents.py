@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from miles_core.plugin import ConfigError
+from miles_endpoint import plugin
 from miles_endpoint.agent import AgentFailed, FunctionAgent, ProcessAgent, Task, make_agent
 from miles_speculative.checkpoint import with_mtp
 from miles_testing.toy import toy_files
@@ -205,6 +206,7 @@ def test_a_run_trains_what_the_agents_saw(train):
         metrics["rollout/turns"] == 2.0 and metrics["mismatch/abs_log_prob"] < 1e-4 and metrics["endpoint/branches"] < 1
     )
     assert metrics["reward/mean"] == 1.5 and metrics["endpoint/crashed"] == 0 and metrics["endpoint/agent_seconds"] > 0
+    assert {name for panel in plugin.panels for name in panel.lines if "*" not in name} <= metrics.keys()
     whole = [sample for sample in done.samples if len(sample["metadata"]["turns"]) == 2]
     assert whole
     for sample in whole:
