@@ -127,7 +127,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for number, (variant, seeds) in enumerate(found.items()):
-        steps = list(next(iter(seeds.values()))["accuracy"])
+        steps = [*map(int, next(iter(seeds.values()))["accuracy"])]
         for curve in seeds.values():
             axes.plot(steps, list(curve["accuracy"].values()), color=f"C{number}", alpha=0.3, linewidth=1)
         means = [
@@ -136,7 +136,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         axes.plot(steps, means, color=f"C{number}", linewidth=2, label=variant)
     axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
     axes.legend()
-    figure.savefig(path)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
 def versions() -> dict[str, str]:

@@ -123,7 +123,7 @@ def test_arguments_of_the_client_that_are_no_object_are_rendered_or_refused(desk
     assert "{bad" in d.tokenizer.decode(d.requests[0][0])
 
 
-@pytest.mark.failure(22, "a cut or a stop inside of reasoning")
+@pytest.mark.failure(22, "a cut or a stop inside reasoning")
 def test_an_answer_that_was_cut_is_not_continued(desk):
     async def main(d):
         first = await d.chat("sum")
@@ -135,7 +135,7 @@ def test_an_answer_that_was_cut_is_not_continued(desk):
     assert d.branches == {"length": 1} and len(d.check()) == 2
 
 
-@pytest.mark.failure(22, "a cut or a stop inside of reasoning")
+@pytest.mark.failure(22, "a cut or a stop inside reasoning")
 def test_a_stop_inside_of_the_reasoning(desk):
     async def main(d):
         first = await d.chat("sum")
