@@ -235,6 +235,7 @@ def read_versions(python: str) -> dict[str, str]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--tokenizer", help="a checkpoint's directory, or a tokenizer.json")
+    parser.add_argument("--tokenizer-name", default="", help="name in the result and in its file's name")
     parser.add_argument("--template", choices=("chatml", "strips"), default="chatml")
     parser.add_argument("--python", required=True, help="interpreter with the agents' libraries")
     parser.add_argument("--agents", default=",".join(AGENTS))
@@ -269,14 +270,16 @@ def main() -> None:
             "transcripts", "turns", "trained_tokens", "drifting_answers", "re_tokenized", "wrong_log_probs", "missing_tokens",
         )
     }  # fmt: skip
+    variant = "-".join(filter(None, (given.tokenizer_name, given.template)))
     result = {
+        "tokenizer": given.tokenizer_name or Path(given.tokenizer).name,
         "template": given.template,
         "vocabulary": len(tokenizer),
         "agents": found,
         **sums,
         "seconds": round(time.perf_counter() - started, 1),
     }
-    finish("agents", result, given.save, lambda: read_versions(given.python), given.template)
+    finish("agents", result, given.save, lambda: read_versions(given.python), variant)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """What the endpoint adds to a turn: microseconds of CPU per turn and bytes per session, with doubles as engine and agents.
 
 ``--part turns`` sends chat requests over HTTP from this process to a server in another one, whose engine answers at once: CPU seconds of the server's
-process per turn, and the latency of a turn, at several numbers of concurrent sessions. ``--part sessions`` holds many sessions open at
-once in one process, without sockets, and reports CPU and memory per session, after all have had the same number of turns.
-``--part stall`` lets agents think for log-normal times (sigma 1) and compares the time of all samples with the slowest one alone.
+process per turn, and the latency of a turn, at several numbers of concurrent sessions. All of them send without a pause, so the latency of
+many is the time of all their requests together. ``--part sessions`` holds many sessions open at once in one new process, without sockets, and
+reports CPU and memory per session, after all have had the same number of turns; the last of them have four times as many turns. ``--part
+stall`` lets agents think for log-normal times (sigma 1, median 0.25 s) and reports how much longer each took than it thought.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import random
 import statistics
 import time
+from importlib.util import find_spec
 from typing import Any
 
 import psutil
@@ -29,9 +31,10 @@ from miles_endpoint.answer import AnswerReader
 from miles_endpoint.server import Server
 from miles_endpoint.service import Models
 from miles_endpoint.session import Limits, Session
-from miles_endpoint.testing import CHATML, TOOLS, make_tokenizer
+from miles_endpoint.testing import CALL, CHATML, TOOLS, make_tokenizer
 
-ANSWER = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
+#: Turns that a number of sessions is measured with, at least.
+TURNS = 4096
 
 
 class Double:
@@ -41,11 +44,11 @@ class Double:
         self.tokenizer = make_tokenizer(CHATML)
         self.renderer = Renderer(self.tokenizer)
         self.reader = AnswerReader(self.renderer)
-        self.tokens = self.tokenizer.encode(ANSWER, add_special_tokens=False)
+        self.tokens = self.tokenizer.encode(CALL, add_special_tokens=False)
         self.log_probs = [-0.5] * len(self.tokens)
 
     async def generate(self, tokens: list[int], sampling: Sampling, policy: str) -> Response:
-        return Response(list(self.tokens), list(self.log_probs), "stop", ANSWER, [(0, 1)])
+        return Response(list(self.tokens), list(self.log_probs), "stop", CALL, [(0, 1)])
 
     def session(self, number: int) -> Session:
         ask = Ask(
@@ -108,14 +111,17 @@ async def client(url: str, token: str, turns: int, latencies: list[float]) -> No
 
 
 def measure_turns(sessions: int, turns: int) -> dict[str, float]:
+    """Serve ``sessions`` conversations of ``turns`` turns at a time, one group after the other, at least ``TURNS`` turns in total."""
+    groups = max(1, TURNS // (sessions * turns))
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(sessions, theirs))
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(sessions * groups, theirs))
     process.start()
     url, tokens, pid = ours.recv()
     latencies: list[float] = []
 
     async def main() -> None:
-        await asyncio.gather(*(client(url, token, turns, latencies) for token in tokens))
+        for first in range(0, len(tokens), sessions):
+            await asyncio.gather(*(client(url, token, turns, latencies) for token in tokens[first : first + sessions]))
 
     def used() -> float:
         times = psutil.Process(pid).cpu_times()
@@ -128,7 +134,8 @@ def measure_turns(sessions: int, turns: int) -> dict[str, float]:
     process.join()
     return {
         "sessions": sessions,
-        "cpu_microseconds_per_turn": round(1e6 * spent / (sessions * turns), 1),
+        "turns": turns,
+        "cpu_microseconds_per_turn": round(1e6 * spent / len(latencies), 1),
         "median_latency_ms": round(1e3 * statistics.median(latencies), 2),
     }
 
@@ -153,7 +160,19 @@ async def post(server: Server, token: str, body: bytes) -> dict[str, Any]:
     return dict(json.loads(b"".join(raw)))
 
 
-async def measure_sessions(sessions: int, turns: int) -> dict[str, float]:
+def measure_sessions(sessions: int, turns: int) -> dict[str, float]:
+    """Measure in a new process, whose memory holds nothing else."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(hold_sessions, (sessions, turns))
+
+
+def hold_sessions(sessions: int, turns: int) -> dict[str, float]:
+    """Hold sessions twice: the first ones, which are few, load what all sessions share."""
+    asyncio.run(_hold_sessions(10, turns))
+    return asyncio.run(_hold_sessions(sessions, turns))
+
+
+async def _hold_sessions(sessions: int, turns: int) -> dict[str, float]:
     double, server = Double(), Server(Models({"default": ""}), "127.0.0.1", 0, 2**25)
     process = psutil.Process()
     gc.collect()
@@ -189,24 +208,31 @@ async def measure_sessions(sessions: int, turns: int) -> dict[str, float]:
 
 async def measure_stall(sessions: int, turns: int) -> dict[str, float]:
     double, server, draw = Double(), Server(Models({"default": ""}), "127.0.0.1", 0, 2**25), random.Random(0)
-    thinking = [[0.05 * math.exp(draw.gauss(0, 1)) for _ in range(turns)] for _ in range(sessions)]
+    thinking = [[0.25 * math.exp(draw.gauss(0, 1)) for _ in range(turns)] for _ in range(sessions)]
 
-    async def agent(token: str, pauses: list[float]) -> None:
+    async def agent(token: str, pauses: list[float]) -> float:
+        """Returns the seconds that were not spent thinking."""
         messages = [{"role": "user", "content": "What is 1 + 2?"}]
+        started = time.perf_counter()
         for pause in pauses:
             body = json.dumps({"model": "default", "messages": messages, "tools": TOOLS}).encode()
             answer = await post(server, token, body)
             messages = next_messages(messages, answer["choices"][0]["message"])
             await asyncio.sleep(pause)
+        return time.perf_counter() - started - sum(pauses)
 
     tokens = [server.open(double.session(i)) for i in range(sessions)]
     started, cpu = time.perf_counter(), time.process_time()
-    await asyncio.gather(*(agent(token, pauses) for token, pauses in zip(tokens, thinking, strict=True)))
+    waited = await asyncio.gather(*(agent(token, pauses) for token, pauses in zip(tokens, thinking, strict=True)))
     return {
         "sessions": sessions,
+        "turns": turns,
         "seconds": round(time.perf_counter() - started, 2),
         "cpu_seconds": round(time.process_time() - cpu, 2),
-        "slowest_agent_alone": round(max(map(sum, thinking)), 2),
+        "fastest_thinks": round(min(map(sum, thinking)), 2),
+        "slowest_thinks": round(max(map(sum, thinking)), 2),
+        "median_wait_seconds": round(statistics.median(waited), 3),
+        "longest_wait_seconds": round(max(waited), 3),
     }
 
 
@@ -215,23 +241,23 @@ def main() -> None:
     parser.add_argument("--part", choices=("turns", "sessions", "stall", "all"), default="all")
     parser.add_argument("--concurrency", default="1,64,1024")
     parser.add_argument("--sessions", default="100,1000,10000")
+    parser.add_argument("--stall-sessions", type=int, default=256)
     parser.add_argument("--turns", type=int, default=8)
     given = parser.parse_args()
     result: dict[str, Any] = {}
     if given.part in ("turns", "all"):
-        result["turns"] = [
-            measure_turns(n, given.turns if n > 1 else 50 * given.turns) for n in map(int, given.concurrency.split(","))
-        ]
+        result["turns"] = [measure_turns(n, given.turns) for n in map(int, given.concurrency.split(","))]
         print(result["turns"], flush=True)
     if given.part in ("sessions", "all"):
-        result["sessions"] = [
-            asyncio.run(measure_sessions(n, given.turns)) for n in map(int, given.sessions.split(","))
-        ]
+        counts = [int(n) for n in given.sessions.split(",")]
+        result["sessions"] = [measure_sessions(n, given.turns) for n in counts]
+        result["sessions"].append(measure_sessions(max(1, counts[-1] // 10), 4 * given.turns))
         print(result["sessions"], flush=True)
     if given.part in ("stall", "all"):
-        result["stall"] = asyncio.run(measure_stall(max(map(int, given.sessions.split(","))) // 10, given.turns))
+        result["stall"] = asyncio.run(measure_stall(given.stall_sessions, given.turns))
         print(result["stall"], flush=True)
-    finish("endpoint_overhead", result, given.save, lambda: installed("miles-core", "uvicorn", "httptools", "h11"))
+    parsers = [name for name in ("httptools", "h11") if find_spec(name)]  # uvicorn takes the first that is installed
+    finish("endpoint_overhead", result, given.save, lambda: installed("miles-core", "uvicorn", *parsers))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 ``calculator``: products of numbers that the model cannot compute; a warm start on a few hundred written calls teaches the format, then GRPO with
 ``--generate tools``. ``without_tool`` is the same task without the tool, for comparison. ``reasoning_gym``: sums of ``chain_sum`` by the plugin
 ``environments``; ``curriculum`` is the same data set, whose difficulty follows success. Every run is one ``miles train``. ``--plot`` draws the
-curves. The last line is one JSON object.
+curves; with ``--results FILE ...``, those of saved results, and nothing is run. The last line is one JSON object. The packages need not be installed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from checkout import register
 from measure import finish, options
 
 TOOLS = '''def multiply(a: int, b: int) -> int:
@@ -40,7 +41,7 @@ FILES = (
     "--prompt-data {d}/train.jsonl --eval-prompt-data {d}/eval.jsonl --input-key prompt --label-key label "
     "--custom-rm-path {d}/reward.py:reward --reward-key score"
 )
-SUMS = "reasoning_gym:chain_sum?answer=text&instructions=Answer%20with%20the%20number%20only."
+SUMS = "reasoning_gym:chain_sum?answer=number&instructions=Answer%20with%20the%20number%20only."
 FIXED = "min_terms=2&max_terms=2&min_digits=2&max_digits=2"
 HELD_OUT = "--eval-prompts environments --eval-prompt-data sums= --eval-environments-size {size}"
 VARIANTS = {
@@ -126,7 +127,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for number, (variant, seeds) in enumerate(found.items()):
-        steps = list(next(iter(seeds.values()))["accuracy"])
+        steps = [*map(int, next(iter(seeds.values()))["accuracy"])]
         for curve in seeds.values():
             axes.plot(steps, list(curve["accuracy"].values()), color=f"C{number}", alpha=0.3, linewidth=1)
         means = [
@@ -135,7 +136,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         axes.plot(steps, means, color=f"C{number}", linewidth=2, label=variant)
     axes.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
     axes.legend()
-    figure.savefig(path)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
 def versions() -> dict[str, str]:
@@ -149,9 +150,7 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument(
-        "--model", type=Path, required=True, help="directory of SmolLM2-135M-Instruct, or another chat model"
-    )
+    parser.add_argument("--model", type=Path, help="directory of SmolLM2-135M-Instruct, or another chat model")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
@@ -162,10 +161,22 @@ def main() -> None:
     parser.add_argument("--more", default="", help="further flags of miles train, for smaller runs")
     parser.add_argument("--plot", type=Path, help="SVG file for the curves")
     parser.add_argument("--variant", default="", help="part of the result file's name, such as a device")
+    parser.add_argument("--results", type=Path, nargs="+", default=[], help="saved results whose curves --plot draws")
     given = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
+    if given.results:
+        for path in given.results:
+            found |= json.loads(path.read_text(encoding="utf-8"))["curves"]
+        return draw(found, given.plot or parser.error("--results needs --plot FILE"))
+    if given.model is None:
+        parser.error("--model is missing")
     with tempfile.TemporaryDirectory() as name:
-        write_task(Path(name), given.eval_size)
+        (Path(name) / "metadata").mkdir()
+        register(Path(name) / "metadata", ("tools", "environments", "tis"))
+        if {"calculator", "without_tool"} & {
+            *given.variants
+        }:  # the plugin tools needs pydantic, which a GPU machine may lack
+            write_task(Path(name), given.eval_size)
         runs = [(variant, seed) for variant in given.variants for seed in given.seeds]
         with ThreadPoolExecutor(given.jobs) as pool:
             curves = list(pool.map(lambda run: train(*run, given, Path(name)), runs))

@@ -1,6 +1,6 @@
 """Agents that speak the OpenAI protocol as rollout functions for miles-core: an exact endpoint with one session per sample."""
 
-from miles_core.plugin import Hint, Plugin, Rule, above
+from miles_core.plugin import Hint, Panel, Plugin, Rule, above
 from miles_endpoint.config import EndpointConfig
 
 __version__ = "0.1.0"
@@ -49,6 +49,34 @@ plugin = Plugin(
             "{metric}: {value} requests per rollout begin a new branch because the chat template removes earlier reasoning",
             "switch that off if the template can (--chat-template-kwargs clear_thinking=false, truncate_history_thinking=false or "
             "preserve_thinking=true), or use an instruct model",
+        ),
+    ),
+    panels=(
+        Panel(
+            "agent_time",
+            "Time of an agent",
+            {"endpoint/engine_seconds": "waits for the engine", "endpoint/agent_seconds": "works"},
+            "seconds per rollout",
+            kind="stack",
+        ),
+        Panel(
+            "agent_calls",
+            "Tool calls of agents",
+            {"endpoint/tool_calls": "calls", "endpoint/tool_errors": "errors"},
+            "per rollout",
+        ),
+        Panel(
+            "agent_requests",
+            "Requests that are no new turn",
+            {f"endpoint/{name}": name for name in ("refused", "replayed", "cancelled", "undelivered")},
+            "per rollout",
+        ),
+        Panel("agent_branches", "New branches by reason", {"endpoint/branch_*": "*"}, "per rollout"),
+        Panel(
+            "agent_failures",
+            "Failed agents",
+            {f"endpoint/{name}": name for name in ("crashed", "timed_out", "silent", "no_reward")},
+            percent=True,
         ),
     ),
 )

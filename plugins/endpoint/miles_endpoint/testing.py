@@ -58,6 +58,9 @@ TOOLS = [
         },
     }
 ]
+#: A call of the tool, as the model writes it, and its result, as a client sends it back.
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
+RESULT = {"role": "tool", "tool_call_id": "call00000", "content": "3"}
 
 
 def make_tokenizer(template: str, end: str = "<|im_end|>") -> Any:

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from miles_core.plugin import ConfigError
+from miles_endpoint import plugin
 from miles_endpoint.agent import AgentFailed, FunctionAgent, ProcessAgent, Task, make_agent
+from miles_speculative.checkpoint import with_mtp
+from miles_testing.toy import toy_files
 
 TASK = Task({"prompt": "a", "label": "b", "metadata": {"m": 1}, "sample": 3}, "http://127.0.0.1:9/v1", "sk-x", "policy")
 
@@ -203,6 +206,7 @@ def test_a_run_trains_what_the_agents_saw(train):
         metrics["rollout/turns"] == 2.0 and metrics["mismatch/abs_log_prob"] < 1e-4 and metrics["endpoint/branches"] < 1
     )
     assert metrics["reward/mean"] == 1.5 and metrics["endpoint/crashed"] == 0 and metrics["endpoint/agent_seconds"] > 0
+    assert {name for panel in plugin.panels for name in panel.lines if "*" not in name} <= metrics.keys()
     whole = [sample for sample in done.samples if len(sample["metadata"]["turns"]) == 2]
     assert whole
     for sample in whole:
@@ -243,19 +247,33 @@ def test_what_fails_costs_its_sample_only(train):
     assert metrics["rollout/failed"] > 0.2 and not done.engine.rows
 
 
+@pytest.fixture(scope="session")
+def drafting_model(tmp_path_factory):
+    """The model of ``train`` with an MTP layer, which drafts."""
+    return with_mtp(toy_files(max_position_embeddings=512) / "model", tmp_path_factory.mktemp("drafting") / "model")
+
+
 @pytest.mark.parametrize(
-    "options", [{"schedule": "async", "plugins": ("endpoint", "r3", "tis")}, {"plugins": ("endpoint", "r3", "tis")}]
+    "schedule",
+    [{"schedule": "async"}, {"partial_rollout": True, "over_sampling_batch_size": 3}],
+    ids=["async", "partial"],
 )
-def test_with_routing_replay_importance_weights_and_updates_in_the_middle_of_a_session(train, options):
+def test_sessions_across_updates_with_routing_replay_drafts_and_importance_weights(train, drafting_model, schedule):
+    """The policy hardly moves and its draft does: whichever update came in the middle of a session, of an answer even, the log-probs and the
+    routing that the engine recorded are those that the trainer computes."""
     body = TURNS.replace('"on"}]', '"on"}]\n        time.sleep(0.02 * task.row["sample"])')
-    done = train(body, times=3, steps=2, length=20, max_concurrent_samples=6, **options)
-    assert (
-        all(m["mismatch/abs_log_prob"] < 0.2 for m in done.metrics) and done.metrics[0]["mismatch/abs_log_prob"] < 1e-4
-    )
-    assert all("tis/ess" in m for m in done.metrics)
-    if options.get("schedule") == "async":
-        versions = [{v for _, v in s["weight_versions"]} for s in done.samples]
-        assert max(map(len, versions)) > 1  # one session, several weight versions
+    done = train(
+        body, times=3, steps=3, length=20, plugins=("endpoint", "r3", "tis", "speculative"), hf_checkpoint=drafting_model,
+        max_concurrent_samples=6, lr=1e-9, draft_lr=1e-2, online_sft_interval=1,
+        rollout_stop_token_ids=",".join(map(str, range(100, 120))), **schedule,
+    )  # fmt: skip
+    for metrics in done.metrics:
+        assert metrics["mismatch/abs_log_prob"] < 1e-4 and metrics["r3/tokens_differing"] < 0.02
+        assert metrics["tis/ess"] == pytest.approx(1.0, abs=1e-3) and metrics["rollout/failed"] == 0
+    assert max(metrics["speculative/accept_rate"] for metrics in done.metrics) > 0
+    assert any(metrics["rollout/stale_tokens"] > 0 for metrics in done.metrics)
+    versions = [{version for _, version in sample["weight_versions"]} for sample in done.samples]
+    assert max(map(len, versions)) > 1  # one session, several weight versions
 
 
 def test_a_process_in_a_run(train, tmp_path):

@@ -10,8 +10,8 @@ import re
 import pytest
 
 from miles_endpoint import testing as C
+from miles_endpoint.testing import CALL
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
 USER = {"role": "user", "content": "sum"}
 
 

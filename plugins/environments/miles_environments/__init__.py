@@ -1,6 +1,6 @@
 """Prompts and rewards from environment libraries for miles-core: task generators, task sets and text environments."""
 
-from miles_core.plugin import Hint, Plugin, Rule, Set, above
+from miles_core.plugin import Hint, Panel, Plugin, Rule, Set, above
 from miles_environments.config import EnvironmentsConfig
 from miles_environments.environment import Environment, Episode, Step, Task
 
@@ -43,6 +43,15 @@ plugin = Plugin(
             above(0.1),
             "{metric}: {percent} of the episodes failed",
             "see run.log for the reasons; raise --environment-seconds if steps take longer than that",
+        ),
+    ),
+    panels=(
+        Panel("environment_reward", "Reward by environment", {"environments/*/reward": "*"}),
+        Panel("environment_level", "Difficulty by environment", {"environments/*/level": "*"}, "level"),
+        Panel(
+            "environment_failures",
+            "Samples without a score, and failed episodes",
+            {"environments/masked": "not scored (number)", "environments/failed_episodes": "failed (fraction)"},
         ),
     ),
 )

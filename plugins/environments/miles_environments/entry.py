@@ -41,7 +41,8 @@ class Entry:
         window: number of rollouts whose rate of success decides.
         success: reward from which a rollout is a success.
         turns: answers per episode; None is ``--environment-turns``.
-        answer: where the answer is in the response: ``tag`` (``<answer>``), ``text`` (all of it) or ``line`` (the last line).
+        answer: where the answer is in the response: ``tag`` (``<answer>``), ``text`` (all of it), ``line`` (the last line) or ``number`` (the
+            last number).
         instructions: system message; None is the library's.
         options: options of the library.
     """
@@ -79,7 +80,7 @@ _KEYS: dict[str, tuple[type, ...]] = {
     "answer": (str,),
     "instructions": (str,),
 }
-_ANSWERS = ("tag", "text", "line")
+_ANSWERS = ("tag", "text", "line", "number")
 
 
 def read_entries(raw: tuple[Any, ...], flag: str) -> list[Entry]:

@@ -15,6 +15,8 @@ from miles_core.plugin import DataError
 from miles_environments.entry import Entry
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+#: A decimal number. A minus after a digit, a letter or a bracket is an operator ("5-3"), not a sign.
+_NUMBER = re.compile(r"(?:(?<![\w)\].])-)?\d+(?:,\d{3})*(?:\.\d+)?")
 #: System message of environments whose answer is in a tag.
 TAG_INSTRUCTIONS = "Give the final answer between <answer> and </answer>."
 
@@ -113,13 +115,21 @@ class Environment(ABC):
 
 
 def find_answer(text: str, how: str) -> str | None:
-    """Return the answer in a response: ``tag`` is the last ``<answer>``, ``line`` the last line with text, ``text`` everything."""
+    """Return the answer in a response.
+
+    Args:
+        text: the response, without reasoning.
+        how: ``tag`` is the last ``<answer>``, ``line`` the last line with text, ``number`` the last number, without commas, ``text`` everything.
+    """
     if how == "tag":
         found = _TAG.findall(text)
         return found[-1].strip() if found else None
     stripped = text.strip()
     if how == "line":
         return stripped.splitlines()[-1].strip() if stripped else None
+    if how == "number":
+        numbers = _NUMBER.findall(stripped)
+        return numbers[-1].replace(",", "") if numbers else None
     return stripped
 
 

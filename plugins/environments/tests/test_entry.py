@@ -4,6 +4,7 @@ import pytest
 
 from miles_core.plugin import ConfigError, PlanError
 from miles_environments.entry import read_entries, read_entry
+from miles_environments.environment import find_answer
 from miles_environments.review import split_fact
 
 
@@ -27,7 +28,7 @@ def test_text_and_table_are_the_same():
         ("reasoning_gym:a?weight=much", "weight is 'much'; it must be a number"),
         ("reasoning_gym:a?weight=0", "weight must be above 0"),
         ("reasoning_gym:a?up=0.1", "down must be below up"),
-        ("reasoning_gym:a?answer=json", "answer must be one of tag, text, line"),
+        ("reasoning_gym:a?answer=json", "answer must be one of tag, text, line, number"),
         ("reasoning_gym:a?count=0", "count must be at least 1"),
         ("reasoning_gym:a?turns=0", "turns must be at least 1"),
         (5, "an environment is LIBRARY:TASK, or a table with name and task"),
@@ -79,3 +80,20 @@ def test_a_list_of_tables_in_a_configuration_file(tmp_path):
     fact = next(fact for fact in config.facts() if fact.name == "environments.mix")
     assert split_fact(fact.value) == mix
     assert split_fact("a:b?c=1,{'n': {'t': 'x}, {'}},d") == ("a:b?c=1", {"n": {"t": "x}, {"}}, "d")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The answer is 17.", "17"),
+        ("57 - 87 = -30", "-30"),
+        ("12 and then (-4)", "-4"),
+        ("20-30", "30"),
+        ("x = 1,234.50 units", "1234.50"),
+        ("1,2,3", "3"),
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_is_the_answer(text, number):
+    assert find_answer(text, "number") == number

@@ -1,6 +1,6 @@
 """Tools in several turns for miles-core: Python functions and MCP servers, in the tool-call format of the model."""
 
-from miles_core.plugin import Hint, Package, Plugin, Rule, above
+from miles_core.plugin import Hint, Package, Panel, Plugin, Rule, above
 from miles_tool_calls.config import ToolsConfig
 
 __version__ = "0.1.0"
@@ -49,6 +49,21 @@ plugin = Plugin(
             above(0.1),
             "{metric}: {percent} of the samples failed because tools were unreachable",
             "see run.log for the reasons: an MCP server that ended, or a class that cannot be instantiated",
+        ),
+    ),
+    panels=(
+        Panel(
+            "tool_calls",
+            "Tool calls",
+            {"tools/calls": "calls", "tools/errors": "errors", "tools/malformed": "cannot be read"},
+            "per sample",
+        ),
+        Panel("tool_time", "Time waiting for tools", {"tools/seconds": "seconds"}, "seconds per sample"),
+        Panel(
+            "tool_limits",
+            "Samples that reached a limit or failed",
+            {"tools/limited": "limit", "tools/failed_samples": "failed"},
+            percent=True,
         ),
     ),
 )

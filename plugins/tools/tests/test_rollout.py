@@ -6,6 +6,7 @@ import pytest
 
 from miles_core.data import CannotExtend, Renderer
 from miles_core.plugin import PlanError
+from miles_tool_calls import plugin
 
 TOOLS = '''
 async def add(a: int, b: int) -> int:
@@ -129,6 +130,7 @@ def test_errors_go_to_the_model_and_the_run_goes_on(run, scripted):
     scripted(answer)
     done = run(tool_chars_per_call=50, tool_calls_per_turn=4)
     metrics = done.metrics[0]
+    assert {name for panel in plugin.panels for name in panel.lines} <= metrics.keys()
     assert (metrics["tools/calls"], metrics["tools/errors"], metrics["tools/malformed"]) == (4, 3, 1)
     whole = "".join(done.samples[0]["pieces"])
     for text in (
