@@ -61,8 +61,7 @@ def planted(defect: Defect, engine: str) -> Iterator[None]:
 def use_double(patch: pytest.MonkeyPatch, make: Callable[[Path], Any]) -> None:
     """Start, instead of SGLang, a double with the model that is made here."""
     sglang_double.stand_in_for_sglang(patch)
-    rules = tuple(r for r in miles_sglang.plugin.requires if "pip install" not in r.because)
-    patch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, requires=rules))
+    patch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, packages=()))
 
     def link(arguments: Mapping[str, Any], *_: Any) -> Any:
         return sglang_scheduler_double.SchedulerLink(make, Path(arguments["model_path"]), arguments)
@@ -79,11 +78,17 @@ def scheduler_model(checkpoint: Path, defect: Defect) -> Any:
 
 
 def stopped_by(engine: str, defect: Defect) -> str:
-    """The beginning of the sentence that stopped a run with a defect; empty where it was not stopped."""
+    """The beginning of the sentence that stopped a run with a defect; empty where it was not stopped.
+
+    Raises:
+        PlanError: the run was refused before an engine was built, so the defect was not tried.
+    """
     flags = {"engine": "sglang", "device": "cpu"} if engine == "sglang" else {}
     with planted(defect, engine):
         try:
             toy_run(steps=0, self_check=True, family=defect.family, sizes=dict(defect.sizes), **flags)
+        except PlanError:
+            raise
         except MilesError as error:
             return str(error)
     return ""
@@ -93,7 +98,7 @@ def sound(**flags: Any) -> dict[str, Any]:
     """A sound run: the largest share of a limit that it reached, and the sentence that stopped it."""
     shares: list[float] = []
     seconds: list[float] = []
-    judge, compared = first_sync.FirstSync._judge, first_sync.FirstSync._compared
+    judge, compare = first_sync.FirstSync._judge, first_sync.FirstSync._compare
 
     def watched(self: Any, parts: Any, worker: str, found: Any, declared: Any) -> None:
         limits = allowance(*declared)
@@ -104,13 +109,13 @@ def sound(**flags: Any) -> dict[str, Any]:
     async def timed(self: Any, *args: Any) -> Any:
         start = time.perf_counter()
         try:
-            return await compared(self, *args)
+            return await compare(self, *args)
         finally:
             seconds.append(time.perf_counter() - start)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(first_sync.FirstSync, "_judge", watched)
-        patch.setattr(first_sync.FirstSync, "_compared", timed)
+        patch.setattr(first_sync.FirstSync, "_compare", timed)
         try:
             toy_run(self_check=True, **flags)
         except PlanError:
