@@ -37,6 +37,8 @@ from miles_sglang import build as sglang_build
 from miles_testing import tiny, toy_run
 
 FORMATS = ("fp8", "mxfp8", "int4", "nvfp4")
+#: Families whose models the double of SGLang's schedulers holds.
+DOUBLED = ("llama", "qwen3", "qwen3_moe")
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "moe_intermediate_size": 128}
 
 
@@ -129,6 +131,10 @@ def sound_runs() -> Iterator[tuple[str, dict[str, Any]]]:
     for family in (*tiny.FAMILIES, *tiny.ROUTER_FAMILIES):
         for dtype in ("float32", "bfloat16"):
             yield f"{family}, {dtype}", sound(steps=0, family=family, dtype=dtype)
+    for family in DOUBLED:
+        with pytest.MonkeyPatch.context() as patch:
+            use_double(patch, sglang_scheduler_double.SchedulerModel)
+            yield f"sglang, {family}, float32", sound(steps=0, family=family, engine="sglang", device="cpu")
     for rollout in FORMATS:
         for train in ("bf16", rollout):
             precision = {"rollout_precision": rollout, "train_precision": train, "emulate_precision": True}

@@ -38,7 +38,17 @@ _TOWER: dict[str, Any] = {
     "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0], "window_size": 28,
 }  # fmt: skip
 #: Families whose code uses ``mrope_section`` although their defaults lack it.
-_SECTIONED = ("ernie4_5_vl_moe_text", "glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni")
+_SECTIONED = (
+    "ernie4_5_vl_moe_text",
+    "glm4v",
+    "glm46v",
+    "glm_ocr",
+    "glmga",
+    "paddleocr_vl",
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen2_5_omni",
+)
 #: Type of a configuration or of one of its parts -> entries that its defaults leave out, or that contradict the sizes above.
 _OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
