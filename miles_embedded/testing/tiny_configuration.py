@@ -51,7 +51,7 @@ _SECTIONED = (
 )
 #: Type of a configuration or of one of its parts -> entries that its defaults leave out, or that contradict the sizes above.
 _OWN: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
+    "cohere_compass_text": {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
