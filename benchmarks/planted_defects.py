@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ import miles_sglang
 from miles_core.errors import MilesError, PlanError
 from miles_embedded.engine import build as engine_build
 from miles_embedded.testing.defects import DEFECTS, Defect
+from miles_embedded.testing.families import FAMILIES, family_checkpoint, lacking
 from miles_mismatch import first_sync
 from miles_mismatch.allowance import allowance
 from miles_sglang import build as sglang_build
@@ -131,6 +133,13 @@ def sound_runs() -> Iterator[tuple[str, dict[str, Any]]]:
     for family in (*tiny.FAMILIES, *tiny.ROUTER_FAMILIES):
         for dtype in ("float32", "bfloat16"):
             yield f"{family}, {dtype}", sound(steps=0, family=family, dtype=dtype)
+    for family in [
+        name for name in FAMILIES if name not in (*tiny.FAMILIES, *tiny.ROUTER_FAMILIES) and not lacking(name)
+    ]:
+        for dtype in ("float32", "bfloat16"):
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint = family_checkpoint(family, Path(folder) / "model")
+                yield f"{family}, {dtype}", sound(steps=0, hf_checkpoint=checkpoint, dtype=dtype)
     for family in DOUBLED:
         with pytest.MonkeyPatch.context() as patch:
             use_double(patch, sglang_scheduler_double.SchedulerModel)
