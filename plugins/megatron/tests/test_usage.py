@@ -116,13 +116,9 @@ def test_packages_are_assumed_where_the_plan_is_for_other_machines(checkpoint):
 
 
 def test_sizes_that_divide_but_do_not_fit_are_offered_with_what_makes_them_fit(checkpoint):
-    given = {
-        name: value
-        for name, value in SLIME.items()
-        if name not in ("expert_tensor_parallel_size", "sglang_mem_fraction_static")
-    }
-    model = {"hf_checkpoint": checkpoint("qwen3-30b-a3b"), "facts": ["hardware=8xH200"]}
+    given = {name: value for name, value in SLIME.items() if name != "expert_tensor_parallel_size"}
+    given |= {"hf_checkpoint": checkpoint("qwen3-30b-a3b"), "facts": ["hardware=8xH200"]}
     with pytest.raises(PlanError) as error:
-        plan(**model, **given)
+        plan(**given | {"sglang_mem_fraction_static": 0.9})
     found = re.search(r"--expert-tensor-parallel-size 1 --sglang-mem-fraction-static (\S+)", str(error.value))
-    plan(**model, **given, expert_tensor_parallel_size=1, sglang_mem_fraction_static=float(found[1]))
+    plan(**given | {"expert_tensor_parallel_size": 1, "sglang_mem_fraction_static": float(found[1])})
