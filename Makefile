@@ -16,6 +16,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The examples are installed as well: distributions by somebody else, tested with core and plugins.
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml))
+# Those whose manifest has a `demo`.
+DEMO_PLUGINS := plugins/r3 plugins/tis
 PROJECTS := pyproject.toml $(addsuffix /pyproject.toml,$(PLUGINS))
 STAMP := $(VENV)/.miles-installed
 # Installed once, and not again in an environment for each project.
@@ -48,8 +50,16 @@ $(STAMP): $(PROJECTS) Makefile
 	$(PIP) --no-deps --no-build-isolation $(foreach p,$(PLUGINS),-e ./$(p))
 	@touch $(STAMP)
 
-demo: install
+# Needs core and the plugins with a part in it, not the development tools.
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.demo-installed)
 	$(BIN)/miles demo $(DEMO)
+
+$(VENV)/.demo-installed: pyproject.toml $(addsuffix /pyproject.toml,$(DEMO_PLUGINS))
+	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; give one with make PYTHON=/path/to/python"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)" $(BUILDERS)
+	$(PIP) --no-build-isolation -e . $(foreach p,$(DEMO_PLUGINS),-e ./$(p))
+	@touch $@
 
 lint: install
 	$(BIN)/ruff check .

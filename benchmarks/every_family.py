@@ -6,7 +6,8 @@ run: the plan reads its ``config.json`` and the headers of its weights, then eng
 outcome is one of
 
 - ``exact``: scores, greedy generation, gradients and export are those of Transformers;
-- ``refused``: the plan refuses it, with the reason;
+- ``refused``: the plan refuses it, with the reason (a class of which no tiny model can be made is examined with its default sizes, without
+  weights);
 - ``late``: the plan accepts it, and it fails afterwards;
 - ``wrong``: it runs, and computes something else;
 - ``not tried``: no tiny model could be made of the defaults; the plan does not refuse it, and the self-check of the engine decides.
@@ -36,7 +37,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from miles_core.plugin import Facts
+from miles_core.plugin import CheckpointError, Facts
 from miles_core.plugin.detect import config_facts
 from miles_core.plugin.model_config import model_config
 from miles_embedded.manifest import review
@@ -48,6 +49,8 @@ from miles_testing import tiny
 RESULT = ROOT / "benchmarks" / "results" / "every_family.json"
 #: Seconds after which a family counts as late.
 _PATIENCE = 300
+#: Beginnings of errors about entries that a class's defaults leave out. They say nothing about a checkpoint of the type.
+_DEFAULTS = ("no model can be made of its config.json", "the forward of", "config.json cannot be used")
 
 
 def judge(kind: str, directory: Path) -> tuple[str, str]:
@@ -60,13 +63,14 @@ def judge(kind: str, directory: Path) -> tuple[str, str]:
         else:
             checkpoint = tiny.random_checkpoint(tiny_configuration(CONFIG_MAPPING[kind]), directory)
     except Exception as error:
-        return "not tried", brief(error)
+        found = refusal_of_defaults(kind, directory.with_name("defaults"))
+        return ("refused", found) if found else ("not tried", brief(error))
     try:
         if found := refusal(model_config(str(checkpoint)) or {}):
             return "refused", found
         examine_checkpoint(checkpoint)
     except Exception as error:
-        return "refused", brief(error).replace(f"--hf-checkpoint {checkpoint}: ", "")
+        return "refused", brief(error)
     try:
         found = compare(checkpoint)
     except Exception as error:
@@ -76,6 +80,22 @@ def judge(kind: str, directory: Path) -> tuple[str, str]:
     return ("exact" if exact else "wrong"), numbers + ("" if found.export else ", the export differs")
 
 
+def refusal_of_defaults(kind: str, directory: Path) -> str:
+    """Why the plan refuses a checkpoint with the class's default sizes, of which no tiny model could be made; empty where it does not refuse
+    it, or where the defaults make no model at all."""
+    try:
+        CONFIG_MAPPING[kind]().save_pretrained(directory)
+    except Exception:  # the class itself refuses its defaults
+        return ""
+    if found := refusal(model_config(str(directory)) or {}):
+        return found
+    try:
+        examine_checkpoint(directory, weights=False)
+    except CheckpointError as error:
+        found = brief(error)
+    return "" if any(words in found for words in _DEFAULTS) else found
+
+
 def refusal(config: dict[str, Any]) -> str:
     """Why the plan refuses this ``config.json``; empty where it does not."""
     problems = review(Facts(config_facts(config)), config).problems
@@ -83,9 +103,10 @@ def refusal(config: dict[str, Any]) -> str:
 
 
 def brief(error: Exception) -> str:
-    """The first line of an error, without addresses."""
+    """The first line of an error, without paths."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {re.sub(r'/[^ ]*/', '', first)[:200]}"
+    first = re.sub(r"/[^ ]*/", "", re.sub(r"--hf-checkpoint \S+: ", "", first))
+    return f"{type(error).__name__}: {first[:200]}"
 
 
 def judge_within(kind: str) -> tuple[str, dict[str, str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import finish, installed
+from measure import ROOT, finish, installed
 
 from miles_testing import toy_run
 
@@ -23,13 +23,14 @@ CATALOGUE = runpy.run_path(str(Path(__file__).parents[1] / "tests" / "plugin" / 
 
 
 def answer(mistake: Any, folder: Path) -> str:
-    """The error that a toy run with this mistake ends with, its notes included; "" when it ends well."""
+    """The error that a toy run with this mistake ends with, its notes included, without folders of this machine; "" when it ends well."""
     file = folder / "mine.py"
     file.write_text(CATALOGUE["HEAD"] + mistake.code)
     try:
         toy_run([str(file)], folder / "run", **mistake.flags(folder))
     except Exception as error:  # whatever a user would see
-        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        return text.replace(f"{folder}/", "").replace(f"{ROOT}/", "")
     return ""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,12 +32,15 @@ import miles_sglang
 from miles_core.errors import MilesError, PlanError
 from miles_embedded.engine import build as engine_build
 from miles_embedded.testing.defects import DEFECTS, Defect
+from miles_embedded.testing.families import FAMILIES, family_checkpoint, lacking
 from miles_mismatch import first_sync
 from miles_mismatch.allowance import allowance
 from miles_sglang import build as sglang_build
 from miles_testing import tiny, toy_run
 
 FORMATS = ("fp8", "mxfp8", "int4", "nvfp4")
+#: Families whose models the double of SGLang's schedulers holds.
+DOUBLED = ("llama", "qwen3", "qwen3_moe")
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "moe_intermediate_size": 128}
 
 
@@ -61,8 +65,7 @@ def planted(defect: Defect, engine: str) -> Iterator[None]:
 def use_double(patch: pytest.MonkeyPatch, make: Callable[[Path], Any]) -> None:
     """Start, instead of SGLang, a double with the model that is made here."""
     sglang_double.stand_in_for_sglang(patch)
-    rules = tuple(r for r in miles_sglang.plugin.requires if "pip install" not in r.because)
-    patch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, requires=rules))
+    patch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, packages=()))
 
     def link(arguments: Mapping[str, Any], *_: Any) -> Any:
         return sglang_scheduler_double.SchedulerLink(make, Path(arguments["model_path"]), arguments)
@@ -79,11 +82,17 @@ def scheduler_model(checkpoint: Path, defect: Defect) -> Any:
 
 
 def stopped_by(engine: str, defect: Defect) -> str:
-    """The beginning of the sentence that stopped a run with a defect; empty where it was not stopped."""
+    """The beginning of the sentence that stopped a run with a defect; empty where it was not stopped.
+
+    Raises:
+        PlanError: the run was refused before an engine was built, so the defect was not tried.
+    """
     flags = {"engine": "sglang", "device": "cpu"} if engine == "sglang" else {}
     with planted(defect, engine):
         try:
             toy_run(steps=0, self_check=True, family=defect.family, sizes=dict(defect.sizes), **flags)
+        except PlanError:
+            raise
         except MilesError as error:
             return str(error)
     return ""
@@ -93,7 +102,7 @@ def sound(**flags: Any) -> dict[str, Any]:
     """A sound run: the largest share of a limit that it reached, and the sentence that stopped it."""
     shares: list[float] = []
     seconds: list[float] = []
-    judge, compared = first_sync.FirstSync._judge, first_sync.FirstSync._compared
+    judge, compare = first_sync.FirstSync._judge, first_sync.FirstSync._compare
 
     def watched(self: Any, parts: Any, worker: str, found: Any, declared: Any) -> None:
         limits = allowance(*declared)
@@ -104,13 +113,13 @@ def sound(**flags: Any) -> dict[str, Any]:
     async def timed(self: Any, *args: Any) -> Any:
         start = time.perf_counter()
         try:
-            return await compared(self, *args)
+            return await compare(self, *args)
         finally:
             seconds.append(time.perf_counter() - start)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(first_sync.FirstSync, "_judge", watched)
-        patch.setattr(first_sync.FirstSync, "_compared", timed)
+        patch.setattr(first_sync.FirstSync, "_compare", timed)
         try:
             toy_run(self_check=True, **flags)
         except PlanError:
@@ -124,6 +133,17 @@ def sound_runs() -> Iterator[tuple[str, dict[str, Any]]]:
     for family in (*tiny.FAMILIES, *tiny.ROUTER_FAMILIES):
         for dtype in ("float32", "bfloat16"):
             yield f"{family}, {dtype}", sound(steps=0, family=family, dtype=dtype)
+    for family in [
+        name for name in FAMILIES if name not in (*tiny.FAMILIES, *tiny.ROUTER_FAMILIES) and not lacking(name)
+    ]:
+        for dtype in ("float32", "bfloat16"):
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint = family_checkpoint(family, Path(folder) / "model")
+                yield f"{family}, {dtype}", sound(steps=0, hf_checkpoint=checkpoint, dtype=dtype)
+    for family in DOUBLED:
+        with pytest.MonkeyPatch.context() as patch:
+            use_double(patch, sglang_scheduler_double.SchedulerModel)
+            yield f"sglang, {family}, float32", sound(steps=0, family=family, engine="sglang", device="cpu")
     for rollout in FORMATS:
         for train in ("bf16", rollout):
             precision = {"rollout_precision": rollout, "train_precision": train, "emulate_precision": True}

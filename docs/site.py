@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -37,6 +39,7 @@ BOOSTS = {
     "changelog": 0.05,
 }
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
+_MODULE = re.compile(r"^::: (\S+)\n", re.MULTILINE)
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -80,8 +83,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     here = page.file.src_uri
     page.meta["search"] = {"boost": boost(here)}
     source = next((s for s, p in OUTSIDE.items() if p == here), f"docs/{here}")
+    markdown = _MODULE.sub(lambda match: with_members(match[1]), markdown)
     parts = _CODE.split(markdown)
     return "".join(part if n % 2 else _LINK.sub(lambda m: _link(m, source, here), part) for n, part in enumerate(parts))
+
+
+def with_members(module: str) -> str:
+    """The directive that documents a module; with the names that it exports, if its source does not list them."""
+    file = ROOT.joinpath(*module.split("."))
+    source = file.with_suffix(".py") if file.with_suffix(".py").is_file() else file / "__init__.py"
+    if "__all__ = __dir__()" not in source.read_text(encoding="utf-8"):
+        return f"::: {module}\n"
+    if str(ROOT) not in sys.path:  # the environment of the site has no miles-core
+        sys.path.insert(0, str(ROOT))
+    return f"::: {module}\n    options:\n      members: {import_module(module).__all__}\n"
 
 
 def _link(match: re.Match[str], source: str, here: str) -> str:

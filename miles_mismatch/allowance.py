@@ -3,7 +3,7 @@
 Each side declares its precision: the dtype of its model, and with a number format the format's relative error (``Format.error``),
 whether it rounds inputs of products, and the dtype of cached keys and values. ``Side.rounding`` combines these errors as independent
 ones, and the limits are linear in the result. The constants were chosen from ``benchmarks/planted_defects.py`` (result file
-``benchmarks/results/planted_defects-2026-11-23.json``): every family, format and schedule of the tests stays below half of each limit.
+``benchmarks/results/planted_defects-2026-11-24.json``): every family, format and schedule of the tests stays below half of each limit.
 """
 
 from __future__ import annotations

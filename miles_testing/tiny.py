@@ -141,9 +141,16 @@ def tiny_checkpoint(family: str, directory: str | Path, seed: int = 0, **changes
 def random_checkpoint(config: Any, directory: str | Path, seed: int = 0) -> Path:
     """Save a random model with this Transformers configuration, like ``tiny_checkpoint``."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
 
-    auto: Any = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    towers = config.get_text_config() is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    listed = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    auto: Any = AutoModelForImageTextToText if towers and listed else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config)

@@ -81,6 +81,12 @@ PUBLIC_OF_A_BACKEND = ("miles_embedded", "miles_embedded.testing")
 OUTSIDE = sorted(path for where in ("plugins/*/miles_*/**/*.py", "examples/**/*.py") for path in ROOT.glob(where))
 
 
+def test_every_public_module_has_a_page_of_its_own():
+    modules = {*PUBLIC, *PUBLIC_OF_A_BACKEND} - {"miles_core"}
+    assert {path.stem for path in (ROOT / "docs" / "api").glob("*.md")} == modules
+    assert all(f"::: {m}\n" in (ROOT / "docs" / "api" / f"{m}.md").read_text(encoding="utf-8") for m in modules)
+
+
 @pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.relative_to(ROOT / "miles_core").as_posix())
 def test_core_names_no_feature_and_no_backend(path):
     lines = path.read_text(encoding="utf-8").splitlines()

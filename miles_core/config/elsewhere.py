@@ -77,7 +77,7 @@ def explain_foreign_option(name: str) -> str:
     for program, names in foreign_options().items():
         for theirs, here in names.items():
             if _plain(theirs) == _plain(name):
-                return f"{name} is an option of {program}; here: {here}"
+                return f"{name}, an option of {program}; here: {here}"
     return ""
 
 

@@ -25,6 +25,8 @@ Startable = Callable[[Facts], Iterable[str]]
 
 SHOWN = 6
 _TRIES = 400
+#: Number of changes after which others are tried.
+_LEADING = 3
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ def find_fixes(
     rejected: CheckResult,
     drops: int = 2,
     startable: Startable = lambda facts: (),
+    follow: bool = True,
 ) -> list[Fix]:
     """Return up to ``SHOWN`` accepted changes, smallest first.
 
@@ -62,11 +65,12 @@ def find_fixes(
         rejected: the result of ``check``.
         drops: maximum number of plugins to drop in addition to another change, if nothing smaller helps.
         startable: returns error messages for further problems of a run with these facts.
+        follow: also search for changes after a change that solves all problems and leads to others.
     """
     origins = dict(requested) if isinstance(requested, Mapping) else dict.fromkeys(requested, "--plugins")
-    search = _Search(origins, manifests, facts, rejected, startable)
-    accepted, partial = [], []
     before = {p.headline for p in rejected.problems}
+    search = _Search(origins, manifests, facts, rejected, startable, before)
+    accepted, partial, leading = [], [], []
     for change in [
         *_propose_from_problems(rejected),
         *_propose_options(rejected),
@@ -78,21 +82,31 @@ def find_fixes(
             accepted.append((change, fix))
         elif left < before and change.keeps:
             partial.append(change)
+        elif left.isdisjoint(before) and change.keeps:
+            leading.append(change)
     if not any(change.keeps for change, _ in accepted):
-        accepted = [*search.combine(partial), *accepted]
-    unique = {fix.text: fix for _, fix in accepted} or {fix.text: fix for fix in search.drop_one(drops)}
+        combined, others = search.combine(partial)
+        accepted, leading = [*combined, *accepted], [*leading, *others]
+    found = [fix for _, fix in accepted]
+    if follow and not found:  # a change may lead to other problems: sizes that divide, but do not fit
+        found = list(search.follow(list({change.text: change for change in leading}.values())[:_LEADING], drops=0))
+    if drops and not found:
+        dropping = [Change(_describe_drop(name, why), drop=(name,)) for name, why in origins.items()]
+        found = list(search.follow(dropping, drops - 1))
+    unique = {fix.text: fix for fix in found}
     return list(unique.values())[:SHOWN]
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Tries changes of a rejected run."""
+    """Tries changes of a rejected run, whose problems have the headlines ``before``."""
 
     origins: dict[str, str]
     manifests: Mapping[str, Plugin]
     facts: Facts
     rejected: CheckResult
     startable: Startable
+    before: set[str]
 
     def attempt(self, change: Change) -> tuple[Fix, set[str]]:
         """Apply a change; returns the changed request and the headlines of the remaining problems."""
@@ -107,8 +121,9 @@ class _Search:
         checked = check(fix.requested, self.manifests, fix.facts)
         return fix, {p.headline for p in checked.problems} | set(self.startable(checked.facts))
 
-    def combine(self, partial: list[Change]) -> list[tuple[Change, Fix]]:
-        """Return the accepted combinations of two changes or, if there are none, of three."""
+    def combine(self, partial: list[Change]) -> tuple[list[tuple[Change, Fix]], list[Change]]:
+        """Return the accepted combinations of two changes or, if there are none, of three; and those that lead to other problems only."""
+        leading = []
         for size in (2, 3):
             accepted = []
             for group in islice(combinations(partial, size), _TRIES):
@@ -117,26 +132,28 @@ class _Search:
                     continue  # two values for one option
                 add = tuple(name for change in group for name in change.add)
                 texts = [change.text for change in group]
-                text = (" " if all(t.startswith("--") for t in texts) else ", and ").join(texts)
-                change = Change(text, add=add, values=values, keeps=True)
+                change = Change(_join(texts), add=add, values=values, keeps=True)
                 fix, left = self.attempt(change)
                 if not left:
                     accepted.append((change, fix))
+                elif left.isdisjoint(self.before):
+                    leading.append(change)
             if accepted:
-                return accepted
-        return []
+                break
+        return accepted, leading
 
-    def drop_one(self, drops: int) -> list[Fix]:
-        """Return fixes that drop one plugin and apply another change."""
-        dropping = []
-        for name in self.origins if drops else ():
-            rest = {n: why for n, why in self.origins.items() if n != name}
-            rejected = check(rest, self.manifests, self.facts)
-            for fix in find_fixes(rest, self.manifests, self.facts, rejected, drops - 1, self.startable):
-                listed = fix.text.startswith("--plugins ")
-                text = f"{_describe_drop(name, self.origins[name])}, and {fix.text}"
-                dropping.append(fix if listed else replace(fix, text=text))
-        return dropping
+    def follow(self, changes: Iterable[Change], drops: int) -> Iterator[Fix]:
+        """Yield accepted changes that begin with one of ``changes``; see ``find_fixes`` for ``drops``."""
+        for change in changes:
+            begun, _ = self.attempt(change)
+            rejected = check(begun.requested, self.manifests, begun.facts)
+            for fix in find_fixes(begun.requested, self.manifests, begun.facts, rejected, drops, self.startable, False):
+                listed = change.drop and fix.text.startswith("--plugins ")
+                yield fix if listed else replace(fix, text=_join([change.text, fix.text]))
+
+
+def _join(texts: Sequence[str]) -> str:
+    return (" " if all(text.startswith("--") for text in texts) else ", and ").join(texts)
 
 
 def _propose_from_problems(rejected: CheckResult) -> Iterator[Change]:

@@ -19,6 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -267,9 +268,13 @@ def unloaded_model(config: Any, dtype: torch.dtype, device: torch.device) -> nn.
 
 
 def kind_of(config: Any) -> Any:
-    """Return the auto class of a checkpoint. It includes the towers of other modalities, so that an export contains them again."""
-    towers = config.get_text_config() is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if towers else AutoModelForCausalLM
+    """Return the auto class of a checkpoint. It includes the towers of other modalities, so that an export contains them again.
+
+    Transformers lists some models that read text only (Mistral 4) among those of images and text.
+    """
+    towers = config.get_text_config() is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    listed = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if towers and listed else AutoModelForCausalLM
 
 
 def prepare(model: nn.Module) -> nn.Module:

@@ -29,7 +29,7 @@ from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.settings import Settings
 from miles_embedded.manifest import review
 from miles_embedded.model.growing_rope import rope_switch
-from miles_embedded.model.load import load_model
+from miles_embedded.model.load import kind_of, load_model
 from miles_embedded.model.views import export
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_testing import tiny
@@ -247,9 +247,7 @@ def score_gap(checkpoint: str | Path) -> float:
 def _reference(checkpoint: str | Path) -> Any:
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(checkpoint)
-    towers = config.get_text_config() is not config
-    auto = transformers.AutoModelForImageTextToText if towers else transformers.AutoModelForCausalLM
+    auto = kind_of(transformers.AutoConfig.from_pretrained(checkpoint))
     return auto.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
 
 

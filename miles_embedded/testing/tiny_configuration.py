@@ -38,7 +38,30 @@ _TOWER: dict[str, Any] = {
     "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0], "window_size": 28,
 }  # fmt: skip
 #: Families whose code uses ``mrope_section`` although their defaults lack it.
-_SECTIONED = ("glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni")
+_SECTIONED = (
+    "ernie4_5_vl_moe_text",
+    "glm4v",
+    "glm46v",
+    "glm_ocr",
+    "glmga",
+    "paddleocr_vl",
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen2_5_omni",
+)
+#: Type of a configuration or of one of its parts -> entries that its defaults leave out, or that contradict the sizes above.
+_OWN: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "molmo2_adapter": {"vision_feature_layer": [0]},
+    "muse_spark_vision": {"num_hidden_layers": 4},
+    "plbart": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    "reformer": {"is_decoder": True},
+    "wavtokenizer_encoder": {"codebook_dim": 32},
+    "whisper": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+}  # fmt: skip
 #: Lists with one entry per layer; the default kinds are distributed over the tiny layers.
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types")
 
@@ -80,6 +103,7 @@ def _shrink(values: Mapping[str, Any], kind: type[Any], sizes: Mapping[str, Any]
         made[name] = max(layers, made[name])
     for name in [n for n in _PER_LAYER if n in made]:
         made[name] = [made[name][i % len(made[name])] for i in range(layers)]
+    made |= _OWN.get(str(values.get("model_type")), {})
     return {
         name: value
         for name, value in made.items()

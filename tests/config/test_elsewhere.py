@@ -21,7 +21,7 @@ from miles_core.plugin.manifest import Plugin
         ("--rollout_batch_size", "it is spelt --rollout-batch-size"),
         ("--use-kl-loss", "--kl-loss-coef"),
         ("--batch-size", "did you mean"),
-        ("--learning_rate", "--learning_rate is an option of TRL; here: --lr X"),
+        ("--learning_rate", "--learning_rate, an option of TRL; here: --lr X"),
         ("--report-to", "here: --use-wandb, --use-tensorboard"),
         ("--zzz", "miles train --help lists all flags (the flags of a plugin exist once it is installed)"),
     ],
@@ -81,8 +81,8 @@ def test_an_option_of_another_program_is_translated():
     with pytest.raises(ConfigError, match="3 problems") as raised:
         load(given, manifests=[])
     message = str(raised.value)
-    assert "actor_rollout_ref.actor.optim.lr is an option of verl; here: --lr X" in message
-    assert "--num_generations is an option of TRL; here: --n-samples-per-prompt N" in message
+    assert "actor_rollout_ref.actor.optim.lr, an option of verl; here: --lr X" in message
+    assert "--num_generations, an option of TRL; here: --n-samples-per-prompt N" in message
     assert "unexpected argument 'word'" in message
     page = Path(__file__).parents[2] / "docs/coming-from.md"
     written = runpy.run_path(str(page.with_name("coming_from.py")))

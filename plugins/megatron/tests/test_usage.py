@@ -125,3 +125,12 @@ def test_adapters_have_gradients_and_states_and_the_base_has_none(checkpoint):
         plan(["lora"], **{**given, "recompute_granularity": None, "max_tokens_per_gpu": 8192}), "trainer"
     )  # base plus adapter of the layers
     assert kept["weights"] == pytest.approx(2.05 * full["weights"], rel=0.02)
+
+
+def test_sizes_that_divide_but_do_not_fit_are_offered_with_what_makes_them_fit(checkpoint):
+    given = {name: value for name, value in SLIME.items() if name != "expert_tensor_parallel_size"}
+    given |= {"hf_checkpoint": checkpoint("qwen3-30b-a3b"), "facts": ["hardware=8xH200"]}
+    with pytest.raises(PlanError) as error:
+        plan(**given | {"sglang_mem_fraction_static": 0.9})
+    found = re.search(r"--expert-tensor-parallel-size 1 --sglang-mem-fraction-static (\S+)", str(error.value))
+    plan(**given | {"expert_tensor_parallel_size": 1, "sglang_mem_fraction_static": float(found[1])})

@@ -16,6 +16,7 @@ from miles_sglang import HEADS, inside, loader, plugin
 from miles_sglang.config import server_arguments
 from miles_sglang.engine import IN_PLACE, SglangEngine
 from miles_sglang.link import Link
+from miles_sglang.memory import BESIDE_A_TRAINER, default_share
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator
 from miles_sglang.server import ServerLink
@@ -32,8 +33,6 @@ _ON_CPU: dict[str, Any] = {
     "disable_overlap_schedule": True,
     "mem_fraction_static": 0.3,
 }
-#: SGLang's default share (about 0.9) is too large if this run's trainer uses the same GPU.
-_BESIDE_A_TRAINER: dict[str, Any] = {"mem_fraction_static": 0.4}
 #: By default SGLang kills a scheduler whose forward pass takes longer than 300 s. Compiling kernels for packed formats in the first
 #: forward pass takes longer.
 _COMPILES: dict[str, Any] = {"watchdog_timeout": 3600.0}
@@ -60,7 +59,7 @@ class Choices:
         url: address of a running server; then this run does not start SGLang.
         bucket_bytes: maximum bytes of a bucket of weights.
         max_restarts: how often to restart SGLang after it died.
-        beside_trainer: the trainer uses the same GPU and keeps its memory during generation.
+        share: default of ``mem_fraction_static`` on a GPU that the trainer uses, too; None for SGLang's own.
         allow_mismatch: continue if an update does not reach all of SGLang's parameters.
     """
 
@@ -77,7 +76,7 @@ class Choices:
     startup_timeout: float = 900.0
     bucket_bytes: int = 512 << 20
     max_restarts: int = 0
-    beside_trainer: bool = True
+    share: float | None = BESIDE_A_TRAINER
     allow_mismatch: bool = False
 
     @property
@@ -121,7 +120,7 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
         startup_timeout=options.startup_timeout,
         bucket_bytes=config.run.sync_bucket_size,
         max_restarts=config.run.max_restarts,
-        beside_trainer=config.run.runtime == "inline" and not config.run.colocate,
+        share=default_share(config.run.runtime, config.run.colocate),
         allow_mismatch=config.run.allow_mismatch,
     )
 
@@ -210,9 +209,10 @@ def assemble(
 
 def _arguments(choices: Choices, model: Mapping[str, Any], context: int) -> dict[str, Any]:
     """Return the arguments of ``ServerArgs``; the user's arguments override the engine's defaults."""
+    shared = {} if choices.share is None else {"mem_fraction_static": choices.share}
     return {
         **_DEFAULTS,
-        **(_ON_CPU if choices.device == "cpu" else _BESIDE_A_TRAINER if choices.beside_trainer else {}),
+        **(_ON_CPU if choices.device == "cpu" else shared),
         **model,
         "device": choices.device,
         "dtype": _dtype(choices.dtype, choices.device),

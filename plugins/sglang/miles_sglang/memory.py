@@ -28,8 +28,9 @@ STORED: dict[str, tuple[float, bool]] = {
 }
 #: Bytes of a CUDA context with its libraries, and of NCCL's buffers with several GPUs.
 CONTEXT, CHANNELS = 1.0 * GB, 1.0 * GB
-#: SGLang's share of a GPU that it shares with the trainer (set in ``build``).
-BESIDE_A_TRAINER = 0.4
+#: Shares of a GPU that the trainer uses, too: at the same time, or in turns (while it sleeps it keeps a CUDA context and buffers there). With
+#: SGLang's own default (about 0.9) the engine fills the GPU.
+BESIDE_A_TRAINER, IN_TURNS = 0.4, 0.8
 #: SGLang's defaults on GPUs with more than 60 GiB: ``chunked_prefill_size``, and the largest batch with a captured CUDA graph.
 _CHUNK, _CAPTURED = 8192, 256
 _LARGE = 60 * 1024 * MIB
@@ -79,10 +80,9 @@ def server_of(facts: Facts, gpu: float) -> Server:
         return Server(
             tp, pp, dp, float(given), f"--sglang-mem-fraction-static {given}", min(reserve, (1 - given) * gpu)
         )
-    if facts.value("runtime") == "inline" and not facts.value("colocate"):
-        return Server(
-            tp, pp, dp, BESIDE_A_TRAINER, "default next to a trainer on the same GPU", min(reserve, 0.6 * gpu)
-        )
+    share = default_share(facts.value("runtime"), facts.value("colocate"))
+    if share is not None:
+        return Server(tp, pp, dp, share, "default on a trainer's GPU", min(reserve, (1 - share) * gpu))
     return Server(tp, pp, dp, max((gpu - reserve) / gpu, 0.0) if gpu else 0.0, "SGLang's default", reserve)
 
 
@@ -91,6 +91,13 @@ def free_memory(facts: Facts) -> float:
     with the engine keeps its CUDA context and NCCL's buffers."""
     gpu = float(facts.value("gpu.memory_gb") or 0) * GB
     return max(gpu - (CONTEXT + CHANNELS if facts.value("colocate") else 0.0), 0.0)
+
+
+def default_share(runtime: Any, colocate: Any) -> float | None:
+    """Return the share of a GPU that an engine takes without ``--sglang-mem-fraction-static``; None for SGLang's default."""
+    if colocate:
+        return IN_TURNS
+    return BESIDE_A_TRAINER if runtime == "inline" else None
 
 
 def weight_bytes(size: ModelSize, precision: str) -> float:

@@ -1,25 +1,30 @@
-"""Plan checks that rules cannot express: the server address, the draft model, JSON options, and the number of GPUs."""
+"""Plan checks that rules cannot express: the model's architecture, the server address, the draft model, JSON options, and the number of GPUs."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from miles_core.plugin import Facts, Problem, Review, describe_fact
+from miles_sglang.architectures import known
 from miles_sglang.config import server_fields
 from miles_sglang.memory import find_size_problems, server_of
 
 #: Rollout precisions that SGLang updates while it runs.
 IN_PLACE = ("bf16", "fp8")
+#: Environment variable with a package whose models SGLang registers next to its own.
+_EXTERNAL = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 _NAMES = tuple(str(field["name"]) for field in server_fields())
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     """Implements ``miles_core.plugin.Plugin.review``."""
     problems = (
+        *_architecture(facts, model or {}),
         *_address(facts),
         *_draft(facts),
         *_tables(facts),
@@ -28,6 +33,23 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         *find_size_problems(facts, model),
     )
     return Review(problems=problems)
+
+
+def _architecture(facts: Facts, model: Mapping[str, Any]) -> Iterator[Problem]:
+    """Report a model that SGLang does not have. SGLang would run Transformers' modules, or fail when it starts if they do not allow that."""
+    version, classes = known()
+    names = [str(name) for name in model.get("architectures") or ()]
+    elsewhere = facts.value("sglang.url") or facts.value("engine") != "sglang" or os.environ.get(_EXTERNAL)
+    if not names or elsewhere or classes & set(names) or facts.value("sglang.model_impl") == "transformers":
+        return
+    why = (
+        f"SGLang {version} has no model of this architecture and would run Transformers' modules, with which this plugin has not been "
+        f"tested; --sglang-model-impl transformers tries it, and {_EXTERNAL} names a package with a model of your own"
+    )
+    described = ("architectures", ", ".join(names), "config.json")
+    choices = ("engine", "sglang.model_impl")
+    tries = [{"sglang.model_impl": "transformers"}]
+    yield Problem("sglang", "a model that SGLang has", why, (described,), choices=choices, tries=lambda: tries)
 
 
 def _gpus(facts: Facts) -> Iterator[Problem]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import miles_sglang
+import miles_testing
 from miles_core.plugin import ConfigError, PlanError
-from miles_sglang import installed, read_server_args
+from miles_sglang import architectures, installed, read_server_args
 from miles_sglang.config import SglangConfig, server_arguments, table_version
 from miles_sglang.shapes import check_blocks
 
@@ -189,3 +191,39 @@ def test_a_model_that_is_no_whole_blocks_is_refused_in_fp8():
         check_blocks(smol, Codec(Fp8()))
     check_blocks(smol, Codec())
     check_blocks({"hidden_size": 1024, "num_attention_heads": 8, "moe_intermediate_size": 512}, Codec(Fp8()))
+
+
+def test_the_architectures_are_those_of_the_installed_sglang():
+    models = architectures.installed_models()
+    if models is None:
+        pytest.skip("SGLang is not installed")
+    assert sorted(architectures.known()[1]) == architectures.read(models)
+
+
+def test_architectures_are_read_from_the_source(tmp_path):
+    (tmp_path / "a.py").write_text("class A: pass\nclass B: pass\nEntryClass = [A, B]\n")
+    (tmp_path / "b.py").write_text("class C: pass\nEntryClass = C\n")
+    (tmp_path / "c.py").write_text("class D: pass\n")
+    assert architectures.read(tmp_path) == ["A", "B", "C"]
+    assert architectures.known()[0] in installed.TESTED
+
+
+def test_a_model_that_sglang_lacks_is_refused_unless_transformers_modules_are_asked_for(tmp_path, monkeypatch):
+    published = Path(__file__).parents[3] / "tests" / "published" / "qwen3-0.6b.json"
+    config = json.loads(published.read_text()) | {"architectures": ["OwnForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = {
+        "engine": "sglang",
+        "hf_checkpoint": str(tmp_path),
+        "facts": ["hardware=1xH200"],
+        "colocate": True,
+        "sglang_mem_fraction_static": 0.8,
+    }
+    with pytest.raises(PlanError) as error:
+        miles_testing.plan(**given)
+    text = str(error.value)
+    assert "sglang needs a model that SGLang has" in text and "architectures = OwnForCausalLM" in text
+    assert "--sglang-model-impl transformers" in text.split("would do:\n")[1]
+    miles_testing.plan(**given, sglang_model_impl="transformers")
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "own_models")
+    miles_testing.plan(**given)

@@ -10,7 +10,7 @@ import pytest
 from miles_core.plugin import PlanError
 from miles_core.plugin.detect import config_facts
 from miles_embedded import model_size
-from miles_sglang.memory import GB, MIB, server_of, weight_bytes
+from miles_sglang.memory import GB, MIB, default_share, server_of, weight_bytes
 from miles_testing import plan
 
 PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
@@ -104,3 +104,13 @@ def test_the_default_share_leaves_sglang_s_reserve():
     server = server_of(Facts(), 141 * GB)
     assert server.reserve == pytest.approx((512 + 1.5 * 8192 + 128 + 512) * MIB)
     assert server.fraction == pytest.approx(1 - server.reserve / (141 * GB))
+
+
+def test_a_colocated_engine_leaves_memory_to_a_sleeping_trainer_by_default(checkpoint):
+    given = {"hf_checkpoint": checkpoint("qwen3-0.6b"), "engine": "sglang", "colocate": True}
+    for hardware in ("1xA100", "1xH100", "1xH200"):
+        (table,) = (n for n in plan(**given, facts=[f"hardware={hardware}"]).reviews if n.startswith("memory of a GPU"))
+        assert "0.80 of each for weights and cache (default on a trainer's GPU)" in table
+    (table,) = plan(**given, facts=["hardware=1xH200"], sglang_mem_fraction_static=0.7).reviews
+    assert "0.70 of each for weights and cache (--sglang-mem-fraction-static 0.7)" in table
+    assert [default_share("inline", False), default_share("ray", True), default_share("ray", False)] == [0.4, 0.8, None]

@@ -88,3 +88,13 @@ def test_allow_mismatch_goes_on_with_a_warning(toy_run: Any, sglang_with: Any, c
         assert ("did not reach lm_head.weight" in caplog.text) is (number == 0)
         assert "compute different functions" in caplog.text
         caplog.clear()
+
+
+def test_the_benchmark_tries_the_defect_and_watches_sound_runs(monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    import planted_defects
+
+    defect = next(d for d in DEFECTS if d.name == "logit scale .97")
+    assert "engine sglang and trainer embedded compute different" in planted_defects.stopped_by("sglang", defect)
+    found = planted_defects.sound(steps=0, family="llama")
+    assert found["stopped"] == "" and 0 <= found["share"] < 0.5 and found["seconds"] > 0
