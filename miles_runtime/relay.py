@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_core.errors import SyncError
-from miles_runtime.workers import Workers, ignore_error
+from miles_runtime.patience import ignore_error
+from miles_runtime.workers import Workers
 
 #: Senders times engines from which calls pass through the relay; below, direct calls are as few and take one hop less.
 RELAYED = 64

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from miles_core.errors import MilesError, WorkerLost
-from miles_runtime.patience import PIECES, Patience, TimeoutExpired, ignore_error, wait_for
+from miles_runtime.patience import PIECES, Patience, TimeoutExpired, wait_for
 
 log = logging.getLogger(__name__)
 
@@ -341,10 +341,7 @@ def short_of_memory(error: BaseException | None) -> bool:
 
 async def gather_in_order(calls: Any) -> list[Any]:
     """Return the results in order. The first error is raised immediately; the other calls continue and their results are discarded."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    for task in tasks:
-        task.add_done_callback(ignore_error)
-    return list(await asyncio.gather(*tasks))
+    return list(await asyncio.gather(*calls))
 
 
 async def await_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:

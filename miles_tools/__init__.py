@@ -61,6 +61,7 @@ plugin = Plugin(
             "samples": "miles_tools.samples.saver:make_saver",
         },
         "help": {"train": "miles_tools.help:help_text"},
+        "correction": {"command_line": "miles_tools.command_line:correct"},
         "samples": {"read": "miles_tools.samples.files:read_rollouts"},
         "record": {"environment": "miles_tools.environment:write_environment"},
         "report": {"html": "miles_tools.report.report:report"},

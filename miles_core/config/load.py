@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from miles_core.config.config import Config
 from miles_core.config.flags import Assignment, Source, parse
 from miles_core.config.rules import find_rule_violations
 from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
-from miles_core.config.translate import translate
 from miles_core.errors import ConfigError
 from miles_core.plugin.activate import BACKENDS
+from miles_core.plugin.load import find_part
 from miles_core.plugin.manifest import Plugin
 from miles_core.redact import MARK
 
@@ -69,40 +68,17 @@ class _InvalidConfiguration(ConfigError):
 def _explain_problems(
     argv: Sequence[str], invalid: _InvalidConfiguration, environment: Mapping[str, str] | None
 ) -> str:
-    """Return the error message for a command line.
+    """Return the error message for a command line, with a corrected line if one is known."""
 
-    If translating flags of other programs and enabling missing plugins solves some problems, the message shows the corrected command
-    line and only the remaining problems.
-    """
-    line, changed = translate(argv, invalid.schema)
-    rest = invalid.problems
-    for _ in range(2):  # first enable the plugins of the given flags, then those of translated flags
+    def attempt(line: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         try:
             _load(line, invalid.schema.manifests, environment)
-            rest = []
-            break
         except _InvalidConfiguration as again:
-            rest = again.problems
-            line = _enable_plugins(line, again.missing)
-    if len(invalid.problems) < 2 or len(rest) >= len(invalid.problems):
-        return _message(invalid.problems)
-    dropped = [flag for flag, (_, here) in changed.items() if not here]
-    listed = [f"  {typed} -> {here}" for typed, here in changed.values() if here]
-    listed += [f"  without meaning here: {', '.join(dropped)}"] if dropped else []
-    listed += [f"  {sentence}" for flag in dropped if (sentence := elsewhere.explain_foreign_option(flag))]
-    solved = "all of them" if not rest else f"{len(invalid.problems) - len(rest)} of them"
-    head = f"{len(invalid.problems)} problems in the configuration; the command line below solves {solved}"
-    left = "; what is left:\n" + "\n".join(f"  - {problem}" for problem in rest) if rest else ""
-    about = "translated:\n" + "\n".join(listed) + "\n\n" if listed else ""
-    return f"{head}{left}\n\n{about}with these flags, and all plugins that they need:\n  {shlex.join(line)}"
+            return again.problems, dict(again.missing)
+        return [], {}
 
-
-def _enable_plugins(argv: Sequence[str], missing: Mapping[str, str]) -> list[str]:
-    """Add flags that enable plugins to a command line. A new ``--plugins`` value replaces the old one, which it includes."""
-    line, missing = list(argv), dict(missing)
-    if "--plugins" in line and "--plugins" in missing:
-        line[line.index("--plugins") + 1] = missing.pop("--plugins")
-    return [*line, *(word for pair in missing.items() for word in pair)]
+    correct = find_part("correction", "command_line")
+    return correct(argv, invalid.schema, invalid.problems, attempt) or _message(invalid.problems)
 
 
 def _load(

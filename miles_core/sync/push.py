@@ -71,14 +71,15 @@ def make_codec(run: Run, policy: Policy | None = None, precision: str | None = N
 
 def switch_is_due(run: Run, parts: PolicyParts) -> bool:
     """Return whether the precision changes at the next sync."""
-    return precisions(run.config_of(parts.policy), parts.policy.trained) != parts.precisions
+    config = run.config_of(parts.policy)
+    return config.precision.warmup_steps > 0 and precisions(config, parts.policy.trained) != parts.precisions
 
 
 async def switch_when_due(run: Run, parts: PolicyParts) -> None:
     """Rebuild both sides of a policy for the new precision, if it changes; the engine then waits for its weights."""
-    now, due = parts.precisions, precisions(run.config_of(parts.policy), parts.policy.trained)
-    if due == now:
+    if not switch_is_due(run, parts):
         return
+    now, due = parts.precisions, precisions(run.config_of(parts.policy), parts.policy.trained)
     log.info(
         "after %d optimiser steps: rollout %s -> %s, training %s -> %s",
         parts.policy.trained,

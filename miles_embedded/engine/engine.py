@@ -370,7 +370,8 @@ class EmbeddedEngine(Engine):
         self._prefixes.retire()
         self.ahead.settle()
         for graphs in self.runner.graphs:
-            graphs.weights_changed()
+            if graphs.records:
+                graphs.weights_changed()
 
     def _clear(self) -> None:
         """Free the memory of the cache."""

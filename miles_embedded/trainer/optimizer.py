@@ -21,7 +21,7 @@ from miles_core.errors import ConfigError, NonFiniteError, PluginError
 from miles_core.train.adamw import adamw
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.released import Released
-from miles_embedded.model.storage import LocalShard, local_shard
+from miles_embedded.model.storage import LocalShard, device_of_hosted, local_shard
 from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.hosted import HostedMasters
 from miles_embedded.trainer.loss_scale import LossScale
@@ -62,7 +62,8 @@ class Optimizer:
         self.copies: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.apart = {n for n, p in self.copies.items() if p.dtype not in (torch.float32, torch.float64)}
         self.masters: dict[str, Tensor] = {n: self._master(n, p) for n, p in self.copies.items()}
-        self._hosted = HostedMasters(self.copies, self.masters)
+        hosted = any(device_of_hosted(p) is not None for p in self.copies.values())
+        self._hosted = HostedMasters(self.copies, self.masters) if hosted else None
         self._names: dict[OptimizerGroup | None, list[str]] = {None: []}
         for name, parameter in self.copies.items():
             self._names.setdefault(group_of(parameter), []).append(name)
@@ -151,7 +152,7 @@ class Optimizer:
         scale = self.loss_scale
         scaled = {} if scale is None else {"loss_scale": scale.value, "skipped_steps": 0.0}
         self._parallel.sum_gradients(self.masters.values())
-        hosted = self._hosted.gradients()
+        hosted = self._hosted.gradients() if self._hosted else {}
         grads = {
             g: [hosted.get(n, m.grad) for n in names if (m := self.masters[n]).grad is not None]
             for g, names in self._names.items()
@@ -174,7 +175,10 @@ class Optimizer:
         for each in inner.param_groups:
             own = each["miles_group"]
             each["lr"] = rate if own is None or own.lr is None else own.lr
-        self._hosted.step(inner, hosted)
+        if self._hosted:
+            self._hosted.step(inner, hosted)
+        else:
+            inner.step()
         self.refresh()
         self.zero_grad()
         self.step_number += self.fixed_lr is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +32,6 @@ class Row:
     plain: Mapping[str, Any]
     columns: Mapping[str, np.ndarray | None] = field(default_factory=dict)
     response_length: int = 0
-
-    @property
-    def size(self) -> int:
-        """Number of tokens."""
-        tokens = self.columns.get("tokens")
-        return 1 if tokens is None else 1 + len(tokens)
 
 
 def as_text(row: Row) -> Row:
@@ -101,13 +95,3 @@ def _round(values: np.ndarray) -> list[float | None]:
     for bad in np.flatnonzero(~np.isfinite(array)):
         rounded[bad] = None
     return rounded
-
-
-def divide(rows: Sequence[Row], parts: int) -> Iterable[Sequence[Row]]:
-    """Divide rows into at most ``parts`` consecutive parts of about equal numbers of tokens; none is empty."""
-    ends = np.cumsum([row.size for row in rows])
-    starts = np.searchsorted(ends, np.arange(parts + 1) * (ends[-1] / parts), side="left")
-    starts[-1] = len(rows)
-    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        if first < last:
-            yield rows[first:last]

@@ -20,7 +20,7 @@ from miles_core.errors import MilesError
 from miles_core.redact import secrets
 from miles_tools.samples.files import DIRECTORY, KINDS, read_file, rollout_file, rollout_files
 from miles_tools.samples.process import Message, WriterProcess
-from miles_tools.samples.rows import Row, as_text, divide, pack
+from miles_tools.samples.rows import Row, as_text, pack
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -37,6 +37,22 @@ WRITERS = 8
 _AT_ONCE = 16
 #: Number of the newest files of each kind that a resumed run reads: those that a power loss may have damaged.
 CHECKED = 4
+
+
+def count_tokens(row: Row) -> int:
+    """Return the number of tokens of a row, plus 1 for its other entries."""
+    tokens = row.columns.get("tokens")
+    return 1 if tokens is None else 1 + len(tokens)
+
+
+def divide(rows: Sequence[Row], parts: int) -> Iterable[Sequence[Row]]:
+    """Divide rows into at most ``parts`` consecutive parts of about equal numbers of tokens; none is empty."""
+    ends = np.cumsum([count_tokens(row) for row in rows])
+    starts = np.searchsorted(ends, np.arange(parts + 1) * (ends[-1] / parts), side="left")
+    starts[-1] = len(rows)
+    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        if first < last:
+            yield rows[first:last]
 
 
 class SampleSaver:
@@ -85,7 +101,7 @@ class SampleSaver:
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
             self._pending = self._thread.submit(self.save, kind, step, rows)
-            if sum(row.size for row in rows) <= SMALL:
+            if sum(map(count_tokens, rows)) <= SMALL:
                 await self._complete()
 
     def save(self, kind: str, step: int, rows: Sequence[Row]) -> None:
@@ -98,7 +114,7 @@ class SampleSaver:
         part = target.with_suffix(".part")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            if (tokens := sum(row.size for row in rows)) <= SMALL:
+            if (tokens := sum(map(count_tokens, rows))) <= SMALL:
                 part.write_bytes(pack(rows, self._pieces, secrets(os.environ)))
             else:
                 self._write_elsewhere(part, rows, min(self.writers, 1 + tokens // SHARE))

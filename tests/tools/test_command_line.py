@@ -6,9 +6,9 @@ import pytest
 
 from miles_core.config.load import load
 from miles_core.config.schema import collect
-from miles_core.config.translate import translate, translate_flag
 from miles_core.plugin import ConfigError, Plugin, option
 from miles_tools import plugin as tools
+from miles_tools.command_line import translate, translate_flag
 
 
 @pytest.mark.parametrize(
