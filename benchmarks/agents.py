@@ -245,7 +245,10 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="show the agents' own output")
     given = parser.parse_args()
     if given.checkpoint:
-        models = {agent: run_model(agent, given) for agent in given.agents.split(",")}
+        models = {}
+        for agent in given.agents.split(","):
+            models[agent] = run_model(agent, given)
+            print(agent, models[agent], flush=True)
         finish(
             "agents",
             {"checkpoint": Path(given.checkpoint).name, "agents": models},
