@@ -194,8 +194,8 @@ def run_model(agent: str, given: Any) -> dict[str, float]:
         run = toy_run(
             ["endpoint"], f"{directory}/run", 1, hf_checkpoint=model, prompt_data=f"{directory}/prompts.jsonl", custom_rm_path=None,
             generate="endpoint", agent=f"{given.python} -P {program} {agent} --one", rm_type="agent", agent_timeout=600, agent_max_turns=8,
-            rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_response_len=given.max_tokens, rollout_max_context_len=2048,
-            dtype="float32", log_level="info",
+            rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_response_len=given.max_tokens, rollout_max_context_len=4096,
+            dtype="float32", log_level="info",  # smolagents begins with 2,302 tokens
         )  # fmt: skip
     kept = (
         "mismatch/abs_log_prob",
@@ -245,7 +245,10 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="show the agents' own output")
     given = parser.parse_args()
     if given.checkpoint:
-        models = {agent: run_model(agent, given) for agent in given.agents.split(",")}
+        models = {}
+        for agent in given.agents.split(","):
+            models[agent] = run_model(agent, given)
+            print(agent, models[agent], flush=True)
         finish(
             "agents",
             {"checkpoint": Path(given.checkpoint).name, "agents": models},

@@ -167,7 +167,8 @@ def main() -> None:
     if given.results:
         for path in given.results:
             found |= json.loads(path.read_text(encoding="utf-8"))["curves"]
-        return draw(found, given.plot or parser.error("--results needs --plot FILE"))
+        chosen = {variant: found[variant] for variant in given.variants if variant in found}
+        return draw(chosen, given.plot or parser.error("--results needs --plot FILE"))
     if given.model is None:
         parser.error("--model is missing")
     with tempfile.TemporaryDirectory() as name:

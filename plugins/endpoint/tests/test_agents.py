@@ -270,7 +270,7 @@ def test_sessions_across_updates_with_routing_replay_drafts_and_importance_weigh
     for metrics in done.metrics:
         assert metrics["mismatch/abs_log_prob"] < 1e-4 and metrics["r3/tokens_differing"] < 0.02
         assert metrics["tis/ess"] == pytest.approx(1.0, abs=1e-3) and metrics["rollout/failed"] == 0
-    assert max(metrics["speculative/accept_rate"] for metrics in done.metrics) > 0
+    assert max(metrics.get("speculative/accept_rate", 0) for metrics in done.metrics) > 0
     assert any(metrics["rollout/stale_tokens"] > 0 for metrics in done.metrics)
     versions = [{version for _, version in sample["weight_versions"]} for sample in done.samples]
     assert max(map(len, versions)) > 1  # one session, several weight versions
