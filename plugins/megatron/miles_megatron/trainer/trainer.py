@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -245,10 +246,8 @@ class MegatronTrainer(Trainer):
                 "output layer, and --trainer megatron has no other columns"
             )
         flights = self._flights(batch, kind, "entropy" in wanted)
-        with (
-            self.weights.as_reference(self._reference) if kind == "ref" else torch.no_grad(),
-            self.format.quantized_weights(),
-        ):
+        model = self.weights.as_reference(self._reference) if kind == "ref" else nullcontext()
+        with torch.no_grad(), model, self.format.quantized_weights():
             self._run(flights, None)
         return flatten(batch, flights, tuple(wanted))
 
