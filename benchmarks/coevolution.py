@@ -102,7 +102,6 @@ def warm_start(seed: int, game: str, directory: Path, steps: int) -> None:
     from miles_tools.demo.model import Size, make_checkpoint
 
     directory = directory / str(seed)
-
     make_checkpoint(directory / f"{game}-model", seed, Size(layers=2, experts=4, expert_hidden=64, context=512))
     draw, file = random.Random(seed), directory / f"{game}.jsonl"
     rows = nim_rows(draw) if game == "nim" else task_rows(draw)

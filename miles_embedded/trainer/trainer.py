@@ -99,19 +99,9 @@ class EmbeddedTrainer(Trainer):
         ConfigError: a model to be trained has no trainable parameter.
     """
 
-    capabilities = frozenset(
-        {
-            "entropy",
-            "sampling_support",
-            "rebuild",
-            "sleep",
-            "values",
-            "top_log_probs",
-            "candidates",
-            "optimizers",
-            "adapters",
-        }
-    )
+    capabilities = frozenset({
+        "entropy", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "candidates", "optimizers", "adapters",
+    })  # fmt: skip
 
     def __init__(
         self,

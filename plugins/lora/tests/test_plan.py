@@ -111,5 +111,5 @@ def test_a_critic_next_to_adapters_counts_in_full(checkpoint):
     given = {"hf_checkpoint": checkpoint, "max_tokens_per_gpu": 8192, "device": "cuda", "rollout_max_context_len": 4096}
     given |= {"recompute_activations": True, "lora_sync": "adapter", "facts": ["hardware=H200"]}
     plan(["lora"], **given)
-    with pytest.raises(PlanError, match=r"(?s)memory.*critic"):
+    with pytest.raises(PlanError, match=r"need [0-9]+ GB on each GPU"):
         plan(["lora"], advantage_estimator="ppo", **given)

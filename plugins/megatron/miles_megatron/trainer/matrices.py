@@ -150,7 +150,14 @@ def find_matrices(weights: Weights, chunk: nn.Module) -> Iterator[Matrix]:
             yield Matrix(weights, entry, shapes, *places[id(held)])
 
 
-def pass_gradients(chunk: Any) -> None:
+def offer_matrices(weights: Weights, chunk: Any, on_chunk: Callable[[nn.Module], object]) -> None:
+    """Let plugins change a chunk and its matrices."""
+    vars(chunk)["matrices"] = list(find_matrices(weights, chunk))
+    on_chunk(chunk)
+    _pass_gradients(chunk)
+
+
+def _pass_gradients(chunk: Any) -> None:
     """Let the output of a frozen embedding require a gradient: recomputed layers get none otherwise, because Megatron-Core recomputes in a
     function of its own, whose output requires a gradient only if its input does."""
     embedding: nn.Module | None = getattr(chunk, "embedding", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -45,7 +45,7 @@ from miles_megatron.trainer.context import sum_over_context
 from miles_megatron.trainer.device_memory import DeviceMemory
 from miles_megatron.trainer.flight import Flight, flatten, merge, reduce_metrics, split_into_flights
 from miles_megatron.trainer.logprobs import head_on, token_log_probs, whole_rows
-from miles_megatron.trainer.matrices import find_matrices, pass_gradients
+from miles_megatron.trainer.matrices import offer_matrices
 from miles_megatron.trainer.model import (
     ADD_IN_PLACE,
     build_chunks,
@@ -139,9 +139,7 @@ class MegatronTrainer(Trainer):
         for chunk in plain:
             if head is not None:
                 add_head(chunk, head, a.tied)
-            vars(chunk)["matrices"] = list(find_matrices(self.weights, chunk))
-            on_chunk(chunk)
-            pass_gradients(chunk)
+            offer_matrices(self.weights, chunk, on_chunk)
         self.wrapped = [self._wrap(chunk, one_bucket=i > 0) for i, chunk in enumerate(plain)]
         self._chunks = plain
         self.routers = Routers(plain, a, settings.balance)
@@ -248,7 +246,8 @@ class MegatronTrainer(Trainer):
                 "output layer, and --trainer megatron has no other columns"
             )
         flights = self._flights(batch, kind, "entropy" in wanted)
-        with self._as_reference() if kind == "ref" else torch.no_grad(), self.format.quantized_weights():
+        model = self.weights.as_reference(self._reference) if kind == "ref" else nullcontext()
+        with torch.no_grad(), model, self.format.quantized_weights():
             self._run(flights, None)
         return flatten(batch, flights, tuple(wanted))
 
@@ -316,25 +315,6 @@ class MegatronTrainer(Trainer):
                 forward_only=not train,
                 collect_non_loss_data=not train,
             )
-
-    @contextmanager
-    def _as_reference(self) -> Iterator[None]:
-        """Load the reference model's weights into the chunks; at exit restore the policy's weights, saved in host memory.
-
-        Frozen weights under adapters are those of the reference model already."""
-        if self._reference is None:
-            raise RuntimeError("this trainer was built without a reference model")
-        frozen = self._reference == self.source and not any(t.requires_grad for t in self.weights.held.values())
-        kept = {} if frozen else {name: tensor.detach().cpu().clone() for name, tensor in self.weights.held.items()}
-        if not frozen:
-            self.weights.load(self._reference)
-        self.weights.unchanged = True
-        try:
-            yield
-        finally:
-            self.weights.unchanged = False
-            if not frozen:
-                self.weights.restore(kept)
 
     def reset_optimizer(self) -> None:
         """See ``Trainer.reset_optimizer``."""

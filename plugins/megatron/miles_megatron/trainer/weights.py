@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,25 @@ class Weights:
                 self.held[name].copy_(tensor)
             if self.copy is not None:
                 self.copy.copy_(kept.get("embedding.word_embeddings.weight", self.copy))
+
+    @contextmanager
+    def as_reference(self, directory: Path | None) -> Iterator[None]:
+        """Load the reference model's weights into the chunks; at exit restore the policy's weights, saved in host memory.
+
+        Frozen weights under adapters are those of the reference model already."""
+        if directory is None:
+            raise RuntimeError("this trainer was built without a reference model")
+        frozen = directory == self.source and not any(tensor.requires_grad for tensor in self.held.values())
+        kept = {} if frozen else {name: tensor.detach().cpu().clone() for name, tensor in self.held.items()}
+        if not frozen:
+            self.load(directory)
+        self.unchanged = True
+        try:
+            yield
+        finally:
+            self.unchanged = False
+            if not frozen:
+                self.restore(kept)
 
     def _part(self, entry: Entry, tensors: Sequence[Tensor], held: Tensor) -> Tensor:
         rank, size = self.place(entry)
