@@ -55,19 +55,19 @@ _DEFAULTS = ("no model can be made of its config.json", "the forward of", "confi
 
 def judge(kind: str, directory: Path) -> tuple[str, str]:
     """The outcome of one model type, and what there is to say about it."""
-    if found := refusal({"model_type": kind}):
-        return "refused", found
+    if why := refusal({"model_type": kind}):
+        return "refused", why
     try:
         if kind in FAMILIES:
             checkpoint = family_checkpoint(kind, directory)
         else:
             checkpoint = tiny.random_checkpoint(tiny_configuration(CONFIG_MAPPING[kind]), directory)
     except Exception as error:
-        found = refusal_of_defaults(kind, directory.with_name("defaults"))
-        return ("refused", found) if found else ("not tried", brief(error))
+        why = refusal_of_defaults(kind, directory.with_name("defaults"))
+        return ("refused", why) if why else ("not tried", brief(error))
     try:
-        if found := refusal(model_config(str(checkpoint)) or {}):
-            return "refused", found
+        if why := refusal(model_config(str(checkpoint)) or {}):
+            return "refused", why
         examine_checkpoint(checkpoint)
     except Exception as error:
         return "refused", brief(error)

@@ -54,13 +54,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "molmo2_adapter": {"vision_feature_layer": [0]},
-    "muse_spark_vision": {"num_hidden_layers": 4},
-    "plbart": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
-    "reformer": {"is_decoder": True},
-    "wavtokenizer_encoder": {"codebook_dim": 32},
-    "whisper": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    "muse_spark_audio": {"num_hidden_layers": 4},
 }  # fmt: skip
 #: Lists with one entry per layer; the default kinds are distributed over the tiny layers.
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types")

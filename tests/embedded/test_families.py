@@ -191,3 +191,10 @@ def test_a_family_that_cannot_be_exported_is_refused_before_it_is_loaded(tmp_pat
     checkpoint = random_checkpoint(tiny_configuration(CONFIG_MAPPING["kimi_k25"]), tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"Kimi_K25.*by more than slicing.*use another engine and trainer"):
         examine_checkpoint(checkpoint)
+
+
+@pytest.mark.skipif("mistral4" not in CONFIG_MAPPING, reason="this Transformers has no mistral4")
+def test_a_text_model_that_transformers_lists_among_those_of_images_is_exact(tmp_path):
+    checkpoint = random_checkpoint(tiny_configuration(CONFIG_MAPPING["mistral4"]), tmp_path / "model")
+    examine_checkpoint(checkpoint)
+    assert score_gap(checkpoint) < 2e-5

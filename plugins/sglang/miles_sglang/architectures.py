@@ -21,7 +21,7 @@ _ENTRY = "EntryClass"
 
 
 @cache
-def known() -> tuple[str, frozenset[str]]:
+def load_table() -> tuple[str, frozenset[str]]:
     """Return the SGLang version of the table, and the architectures in it."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     return table["sglang"], frozenset(table["architectures"])

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from miles_core.plugin import Facts, Problem, Review, describe_fact
-from miles_sglang.architectures import known
+from miles_sglang.architectures import load_table
 from miles_sglang.config import server_fields
 from miles_sglang.memory import find_size_problems, server_of
 
@@ -37,7 +37,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
 
 def _architecture(facts: Facts, model: Mapping[str, Any]) -> Iterator[Problem]:
     """Report a model that SGLang does not have. SGLang would run Transformers' modules, or fail when it starts if they do not allow that."""
-    version, classes = known()
+    version, classes = load_table()
     names = [str(name) for name in model.get("architectures") or ()]
     elsewhere = facts.value("sglang.url") or facts.value("engine") != "sglang" or os.environ.get(_EXTERNAL)
     if not names or elsewhere or classes & set(names) or facts.value("sglang.model_impl") == "transformers":

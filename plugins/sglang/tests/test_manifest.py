@@ -197,7 +197,7 @@ def test_the_architectures_are_those_of_the_installed_sglang():
     models = architectures.installed_models()
     if models is None:
         pytest.skip("SGLang is not installed")
-    assert sorted(architectures.known()[1]) == architectures.read(models)
+    assert sorted(architectures.load_table()[1]) == architectures.read(models)
 
 
 def test_architectures_are_read_from_the_source(tmp_path):
@@ -205,7 +205,7 @@ def test_architectures_are_read_from_the_source(tmp_path):
     (tmp_path / "b.py").write_text("class C: pass\nEntryClass = C\n")
     (tmp_path / "c.py").write_text("class D: pass\n")
     assert architectures.read(tmp_path) == ["A", "B", "C"]
-    assert architectures.known()[0] in installed.TESTED
+    assert architectures.load_table()[0] in installed.TESTED
 
 
 def test_a_model_that_sglang_lacks_is_refused_unless_transformers_modules_are_asked_for(tmp_path, monkeypatch):
