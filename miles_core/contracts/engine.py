@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from miles_core.data.column import FLOATS, TOKENS, Column, as_column
+from miles_core.data.column import FLOATS, TOKENS, as_column
 
 if TYPE_CHECKING:
+    from miles_core.data.column import ColumnField
     from miles_core.data.unit import Encoded
     from miles_core.precision.format import Format
     from miles_core.precision.quantizer import Quantizer
@@ -64,7 +65,7 @@ class Request:
         metadata: plugin data, passed through unchanged.
     """
 
-    tokens: Column
+    tokens: ColumnField
     sampling: Sampling
     key: int = 0
     group: int = 0
@@ -91,8 +92,8 @@ class Response:
         metrics: the engine's measurements of this request; their means over the requests of a step become ``engine/NAME``.
     """
 
-    tokens: Column
-    log_probs: Column
+    tokens: ColumnField
+    log_probs: ColumnField
     finish: Literal["stop", "length", "abort"]
     text: str = ""
     weight_versions: list[tuple[int, int]] = field(default_factory=list)

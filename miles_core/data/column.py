@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ import numpy as np
 TOKENS, FLOATS, MASK = "i", "d", "b"
 
 
-class Column(array):  # type: ignore[type-arg]
+class Column(array):
     """``Column(TOKENS, [3, 1])``. Equal to a list, a tuple or a column with the same numbers."""
 
     __hash__ = None  # type: ignore[assignment]
@@ -82,3 +82,18 @@ def as_column(values: Any, typecode: str) -> Any:
         return Column(typecode, values)
     except (TypeError, OverflowError):
         return values
+
+
+if TYPE_CHECKING:
+
+    class ColumnField:
+        """Annotation of an attribute that is set to numbers of any kind and read as a column."""
+
+        def __get__(self, owner: object, kind: type | None = None) -> Column: ...
+        def __set__(self, owner: object, values: Iterable[float]) -> None: ...
+
+    class OptionalColumnField:
+        """As ``ColumnField``, or None."""
+
+        def __get__(self, owner: object, kind: type | None = None) -> Column | None: ...
+        def __set__(self, owner: object, values: Iterable[float] | None) -> None: ...
