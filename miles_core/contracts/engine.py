@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from miles_core.data.column import FLOATS, TOKENS, as_column
+from miles_core.data.column import FLOATS, TOKENS, ColumnField, as_column
 
 if TYPE_CHECKING:
-    from miles_core.data.column import ColumnField
     from miles_core.data.unit import Encoded
     from miles_core.precision.format import Format
     from miles_core.precision.quantizer import Quantizer

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+#: Type of an attribute that is read as a column (or None) and set to any sequence of numbers: type checkers know no such type.
+ColumnField = Any
 #: Type codes of ``array`` and numpy: int32, float64 and int8.
 TOKENS, FLOATS, MASK = "i", "d", "b"
 
 
-class Column(array):
+class Column(array):  # type: ignore[type-arg]
     """``Column(TOKENS, [3, 1])``. Equal to a list, a tuple or a column with the same numbers."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, array):
@@ -82,18 +84,3 @@ def as_column(values: Any, typecode: str) -> Any:
         return Column(typecode, values)
     except (TypeError, OverflowError):
         return values
-
-
-if TYPE_CHECKING:
-
-    class ColumnField:
-        """Annotation of an attribute that is set to numbers of any kind and read as a column."""
-
-        def __get__(self, owner: object, kind: type | None = None) -> Column: ...
-        def __set__(self, owner: object, values: Iterable[float]) -> None: ...
-
-    class OptionalColumnField:
-        """As ``ColumnField``, or None."""
-
-        def __get__(self, owner: object, kind: type | None = None) -> Column | None: ...
-        def __set__(self, owner: object, values: Iterable[float] | None) -> None: ...

@@ -12,14 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from miles_core.data.column import FLOATS, MASK, TOKENS, Column, as_column
+from miles_core.data.column import FLOATS, MASK, TOKENS, Column, ColumnField, as_column
 from miles_core.data.field import Field
 from miles_core.errors import DataError
-
-if TYPE_CHECKING:
-    from miles_core.data.column import ColumnField, OptionalColumnField
 
 #: Largest absolute reward: rewards are squared and summed (standard deviations, returns) in float64 and stored in float32.
 LARGEST = 1e30
@@ -122,10 +119,10 @@ class Sample:
     response_length: int = 0
     label: Any = None
     reward: float | dict[str, float] | None = None
-    loss_mask: OptionalColumnField = None
+    loss_mask: ColumnField = None
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
-    rollout_log_probs: OptionalColumnField = None
+    rollout_log_probs: ColumnField = None
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     group_index: int = 0
     index: int = 0
