@@ -227,7 +227,7 @@ class EngineContract(Interruptions):
             alone = ask(runner, engine, [prompt], sampling, first_key=i, extras={self.extra})[0]
             np.testing.assert_array_equal(rows, np.asarray(alone.extras[self.extra]))
             one = replace(FREE, max_new_tokens=1)
-            longer = ask(runner, engine, [prompt + response.tokens], one, extras={self.extra})[0]
+            longer = ask(runner, engine, [[*prompt, *response.tokens]], one, extras={self.extra})[0]
             np.testing.assert_array_equal(rows, np.asarray(longer.extras[self.extra])[: len(rows)])
 
     # -- weights ----------------------------------------------------------------------------------------------------

@@ -90,12 +90,12 @@ def digest_files(files: Mapping[Path, int]) -> dict[Path, FileDigest]:
 
 
 def _hash_range(file: Path, start: int, length: int) -> bytes:
-    digest = hashlib.blake2b(digest_size=32)
+    digest, block = hashlib.blake2b(digest_size=32), memoryview(bytearray(min(_BLOCK, length)))
     with file.open("rb", buffering=0) as source:
         source.seek(start)
-        while length and (block := source.read(min(_BLOCK, length))):
-            digest.update(block)
-            length -= len(block)
+        while length and (count := source.readinto(block[:length])):
+            digest.update(block[:count])
+            length -= count
     return digest.digest()
 
 

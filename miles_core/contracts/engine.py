@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from miles_core.data.column import FLOATS, TOKENS, Column, as_column
+from miles_core.data.column import FLOATS, TOKENS, ColumnField, as_column
 
 if TYPE_CHECKING:
     from miles_core.data.unit import Encoded
@@ -64,7 +64,7 @@ class Request:
         metadata: plugin data, passed through unchanged.
     """
 
-    tokens: Column
+    tokens: ColumnField
     sampling: Sampling
     key: int = 0
     group: int = 0
@@ -91,8 +91,8 @@ class Response:
         metrics: the engine's measurements of this request; their means over the requests of a step become ``engine/NAME``.
     """
 
-    tokens: Column
-    log_probs: Column
+    tokens: ColumnField
+    log_probs: ColumnField
     finish: Literal["stop", "length", "abort"]
     text: str = ""
     weight_versions: list[tuple[int, int]] = field(default_factory=list)

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+#: Type of an attribute that is read as a column (or None) and set to any sequence of numbers: type checkers know no such type.
+ColumnField = Any
 #: Type codes of ``array`` and numpy: int32, float64 and int8.
 TOKENS, FLOATS, MASK = "i", "d", "b"
 
@@ -20,7 +22,7 @@ TOKENS, FLOATS, MASK = "i", "d", "b"
 class Column(array):  # type: ignore[type-arg]
     """``Column(TOKENS, [3, 1])``. Equal to a list, a tuple or a column with the same numbers."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, array):

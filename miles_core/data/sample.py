@@ -14,7 +14,7 @@ from enum import StrEnum
 from numbers import Real
 from typing import Any
 
-from miles_core.data.column import FLOATS, MASK, TOKENS, Column, as_column
+from miles_core.data.column import FLOATS, MASK, TOKENS, Column, ColumnField, as_column
 from miles_core.data.field import Field
 from miles_core.errors import DataError
 
@@ -114,15 +114,15 @@ class Sample:
     """
 
     prompt: str | list[dict[str, Any]] = ""
-    tokens: Column = field(default_factory=lambda: Column(TOKENS))
+    tokens: ColumnField = field(default_factory=lambda: Column(TOKENS))
     response: str = ""
     response_length: int = 0
     label: Any = None
     reward: float | dict[str, float] | None = None
-    loss_mask: Column | None = None
+    loss_mask: ColumnField = None
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
-    rollout_log_probs: Column | None = None
+    rollout_log_probs: ColumnField = None
     weight_versions: list[tuple[int, int]] = field(default_factory=list)
     group_index: int = 0
     index: int = 0

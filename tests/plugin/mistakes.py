@@ -313,7 +313,7 @@ MISTAKES = [
     Mistake("an optimizer of other parameters", "make_optimizer (odd)", "leaves out",
             *optimizer("return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)")),
     Mistake("tokens as a tensor", "make_engine (odd)", "int64 [4]", *engine("found.tokens = torch.tensor(found.tokens)")),
-    Mistake("log-probs as an array", "make_engine (odd)", "float64 [4]", *engine("found.log_probs = np.array(found.log_probs)")),
+    Mistake("log-probs as a matrix", "make_engine (odd)", "float64 [1, 4]", *engine("found.log_probs = np.array([found.log_probs])")),
     Mistake("log-probs in lists", "make_engine (odd)", "(list)", *engine("found.log_probs = [[p] for p in found.log_probs]")),
     Mistake("versions without positions", "make_engine (odd)", "[3]", *engine("found.weight_versions = [3]")),
     Mistake("an engine that raises KeyError", "generate (", "'meta_info'", *engine("raise KeyError('meta_info')")),
