@@ -52,7 +52,7 @@ def attend_by_tiles(
 def check_attention(
     heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Try the kernel once for each shape of heads: against torch in FP32, and the tiles of decoding and of training against each other.
+    """Try the kernel once for each shape of heads: against torch in FP64, and the tiles of decoding and of training against each other.
 
     Raises:
         ConfigError: they differ on this machine.
@@ -70,7 +70,7 @@ def check_attention(
         keys, values = ((Place.of_rows(x), Place.of_rows(x)) for x in (k, v))
         found.append(attend_tiles(q, keys, values, tiles, dim**-0.5, tile, None, kv_heads))
     expected = scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None].float() for x in (q, k, v)), is_causal=True, enable_gqa=heads != kv_heads
+        *(x.transpose(0, 1)[None].double() for x in (q, k, v)), is_causal=True, enable_gqa=heads != kv_heads
     )[0].transpose(0, 1)
     error = float((found[0] - expected).norm() / expected.norm())
     if not (error < (1e-4 if dtype == torch.float32 else 2e-2) and torch.equal(*found)):
