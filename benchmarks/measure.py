@@ -156,7 +156,7 @@ def finish(
         "benchmark": name,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
-        "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{name}.py", *map(shorten_path, sys.argv[1:])]),
         "hardware": hardware(),
         "python": platform.python_version(),
         "versions": versions(),
@@ -170,6 +170,15 @@ def finish(
             print(f"saved {path.relative_to(ROOT)}", file=sys.stderr)
     if not quiet:
         print(json.dumps(record), flush=True)
+
+
+def shorten_path(argument: str) -> str:
+    """Replace an absolute path in a command-line argument, which means nothing on other machines, by the path in this checkout or its last name."""
+    flag, equals, value = argument.rpartition("=")
+    path = Path(value)
+    if not path.is_absolute():
+        return argument
+    return flag + equals + (str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name)
 
 
 def installed(*names: str) -> dict[str, str]:

@@ -39,6 +39,9 @@ plugin = Plugin(
     provides={
         "runtime": {"inline": "miles_runtime.inline:make_runtime"},
         "reward": {
+            "exact": "miles_tools.rewards.text_rules:make_exact",
+            "boxed": "miles_tools.rewards.text_rules:make_boxed",
+            "f1": "miles_tools.rewards.text_rules:make_f1",
             "math": "miles_tools.rewards.math_verifier:make_reward",
             "remote": "miles_tools.rewards.remote:make_reward",
         },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -133,8 +134,21 @@ def test_files_and_functions_are_short(path):
             assert length <= FUNCTION_LINES, f"{node.name} has {length} lines"
 
 
+def test_core_stays_small(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from code_lines import count_packages
+
+    assert count_packages(ROOT)["miles_core"] <= 14_000
+
+
 def test_no_file_is_called_utils():
     assert not [p for p in SOURCES if p.stem in ("utils", "util", "helpers", "misc", "common")]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda p: p.name)
+def test_commands_of_results_name_no_path_of_a_machine(path):
+    command = json.loads(path.read_text(encoding="utf-8")).get("command", "")
+    assert not re.search(r"(^|[ =])/", command)
 
 
 def test_manifests_flags_and_the_command_line_import_no_torch():

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 from miles_core.data.sample import number
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import UserFunction, load_function
-from miles_core.reward.rules import RULES, Rule
 
 DEFAULT_CONCURRENCY = 64
 
@@ -46,8 +45,7 @@ class RewardFunction:
 
     Attributes:
         name, origin: name of the function, and its file or flag, for messages.
-        how: ``async``: awaited; ``thread``: called in threads, because it may block (several calls run concurrently); ``inline``:
-            fast and called directly.
+        how: ``async``: awaited; ``thread``: called in threads, because it may block (several calls run concurrently).
         concurrency: maximum number of concurrent calls in an event loop.
         scope: the declared scope, from ``group_reward`` or the function's attribute ``scope``.
     """
@@ -57,22 +55,20 @@ class RewardFunction:
         function: Callable[[Any, Any], Any],
         name: str,
         origin: str,
-        how: Literal["async", "thread", "inline"],
+        how: Literal["async", "thread"],
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> None:
         if concurrency < 1:
             raise ConfigError(f"reward concurrency is {concurrency}; at least one call must be allowed")
         self.function, self.name, self.origin, self.how, self.concurrency = function, name, origin, how, concurrency
         self.scope = _scope(function, f"the reward function {name} ({origin})")
-        if how != "inline" and not isinstance(function, UserFunction):
+        if not isinstance(function, UserFunction):
             self.function = UserFunction(function, name, origin, how == "async")
         # Threads start on demand. The default executor has too few threads for calls that mostly wait.
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="reward") if how == "thread" else None
         self._limits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     async def __call__(self, args: Any, scored: Any) -> Any:
-        if self.how == "inline":
-            return self.function(args, scored)
         loop = asyncio.get_running_loop()
         async with self._limits.setdefault(loop, asyncio.Semaphore(self.concurrency)):
             if self._pool is not None:
@@ -87,27 +83,31 @@ def _scope(function: Any, who: str) -> Scope:
     return cast(Scope, declared)
 
 
-def make_reward(
-    rm_type: str | None, custom_path: str | None = None, concurrency: int = DEFAULT_CONCURRENCY
-) -> RewardFunction:
-    """Create the reward function of a run from ``--custom-rm-path``, or else from ``--rm-type``.
+def load_reward(path: str, concurrency: int = DEFAULT_CONCURRENCY) -> RewardFunction:
+    """Load the reward function of ``--custom-rm-path``.
 
-    A custom function is ``async reward(args, sample) -> float | dict``. Without ``async``, it runs in threads and must be
+    The function is ``async reward(args, sample) -> float | dict``. Without ``async``, it runs in threads and must be
     thread-safe. With ``group_reward`` it scores whole groups.
 
     Raises:
-        ConfigError: neither option is given, or the function cannot be loaded.
+        ConfigError: the function cannot be loaded.
     """
-    if custom_path is not None:
-        function = load_function(custom_path, flag="--custom-rm-path", default="reward", parameters=("args", "sample"))
-        how: Literal["async", "thread"] = "async" if function.is_async else "thread"
-        return RewardFunction(function, function.name, function.origin, how, concurrency)
-    if rm_type in RULES:
-        return RewardFunction(_on_sample(RULES[rm_type]), rm_type, f"--rm-type {rm_type}", "inline", concurrency)
-    choices = ", ".join(RULES)
-    if rm_type is None:
-        raise ConfigError(f"no reward is chosen; give --rm-type ({choices}) or --custom-rm-path f.py[:function]")
-    raise ConfigError(f"--rm-type {rm_type} is not known; choose one of {choices}, or give --custom-rm-path")
+    function = load_function(path, flag="--custom-rm-path", default="reward", parameters=("args", "sample"))
+    how: Literal["async", "thread"] = "async" if function.is_async else "thread"
+    return RewardFunction(function, function.name, function.origin, how, concurrency)
+
+
+def labels_of(label: Any) -> list[str]:
+    """Return the acceptable answers of a label as strings.
+
+    Raises:
+        DataError: there is no answer, or all are empty.
+    """
+    labels = list(label) if isinstance(label, (list, tuple)) else [label]
+    texts = [str(item) for item in labels if item is not None]
+    if not any(text.strip() for text in texts):
+        raise DataError(f"the label is {label!r}, so there is nothing to compare with; check --label-key and the data")
+    return texts
 
 
 async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> None:
@@ -118,7 +118,7 @@ async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> No
 
     Args:
         samples: samples of one group, with attributes ``response, label, metadata, reward, index, prompt``.
-        reward: result of ``make_reward``.
+        reward: the run's reward function.
         args: first argument of the reward function.
 
     Raises:
@@ -197,10 +197,3 @@ def _keep(sample: Any, value: Any, who: str, args: Any) -> None:
     except DataError as error:
         raise DataError(f"the reward of sample {sample.index}, from {who}, {error}") from error
     sample.reward = value if isinstance(value, dict) else checked
-
-
-def _on_sample(rule: Rule) -> Callable[[Any, Any], float]:
-    def reward(args: Any, sample: Any) -> float:
-        return rule(sample.response, sample.label)
-
-    return reward

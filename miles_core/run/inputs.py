@@ -18,8 +18,7 @@ from miles_core.errors import ConfigError, DataError
 from miles_core.observe.progress import Progress
 from miles_core.plugin.chain import compose
 from miles_core.reward.custom import is_async
-from miles_core.reward.reward import RewardFunction, make_reward
-from miles_core.reward.rules import RULES, labels_of
+from miles_core.reward.reward import RewardFunction, labels_of, load_reward
 from miles_core.rollout.collect import Collector, Pairs, Score, make_score
 from miles_core.rollout.custom_generate import CustomGenerate, load_generate
 from miles_core.rollout.evaluate import Evaluator
@@ -69,8 +68,13 @@ class Inputs:
             with problems():
                 self.pairs = open_pairs(config)
         with problems():
-            if options.rm_type is None or options.rm_type in RULES or options.custom_rm_path is not None:
-                self.reward = make_reward(options.rm_type, options.custom_rm_path, options.concurrency)
+            if options.custom_rm_path is not None:
+                self.reward = load_reward(options.custom_rm_path, options.concurrency)
+            elif options.rm_type is None:
+                raise ConfigError(
+                    "no reward is chosen; give --rm-type NAME (`miles train --help reward` lists them) or --custom-rm-path "
+                    "f.py[:function]"
+                )
         with problems():
             turns = rollout.custom_generate_function_path
             self.generate = load_generate(turns) if turns else None
@@ -225,7 +229,7 @@ def wrap_generator(run: Run, generator: Generator) -> Generate:
 def _compares_label(run: Run, name: str | None) -> bool:
     """Whether the reward of this name compares a response with a label."""
     if name is None or name not in run.hooks.find_provided("reward"):
-        return name in RULES
+        return False
     return getattr(run.hooks.builder("reward", name)[1], "compares_label", False)
 
 

@@ -1,4 +1,5 @@
 """Rewards that ship with core and are no part of it.
 
-Mathematics, judged by math-verify in processes of their own (``math_verifier``), and a user's HTTP service (``remote``).
+Rules on texts (``text_rules``), mathematics, judged by math-verify in processes of their own (``math_verifier``), and a user's HTTP
+service (``remote``).
 """

@@ -23,8 +23,8 @@ from typing import Any
 
 from miles_core.contracts.run import Run
 from miles_core.data.sample import Sample
-from miles_core.reward.reward import compares_label
-from miles_core.reward.rules import exact, labels_of, unboxed
+from miles_core.reward.reward import compares_label, labels_of
+from miles_tools.rewards.text_rules import exact, unboxed
 
 DEADLINE_SECONDS = 20.0
 START_SECONDS = 120.0

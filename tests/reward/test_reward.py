@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from miles_core.errors import ConfigError, DataError
-from miles_core.reward.reward import RewardFunction, group_reward, make_reward, score
+from miles_core.reward.reward import RewardFunction, group_reward, load_reward, score
 
 ARGS = SimpleNamespace(reward_key=None)
 
@@ -21,21 +21,15 @@ def samples(*responses, label="yes"):
     ]
 
 
-def custom(function, how="inline"):
+def custom(function, how="thread"):
     return RewardFunction(function, "mine", "mine.py", how)
 
 
-def test_rules_by_name():
-    batch = samples("yes", "no", None)
-    asyncio.run(score(batch, make_reward("exact"), ARGS))
-    assert [s.reward for s in batch] == [1.0, 0.0, 0.0]
-
-
-def test_a_custom_file_wins_over_the_type(tmp_path):
+def test_a_custom_file_is_loaded(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("async def reward(args, sample):\n    return len(sample.response) * args.scale\n")
     batch = samples("abc", "")
-    asyncio.run(score(batch, make_reward("exact", str(path)), SimpleNamespace(scale=2)))
+    asyncio.run(score(batch, load_reward(str(path)), SimpleNamespace(scale=2)))
     assert [s.reward for s in batch] == [6.0, 0.0]
 
 
@@ -125,11 +119,6 @@ def test_a_reward_that_raises_is_named_and_stops_the_others():
     assert started == [10, 11]
 
 
-def test_a_missing_label_names_sample_and_rule():
-    with pytest.raises(DataError, match=r"sample 10, .* exact \(--rm-type exact\): the label is None.*--label-key"):
-        asyncio.run(score(samples("a", label=None), make_reward("exact"), ARGS))
-
-
 def test_a_reward_set_by_a_generate_function_is_kept_and_checked():
     batch = samples("a", "b")
     batch[0].reward = 0.75
@@ -140,13 +129,11 @@ def test_a_reward_set_by_a_generate_function_is_kept_and_checked():
         asyncio.run(score(batch, custom(lambda *_: 0.0), ARGS))
 
 
-def test_choices():
-    with pytest.raises(ConfigError, match=r"no reward is chosen; give --rm-type .exact"):
-        make_reward(None)
-    with pytest.raises(ConfigError, match=r"--rm-type maths is not known; choose one of .*boxed"):
-        make_reward("maths")
+def test_a_reward_needs_at_least_one_call_at_a_time(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("async def reward(args, sample):\n    return 1\n")
     with pytest.raises(ConfigError, match="concurrency is 0"):
-        make_reward("exact", concurrency=0)
+        load_reward(str(path), concurrency=0)
 
 
 def raising(error):
@@ -214,7 +201,7 @@ def test_a_call_that_is_cancelled_from_outside_stays_cancelled():
         asyncio.run(main())
 
 
-def in_group(function, how="inline"):
+def in_group(function, how="thread"):
     return RewardFunction(group_reward(function), "rank", "rank.py", how)
 
 

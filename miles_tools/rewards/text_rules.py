@@ -1,4 +1,4 @@
-r"""Rule-based rewards, which compare a response with a label without a model.
+r"""The rewards ``exact``, ``boxed`` and ``f1``, which compare a response with a label by rules on their texts.
 
 Each rule is ``rule(response, label) -> float`` in [0, 1]. A label may be a string, a number, or a list of acceptable answers (the
 best score counts). An empty response scores 0; a missing label is an error.
@@ -9,26 +9,16 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from miles_core.errors import DataError
+from miles_core.contracts.run import Run
+from miles_core.data.sample import Sample
+from miles_core.reward.reward import compares_label, labels_of
 
 BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 Rule = Callable[[str | None, Any], float]
-
-
-def labels_of(label: Any) -> list[str]:
-    """Return the acceptable answers as strings.
-
-    Raises:
-        DataError: there is no answer, or all are empty.
-    """
-    labels = list(label) if isinstance(label, (list, tuple)) else [label]
-    texts = [str(item) for item in labels if item is not None]
-    if not any(text.strip() for text in texts):
-        raise DataError(f"the label is {label!r}, so there is nothing to compare with; check --label-key and the data")
-    return texts
+Reward = Callable[[Any, Sample], Awaitable[float]]
 
 
 def exact(response: str | None, label: Any) -> float:
@@ -93,5 +83,26 @@ def _token_f1(answer: list[str], gold: list[str]) -> float:
     return 2 * common / (len(answer) + len(gold))
 
 
-RULES: dict[str, Rule] = {"exact": exact, "boxed": boxed, "f1": f1}
-"""The rules that need nothing but the two texts."""
+@compares_label
+def make_exact(run: Run) -> Reward:
+    """Create the reward ``exact``."""
+    return _to_reward(exact)
+
+
+@compares_label
+def make_boxed(run: Run) -> Reward:
+    """Create the reward ``boxed``."""
+    return _to_reward(boxed)
+
+
+@compares_label
+def make_f1(run: Run) -> Reward:
+    """Create the reward ``f1``."""
+    return _to_reward(f1)
+
+
+def _to_reward(rule: Rule) -> Reward:
+    async def reward(args: Any, sample: Sample) -> float:
+        return rule(sample.response, sample.label)
+
+    return reward

@@ -1,9 +1,14 @@
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles_core.data.sample import Sample
 from miles_core.errors import DataError
-from miles_core.reward.rules import RULES, boxed, exact, f1, last_boxed
+from miles_core.reward.reward import RewardFunction, score
+from miles_tools.rewards.text_rules import boxed, exact, f1, last_boxed, make_boxed, make_exact, make_f1
 
 
 def test_exact_ignores_white_space_only():
@@ -66,9 +71,20 @@ def test_f1_as_in_squad(response, label, value):
     assert f1(response, label) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
-def test_no_response_scores_zero_and_no_label_is_an_error(name):
-    assert RULES[name](None, "x") == 0.0
+@pytest.mark.parametrize("rule", [exact, boxed, f1])
+def test_no_response_scores_zero_and_no_label_is_an_error(rule):
+    assert rule(None, "x") == 0.0
     for label in (None, "", "  ", [], [None]):
         with pytest.raises(DataError, match="--label-key"):
-            RULES[name]("x", label)
+            rule("x", label)
+
+
+@pytest.mark.parametrize(("make", "scores"), [(make_exact, [1, 0, 0]), (make_boxed, [0, 1, 0]), (make_f1, [1, 0, 0])])
+def test_rewards_score_samples_and_need_labels(make, scores):
+    assert make.compares_label
+    reward = RewardFunction(make(run=None), "rule", "--rm-type rule", "async")
+    batch = [Sample(response=text, label="yes", index=10 + i) for i, text in enumerate(["yes", r"\boxed{yes}", ""])]
+    asyncio.run(score(batch, reward, SimpleNamespace(reward_key=None)))
+    assert [sample.reward for sample in batch] == scores
+    with pytest.raises(DataError, match=r"sample 5, .* rule \(--rm-type rule\): the label is None.*--label-key"):
+        asyncio.run(score([Sample(response="a", label=None, index=5)], reward, SimpleNamespace(reward_key=None)))
