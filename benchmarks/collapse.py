@@ -193,7 +193,7 @@ def draw(table: dict[str, Any], path: Path) -> None:
             panel.plot(means, color=f"C{number}", linewidth=1.8, label=arm)
     axes[0].set(ylabel="reward", ylim=(0, 1))
     axes[0].legend(ncols=2)
-    axes[1].set(xlabel="rollout", ylabel="KL of engine to trainer (k3)", yscale="symlog")
+    axes[1].set(xlabel="rollout", ylabel="KL of engine to trainer (k3)")
     axes[1].set_yscale("symlog", linthresh=1e-5)
     figure.savefig(path)
 
@@ -231,15 +231,10 @@ def main() -> None:
         print(f"{arm:<15}", {k: v for k, v in row.items() if k != "curves"}, file=sys.stderr)
     if given.plot:
         draw(table, given.plot)
-    kept = {k: v for k, v in vars(given).items() if k not in ("out", "plot", "save", "variant", "arms", "threads")}
-    versions = lambda: installed("miles-core", "torch", "transformers")  # noqa: E731
-    finish(
-        "collapse",
-        {"settings": kept, "flags": {a: ARMS[a] for a in given.arms}, "arms": table},
-        given.save,
-        versions,
-        given.variant,
-    )
+    hidden = ("out", "plot", "save", "variant", "arms", "threads")
+    settings = {name: value for name, value in vars(given).items() if name not in hidden}
+    result = {"settings": settings, "flags": {arm: ARMS[arm] for arm in given.arms}, "arms": table}
+    finish("collapse", result, given.save, lambda: installed("miles-core", "torch", "transformers"), given.variant)
 
 
 if __name__ == "__main__":
