@@ -2,8 +2,9 @@
 
 The task: a prompt is a row of digits, and the answer their running sums modulo 10, so a wrong digit spoils what follows. A random
 mixture of experts learns it from a careless teacher (supervised, once per seed), then by GRPO, whose reward is the share of digits before the
-first wrong one. There is no KL term; ``--updates`` optimizer steps per rollout and ``--lr`` decide how stable the run is. Arms differ in the engine's and the trainer's number format and in the correction only; the arms of a seed
-share the warm start, the prompts and the seed of the samples.
+first wrong one. There is no KL term; ``--updates`` optimizer steps per rollout and ``--lr`` decide how stable the run is. Arms differ in the
+engine's and the trainer's number format and in the correction only; the arms of a seed share the warm start, the prompts and the seed of
+the samples.
 
 Every run is one ``miles train`` in ``--out/ARM-SEED``. A run that is complete with the same flags is not repeated, so the command may be stopped
 and given again.
