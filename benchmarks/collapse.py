@@ -1,12 +1,13 @@
 """Does the gap between engine and trainer matter? A mixture of experts trained until reinforcement learning is unstable with an FP8 rollout.
 
 The task: a prompt is a row of digits, and the answer their running sums modulo 10, so a wrong digit spoils what follows. A random
-mixture of experts learns it from a careless teacher (supervised, once per seed), then by GRPO with token rewards of one number per answer:
-the share of digits before the first wrong one. No KL term; several optimizer steps per rollout and a learning rate at which the
-run with a plain FP8 rollout is unstable. Arms differ in the engine's and the trainer's number format and in the correction only; the arms of a seed
-share the warm start, the prompts and the seed of the samples.
+mixture of experts learns it from a careless teacher (supervised, once per seed), then by GRPO, whose reward is the share of digits before the
+first wrong one. There is no KL term; ``--updates`` optimizer steps per rollout and ``--lr`` decide how stable the run is. Arms differ in the
+engine's and the trainer's number format and in the correction only; the arms of a seed share the warm start, the prompts and the seed of
+the samples.
 
-Every run is one ``miles train`` in ``--out/ARM-SEED``; runs that are complete are not repeated, so the command may be stopped and given again.
+Every run is one ``miles train`` in ``--out/ARM-SEED``. A run that is complete with the same flags is not repeated, so the command may be stopped
+and given again.
 The table has the mean reward of the last tenth of the steps, the best mean over a tenth of the steps, and how many seeds collapsed (the last
 tenth below half of that seed's best tenth), with 95 % t-intervals over seeds; ``--plot`` draws reward and KL of every seed. The last line is
 one JSON object with the curves.
@@ -21,6 +22,7 @@ import json
 import math
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -138,12 +140,15 @@ def warm_start(given: argparse.Namespace, seed: int) -> Path:
 def learn(given: argparse.Namespace, arm: str, seed: int) -> list[dict[str, Any]]:
     """The metrics of one run, which is started unless it is complete."""
     run = given.out / f"{arm}-{seed}"
-    if not (run / "complete").is_file():
+    complete = run / "complete"
+    words = (
+        f"--hf-checkpoint {given.out}/start-{seed}/export --num-rollout {given.steps} {common(given, seed)} {ARMS[arm]}"
+    )
+    if not complete.is_file() or complete.read_text() != words:
         started = time.monotonic()
-        words = f"--hf-checkpoint {given.out}/start-{seed}/export --num-rollout {given.steps} {common(given, seed)} {ARMS[arm]}"
-        subprocess.run(["rm", "-rf", str(run)], check=True)
+        shutil.rmtree(run, ignore_errors=True)
         train(words, run)
-        (run / "complete").touch()
+        complete.write_text(words)
         print(f"{run.name} {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row for row in rows if "reward/mean" in row]
@@ -193,7 +198,7 @@ def draw(table: dict[str, Any], path: Path) -> None:
             panel.plot(means, color=f"C{number}", linewidth=1.8, label=arm)
     axes[0].set(ylabel="reward", ylim=(0, 1))
     axes[0].legend(ncols=2)
-    axes[1].set(xlabel="rollout", ylabel="KL of engine to trainer (k3)", yscale="symlog")
+    axes[1].set(xlabel="rollout", ylabel="KL of engine to trainer (k3)")
     axes[1].set_yscale("symlog", linthresh=1e-5)
     figure.savefig(path)
 
@@ -231,15 +236,10 @@ def main() -> None:
         print(f"{arm:<15}", {k: v for k, v in row.items() if k != "curves"}, file=sys.stderr)
     if given.plot:
         draw(table, given.plot)
-    kept = {k: v for k, v in vars(given).items() if k not in ("out", "plot", "save", "variant", "arms", "threads")}
-    versions = lambda: installed("miles-core", "torch", "transformers")  # noqa: E731
-    finish(
-        "collapse",
-        {"settings": kept, "flags": {a: ARMS[a] for a in given.arms}, "arms": table},
-        given.save,
-        versions,
-        given.variant,
-    )
+    hidden = ("out", "plot", "save", "variant", "arms", "threads")
+    settings = {name: value for name, value in vars(given).items() if name not in hidden}
+    result = {"settings": settings, "flags": {arm: ARMS[arm] for arm in given.arms}, "arms": table}
+    finish("collapse", result, given.save, lambda: installed("miles-core", "torch", "transformers"), given.variant)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ def measure_kernels() -> dict[str, Any]:
         "products": measure_products(),
         "attention": measure_attention(),
         "library_rows_that_differ": find_differing(),
+        "library_sizes_that_differ": find_sizes(),
         "library_rows_that_differ_with_fixed_workspace": _in_process(VARIABLES),
     }
 
@@ -88,6 +89,18 @@ def find_differing() -> dict[str, list[int]]:
             n for n in tried if not torch.equal(torch.nn.functional.linear(x[:n], weight), whole[:n])
         ]
     return found
+
+
+def find_sizes() -> dict[str, list[int]]:
+    """Shape -> sizes of ``library.SIZES`` at which the library's product has not the bits of the plugin's kernel."""
+    from miles_true_on_policy.library import compare
+
+    return {
+        f"{inner}x{columns}": [
+            size for size, same in compare(columns, inner, torch.bfloat16, torch.device("cuda")).items() if not same
+        ]
+        for inner, columns in SHAPES
+    }
 
 
 def _in_process(variables: dict[str, str]) -> dict[str, list[int]]:

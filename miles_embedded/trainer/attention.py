@@ -150,7 +150,8 @@ class PackedCall:
         Returns:
             of query, key and value.
         """
-        if not (query.is_cuda and flash_supports(query)):
+        same = query.shape[3] == value.shape[3] and query.shape[3] % 8 == 0  # others would have to be padded
+        if not (same and query.is_cuda and flash_supports(query)):
             return None
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         found = flash_gradients(grad[0], q, k, v, out[0], sums, self._flash, scaling)

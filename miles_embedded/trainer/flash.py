@@ -111,11 +111,11 @@ def flash_gradients(
     """Compute the gradients of an attention that another kernel computed.
 
     Args:
-        grad: [rows, heads, width] gradient of ``out``.
-        q: [rows, heads, dim].
+        grad: [rows, heads, dim] gradient of ``out``.
+        q: [rows, heads, dim], dim a multiple of 8.
         k: [rows, kv heads, dim].
-        v: [rows, kv heads, width <= dim].
-        out: [rows, heads, width].
+        v: [rows, kv heads, dim].
+        out: [rows, heads, dim].
         lse: [heads, rows] float32, the log of each query's sum of exponentials.
         plan: of the packing.
         scaling: factor on the scores.
@@ -123,14 +123,9 @@ def flash_gradients(
     Returns:
         of q, k and v.
     """
-    width, dim = v.shape[-1], q.shape[-1]
-    wide = -(-dim // 8) * 8
-    grad, q, k, v, out = (
-        pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x.contiguous() for x in (grad, q, k, v, out)
-    )
+    grad, q, k, v, out = (x.contiguous() for x in (grad, q, k, v, out))
     seeds = [torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64, device=q.device)]
-    grad_q, grad_k, grad_v = _differentiate(grad, q, k, v, out, lse, plan, [*seeds, *seeds], scaling)
-    return grad_q[..., :dim], grad_k[..., :dim], grad_v[..., :width]
+    return _differentiate(grad, q, k, v, out, lse, plan, [*seeds, *seeds], scaling)
 
 
 def _differentiate(

@@ -6,15 +6,17 @@ that a CUDA graph can contain them.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from miles_core.plugin import ConfigError
 from miles_embedded import AttentionOptions, Call, DecodeCall, PackedCall, PromptCall, StaticCall
-from miles_true_on_policy.attention_kernel import FIELDS, Place, attend_tiles, choose_tile, queries_of
+from miles_true_on_policy.attention_kernel import BLOCK, FIELDS, Place, attend_tiles, choose_tile, queries_of
 
 #: Key in ``Context.attached`` of a call's tiles, by queries per tile.
 _TILES = "true_on_policy.tiles"
@@ -34,11 +36,48 @@ def attend_by_tiles(
     ``attend_tiles`` for ``sums``."""
     q, k, v = (_with_plain_rows(x[0].transpose(0, 1)) for x in (query, key, value))
     heads, kv_heads = query.shape[1], key.shape[1]
+    if not isinstance(
+        call, StaticCall
+    ):  # a prompt comes before the first step in static buffers, which may be recorded in a graph
+        check_attention(heads, kv_heads, q.shape[2], v.shape[2], q.dtype, q.device)
     keys = _places(call, "k", module.layer_idx, key, k)
     values = _places(call, "v", module.layer_idx, value, v)
     tile = choose_tile(query.dtype, max(query.shape[3], value.shape[3]), isinstance(call, (StaticCall, DecodeCall)))
     tiles = _tiles(call, queries_of(tile, heads, kv_heads), query.device)
     return attend_tiles(q, keys, values, tiles, scaling, tile, options, kv_heads, sums)[None]
+
+
+@cache
+@torch.no_grad()
+def check_attention(
+    heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Try the kernel once for each shape of heads: against torch in FP64, and the tiles of decoding and of training against each other.
+
+    Raises:
+        ConfigError: they differ on this machine.
+    """
+    generator, rows = torch.Generator().manual_seed(0), 3 * BLOCK + 5
+    shapes = ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
+    q, k, v = (torch.randn(rows, n, d, generator=generator).to(device, dtype) for n, d in shapes)
+    found = []
+    for decodes in (False, True):
+        tile = choose_tile(dtype, max(dim, value_dim), decodes)
+        step = queries_of(tile, heads, kv_heads)
+        start = torch.arange(0, rows, step, device=device)
+        none = torch.zeros_like(start)
+        tiles = torch.stack([start, (rows - start).clamp(max=step), start, none, none, none], 1)
+        keys, values = ((Place.of_rows(x), Place.of_rows(x)) for x in (k, v))
+        found.append(attend_tiles(q, keys, values, tiles, dim**-0.5, tile, None, kv_heads))
+    expected = scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None].double() for x in (q, k, v)), is_causal=True, enable_gqa=heads != kv_heads
+    )[0].transpose(0, 1)
+    error = float((found[0] - expected).norm() / expected.norm())
+    if not (error < (1e-4 if dtype == torch.float32 else 2e-2) and torch.equal(*found)):
+        raise ConfigError(
+            f"--true-on-policy-mode: attention with {heads} heads of {dim} entries ({value_dim} per value) has another result in decoding than in "
+            f"training, or an error of {error:.2g}, on this GPU; give --device cpu, or leave the flag out"
+        )
 
 
 def _with_plain_rows(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from attention_calls import MODULE, OPTIONS, heads, packed
 
 from miles_core.contracts.trainer import Context
+from miles_core.plugin import ConfigError
 from miles_embedded import DecodeCall, PromptCall, StaticCall
 from miles_embedded.engine.cache import Cache, CachedRows
 from miles_embedded.engine.static_batch import StaticBatch
@@ -45,6 +46,22 @@ def test_trunks_and_branches(attend, name, dtype):
         alone = PromptCall(Context("rollout", (0,), rows), [len(rows)])
         assert torch.equal(found[:, rows], attend(alone, MODULE, *(x[:, :, rows] for x in qkv), 0.25, options))
         start += length
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(16, 16), (20, 12), (72, 40)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shapes_of_heads_are_tried(triton, monkeypatch, dim, value_dim, dtype):
+    from miles_true_on_policy import tiles
+
+    check, device = tiles.check_attention.__wrapped__, torch.device(HERE)
+    check(6, 2, dim, value_dim, dtype, device)
+    wrong = tiles.attend_tiles
+    monkeypatch.setattr(
+        tiles, "attend_tiles", lambda q, keys, values, records, *rest: wrong(q, values, values, records, *rest)
+    )
+    if dim == value_dim:
+        with pytest.raises(ConfigError, match=f"6 heads of {dim} entries"):
+            check(6, 2, dim, value_dim, dtype, device)
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "sinks"])
