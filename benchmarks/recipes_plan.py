@@ -123,8 +123,12 @@ def _placement(row: dict[str, Any]) -> list[str]:
     if row["engine_dp"] > 1:
         found += ["--sglang-dp-size", str(row["engine_dp"]), "--sglang-enable-dp-attention"]
     if row["mem_fraction"]:
-        # vLLM's share contains activations, about a tenth of a GPU; SGLang's does not
-        share = row["mem_fraction"] - (0.1 if row["engine"] == "vllm" else 0.0)
+        # vLLM's share is of the whole GPU and contains activations, about a tenth of it. SGLang's contains none, and is of what is free: a
+        # sleeping trainer keeps 2 GB
+        share = row["mem_fraction"]
+        if row["engine"] == "vllm":
+            kept = 2.0 / row["gpu_memory_gb"] if row["placement"] == "colocated" else 0.0
+            share = (share - 0.1) / (1 - kept)
         found += ["--sglang-mem-fraction-static", f"{share:.2f}"]
     return found + (["--rollout-precision", "fp8"] if row["rollout_precision"] == "fp8" else [])
 

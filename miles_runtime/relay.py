@@ -125,13 +125,13 @@ class Relay:
             _fail(batch, error)
             return
         for answer, errors in zip(batch.answers, zip(*found, strict=True), strict=True):
-            error = next((e for e in errors if e is not None), None)
+            first = next((e for e in errors if e is not None), None)
             if answer.done():
                 continue
-            if error is None:
+            if first is None:
                 answer.set_result(None)
             else:
-                answer.set_exception(error)
+                answer.set_exception(first)
 
 
 def _fail(batch: _Batch, error: Exception) -> None:

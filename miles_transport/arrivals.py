@@ -128,7 +128,11 @@ class Inbox:
     def _receive_broadcast(self, where: Mapping[str, Any], nbytes: int, gpu: int) -> Tensor:
         if where["key"] not in self._groups:
             self._groups[where["key"]] = Broadcast.join(where, gpu)
-        return self._groups[where["key"]].receive(nbytes, where["turn"], where["times"])
+        try:
+            return self._groups[where["key"]].receive(nbytes, where["turn"], where["times"])
+        except SyncError:
+            self._groups.pop(where["key"]).close()
+            raise
 
 
 def _file(where: Mapping[str, Any]) -> Tensor:
@@ -168,12 +172,13 @@ class Arrival(ABC):
 
 @dataclass
 class _Progress:
-    """Progress of a version: its arrival, buckets per rank, and ranks that are done."""
+    """Progress of a version: its arrival, buckets per rank, ranks whose tensors were loaded, and ranks that are done."""
 
     version: int
     push: int | None
     arrival: Arrival
     counts: dict[int, int] = field(default_factory=dict)
+    loaded: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
 
 
@@ -181,7 +186,9 @@ class Arrivals:
     """Implements an engine's ``receive`` for the transport ``buckets``.
 
     ``sender`` of a message is (rank, ranks): an update is complete after the last bucket of every rank. ``number`` is the index of the
-    bucket on its rank; 0 restarts the rank's part. ``push`` is the index of the push, if present: buckets of two pushes of a version are
+    bucket on its rank; 0 restarts the rank's part. That has no effect on other ranks if none of its tensors was loaded: a rank tries
+    several kinds of memory with empty buckets before its first tensor, and some of them may fail while other ranks already send.
+    ``push`` is the index of the push, if present: buckets of two pushes of a version are
     never combined. ``staged`` buckets belong to a version that is stored in addition to the served one until a ``switch`` message.
     Memory of a message marked ``once`` is detached immediately, because the sender frees it.
 
@@ -201,7 +208,8 @@ class Arrivals:
         """Process a message, see ``Engine.receive``. The engine handles requests in flight.
 
         Raises:
-            SyncError: a bucket is corrupt or missing. All progress of its version is dropped then.
+            SyncError: a bucket is corrupt, missing, or in memory that this process cannot access. All progress of its version is dropped,
+                unless no tensor of the bucket's rank was loaded.
         """
         message = await self._inbox.fetch(message)  # messages of several ranks are fetched concurrently
         async with self._turn:
@@ -209,11 +217,14 @@ class Arrivals:
                 await self._switch(version)
                 return
             staged = bool(message.get("staged"))
-            progress = self._open.pop(staged, None)
+            before = self._open.pop(staged, None)
             self._open = {}  # any other version will not be completed
+            rank, ranks = message["sender"]
+            progress, taken = self._continue(before, message, version), False
             try:
-                progress = await self._take_bucket(progress, message, version, last)
-                if len(progress.done) < message["sender"][1]:
+                await self._take_bucket(progress, message, last)
+                taken = True
+                if len(progress.done) < ranks:
                     self._open[staged] = progress
                     return
                 self._inbox.finish()
@@ -221,8 +232,11 @@ class Arrivals:
                     self._open[staged] = progress
                 else:
                     await self._serve(progress)
-            except BaseException:
-                self._inbox.forget()
+            except BaseException as error:
+                if isinstance(error, SyncError) and not taken and progress.counts and rank not in progress.loaded:
+                    self._open[staged] = progress  # the other ranks continue
+                else:
+                    self._inbox.forget()
                 raise
 
     def drop(self) -> None:
@@ -234,21 +248,33 @@ class Arrivals:
         self.drop()
         self._inbox.forget()
 
-    async def _take_bucket(
-        self, progress: _Progress | None, message: Mapping[str, Any], version: int, last: bool
-    ) -> _Progress:
-        """Load a bucket; returns the progress of its version."""
+    def _continue(self, progress: _Progress | None, message: Mapping[str, Any], version: int) -> _Progress:
+        """Return the progress of a message's version: ``progress``, or a new one."""
+        (rank, _), sent = message["sender"], (version, message.get("push"))
+        restarts = message["number"] == 0 and progress is not None and rank in progress.loaded
+        if progress is None or (progress.version, progress.push) != sent or restarts:
+            return _Progress(*sent, self._begin(version, bool(message.get("staged"))))
+        if message["number"] == 0:
+            progress.counts.pop(rank, None)
+            progress.done.discard(rank)
+        return progress
+
+    async def _take_bucket(self, progress: _Progress, message: Mapping[str, Any], last: bool) -> None:
+        """Load a bucket."""
         (rank, _), number = message["sender"], message["number"]
-        sent = version, message.get("push")
-        if progress is None or (progress.version, progress.push) != sent or (number == 0 and rank in progress.counts):
-            progress = _Progress(*sent, self._begin(version, bool(message.get("staged"))))
         expected = progress.counts.get(rank, 0)
         if number != expected:
             raise SyncError(
-                f"bucket {number} of version {version} arrived, but bucket {expected} was expected: a message was lost, or the engine was "
-                "restarted"
+                f"bucket {number} of version {progress.version} arrived, but bucket {expected} was expected: a message was lost, or the "
+                "engine was restarted"
             )
-        units = self._inbox.open(message)
+
+        def mark_loaded() -> Iterator[Encoded]:
+            for unit in self._inbox.open(message):
+                progress.loaded.add(rank)
+                yield unit
+
+        units = mark_loaded()
         await progress.arrival.take(units)
         for _ in units:  # read to the end, where the checksum is verified
             pass
@@ -257,7 +283,6 @@ class Arrivals:
         progress.counts[rank] = number + 1
         if last:
             progress.done.add(rank)
-        return progress
 
     async def _switch(self, version: int) -> None:
         """Serve the staged version; every rank sends this message."""

@@ -42,12 +42,15 @@ class Path:
     close: Callable[[], None] = lambda: None
 
 
-def paths(device: torch.device, engines: int = 1) -> dict[str, Callable[[], Path]]:
-    """Return name -> constructor of all possible paths for tensors on ``device`` to ``engines`` engines, fastest first."""
+def paths(device: torch.device, engines: int = 1, colocated: bool = False) -> dict[str, Callable[[], Path]]:
+    """Return name -> constructor of all possible paths for tensors on ``device`` to ``engines`` engines, fastest first.
+
+    With ``colocated`` engines one of them is on the sender's GPU. NCCL accepts a GPU once per group, so there is no broadcast then."""
     found: dict[str, Callable[[], Path]] = {}
     if device.type == "cuda":
         found["GPU memory by handle"] = partial(_handles, device)
-        found["a broadcast (NCCL)"] = partial(broadcast, device, engines)
+        if not colocated:
+            found["a broadcast (NCCL)"] = partial(broadcast, device, engines)
     found["shared memory"] = partial(_shared, stays=device.type == "cpu")
     found["messages over the runtime's channel"] = _messages
     return found

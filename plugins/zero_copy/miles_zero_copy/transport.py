@@ -165,7 +165,7 @@ class BucketTransport(Transport):
         Raises:
             SyncError: no path works; the message lists the reasons."""
         reasons = []
-        for name, way in paths(device, self.engine.receivers).items():
+        for name, way in paths(device, self.engine.receivers, self.colocated).items():
             sender: Sender | None = None
             if name in self._full:
                 reasons.append(self._full[name])

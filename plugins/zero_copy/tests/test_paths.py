@@ -67,3 +67,16 @@ def test_a_way_whose_own_speed_needs_a_bucket_too_large_is_measured_with_the_one
         return await sender.speed(receive, 0)
 
     assert asyncio.run(speed()) > 0 and set(got[1:]) == {5 << 19}
+
+
+def test_colocated_engines_get_no_broadcast():
+    """NCCL refuses a group with two members on one GPU (seen on two H100s with two ranks and two engines)."""
+    from miles_zero_copy.paths import paths
+
+    gpu = torch.device("cuda", 0)
+    assert "a broadcast (NCCL)" in paths(gpu, 2) and "a broadcast (NCCL)" not in paths(gpu, 2, colocated=True)
+    assert [*paths(gpu, 2, colocated=True)] == [
+        "GPU memory by handle",
+        "shared memory",
+        "messages over the runtime's channel",
+    ]
