@@ -98,7 +98,9 @@ def test_recorded_steps_have_the_models_log_probs(mtp_checkpoint):
     model = load_model(checkpoint, "bfloat16", "cuda")
     settings = Settings(lambda tokens: "", eos=[1], decoder=SpeculativeDecoder(attach(model, checkpoint), Lookahead(3)))
     engine = EmbeddedEngine(model, settings)
+    gaps = []
     for response, request in zip(generate(engine, requests()), requests(), strict=True):
         scored = asyncio.run(engine.score([request.tokens + response.tokens], request.sampling.temperature or 1.0))[0]
-        np.testing.assert_allclose(response.log_probs, scored[len(request.tokens) - 1 :], atol=0.3)
-    assert engine.decoder._static.refused == "" and len(engine.decoder._static.graphs._recorded) > 1
+        gaps.append(np.abs(np.array(response.log_probs) - scored[len(request.tokens) - 1 :]).mean())
+    assert engine.decoder._static.refused == "" and engine.decoder._static.graphs._recorded
+    assert np.mean(gaps) < 0.1  # bfloat16
