@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_embedded import Decoder, Emitted, Prompts, pick, to_emitted
+from miles_embedded import Decoder, Emitted, Prompts, pick, text_configuration, to_emitted
 from miles_speculative.draft import Draft
 from miles_speculative.drafted_step import DRAFT, DRAW, KEEP
 from miles_speculative.ledger import Ledger
@@ -83,7 +83,8 @@ class SpeculativeDecoder(Decoder):
         k = max(k, 0)
         if self.makes_static and engine.ahead.used and not self.profile:
             start = self._now()
-            emitted = self._step_static(engine, rows, k)
+            ahead = not k and self.lookahead.idle
+            emitted = self._step_ahead(engine, rows) if ahead else self._step_static(engine, rows, k)
             if emitted is not None:
                 self._count(rows, k, emitted, self._now() - start)
                 return emitted
@@ -94,11 +95,30 @@ class SpeculativeDecoder(Decoder):
         if self._static is None or self._static.engine is not engine:
             self._static = StaticDrafts(engine, self.draft, self.lookahead.most)
         self._collect_passed()
+        engine.ahead.settle()
         return self._static.step(rows, k, self._fresh)
+
+    def _step_ahead(self, engine: Any, rows: list[Any]) -> Emitted | None:
+        """Run a step without drafts, launched one step ahead of the host, while drafting is off. The draft never sees its tokens, and gets
+        zeros for the hidden states of these rows, should it draft for them later."""
+        emitted = engine.ahead.step(rows)
+        if emitted is not None:
+            self._passed.clear()
+            if self._static is not None:
+                self._static.forget()
+            nothing = self._nothing(engine)
+            self._fresh.update({row: [nothing] for row in rows})
+            self._blind.update(rows)
+        return emitted
+
+    def _nothing(self, engine: Any) -> Tensor:
+        """[1, hidden] zeros in the place of a hidden state that is not known."""
+        like = next(engine.model.parameters())
+        return like.new_zeros(1, text_configuration(engine.model).hidden_size)
 
     def _count(self, rows: list[Any], k: int, emitted: Emitted, seconds: float) -> None:
         """Record a step over static buffers."""
-        steady = self._static is not None and self._static.steady
+        steady = self._static is None or self._static.steady
         if k:
             self._record(rows, k, emitted, seconds, steady)
             return

@@ -81,6 +81,10 @@ class StaticDrafts:
         self.runner.cache.own.lengths[: len(rows)] += [len(tokens) for tokens in emitted.tokens]
         return emitted
 
+    def forget(self) -> None:
+        """Forget the state of all rows, because they advanced elsewhere."""
+        self._rows, self.steady = [], True
+
     def _shape(self, rows: Sequence[Any], k: int) -> DraftedShape | None:
         """The shape of the step; None where the host samples (truncated distributions) or positions would exceed the context."""
         samplings = [row.request.sampling for row in rows]

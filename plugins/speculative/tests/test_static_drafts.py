@@ -104,3 +104,25 @@ def test_recorded_steps_have_the_models_log_probs(mtp_checkpoint):
         gaps.append(np.abs(np.array(response.log_probs) - scored[len(request.tokens) - 1 :]).mean())
     assert engine.decoder._static.refused == "" and engine.decoder._static.graphs._recorded
     assert np.mean(gaps) < 0.1  # bfloat16
+
+
+class Idle(Cycle):
+    """Drafting is off for the first steps."""
+
+    @property
+    def idle(self):
+        return self.steps < 6
+
+    def choose(self, rows):
+        drafts = super().choose(rows)
+        return 0 if self.idle else drafts
+
+
+def test_greedy_text_is_the_same_where_drafting_was_off_at_first(mtp_checkpoint):
+    checkpoint, greedy = mtp_checkpoint("llama"), Sampling(24, temperature=0.0, ignore_eos=True)
+    asked = [Request([3 + i, 7, 3 + i, 7][: 2 + i % 3], greedy, key=i) for i in range(5)]
+    engine = make_engine(checkpoint, Idle(3), static=True, max_running_requests=4)
+    got = generate(engine, asked)
+    expected = generate(make_engine(checkpoint, Lookahead(3), static=False, max_running_requests=4), asked)
+    assert [r.tokens for r in got] == [r.tokens for r in expected]
+    assert engine.decoder._static._checked and sum(r.metrics["draft_steps"] for r in got) > 0
