@@ -101,6 +101,7 @@ class DraftedStep:
         index = new.clamp(max=self.runner.vocabulary - 1)
         log_probs = dist.full.view(count, k + 1, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
         self.results[0, :count, : k + 1], self.results[1, :count, : k + 1] = new.double(), log_probs.double()
+        self.kept[:count] = kept
         self._advance(count, hidden, index, kept)
         return self.results
 
