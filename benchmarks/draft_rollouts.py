@@ -1,8 +1,9 @@
-"""Tokens per second of whole rollouts with drafts and without, in turns, on the embedded engine as a run has it: on a GPU with CUDA graphs.
+"""Tokens per second of whole rollouts with drafts and without, in turns, on the embedded engine as a run has it: on a GPU, steps without drafts
+are CUDA graphs, and steps with drafts are launched from Python.
 
 The model is a random dense one that learns a small synthetic language first, and its MTP layer with it (``drafting_model.py``). Every request
-gets ``--tokens`` tokens at temperature 1; ``launches`` are drafts whose steps are launched from Python. The first turn of each side, which
-records graphs, is not counted; the second ``plain`` shows the noise. The last line is one JSON object.
+gets ``--tokens`` tokens at temperature 1. The first turn of each side, which records graphs, is not counted; the second ``plain`` shows the
+noise. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main() -> None:
         ("turns", 3),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--sides", nargs="+", default=["2", "4", "auto", "launches"], help="K, auto, or launches")
+    parser.add_argument("--sides", nargs="+", default=["2", "4", "auto"], help="K or auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="requests in flight")
     parser.add_argument("--state", help="as in speculative.py")
     parser.add_argument("--lr", type=float, default=4e-4)
@@ -60,19 +61,17 @@ def main() -> None:
         prompts = [list(map(int, prompt)) for prompt in language.batch(rows, 16)]
         asked = [Request(p, Sampling(given.tokens, ignore_eos=True), key=i) for i, p in enumerate(prompts)]
         found = in_turns(engines, asked, given.turns)
-        for side, value in found.items():
+        for value in found.values():
             value["speedup"] = round(value["tokens_per_second"] / found[PLAIN]["tokens_per_second"], 3)
-            static = getattr(engines[side].decoder, "_static", None)
-            value["refused"] = engines[side].ahead.refused if static is None else static.refused
         result[f"batch_{rows}"] = found
         print(json.dumps({rows: found}), file=sys.stderr, flush=True)
     finish("draft_rollouts", result, given.save, lambda: installed("torch", "transformers"), given.device)
 
 
 def make_engine(model: Any, head: Any, side: str) -> EmbeddedEngine:
-    """An engine of the shared model; ``side``: as in ``drafting_sides``, or launches."""
-    made = decoder(head, "4" if side == "launches" else side)
-    settings = Settings(lambda tokens: "", eos=[1], cuda_graphs=side != "launches")
+    """An engine of the shared model; ``side``: as in ``drafting_sides``."""
+    made = decoder(head, side)
+    settings = Settings(lambda tokens: "", eos=[1])
     if made is not None:
         settings.decoder = made
     return EmbeddedEngine(model, settings)

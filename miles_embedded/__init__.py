@@ -8,9 +8,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to hook modules: ``load_model``, ``decoder_layers``, ``is_embedded``, ``routed_blocks`` and ``find_routed`` (both return ``Routed``), and
   inside a layer ``active_context``;
 - to wrap an engine or a trainer: ``make_engine``, ``make_trainer``;
-- to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``; with steps that a CUDA graph can replay: ``StaticBatch``,
-  ``StaticCall``, ``CannotBeStatic``, ``Params``, ``distribution``, ``uniform``, ``check_finite``, ``field_slab``, ``padded_rows``, and the
-  tolerances ``TOLERANCE`` and ``TOLERANCE_LOW``;
+- to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``;
 - to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``; a value head next to
   the output layer: ``new_value_head``, ``add_value_head``, ``VALUE_HEAD``;
 - to build a second model: ``checkpoint_config``, ``unloaded_model``, ``prepare``;
@@ -41,13 +39,9 @@ if TYPE_CHECKING:
     from miles_embedded.engine.attention import DecodeCall, PromptCall
     from miles_embedded.engine.build import make_engine
     from miles_embedded.engine.cache import CachedRows
-    from miles_embedded.engine.decoder import TOLERANCE, TOLERANCE_LOW, Decoder, Emitted, to_emitted
+    from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
     from miles_embedded.engine.prompts import Prompts
-    from miles_embedded.engine.runner import field_slab
-    from miles_embedded.engine.sampling import Params, check_finite, distribution, pick, uniform
-    from miles_embedded.engine.static_attention import CannotBeStatic, StaticCall
-    from miles_embedded.engine.static_batch import StaticBatch
-    from miles_embedded.engine.static_step import padded_rows
+    from miles_embedded.engine.sampling import pick
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
         engine_usage,
@@ -107,14 +101,11 @@ if TYPE_CHECKING:
     from miles_embedded.trainer.packing import Packing
 
 __all__ = [
-    "TOLERANCE",
-    "TOLERANCE_LOW",
     "VALUE_HEAD",
     "Attention",
     "AttentionOptions",
     "CachedRows",
     "Call",
-    "CannotBeStatic",
     "DecodeCall",
     "Decoder",
     "Emitted",
@@ -127,30 +118,24 @@ __all__ = [
     "OptimizerGroup",
     "PackedCall",
     "Packing",
-    "Params",
     "PromptCall",
     "Prompts",
     "Released",
     "Routed",
-    "StaticBatch",
-    "StaticCall",
     "active_context",
     "add_layer",
     "add_value_head",
     "available",
     "backbone",
     "build_empty",
-    "check_finite",
     "checkpoint_config",
     "codes_of",
     "decoder_layers",
-    "distribution",
     "encode_weights",
     "engine_usage",
     "engines_gpus",
     "examine",
     "export_checkpoint",
-    "field_slab",
     "find_routed",
     "full_values",
     "gather_tensor",
@@ -172,7 +157,6 @@ __all__ = [
     "new_value_head",
     "operations_of",
     "optimizer_group",
-    "padded_rows",
     "pick",
     "plugin",
     "prepare",
@@ -187,7 +171,6 @@ __all__ = [
     "trainer_parts",
     "trainer_usage",
     "training_of",
-    "uniform",
     "unloaded_model",
     "use_operations",
     "views",
@@ -200,13 +183,9 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.engine.attention": "DecodeCall PromptCall",
         "miles_embedded.engine.build": "make_engine",
         "miles_embedded.engine.cache": "CachedRows",
-        "miles_embedded.engine.decoder": "TOLERANCE TOLERANCE_LOW Decoder Emitted to_emitted",
+        "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
         "miles_embedded.engine.prompts": "Prompts",
-        "miles_embedded.engine.runner": "field_slab",
-        "miles_embedded.engine.sampling": "Params check_finite distribution pick uniform",
-        "miles_embedded.engine.static_attention": "CannotBeStatic StaticCall",
-        "miles_embedded.engine.static_batch": "StaticBatch",
-        "miles_embedded.engine.static_step": "padded_rows",
+        "miles_embedded.engine.sampling": "pick",
         "miles_embedded.memory.model_size": "ModelSize model_size",
         "miles_embedded.memory.usage": "engine_usage engines_gpus longest_sample size_of trainer_parts trainer_usage training_of "
         "wanted_rows",

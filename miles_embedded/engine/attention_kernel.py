@@ -1,4 +1,4 @@
-"""Triton attention kernels for a decode step: the queries of a row attend to its prompt and own tokens, directly in the cache.
+"""Triton attention kernels for a decode step: one query per row attends to the row's prompt and own tokens, directly in the cache.
 
 The keys of a row are divided into splits of fixed size (Dao et al. 2023, Flash-Decoding). A program handles one split of one row for
 the query heads that share a key/value head; a second kernel merges the splits by their sums of exponentials. The split of a key
@@ -23,13 +23,11 @@ WARPS, STAGES = 2, 3
 
 
 class Rows(Protocol):
-    """Tokens that each query attends to. All tensors are [slots * queries] int64; a row's queries follow each other.
+    """Tokens that each row attends to. All tensors are [rows] int64.
 
-    A query attends to the first ``prompt_lengths`` tokens of prompt slot ``prompt_slots``, then to the first ``lengths`` own tokens of its
-    row and the one being fed. ``longest`` is an upper bound on the tokens of any row.
+    A row attends to the first ``prompt_lengths`` tokens of prompt slot ``prompt_slots``, then to its own first ``lengths`` tokens
+    and the one being fed. ``longest`` is an upper bound on the tokens of any row.
     """
-
-    queries: int
 
     prompt_slots: Tensor
     prompt_lengths: Tensor
@@ -42,35 +40,33 @@ class Rows(Protocol):
 # fmt: off
 @triton.jit
 def _append(  # type: ignore[no-untyped-def]
-    fed, fed_head, fed_row, slab, row, length, width,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    fed, fed_head, fed_row, slab, row, length, width, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Store the entries of all heads of one fed token in the slot of its row, behind ``length`` tokens."""
+    """Store the entries of all heads of one row in its slot, behind ``length`` tokens."""
     at = tl.arange(0, BLOCK)
     head, dim = at // DIM, at % DIM
     entry = tl.load(fed + head * fed_head + row * fed_row + dim, mask=head < HEADS)
-    tl.store(slab + ((row // QUERIES * HEADS + head) * width + length) * DIM + dim, entry, mask=head < HEADS)
+    tl.store(slab + ((row * HEADS + head) * width + length) * DIM + dim, entry, mask=head < HEADS)
 
 
 @triton.jit
 def _append_row(  # type: ignore[no-untyped-def]
     key, value, keys, values, lengths, key_head, key_row, value_head, value_row, width,
     HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    QUERIES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + row)
     if tl.program_id(1) == 0:
-        _append(key, key_head, key_row, keys, row, length, width, HEADS, DIM, BLOCK, QUERIES)
+        _append(key, key_head, key_row, keys, row, length, width, HEADS, DIM, BLOCK)
     else:
-        _append(value, value_head, value_row, values, row, length, width, HEADS, VALUE_DIM, BLOCK_VALUE, QUERIES)
+        _append(value, value_head, value_row, values, row, length, width, HEADS, VALUE_DIM, BLOCK_VALUE)
 
 
 @triton.jit
 def _attend_split(  # type: ignore[no-untyped-def]
     q, prompt_keys, prompt_values, own_keys, own_values, prompt_slots, prompt_lengths, own_lengths, partial, sums,
     scaling, cap, prompt_width, own_width, split_size,
-    QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):
@@ -85,7 +81,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     if CHUNK > 0:
         first = tl.maximum(first, last // CHUNK * CHUNK)
     of_prompts = (tl.load(prompt_slots + row) * KV_HEADS + kv_head) * prompt_width
-    of_row = (row // QUERIES * KV_HEADS + kv_head) * own_width - prompt
+    of_row = (row * KV_HEADS + kv_head) * own_width - prompt
 
     head, dim, value_dim = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
     real, query_head = head < SHARED, (row * KV_HEADS + kv_head) * SHARED + head
@@ -158,14 +154,14 @@ def attend_rows(
     """Compute the attention of one layer, including the windows, soft caps and sinks of ``options``.
 
     Args:
-        q: [slots * queries, heads, dim], contiguous.
+        q: [rows, heads, dim], contiguous.
         keys: slabs of the prompts and of the rows, [slots, kv heads, width, dim], contiguous.
         values: slabs of the prompts and of the rows, [slots, kv heads, width, value dim], contiguous.
-        call: tokens that each query attends to, including its own.
+        call: tokens that each row attends to, including the query's own.
         scaling: factor on the scores.
 
     Returns:
-        [slots * queries, heads, value dim] in the type of the values.
+        [rows, heads, value dim] in the type of the values.
     """
     options = options or AttentionOptions()
     rows, heads, dim = q.shape
@@ -180,7 +176,7 @@ def attend_rows(
     slabs = (prompt_keys, prompt_values, own_keys, own_values)
     numbers = (scaling, options.cap or 1.0, prompt_keys.shape[2], own_keys.shape[2], size)
     constants = {
-        **{"QUERIES": call.queries, "KV_HEADS": kv_heads, "SHARED": heads // kv_heads, "DIM": dim},
+        **{"KV_HEADS": kv_heads, "SHARED": heads // kv_heads, "DIM": dim},
         **{"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)},
         **{"BLOCK_HEADS": _block(heads // kv_heads), "BLOCK_DIM": _block(dim), "BLOCK_KEYS": BLOCK},
         **wide,
@@ -195,24 +191,21 @@ def attend_rows(
     return out
 
 
-def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, queries: int = 1) -> None:
-    """Append the keys and values of fed tokens to the slots of their rows.
+def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
+    """Append the key and the value of each row's fed token to its slot.
 
     Args:
         key: [1, kv heads, rows, dim], the last dimension contiguous.
         value: [1, kv heads, rows, value dim], likewise.
         keys: slab of the rows, [slots, kv heads, width, dim], contiguous.
         values: likewise.
-        lengths: [rows] int64 tokens in front of each fed one.
-        queries: tokens that each row feeds; ``rows`` counts all of them.
+        lengths: [rows] int64 tokens that each row has.
     """
     heads, rows, dim = key.shape[1:]
     blocks = {"DIM": dim, "BLOCK": triton.next_power_of_2(heads * dim)}
     blocks |= {"VALUE_DIM": value.shape[3], "BLOCK_VALUE": triton.next_power_of_2(heads * value.shape[3])}
     strides = (*key.stride()[1:3], *value.stride()[1:3])
-    _append_row[(rows, 2)](
-        key, value, keys, values, lengths, *strides, keys.shape[2], HEADS=heads, QUERIES=queries, **blocks
-    )
+    _append_row[(rows, 2)](key, value, keys, values, lengths, *strides, keys.shape[2], HEADS=heads, **blocks)
 
 
 def _split(longest: int) -> tuple[int, int]:

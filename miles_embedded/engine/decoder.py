@@ -23,6 +23,7 @@ from torch import Tensor
 
 from miles_core.errors import NonFiniteError, first_line
 from miles_embedded.engine import sampling as draw
+from miles_embedded.engine.graphs import Graphs
 from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.sampling import Sampled
 from miles_embedded.engine.static_attention import CannotBeStatic
@@ -137,8 +138,7 @@ class StepsAhead:
         self.engine, self.runner, self.used = engine, engine.runner, used
         size = padded_rows(engine.settings.max_running_requests)
         self.batch = StaticBatch(size, self.runner.device)
-        step = StaticStep(self.runner, self.batch, engine.settings.seed)
-        self.graphs = self.runner.graphs_of(step, engine.weight_tensors)
+        self.graphs = Graphs(StaticStep(self.runner, self.batch, engine.settings.seed), engine.weight_tensors)
         on_gpu = self.runner.device.type == "cuda"
         self._hosts = [torch.zeros(2, size, dtype=torch.float64, pin_memory=on_gpu) for _ in range(2)]
         self._pending: _Launched | None = None

@@ -369,12 +369,12 @@ class EmbeddedEngine(Engine):
         """Invalidate state that depends on the weights, which changed or will change."""
         self._prefixes.retire()
         self.ahead.settle()
-        for graphs in self.runner.graphs:
-            if graphs.records:
-                graphs.weights_changed()
+        if self.ahead.used:
+            self.ahead.graphs.weights_changed()
 
     def _clear(self) -> None:
         """Free the memory of the cache."""
+        self.ahead.graphs.clear()
         self.runner.clear()
         self._prefixes.clear()
 

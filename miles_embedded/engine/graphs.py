@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from miles_embedded.engine.cache import Cache
-
-
-class Recordable(Protocol):
-    """A step over static buffers and a cache; its argument contains everything that requires a separate recording."""
-
-    @property
-    def cache(self) -> Cache: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def __call__(self, shape: Hashable, /) -> Tensor: ...
+from miles_embedded.engine.static_step import Shape, StaticStep
 
 
 class Graphs:
@@ -35,18 +23,18 @@ class Graphs:
         weights: returns the tensors whose addresses the graphs contain.
     """
 
-    def __init__(self, step: Recordable, weights: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(self, step: StaticStep, weights: Callable[[], Iterable[Tensor]]) -> None:
         self.step, self.weights = step, weights
-        self.records = step.device.type == "cuda"
-        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.records = step.runner.device.type == "cuda"
+        self._recorded: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._cache: tuple[weakref.ref[Cache], int, int] | None = None
         self._weights: tuple[int, ...] = ()
 
-    def ready(self, shape: Hashable) -> bool:
+    def ready(self, shape: Shape) -> bool:
         """Whether ``run`` needs no recording. Recording runs the step and advances the batch, so fill the batch again afterwards."""
         return not self.records or (self._current() and shape in self._recorded)
 
-    def prepare(self, shape: Hashable) -> None:
+    def prepare(self, shape: Shape) -> None:
         """Record a step that is not ready, with the current content of its batch."""
         if self.ready(shape):
             return
@@ -65,8 +53,8 @@ class Graphs:
             logits = self.step(shape)
         self._recorded[shape] = graph, logits
 
-    def run(self, shape: Hashable) -> Tensor:
-        """Run one step; returns its result, which the next step may overwrite."""
+    def run(self, shape: Shape) -> Tensor:
+        """Run one step; returns its logits [rows, vocab], which the next step may overwrite."""
         if not self.records:
             return self.step(shape)
         graph, logits = self._recorded[shape]
@@ -81,14 +69,14 @@ class Graphs:
     def clear(self) -> None:
         """Drop all graphs and their memory."""
         self._recorded.clear()
-        cache = self.step.cache
+        cache = self.step.runner.cache
         self._weights = self._addresses() if self.records else ()
         self._cache = weakref.ref(cache), cache.prefixes.generation, cache.own.generation
         if self.records:
             self._pool = torch.cuda.graph_pool_handle()
 
     def _current(self) -> bool:
-        cache = self.step.cache
+        cache = self.step.runner.cache
         if self._cache is None or self._cache[0]() is not cache:
             return False
         return self._cache[1:] == (cache.prefixes.generation, cache.own.generation)

@@ -6,7 +6,7 @@ and is kept while any row uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -19,7 +19,6 @@ from miles_core.contracts.trainer import Context
 from miles_core.errors import MilesError
 from miles_embedded.engine.attention import DecodeCall, PromptCall
 from miles_embedded.engine.cache import Cache, CachedRows, Store, move_items, to_device
-from miles_embedded.engine.graphs import Graphs, Recordable
 from miles_embedded.engine.prompts import Prompts
 from miles_embedded.model.call import Call
 from miles_embedded.model.growing_rope import rope_switch
@@ -71,19 +70,10 @@ class Runner:
         self.layers = tuple(range(len(decoder_layers(model))))
         self.vocabulary, self.device = len(head(model).weight), next(model.parameters()).device
         self.cache = Cache()
-        #: recordings of static steps over this cache
-        self.graphs: list[Graphs] = []
         self._mask = mask_for(model)
 
-    def graphs_of(self, step: Recordable, weights: Callable[[], Iterable[Tensor]]) -> Graphs:
-        """Return recordings of a static step; see ``Graphs``."""
-        self.graphs.append(Graphs(step, weights))
-        return self.graphs[-1]
-
     def clear(self) -> None:
-        """Drop every row and all recordings, and return the memory to the device."""
-        for graphs in self.graphs:
-            graphs.clear()
+        """Drop every row and return the cache's memory to the device."""
         self.cache = Cache()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

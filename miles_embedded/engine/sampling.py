@@ -96,8 +96,8 @@ class Params:
         """Whether the support of some row is smaller than the vocabulary."""
         return not (isinstance(self.top_k, int) and self.top_k <= 0 and self.top_p == 1.0)
 
-    def repeat(self, counts: Tensor | int | None) -> Params:
-        """Repeat the parameters of each row ``counts`` [n] times, or all of them the same number of times; None repeats them once."""
+    def repeat(self, counts: Tensor | None) -> Params:
+        """Repeat the parameters of each row ``counts`` [n] times; None repeats them once."""
         if counts is None:
             return self
         each = {n: x.repeat_interleave(counts, 0) for n, x in vars(self).items() if isinstance(x, Tensor)}

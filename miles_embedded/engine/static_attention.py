@@ -28,34 +28,19 @@ class CannotBeStatic(Exception):
 
 
 class StaticCall:
-    """A call that feeds ``queries`` tokens to each of the first ``count`` rows of a ``StaticBatch``, flattened in row order.
+    """A call that feeds one token to each of the first ``count`` rows of a ``StaticBatch``.
 
     Args:
-        ctx: context of this call, of ``count * queries`` tokens.
-        cache: cache with at least ``count`` slots and room for the fed tokens in each.
+        ctx: context of this call.
+        cache: cache with at least ``count`` slots and room for one more token in each.
         batch: the rows.
         count: number of rows, padding included.
-        queries: tokens that each row feeds.
-        lengths: [count] own tokens in front of the fed ones; None uses those of the batch.
     """
 
-    def __init__(
-        self,
-        ctx: Context,
-        cache: Cache,
-        batch: StaticBatch,
-        count: int,
-        queries: int = 1,
-        lengths: Tensor | None = None,
-    ) -> None:
-        self.ctx, self.cache, self.batch, self.count, self.queries = ctx, cache, batch, count, queries
-        self.lengths, self.index = batch.lengths[:count] if lengths is None else lengths, batch.index[:count]
+    def __init__(self, ctx: Context, cache: Cache, batch: StaticBatch, count: int) -> None:
+        self.ctx, self.cache, self.batch, self.count = ctx, cache, batch, count
+        self.lengths, self.index = batch.lengths[:count], batch.index[:count]
         self.prompt_lengths, self.prompt_slots = batch.prompt_lengths[:count], batch.prompt_slots[:count]
-        if queries > 1:
-            self.lengths = (self.lengths[:, None] + torch.arange(queries, device=self.index.device)).flatten()
-            self.index, self.prompt_lengths, self.prompt_slots = (
-                x.repeat_interleave(queries) for x in (self.index, self.prompt_lengths, self.prompt_slots)
-            )
         self.positions = self.prompt_lengths + self.lengths
         self._hidden: dict[tuple[int, int], Tensor] = {}
 
@@ -88,14 +73,14 @@ class StaticCall:
         if _kernels_support(q, key, value):
             from miles_embedded.engine.attention_kernel import append_rows, attend_rows
 
-            append_rows(key, value, keys[1], values[1], self.lengths, self.queries)
+            append_rows(key, value, keys[1], values[1], self.lengths)
             return attend_rows(q.contiguous(), keys, values, self, scaling, options)[None]
         self.write(keys[1], key[0].transpose(0, 1))
         self.write(values[1], value[0].transpose(0, 1))
         return self._attend_with_torch(q, keys, values, scaling, options)[None]
 
     def write(self, slab: Tensor, entries: Tensor) -> None:
-        """Store the fed tokens' entries [count * queries, heads, ...] in ``slab`` of the own store."""
+        """Store the fed tokens' entries [count, heads, ...] in ``slab`` of the own store."""
         slab[self.index, :, self.lengths] = entries
 
     def slabs(self, kind: str, layer: int, fed: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,12 +97,9 @@ class StaticCall:
         scaling: float,
         options: AttentionOptions | None,
     ) -> Tensor:
-        """Attend q [tokens, heads, dim] -> [tokens, heads, value dim]; scores and softmax are float32."""
+        """Attend q [rows, heads, dim] -> [rows, heads, value dim]; scores and softmax are float32."""
         options = options or AttentionOptions()
-        k, v = (
-            torch.cat([p.index_select(0, self.prompt_slots), o.index_select(0, self.index)], 2)
-            for p, o in (keys, values)
-        )
+        k, v = (torch.cat([p.index_select(0, self.prompt_slots), o[: self.count]], 2) for p, o in (keys, values))
         rows, kv_heads, width, dim = k.shape
         scores = product(q.reshape(rows * kv_heads, -1, dim), k.flatten(0, 1).transpose(1, 2)) * scaling
         if options.cap:
@@ -132,7 +114,7 @@ class StaticCall:
         return product(weights, v.flatten(0, 1)).view(rows, q.shape[1], -1).to(v.dtype)
 
     def _find_hidden(self, options: AttentionOptions) -> Tensor:
-        """[tokens, prompt width + own width] True for columns that a fed token does not attend to."""
+        """[rows, prompt width + own width] True for columns that a row does not attend to."""
         if options.hides not in self._hidden:
             device, prompt = self.positions.device, self.prompt_lengths[:, None]
             column = torch.arange(self.cache.prefixes.width, device=device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_embedded.engine.cache import Cache, round_up
+from miles_embedded.engine.cache import round_up
 from miles_embedded.engine.runner import Runner, field_slab
 from miles_embedded.engine.sampling import sample_on_device, stream_start, uniform
 from miles_embedded.engine.static_attention import StaticCall
@@ -51,12 +51,6 @@ class StaticStep:
 
     def __init__(self, runner: Runner, batch: StaticBatch, seed: int) -> None:
         self.runner, self.batch, self.seed = runner, batch, seed
-        self.device = runner.device
-
-    @property
-    def cache(self) -> Cache:
-        """The runner's cache, which is replaced when it is cleared."""
-        return self.runner.cache
 
     @torch.no_grad()
     def __call__(self, shape: Shape) -> Tensor:

@@ -119,7 +119,7 @@ def requirements() -> list[Requirement]:
     from packaging.requirements import Requirement as Line
     from packaging.specifiers import SpecifierSet
 
-    wanted = SpecifierSet(metadata("miles-core")["Requires-Python"])
+    wanted = SpecifierSet(metadata("miles-core")["Requires-Python"] or "")
     version = platform.python_version()
     rows = [Requirement("python", version, str(wanted), wanted.contains(version, prereleases=True))]
     for line in map(Line, requires("miles-core") or ()):

@@ -17,7 +17,7 @@ from torch import Tensor
 E4M3_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-10)
 TILE = 128
-STRIP = 32  # rows of a tile that are in registers at once
+WARPS = 8  # of a program that quantises a tile; with 4, too few tiles fit into the registers to keep memory busy
 ROWS = 32  # rows of an activation one program reads
 #: Required alignment in bytes of memory that a program accesses 16 bytes at a time.
 ALIGNED = tl.constexpr(16)
@@ -69,27 +69,18 @@ def _weight(
     column_stride,
     POWER_OF_TWO: tl.constexpr,
     TILE: tl.constexpr,
-    STRIP: tl.constexpr,
 ):
-    # A tile in strips, read twice, the second time from the cache: with all of it in registers, few programs would fit on a processor.
-    first = tl.program_id(0).to(tl.int64) * TILE
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
-    place = column.to(tl.int64) * column_stride
-    bits = tl.zeros((STRIP, TILE), tl.int32)
-    for start in range(0, TILE, STRIP):
-        row = first + start + tl.arange(0, STRIP)[:, None]
-        inside = (row < rows) & (column < columns)
-        x = tl.load(x_ptr + row * row_stride + place, mask=inside, other=0.0).to(tl.float32)
-        bits = tl.maximum(bits, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    inside = (row < rows) & (column < columns)
+    x = tl.load(x_ptr + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0.0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     amax = tl.max(tl.max(bits, 1, keep_dims=True), 0, keep_dims=True)
     scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
-    for start in range(0, TILE, STRIP):
-        row = first + start + tl.arange(0, STRIP)[:, None]
-        inside = (row < rows) & (column < columns)
-        x = tl.load(x_ptr + row * row_stride + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(codes_ptr + row * columns + column, _codes(x, scale), mask=inside)
-    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(scales_ptr + tile + tl.zeros(scale.shape, tl.int32), scale)
+    codes = _codes(x, scale)
+    tl.store(codes_ptr + row * columns + column, codes, mask=inside)
+    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scales_ptr + place + tl.zeros(scale.shape, tl.int32), scale)
 
 
 @triton.jit
@@ -102,13 +93,12 @@ def _weights(
     KIND: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     TILE: tl.constexpr,
-    STRIP: tl.constexpr,
 ):
     weight = table + tl.program_id(2) * 3
     x_ptr = tl.multiple_of(tl.load(weight).to(tl.pointer_type(KIND)), ALIGNED)
     codes_ptr = tl.multiple_of(tl.load(weight + 1).to(tl.pointer_type(tl.float8e4nv)), ALIGNED)
     scales_ptr = tl.load(weight + 2).to(tl.pointer_type(tl.float32))
-    _weight(x_ptr, codes_ptr, scales_ptr, rows, columns, row_stride, column_stride, POWER_OF_TWO, TILE, STRIP)
+    _weight(x_ptr, codes_ptr, scales_ptr, rows, columns, row_stride, column_stride, POWER_OF_TWO, TILE)
 
 
 @triton.jit
@@ -203,7 +193,7 @@ def quantize(weight: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) 
     rows, columns = weight.shape
     with torch.cuda.device(weight.device):
         _weight[tuple(scales.shape)](
-            weight, codes, scales, rows, columns, *weight.stride(), power_of_two, TILE, STRIP, num_warps=4
+            weight, codes, scales, rows, columns, *weight.stride(), power_of_two, TILE, num_warps=WARPS
         )
 
 
@@ -217,7 +207,7 @@ def quantize_alike(weights: list[Tensor], codes: list[Tensor], scales: list[Tens
         table = _table_of(weights, codes, scales)
         grid = (*scales[0].shape, len(weights))
         sizes = rows, columns, *first.stride()
-        _weights[grid](table, *sizes, KINDS[first.dtype], power_of_two, TILE, STRIP, num_warps=4)
+        _weights[grid](table, *sizes, KINDS[first.dtype], power_of_two, TILE, num_warps=WARPS)
 
 
 def dequantize_alike(codes: list[Tensor], scales: list[Tensor], outs: list[Tensor]) -> None:

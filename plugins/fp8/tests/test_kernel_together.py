@@ -27,6 +27,11 @@ for power_of_two in (False, True):
         for one, other in zip(codes + scales, alone + own):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
         assert all(torch.equal(s.isfinite().all(), w.isfinite().all()) for s, w in zip(scales, weights))
+        values = torch.zeros(len(weights), 2 * rows, columns)
+        kernels.dequantize_alike(codes, scales, [each[:rows] for each in values])
+        for each, code, scale in zip(values, codes, scales):
+            torch.testing.assert_close(each[:rows], kernels.dequantize(code, scale), rtol=0, atol=0, equal_nan=True)
+            assert not each[rows:].any()
 """
 
 

@@ -105,8 +105,7 @@ class Int4(Format):
 
             if kernels.suits(self.group_size):
                 parts = allocate_output(self, (rows, columns), weight.device, out)
-                kernels.quantize(convert_for_kernel(weight), parts[CODES], parts[SCALES], self.group_size)
-                parts[SHAPE].copy_(torch.tensor([rows, columns], dtype=torch.int32))
+                kernels.quantize(convert_for_kernel(weight), parts[CODES], parts[SCALES], parts[SHAPE], self.group_size)
                 return store(parts, out)
         groups = weight.float().reshape(rows, columns // self.group_size, self.group_size)
         amax = groups.abs().amax(-1)

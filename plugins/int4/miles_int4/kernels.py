@@ -37,6 +37,7 @@ def _quantize(
     x_ptr,
     words_ptr,
     scales_ptr,
+    shape_ptr,
     rows,
     columns,
     row_stride,
@@ -48,6 +49,9 @@ def _quantize(
 ):
     GROUPS: tl.constexpr = COLUMNS // GROUP
     WORDS: tl.constexpr = COLUMNS // PER_WORD
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(shape_ptr, rows)
+        tl.store(shape_ptr + 1, columns)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
@@ -106,15 +110,14 @@ def suits(group_size: int) -> bool:
     return PER_WORD <= group_size <= 4096 and group_size & (group_size - 1) == 0
 
 
-def quantize(weight: Tensor, words: Tensor, scales: Tensor, group_size: int) -> None:
-    """Quantise weight [N, K], any strides, into contiguous ``words`` int32 [N, K/8] and ``scales`` BF16 [N, K/g]."""
+def quantize(weight: Tensor, words: Tensor, scales: Tensor, shape: Tensor, group_size: int) -> None:
+    """Quantise weight [N, K], any strides, into contiguous ``words`` int32 [N, K/8], ``scales`` BF16 [N, K/g] and ``shape`` int32 [2]."""
     rows, columns = weight.shape
     wide = max(COLUMNS, group_size)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, wide))
     with torch.cuda.device(weight.device):
-        _quantize[grid](
-            weight, words, scales, rows, columns, *weight.stride(), ROWS, wide, group_size, PER_WORD, num_warps=4
-        )
+        sizes = (ROWS, wide, group_size, PER_WORD)
+        _quantize[grid](weight, words, scales, shape, rows, columns, *weight.stride(), *sizes, num_warps=4)
 
 
 def dequantize(words: Tensor, scales: Tensor) -> Tensor:

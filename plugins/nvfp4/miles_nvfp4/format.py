@@ -114,8 +114,11 @@ class Nvfp4(Format):
             from miles_nvfp4 import kernels  # needs Triton
 
             parts = allocate_output(self, (weight.shape[0], weight.shape[1]), weight.device, out)
-            kernels.quantize(convert_for_kernel(weight), amax.contiguous(), parts[CODES], parts[SCALES], parts[SCALE])
-            parts[INPUT_SCALE].fill_(1)
+            kernels.quantize(
+                convert_for_kernel(weight),
+                amax.contiguous(),
+                *(parts[suffix] for suffix in (CODES, SCALES, SCALE, INPUT_SCALE)),
+            )
             return store(parts, out)
         codes, scales, scale = self._encode(weight.float(), amax)
         parts = {CODES: pack(codes), SCALES: scales, SCALE: scale, INPUT_SCALE: torch.ones_like(scale)}

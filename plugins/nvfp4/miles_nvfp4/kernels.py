@@ -15,7 +15,7 @@ from torch import Tensor
 
 BLOCK = 16
 ROWS, COLUMNS = 8, 512  # of one program
-WIDE = 1024  # columns of an activation's row that are in registers at once
+WIDE = 4096  # columns of an activation's row that are in registers at once, at most
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 PROPAGATE = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -52,11 +52,12 @@ def _outer_scale(amax):
 
 
 @triton.jit
-def _outer(amax_ptr, factor_ptr, decode_ptr):
-    amax = tl.load(amax_ptr + tl.zeros((1,), tl.int32))
-    factor, decode = _outer_scale(amax)
-    tl.store(factor_ptr + tl.zeros((1,), tl.int32), factor)
-    tl.store(decode_ptr + tl.zeros((1,), tl.int32), decode)
+def _outer(amax_ptr, factor_ptr, decode_ptr, input_scale_ptr):
+    place = tl.zeros((1,), tl.int32)
+    factor, decode = _outer_scale(tl.load(amax_ptr + place))
+    tl.store(factor_ptr + place, factor)
+    tl.store(decode_ptr + place, decode)
+    tl.store(input_scale_ptr + place, tl.full((1,), 1.0, tl.float32))
 
 
 @triton.jit
@@ -190,12 +191,12 @@ def largest(x: Tensor) -> Tensor:
     return found.view(torch.float32)
 
 
-def quantize(weight: Tensor, amax: Tensor, codes: Tensor, scales: Tensor, scale: Tensor) -> None:
+def quantize(weight: Tensor, amax: Tensor, codes: Tensor, scales: Tensor, scale: Tensor, input_scale: Tensor) -> None:
     """Quantise weight [N, K], any strides, with its FP32 scalar ``amax``, into contiguous ``codes`` uint8 [N, K/2], ``scales`` E4M3
-    [N, K/16] and ``scale``, an FP32 scalar."""
+    [N, K/16] and ``scale``, an FP32 scalar; the scalar ``input_scale`` becomes 1."""
     factor = torch.empty_like(amax)
     with torch.cuda.device(weight.device):
-        _outer[(1,)](amax, factor, scale, num_warps=1)
+        _outer[(1,)](amax, factor, scale, input_scale, num_warps=1)
         _quantize[_grid(weight)](
             weight, factor, scale, codes, scales, *weight.shape, *weight.stride(), ROWS, COLUMNS, BLOCK, num_warps=4
         )
@@ -205,8 +206,9 @@ def fake_quantize(x: Tensor) -> Tensor:
     """Quantise x [M, K], any strides, with an outer scale per row, and dequantise it to x's dtype."""
     rows, columns = x.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    wide = max(BLOCK, min(WIDE, triton.next_power_of_2(columns)))
     with torch.cuda.device(x.device):
-        _activation[(rows,)](x, out, columns, *x.stride(), WIDE, BLOCK, num_warps=4)
+        _activation[(rows,)](x, out, columns, *x.stride(), wide, BLOCK, num_warps=max(1, wide * 4 // WIDE))
     return out
 
 

@@ -2,8 +2,7 @@
 
 It is active only in an SGLang that this plugin started, and makes four changes:
 
-- Routed experts are recorded as int32, copied to the host at every step, and pass three processes. For models with at most 256 experts they are
-  recorded and sent as uint8.
+- Routed experts leave a scheduler as int32 and pass three processes. For models with at most 256 experts they are sent as uint8.
 - A model that starts without weights is filled with random numbers, including the scales of the cached keys and values. Updates do not
   include these scales, so they are reset to "not set".
 - A checkpoint with tied embeddings stores the embedding only. Models of SGLang that have a separate output layer receive it as well.
@@ -26,10 +25,6 @@ MOST = 256
 WIDE = "int32"
 _READS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 _FILLS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
-_CACHES = (
-    "sglang.srt.state_capturer.base.BaseDeviceCache.__init__",
-    "sglang.srt.state_capturer.base.BaseHostCache.__init__",
-)
 _COLLECTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
 
@@ -50,8 +45,6 @@ def install() -> None:
     HookRegistry.register(_FILLS, unset_cache_scales, HookType.AFTER)
     HookRegistry.register(_READS, read_tied_head, HookType.BEFORE)
     if os.environ[VARIABLE] != WIDE:
-        for target in _CACHES:
-            HookRegistry.register(target, narrow_cache, HookType.AFTER)
         HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", narrow, HookType.AFTER)
     Scheduler.miles_digest = _check_digest
     Scheduler.miles_coverage = check_coverage
@@ -84,15 +77,6 @@ def unset_cache_scales(_: None, model: Any, *more: Any) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith((".k_scale", ".v_scale")):
             parameter.data.fill_(-1.0)
-
-
-def narrow_cache(_: None, cache: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace the buffer of recorded experts by one of the dtype in which they are sent. Expert indices are copied into it with a conversion."""
-    import torch
-
-    if cache.name == "routed_experts":
-        old, dtype = cache.buffer, getattr(torch, os.environ[VARIABLE])
-        cache.buffer = torch.zeros(old.shape, dtype=dtype, device=old.device, pin_memory=old.is_pinned())
 
 
 def narrow(_: None, processor: Any, request: Any) -> None:

@@ -134,16 +134,3 @@ def test_requests_of_one_moment_reach_the_scheduler_together(hooks: dict[str, An
 
     asyncio.run(asked())
     assert sent == [Batch([Tokenized("a"), Tokenized("b")]), "abort", Tokenized("c")]
-
-
-def test_recorded_experts_are_bytes_on_the_device_and_the_host(hooks: dict[str, Any], monkeypatch: Any) -> None:
-    monkeypatch.setenv(inside.VARIABLE, "uint8")
-    inside.install()
-    narrow = [hook for target, hook in hooks.items() if target.endswith("Cache.__init__")]
-    assert len(narrow) == 2
-    for name, dtype in (("routed_experts", torch.uint8), ("indexer_topk", torch.int32)):
-        cache = types.SimpleNamespace(name=name, buffer=torch.zeros(4, 2, 3, dtype=torch.int32))
-        assert narrow[0](None, cache, num_tokens=4) is None
-        assert cache.buffer.dtype == dtype and cache.buffer.shape == (4, 2, 3)
-        cache.buffer[:2, 1, :] = torch.tensor([[1, 2, 250], [3, 4, 5]], dtype=torch.int32)
-        assert cache.buffer[0, 1].tolist() == [1, 2, 250]

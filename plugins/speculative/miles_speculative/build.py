@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from miles_core.plugin import ConfigError
@@ -13,12 +14,19 @@ from miles_speculative.head import head_of
 from miles_speculative.lookahead import Auto, Lookahead
 from miles_speculative.tree import TreeDecoder
 
+log = logging.getLogger(__name__)
+
 #: With --profile-speculative, one in this many steps runs without drafts, for comparison.
 _PLAIN = 64
 
 
 def make_decoder(run: Any, policy: Any, engine: Any) -> SpeculativeDecoder:
     """Provider of the decoder ``speculative``."""
+    if engine.ahead.used:
+        log.warning(
+            "drafts make the embedded engine slower on a GPU: steps with drafts are launched from Python, steps without the plugin speculative "
+            "are CUDA graphs"
+        )
     options = run.config.plugin("speculative").on("embedded")
     if options.lookahead == "auto":
         lookahead: Lookahead = Auto()

@@ -20,27 +20,24 @@ from torch import Tensor
 
 from miles_embedded import Decoder, Emitted, Prompts, pick, to_emitted
 from miles_speculative.draft import Draft
-from miles_speculative.drafted_step import DRAFT, DRAW, KEEP
 from miles_speculative.ledger import Ledger
 from miles_speculative.lookahead import Lookahead
-from miles_speculative.static_drafts import StaticDrafts
 from miles_speculative.verify import verify
 
+#: Random streams, see ``engine.uniform``: the token after the accepted drafts, acceptance of drafts, the drafts.
+DRAW, KEEP, DRAFT = 0, 1, 2
 #: Number of steps without drafts whose hidden states are kept, in case drafting resumes; older ones are discarded.
 UNREAD = 16
 
 
 class SpeculativeDecoder(Decoder):
-    """Decoder with chain drafts. On a GPU its steps are CUDA graphs (``StaticDrafts``), unless the seconds of their parts are measured.
+    """Decoder with chain drafts.
 
     Args:
         draft: draft of the engine's model.
         lookahead: chooses the number of draft tokens.
         profile: measure drafting and verifying separately.
     """
-
-    #: whether ``DraftedStep`` computes the steps of this decoder
-    makes_static = True
 
     def __init__(self, draft: Draft, lookahead: Lookahead, profile: bool = False) -> None:
         self.draft, self.lookahead, self.profile = draft, lookahead, profile
@@ -51,8 +48,6 @@ class SpeculativeDecoder(Decoder):
         self._passed: deque[tuple[list[list[Tensor]], Tensor]] = deque()
         #: rows whose prompt the draft has not processed
         self._blind: set[Any] = set()
-        #: steps on a GPU as CUDA graphs; made with the first step
-        self._static: StaticDrafts | None = None
         # on a CPU, thread time excludes other load on the same processor
         self._clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
 
@@ -80,30 +75,7 @@ class SpeculativeDecoder(Decoder):
         k = self.lookahead.choose(len(rows))
         if k:
             k = min(k, max(map(_room, rows)))
-        k = max(k, 0)
-        if self.makes_static and engine.ahead.used and not self.profile:
-            start = self._now()
-            emitted = self._step_static(engine, rows, k)
-            if emitted is not None:
-                self._count(rows, k, emitted, self._now() - start)
-                return emitted
-        return self._drafted(engine, rows, k) if k else self._plain(engine, rows)
-
-    def _step_static(self, engine: Any, rows: list[Any], k: int) -> Emitted | None:
-        """Run a step over static buffers; None where that is not possible."""
-        if self._static is None or self._static.engine is not engine:
-            self._static = StaticDrafts(engine, self.draft, self.lookahead.most)
-        self._collect_passed()
-        return self._static.step(rows, k, self._fresh)
-
-    def _count(self, rows: list[Any], k: int, emitted: Emitted, seconds: float) -> None:
-        """Record a step over static buffers."""
-        steady = self._static is not None and self._static.steady
-        if k:
-            self._record(rows, k, emitted, seconds, steady)
-            return
-        self.lookahead.record(len(rows), 0, seconds, steady)
-        self.ledger.plain(len(rows), seconds)
+        return self._drafted(engine, rows, k) if k > 0 else self._plain(engine, rows)
 
     def _drafted(self, engine: Any, rows: list[Any], k: int) -> Emitted:
         """Run a step with k drafts."""
@@ -114,16 +86,12 @@ class SpeculativeDecoder(Decoder):
         middle = self._now()
         emitted = self._verify(engine, rows, drafts)
         end = self._now()
-        parts = {"draft": middle - start, "verify": end - middle} if self.profile else {}
-        self._record(rows, k, emitted, end - start, steady, **parts)
-        return emitted
-
-    def _record(self, rows: list[Any], k: int, emitted: Emitted, seconds: float, steady: bool, **parts: float) -> None:
-        """Record a step with k drafts; ``parts``: seconds of its parts."""
         drafted, kept = [min(k, _room(row)) for row in rows], [len(tokens) - 1 for tokens in emitted.tokens]
         tried, held = self.ledger.count(rows, k, drafted, kept, self._blind)
-        self.lookahead.record(len(rows), k, seconds, steady, tried, held)
-        self.ledger.spend(rows, seconds, self.lookahead.plain_seconds(len(rows)), kept, **parts)
+        self.lookahead.record(len(rows), k, end - start, steady, tried, held)
+        parts = {"draft": middle - start, "verify": end - middle} if self.profile else {}
+        self.ledger.spend(rows, end - start, self.lookahead.plain_seconds(len(rows)), kept, **parts)
+        return emitted
 
     def _now(self) -> float:
         if self.profile and torch.cuda.is_available():
@@ -146,7 +114,10 @@ class SpeculativeDecoder(Decoder):
 
     def _read(self, engine: Any, rows: list[Any]) -> Tensor:
         """Let the draft process each row's pending tokens; returns [rows, hidden], its output for the last token."""
-        self._collect_passed()
+        for entries, hidden in self._passed:
+            for pieces, state in zip(entries, hidden.split(1), strict=True):
+                pieces.append(state)
+        self._passed.clear()
         fresh = torch.cat([piece for row in rows for piece in self._fresh[row]])
         counts = [sum(map(len, self._fresh[row])) for row in rows]
         lengths, device = lengths_of(rows), fresh.device
@@ -154,13 +125,6 @@ class SpeculativeDecoder(Decoder):
         tokens = torch.tensor([t for row, n in zip(rows, counts, strict=True) for t in row.tokens[-n:]], device=device)
         out = self.draft(tokens, fresh, positions_of(call, device), call)
         return out.index_select(0, torch.tensor(counts, device=device).cumsum(0) - 1)
-
-    def _collect_passed(self) -> None:
-        """Append the hidden states of steps without drafts to those of their rows."""
-        for entries, hidden in self._passed:
-            for pieces, state in zip(entries, hidden.split(1), strict=True):
-                pieces.append(state)
-        self._passed.clear()
 
     def _draft(self, engine: Any, rows: list[Any], k: int) -> Any:
         """Draft k tokens per row; returns the tokens [rows, k] and the draft distributions [rows, k, vocab]."""

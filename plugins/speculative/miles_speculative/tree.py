@@ -42,8 +42,6 @@ class TreeDecoder(SpeculativeDecoder):
         width: number of candidates per level, and maximum number of children of a node.
     """
 
-    makes_static = False
-
     def __init__(self, draft: Draft, lookahead: Lookahead, width: int, profile: bool = False) -> None:
         super().__init__(draft, lookahead, profile)
         self.width = width
