@@ -12,7 +12,7 @@ from shutil import copytree
 from urllib.parse import unquote_plus
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from miles_core.redact import MARK, redact, redact_variables
@@ -66,9 +66,13 @@ def strings(value: object) -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("where", [{}, {"plugins": (apart.__file__,), "runtime": "apart"}], ids=["inline", "workers"])
 @settings(
-    max_examples=2, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=1,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
 )
 @given(secret=SECRETS)
+@example(secret="Q7z\"'\\<&%+/=:;,#?@é日$x")
 def test_no_file_holds_a_secret(toy_run, tmp_path_factory, where, secret):
     from miles_tools.report.compare import compare
     from miles_tools.report.report import report
