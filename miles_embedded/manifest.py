@@ -98,6 +98,8 @@ SINCE = {
         "in earlier releases its routers and experts are not modules, so they could not be replayed or balanced",
     )
 }
+#: Model type -> a Transformers release whose code for it fails, and how.
+EXCEPT = {"llama4": ("5.24.0", "its Llama4ForConditionalGeneration fails on text alone")}
 #: Supported layer types (``layer_types`` of a configuration). The last two are names for the same type in different releases.
 LAYER_TYPES = {
     "full_attention",
@@ -140,6 +142,9 @@ def _refuse_installation(kind: Any, model: Mapping[str, Any], trusted: bool) -> 
     first, lacked = SINCE.get(str(kind), ("0", ""))
     if Version(has) < Version(first):
         return f"a model of type {kind} with Transformers {has}", f"{lacked}: pip install 'transformers >={first}'"
+    broken, how = EXCEPT.get(str(kind), ("", ""))
+    if has == broken:
+        return f"a model of type {kind} with Transformers {has}", f"{how}: pip install 'transformers !={broken}'"
     types, own = _language_models(), "auto_map" in model
     if not model or kind is None or not types or str(kind) in types or (own and trusted):
         return None

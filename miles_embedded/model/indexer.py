@@ -10,6 +10,8 @@ An indexer has no gradient, as in Transformers. ``torch.topk`` resolves ties.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,7 +68,7 @@ class Indexed:
         """
         mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
         inputs = (self.hidden, self.query, (self.cos, self.sin), mask)
-        index = self.module.forward(*inputs, None, past_key_values=_Keys(extend))
+        index = self.module.forward(*inputs, None, **{_cache_argument(type(self.module)): _Keys(extend)})
         kept = torch.zeros(*index.shape[:2], seen.shape[2], dtype=torch.bool, device=seen.device)
         return kept.scatter_(2, index.long(), True).logical_and_(seen)
 
@@ -138,8 +140,17 @@ class _Chosen:
         return keys
 
 
+@functools.cache
+def _cache_argument(kind: type[nn.Module]) -> str:
+    """Return the name of the cache argument, which Transformers 5.24 renamed."""
+    names = inspect.signature(inspect.unwrap(kind.forward)).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
 def watch_indexer(indexer: nn.Module, call: Callable[[], Any]) -> None:
     """Make the ``Call`` returned by ``call()`` choose instead of ``indexer``; if it is None, the indexer runs normally."""
+
+    name = _cache_argument(type(indexer))
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if call() is None:
@@ -148,10 +159,10 @@ def watch_indexer(indexer: nn.Module, call: Callable[[], Any]) -> None:
         with torch.no_grad():
             choice = call().choose(Indexed(module, hidden[0], query[0], cos[0], sin[0]))
         first = (hidden[:, :1], query[:, :1], (cos[:, :1], sin[:, :1]), hidden.new_zeros(1, 1, 1), None)
-        return first, {"past_key_values": _Chosen(choice)}
+        return first, {name: _Chosen(choice)}
 
     def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> ChosenKeys | None:
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(name)
         return cache.choice if isinstance(cache, _Chosen) else None
 
     indexer.register_forward_pre_hook(before, with_kwargs=True)

@@ -6,6 +6,7 @@ for any other dtype, device or shape the instance forward calls the class's. Cla
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from functools import cache
@@ -164,7 +165,7 @@ def _rotating_forward(base: Any, rotation: Any, dtype: torch.dtype, device: str)
     from the class's code object with only that global rebound. The alternative, changing the global, would affect every model of the
     process.
     """
-    forward: Any = base.forward
+    forward: Any = inspect.unwrap(base.forward)
     original = getattr(forward, "__globals__", {}).get(_ROTATION)
     if original is None or _ROTATION not in forward.__code__.co_names:
         return None
@@ -179,10 +180,21 @@ def _rotating_forward(base: Any, rotation: Any, dtype: torch.dtype, device: str)
             return found
         return rotation(q, cos, sin), rotation(k, cos, sin)
 
-    names = forward.__globals__ | {_ROTATION: rotate}
-    changed = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    changed.__kwdefaults__ = forward.__kwdefaults__
-    return changed
+    return _rebind_global(base.forward, _ROTATION, rotate)
+
+
+def _rebind_global(function: Any, name: str, value: Any) -> Callable[..., Any]:
+    """Copy ``function`` with the global ``name`` rebound to ``value``, inside the decorators around it."""
+    inner = getattr(function, "__wrapped__", None)
+    names, closure = function.__globals__, function.__closure__
+    if inner is None:
+        names = names | {name: value}
+    else:
+        changed = _rebind_global(inner, name, value)
+        closure = tuple(types.CellType(changed) if cell.cell_contents is inner else cell for cell in closure or ())
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _same_rotation(original: Any, rotation: Rotation, dtype: torch.dtype, device: str) -> bool:

@@ -46,7 +46,12 @@ ALIKE |= {"smollm3", "starcoder2", "ernie4_5", "hunyuan_v1_dense", "seed_oss", "
 def test_it_is_what_transformers_computes(family, tmp_path, monkeypatch):
     """By either way to attend on a CPU; every other family with recomputed activations."""
     if lacking(family):
-        assert "pip install 'transformers >=5.13'" in lacking(family) or "is there a newer release?" in lacking(family)
+        fixes = (
+            "pip install 'transformers >=5.13'",
+            "pip install 'transformers !=5.24.0'",
+            "is there a newer release?",
+        )
+        assert any(fix in lacking(family) for fix in fixes)
         pytest.skip(lacking(family))
     number = list(FAMILIES).index(family)
     monkeypatch.setattr("miles_embedded.model.attention._SHORT", 64 * (number // 2 % 2))

@@ -52,9 +52,10 @@ def matching_rule(block: nn.Module) -> Weights:
     assert found is not None
     seen: dict[str, Any] = {}
     handle = found.scores.register_forward_hook(lambda m, a, out: seen.update(logits=_logits(out)))
-    parameter = found.scores.weight
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 64, parameter.shape[-1], generator=generator).to(parameter)
+    weight, generator = found.scores.weight, torch.Generator().manual_seed(0)
+    # Some routers have float32 weights in a model of another dtype, and convert their input.
+    dtype = next((p.dtype for p in found.experts.parameters() if p.is_floating_point()), weight.dtype)
+    hidden = torch.randn(1, 64, weight.shape[-1], generator=generator).to(weight.device, dtype)
     try:
         with torch.no_grad():
             index, given = _choice(found, hidden)
