@@ -118,7 +118,11 @@ def once(
                 victim == "gcs_server"
             ):  # the ranks survive it for a while; with the raylet of the only machine the weights are gone
                 unsaved += _count_unsaved(directory)
-        if (directory / "run/checkpoints").is_dir() and "--save" in command:
+        if not any(
+            (directory / "run/checkpoints").glob("step_*")
+        ):  # killed before its first checkpoint: it starts again
+            shutil.rmtree(directory / "run", ignore_errors=True)
+        elif "--save" in command:
             command[command.index("--save")] = "--load"
     return None if code is None else {**judge(directory, steps, code), "unsaved": unsaved}
 

@@ -73,6 +73,7 @@ LAYERS: list[dict[str, str]] = [
 TOOLS: list[dict[str, str]] = [
     {
         "environment": "core: redact",
+        "output_file": "core: errors redact",
         "progress": "core: observe",
         "sinks": "core: errors redact contracts",
         "profiler": "core: contracts",
@@ -87,16 +88,16 @@ TOOLS: list[dict[str, str]] = [
     {
         "rewards": "http_client core: errors redact data reward contracts",
         "convert": "core: errors nearest lookup data plugin config checkpoint precision",
-        "report": "environment progress samples core: errors version redact plugin observe run mismatch: mismatch",
+        "report": "environment output_file progress samples core: errors version redact plugin observe run mismatch: mismatch",
         "authoring": "core: errors nearest version plugin config",
         "demo": "core: errors plugin observe",
     },
     {
-        "verify": "report core: version data precision contracts mismatch: mismatch",
+        "verify": "output_file report core: version data precision contracts mismatch: mismatch",
     },
     {
         "examine": "rewards convert sinks core: plugin config",
-        "commands": "environment convert report authoring demo verify core: errors plugin config observe checkpoint "
+        "commands": "environment convert report authoring demo verify core: errors redact plugin config observe checkpoint "
         "precision contracts run cli",
     },
 ]

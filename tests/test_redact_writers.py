@@ -8,10 +8,11 @@ import json
 import string
 from contextlib import suppress
 from pathlib import Path
+from shutil import copytree
 from urllib.parse import unquote_plus
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from miles_core.redact import MARK, redact, redact_variables
@@ -62,9 +63,16 @@ def strings(value: object) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", [{}, {"plugins": (apart.__file__,), "runtime": "apart"}], ids=["inline", "workers"])
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=1,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None,
+)
 @given(secret=SECRETS)
+@example(secret="Q7z\"'\\<&%+/=:;,#?@é日$x")
 def test_no_file_holds_a_secret(toy_run, tmp_path_factory, where, secret):
     from miles_tools.report.compare import compare
     from miles_tools.report.report import report
@@ -82,11 +90,11 @@ def test_no_file_holds_a_secret(toy_run, tmp_path_factory, where, secret):
             custom_rm_path=folder / "code.py",
             reward_key="score",
             wandb_group=secret,
-            save_rollouts=10,
             **{name: value for name, value in where.items() if name != "plugins"},
         )
         report(folder / "run")
-        compare([folder / "run", folder / "run"], folder / "run/compare.html")
+        copytree(folder / "run", folder / "again")
+        compare([folder / "run", folder / "again"], folder / "run/compare.html")
     files = {path.relative_to(folder): path for path in (folder / "run").rglob("*") if path.is_file()}
     assert {
         "run.log",

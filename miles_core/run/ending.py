@@ -43,7 +43,8 @@ class Ending:
     def lines(self) -> list[str]:
         """Return the final lines of a run: locations of its results, and the command that continues it."""
         saved = checkpoint_step(Path(self.checkpoint)) if self.checkpoint else 0
-        held = self.checkpoint or "none: run the same command to start again"
+        again = "delete the directory, or choose another one with --save," if self.step else "run the same command"
+        held = self.checkpoint or f"none: {again} to start again"
         if self.step > saved:
             steps = f"step {self.step}" if self.step == saved + 1 else f"steps {saved + 1} to {self.step}"
             held += f"; {steps} could not be saved"

@@ -17,7 +17,7 @@ from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.options import option
 from miles_core.version import __version__
 from miles_runtime.engine_worker import EngineWorker
-from miles_runtime.patience import Patience
+from miles_runtime.patience import Patience, ignore_error
 from miles_runtime.rank_worker import RankWorker
 from miles_runtime.runtime import RemoteRuntime
 from miles_runtime.worker import Order, Worker
@@ -75,6 +75,7 @@ class ApartWorkers(Workers):
             await asyncio.wait([process.killed])  # wait does not cancel the future if this call is cancelled
             raise self.lost(number, "it was killed")
         answer = asyncio.ensure_future(process.worker.answer(method, *_send_copy(args)))
+        answer.add_done_callback(ignore_error)  # an error that comes together with the end of the process
         try:
             await asyncio.wait([answer, process.killed], return_when=asyncio.FIRST_COMPLETED)
         finally:

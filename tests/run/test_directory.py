@@ -81,6 +81,18 @@ def test_the_last_lines_can_be_typed():
     ]
 
 
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (0, "run the same command to start again"),
+        (2, "delete the directory, or choose another one with --save, to start"),
+    ],
+)
+def test_a_run_without_a_checkpoint_says_how_to_start_again(step, words):
+    """``--save`` refuses a directory with the metrics of a step."""
+    assert words in Ending(why="ended", step=step, of=3, directory="run").lines()[1]
+
+
 def _claim(directory):
     from types import SimpleNamespace
 

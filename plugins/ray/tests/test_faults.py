@@ -31,6 +31,7 @@ def reach(run, moment, step):
         return
     flag.touch()
     (HERE / "listeners.json").write_text(json.dumps(listeners()))
+    flag.touch()  # the search took a while, and its time is that of the fault
     kind, victim = what[2:]
     if victim == "driver":
         numbers = [int((HERE / "driver").read_text())]
@@ -169,8 +170,9 @@ def test_the_raylet_dies_and_the_run_ends_with_a_sentence(struck):
 
 @pytest.mark.thorough
 def test_a_run_that_is_to_end_while_a_rank_hangs_ends_in_time(struck):
-    """The weights of the last step are in the rank that hangs, so the checkpoint before it is the last one."""
+    """The weights of the last step are in the rank that hangs, so the checkpoint before it is the last one. --stop-within is 20; the
+    rest is for a busy machine."""
     code, seconds, directory = struck("train", 2, "SIGSTOP", "driver while the rank is stopped", worker_heartbeat=60)
-    assert code == 128 + signal.SIGTERM and seconds < 25, (directory / "output").read_text()[-3000:]
+    assert code == 128 + signal.SIGTERM and seconds < 30, (directory / "output").read_text()[-3000:]
     ended = json.loads((directory / "run/ending.json").read_text())
     assert ended["why"] == "stopped by SIGTERM" and ended["checkpoint"].endswith("step_00000002")
