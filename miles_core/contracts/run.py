@@ -214,9 +214,9 @@ class Run:
                 )
         return [s for s in samples if (s.policy or self.policy.name) == policy.name]
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """Decode token ids to text, including special tokens."""
-        return str(self.tokenizer.decode(tokens))
+        return str(self.tokenizer.decode(list(tokens)))
 
     def prefix_metrics(self, policy: Policy, metrics: dict[str, float]) -> dict[str, float]:
         """Prefix the metric names of a policy with its name, unless it is the only policy that trains."""

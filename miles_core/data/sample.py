@@ -152,7 +152,8 @@ class Sample:
     def mask(self) -> Column:
         """The loss mask over the response, all zeros for a removed sample."""
         if self.loss_mask is not None and not self.remove_sample:
-            return self.loss_mask
+            own: Column = self.loss_mask
+            return own
         return Column(MASK, bytes([not self.remove_sample]) * self.response_length)
 
     def reward_value(self, key: str | None = None) -> float:

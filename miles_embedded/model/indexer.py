@@ -141,7 +141,7 @@ class _Chosen:
 
 
 @functools.cache
-def _cache_argument(kind: type[nn.Module]) -> str:
+def _cache_argument(kind: Any) -> str:
     """Return the name of the cache argument, which Transformers 5.24 renamed."""
     names = inspect.signature(inspect.unwrap(kind.forward)).parameters
     return "cache" if "cache" in names else "past_key_values"
