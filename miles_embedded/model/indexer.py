@@ -68,7 +68,7 @@ class Indexed:
         """
         mask = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
         inputs = (self.hidden, self.query, (self.cos, self.sin), mask)
-        index = self.module.forward(*inputs, None, **{_cache_argument(type(self.module)): _Keys(extend)})
+        index = self.module.forward(*inputs, None, **{_cache_argument(type(self.module).forward): _Keys(extend)})
         kept = torch.zeros(*index.shape[:2], seen.shape[2], dtype=torch.bool, device=seen.device)
         return kept.scatter_(2, index.long(), True).logical_and_(seen)
 
@@ -141,16 +141,16 @@ class _Chosen:
 
 
 @functools.cache
-def _cache_argument(kind: Any) -> str:
+def _cache_argument(forward: Callable[..., Any]) -> str:
     """Return the name of the cache argument, which Transformers 5.24 renamed."""
-    names = inspect.signature(inspect.unwrap(kind.forward)).parameters
+    names = inspect.signature(inspect.unwrap(forward)).parameters
     return "cache" if "cache" in names else "past_key_values"
 
 
 def watch_indexer(indexer: nn.Module, call: Callable[[], Any]) -> None:
     """Make the ``Call`` returned by ``call()`` choose instead of ``indexer``; if it is None, the indexer runs normally."""
 
-    name = _cache_argument(type(indexer))
+    name = _cache_argument(type(indexer).forward)
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if call() is None:
