@@ -83,7 +83,8 @@ class _Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:6]
         *saved, out, sums = ctx.saved_tensors
         if sums is not None and options is None and isinstance(call, PackedCall):
-            fast = call.gradients(grads[0], *saved[:3], out, sums, scaling)
+            query, key, value = saved[:3]
+            fast = call.gradients(grads[0], query, key, value, out, sums, scaling)
             if fast is not None:
                 return None, None, *fast, None, None, None
         with torch.enable_grad():

@@ -69,9 +69,9 @@ def check_attention(
         tiles = torch.stack([start, (rows - start).clamp(max=step), start, none, none, none], 1)
         keys, values = ((Place.of_rows(x), Place.of_rows(x)) for x in (k, v))
         found.append(attend_tiles(q, keys, values, tiles, dim**-0.5, tile, None, kv_heads))
-    expected = scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None].double() for x in (q, k, v)), is_causal=True, enable_gqa=heads != kv_heads
-    )[0].transpose(0, 1)
+    query, key, value = (x.transpose(0, 1)[None].double() for x in (q, k, v))
+    grouped = heads != kv_heads
+    expected = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)[0].transpose(0, 1)
     error = float((found[0] - expected).norm() / expected.norm())
     if not (error < (1e-4 if dtype == torch.float32 else 2e-2) and torch.equal(*found)):
         raise ConfigError(
