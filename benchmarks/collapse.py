@@ -134,7 +134,7 @@ def warm_start(given: argparse.Namespace, seed: int) -> Path:
         sft = f"--sft-data {given.out.resolve()}/task/demonstrations.jsonl --sft-steps {given.sft_steps} --sft-batch-size 256 --sft-lr 2e-3"
         words = f"--hf-checkpoint {place}/model --num-rollout 0 {sft} --export-hf {place}/export {common(given, seed)}"
         train(words, place / "run")
-    return place / "export"
+    return Path(place / "export")
 
 
 def learn(given: argparse.Namespace, arm: str, seed: int) -> list[dict[str, Any]]:

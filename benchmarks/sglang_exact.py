@@ -52,7 +52,7 @@ async def sample_and_score(given: argparse.Namespace) -> dict[str, Any]:
     """Responses of one variant and their scores."""
     plain = base.server_arguments
     more = VARIANTS[given.worker] | {"mem_fraction_static": given.memory, "disable_cuda_graph": True}
-    base.server_arguments = lambda args: plain(args) | more
+    base.server_arguments = lambda given: plain(given) | more
     engine = base.engine_for(given.checkpoint, given, given.work)
     await engine.start()
     asked = base.prompts(given)[::8]
@@ -75,7 +75,7 @@ def score(model: Any, tokens: list[Any], rows: int) -> np.ndarray:
     from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 
     trainer = EmbeddedTrainer(model, TrainerConfig(micro_batch_size=rows))
-    trainer.bind(Callbacks(trainer.forward, lambda *_: None, trainer.optimizer_step))  # type: ignore[arg-type, return-value]
+    trainer.bind(Callbacks(trainer.forward, lambda *_: None, trainer.optimizer_step))  # type: ignore[arg-type]
     samples = [
         Sample(tokens=p + r, response_length=len(r), loss_mask=[1] * len(r), index=i, group_index=i)
         for i, (p, r) in enumerate(tokens)
@@ -101,11 +101,11 @@ def summarize(found: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     from miles_true_on_policy.hooks import make_invariant
 
     device, tokens = "cuda" if torch.cuda.is_available() else "cpu", found["tokens"]
-    plain = score(load_model(checkpoint, torch.bfloat16, device), tokens, 8)
-    model = load_model(checkpoint, torch.bfloat16, device)
+    plain = score(load_model(checkpoint, "bfloat16", device), tokens, 8)
+    model = load_model(checkpoint, "bfloat16", device)
     make_invariant(model)
     exact = score(model, tokens, 8)
-    wide = score(load_model(checkpoint, torch.float32, device), tokens, 8)
+    wide = score(load_model(checkpoint, "float32", device), tokens, 8)
     return {
         "batch": compare(found["alone"], found["together"]),
         "phase": compare(found["sampled"], found["together"]),

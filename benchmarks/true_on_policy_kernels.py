@@ -69,7 +69,7 @@ def measure_attention() -> dict[str, Any]:
         call = PromptCall(Context("train", (0,), torch.arange(rows, device="cuda")), [length] * count)
         both = [
             _median(lambda c=call, a=(q, k, v): c.attend(Layer, *a, 0.088)),
-            _median(lambda c=call, a=(q, k, v): attend_by_tiles(c, Layer, *a, 0.088, None)),
+            _median(lambda c=call, q=q, k=k, v=v: attend_by_tiles(c, Layer, q, k, v, 0.088, None)),
         ]
         found[f"{count}x{length}"] = [round(t, 1) for t in both]
     return found

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
     from miles_embedded.engine.prompts import Prompts
     from miles_embedded.engine.sampling import pick
+    from miles_embedded.engine.static_attention import StaticCall
+    from miles_embedded.kernels.available import kernels_run
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
         engine_usage,
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from miles_embedded.model.experts import Routed, find_routed, routed_blocks
     from miles_embedded.model.export import export_checkpoint
     from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
+    from miles_embedded.model.gpu_operations import with_row_kernels
     from miles_embedded.model.load import (
         build_empty,
         checkpoint_config,
@@ -143,6 +146,7 @@ __all__ = [
     "head",
     "is_constant",
     "is_embedded",
+    "kernels_run",
     "load_model",
     "local_shard",
     "logits_of",
@@ -175,6 +179,7 @@ __all__ = [
     "use_operations",
     "views",
     "wanted_rows",
+    "with_row_kernels",
 ]
 
 __getattr__, __dir__ = make_lazy_exports(
@@ -186,6 +191,8 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.sampling": "pick",
+        "miles_embedded.engine.static_attention": "StaticCall",
+        "miles_embedded.kernels.available": "kernels_run",
         "miles_embedded.memory.model_size": "ModelSize model_size",
         "miles_embedded.memory.usage": "engine_usage engines_gpus longest_sample size_of trainer_parts trainer_usage training_of "
         "wanted_rows",
@@ -197,6 +204,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.storage": "codes_of full_values gather_tensor is_constant local_shard mark_constant mark_hosted",
         "miles_embedded.quantized.encoded": "EncodedParameter encode_weights share_weights",
         "miles_embedded.model.examine": "examine",
+        "miles_embedded.model.gpu_operations": "with_row_kernels",
         "miles_embedded.model.load": "build_empty checkpoint_config has_windows is_embedded load_model make_model prepare "
         "unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",

@@ -9,21 +9,23 @@ from torch import Tensor, nn
 
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.grouped_experts import swiglu_experts, uses_grouped_product
-from miles_embedded.model.operations import operations_of, use_operations
+from miles_embedded.model.operations import Operations, operations_of, use_operations
 
 
 def use_kernels(model: nn.Module) -> None:
     """Let a model on a GPU compute its norms, rotations, gates and experts with these kernels, as far as Triton is installed."""
     device = next(model.parameters()).device
     if kernels_run(device):
-        from miles_embedded.kernels.norm import rms_norm
-        from miles_embedded.kernels.rotation import rotate
-        from miles_embedded.kernels.swiglu import swiglu
+        use_operations(model, replace(with_row_kernels(operations_of(model)), route=_route, experts=_experts))
 
-        table = replace(
-            operations_of(model), norm=rms_norm, rotation=rotate, gate=swiglu, route=_route, experts=_experts
-        )
-        use_operations(model, table)
+
+def with_row_kernels(table: Operations) -> Operations:
+    """Return ``table`` with the kernels of norms, rotations and gates, which compute each row by itself. Triton has to be installed."""
+    from miles_embedded.kernels.norm import rms_norm
+    from miles_embedded.kernels.rotation import rotate
+    from miles_embedded.kernels.swiglu import swiglu
+
+    return replace(table, norm=rms_norm, rotation=rotate, gate=swiglu)
 
 
 def _experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -73,6 +73,26 @@ class Place:
 
 # fmt: off
 @triton.jit
+def _first_key(query, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the first position that the queries at these positions attend to."""
+    first = query * 0
+    if WINDOW > 0:
+        first = tl.maximum(first, query + 1 - WINDOW)
+    if CHUNK > 0:
+        first = tl.maximum(first, query // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
+def _score(x, key, seen, scaling, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scores [TILE, BLOCK] of queries and keys, -inf where a query does not attend."""
+    score = tl.dot(x, tl.trans(key), input_precision="ieee") * scaling
+    if CAPPED:
+        score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
+    return tl.where(seen, score, -float("inf"))
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q, front_keys, front_values, own_keys, own_values, sinks, out, sums, tiles, scaling, cap, rows,
     q_row, q_head, fk_slot, fk_head, fk_row, fv_slot, fv_head, fv_row, ok_slot, ok_head, ok_row, ov_slot, ov_head, ov_row,
@@ -88,27 +108,14 @@ def _attend(  # type: ignore[no-untyped-def]
     member, dim, value_dim = tl.arange(0, TILE), tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
     query, shared_head = member // AT_ONCE, part * AT_ONCE + member % AT_ONCE
     real, head = (query < count) & (shared_head < SHARED), kv_head * SHARED + shared_head
-    place = row + query
-    x = tl.load(
-        q + place[:, None] * q_row + head[:, None] * q_head + dim[None, :], mask=real[:, None] & (dim[None, :] < DIM), other=0.0
-    )
-    last = position + query
-    first = last * 0
-    if WINDOW > 0:
-        first = tl.maximum(first, last + 1 - WINDOW)
-    if CHUNK > 0:
-        first = tl.maximum(first, last // CHUNK * CHUNK)
-    low = position * 0
-    if WINDOW > 0:
-        low = tl.maximum(low, position + 1 - WINDOW)
-    if CHUNK > 0:
-        low = tl.maximum(low, position // CHUNK * CHUNK)
-    end = position + count
+    place, last = row + query, position + query
+    of_query = q + place[:, None] * q_row + head[:, None] * q_head + dim[None, :]
+    x = tl.load(of_query, mask=real[:, None] & (dim[None, :] < DIM), other=0.0)
+    first, low, end = _first_key(last, WINDOW, CHUNK), _first_key(position, WINDOW, CHUNK), position + count
     fk, fv = front_keys + front_slot * fk_slot + kv_head * fk_head, front_values + front_slot * fv_slot + kv_head * fv_head
     ok, ov = own_keys + own_slot * ok_slot + kv_head * ok_head, own_values + own_slot * ov_slot + kv_head * ov_head
 
-    highest = tl.full([TILE], -float("inf"), tl.float32)
-    result = tl.zeros([TILE, BLOCK_VALUE], tl.float32)
+    highest, result = tl.full([TILE], -float("inf"), tl.float32), tl.zeros([TILE, BLOCK_VALUE], tl.float32)
     ones = tl.full([BLOCK, 16], 1.0, own_values.dtype.element_ty)
     totals = tl.zeros([TILE, 16], tl.float32)  # equal columns: no product is narrower
     for start in range(low // BLOCK * BLOCK, end, BLOCK):
@@ -116,28 +123,22 @@ def _attend(  # type: ignore[no-untyped-def]
         known, near = at < end, at < front
         source = tl.where(near, fk + at * fk_row, ok + (at - front) * ok_row)
         key = tl.load(source[:, None] + dim[None, :], mask=known[:, None] & (dim[None, :] < DIM), other=0.0)
-        score = tl.dot(x, tl.trans(key), input_precision="ieee") * scaling
-        if CAPPED:
-            score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
         seen = (at[None, :] <= last[:, None]) & (at[None, :] >= first[:, None]) & known[None, :]
-        score = tl.where(seen, score, -float("inf"))
+        score = _score(x, key, seen, scaling, cap, CAPPED)
         now = tl.maximum(highest, tl.max(score, 1))
         level = tl.where(now == -float("inf"), 0.0, now)  # no visible key so far
         before, weight = tl.exp(highest - level), tl.exp(score - level[:, None])
         source = tl.where(near, fv + at * fv_row, ov + (at - front) * ov_row)
         value = tl.load(source[:, None] + value_dim[None, :], mask=known[:, None] & (value_dim[None, :] < VALUE_DIM), other=0.0)
-        weight = weight.to(value.dtype)
+        weight, highest = weight.to(value.dtype), now
         totals = tl.dot(weight, ones, totals * before[:, None], input_precision="ieee")
         result = tl.dot(weight, value, result * before[:, None], input_precision="ieee")
-        highest = now
     total = tl.max(totals, 1)
     if SINKS:
         sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
         now = tl.maximum(highest, sink)
-        before = tl.exp(highest - now)
-        total = total * before + tl.exp(sink - now)
-        result = result * before[:, None]
-        highest = now
+        before, highest = tl.exp(highest - now), now
+        total, result = total * before + tl.exp(sink - now), result * before[:, None]
     target = out + (place[:, None] * (KV_HEADS * SHARED) + head[:, None]) * VALUE_DIM + value_dim[None, :]
     tl.store(target, (result / total[:, None]).to(out.dtype.element_ty), mask=real[:, None] & (value_dim[None, :] < VALUE_DIM))
     if SUMS:
@@ -192,29 +193,31 @@ def attend_tiles(
     rows, heads, dim = q.shape
     value_dim, shared = values[1].store.shape[-1], heads // kv_heads
     out = values[1].store.new_empty(rows, heads, value_dim)
-    at_once = min(tile.rows, triton.next_power_of_2(shared))
-    constants: dict[str, Any] = {
-        **{"KV_HEADS": kv_heads, "SHARED": shared, "AT_ONCE": at_once, "DIM": dim, "VALUE_DIM": value_dim},
-        **{"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)},
-        **{
-            "SINKS": options.sinks is not None,
-            "SUMS": sums is not None,
-            "FIELDS": FIELDS,
-            "TILE": tile.rows,
-            "BLOCK": BLOCK,
-        },
-        **{
-            "BLOCK_DIM": max(16, triton.next_power_of_2(dim)),
-            "BLOCK_VALUE": max(16, triton.next_power_of_2(value_dim)),
-        },
-        **{"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False},
-    }
+    constants = _constants(tile, shared, options) | {"DIM": dim, "VALUE_DIM": value_dim, "KV_HEADS": kv_heads}
+    constants |= {"BLOCK_DIM": max(16, triton.next_power_of_2(dim))}
+    constants |= {"BLOCK_VALUE": max(16, triton.next_power_of_2(value_dim)), "SUMS": sums is not None}
     places = (keys[0], values[0], keys[1], values[1])
+    stores, strides = [place.store for place in places], [step for place in places for step in place.strides]
     sinks = q if options.sinks is None else options.sinks
-    strides = (q.stride(0), q.stride(1), *(step for place in places for step in place.strides))
-    grid = len(tiles), kv_heads * triton.cdiv(shared, at_once)
+    grid = len(tiles), kv_heads * triton.cdiv(shared, constants["AT_ONCE"])
     if len(tiles):
-        stores = [place.store for place in places]
-        numbers = (tiles, scaling, options.cap or 1.0, rows)
-        _attend[grid](q, *stores, sinks, out, q if sums is None else sums, *numbers, *strides, **constants)
+        numbers = (tiles, scaling, options.cap or 1.0, rows, q.stride(0), q.stride(1), *strides)
+        _attend[grid](q, *stores, sinks, out, q if sums is None else sums, *numbers, **constants)
     return out
+
+
+def _constants(tile: Tile, shared: int, options: AttentionOptions) -> dict[str, Any]:
+    return {
+        "SHARED": shared,
+        "AT_ONCE": min(tile.rows, triton.next_power_of_2(shared)),
+        "WINDOW": options.window,
+        "CHUNK": options.chunk,
+        "CAPPED": bool(options.cap),
+        "SINKS": options.sinks is not None,
+        "FIELDS": FIELDS,
+        "TILE": tile.rows,
+        "BLOCK": BLOCK,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "enable_fp_fusion": False,
+    }

@@ -9,8 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.plugin import ConfigError, hookimpl
-from miles_embedded import Operations, backbone, decoder_layers, head, is_embedded, use_operations
-from miles_embedded.kernels.available import kernels_run
+from miles_embedded import (
+    Operations,
+    backbone,
+    decoder_layers,
+    head,
+    is_embedded,
+    kernels_run,
+    use_operations,
+    with_row_kernels,
+)
 from miles_true_on_policy.attention import attend
 from miles_true_on_policy.log_probs import log_probs, log_softmax, supported_log_probs
 from miles_true_on_policy.mode import compute_inside
@@ -55,14 +63,14 @@ def make_operations(device: torch.device) -> Operations:
     )
     if device.type != "cuda":
         return table
-    from miles_embedded.kernels.norm import rms_norm
-    from miles_embedded.kernels.rotation import rotate
-    from miles_embedded.kernels.swiglu import swiglu
+    fast = with_row_kernels(table)
+    row_norm = fast.norm
+    assert row_norm is not None
 
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x.contiguous(), weight, eps)  # which layout a block of rows has depends on their strides
+        return row_norm(x.contiguous(), weight, eps)  # the layout of a block of rows depends on their strides
 
-    return replace(table, norm=norm, rotation=rotate, gate=swiglu)
+    return replace(fast, norm=norm)
 
 
 def check_device(device: torch.device) -> None:

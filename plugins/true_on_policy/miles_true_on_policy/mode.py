@@ -73,7 +73,7 @@ def _reduce(function: Callable[..., Any], mean: bool, x: Any, *args: Any, **kwar
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     keep = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
     plain = len(args) <= 2 and kwargs.keys() <= {"dim", "keepdim"}
-    if not isinstance(dim, int) or not plain or not products.uses_kernels(x) or x.dtype not in _HALF_AND_FLOAT:
+    if not plain or not isinstance(dim, int) or not products.uses_kernels(x) or x.dtype not in _HALF_AND_FLOAT:
         return function(x, *args, **kwargs)
     total = sum_rows(x.float(), dim).unsqueeze(dim)
     found = (total / x.shape[dim] if mean else total).to(x.dtype)

@@ -70,8 +70,8 @@ def check_attention(
         keys, values = ((Place.of_rows(x), Place.of_rows(x)) for x in (k, v))
         found.append(attend_tiles(q, keys, values, tiles, dim**-0.5, tile, None, kv_heads))
     query, key, value = (x.transpose(0, 1)[None].double() for x in (q, k, v))
-    causal = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != kv_heads)
-    expected = causal[0].transpose(0, 1)
+    grouped = heads != kv_heads
+    expected = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)[0].transpose(0, 1)
     error = float((found[0] - expected).norm() / expected.norm())
     if not (error < (1e-4 if dtype == torch.float32 else 2e-2) and torch.equal(*found)):
         raise ConfigError(
