@@ -125,6 +125,7 @@ __all__ = [
     "Prompts",
     "Released",
     "Routed",
+    "StaticCall",
     "active_context",
     "add_layer",
     "add_value_head",

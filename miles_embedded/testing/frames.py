@@ -15,6 +15,7 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
 from miles_core.contracts.engine import Request, Response, Sampling
+from miles_core.data.column import Column
 
 _HEAD = struct.Struct("<II")
 
@@ -62,7 +63,8 @@ def pack_response(response: Response) -> tuple[dict[str, Any], bytes]:
             arrays[f"{name}/values"] = np.concatenate(rows) if rows else np.zeros(0, np.int32)
         else:
             arrays[name] = np.ascontiguousarray(rows)
-    return {k: v for k, v in vars(response).items() if k != "extras"}, save_arrays(arrays)
+    plain = {k: v.tolist() if isinstance(v, Column) else v for k, v in vars(response).items() if k != "extras"}
+    return plain, save_arrays(arrays)
 
 
 def unpack_response(data: dict[str, Any], payload: bytes) -> Response:
