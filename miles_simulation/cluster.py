@@ -175,6 +175,9 @@ class TrainerWorkers(Workers):
             ledger.forget(sample.index)
         return {}, []
 
+    async def _do_collect_digests(self) -> dict[str, Any]:
+        return {}  # a virtual trainer writes no file
+
     async def _do_push(self, version: int, plain: bool, push: int) -> SyncReport:
         seconds = self.setup.speed.sync
         await asyncio.sleep(seconds)

@@ -84,11 +84,12 @@ TOOLS: list[dict[str, str]] = [
         "http_client": "core: errors redact",
         "hints": "core: miles_core.plugin",
         "help": "core: errors nearest config",
+        "command_line": "core: config",
     },
     {
         "rewards": "http_client core: errors redact data reward contracts",
         "convert": "core: errors nearest lookup data plugin config checkpoint precision",
-        "report": "environment output_file progress samples core: errors version redact plugin observe run mismatch: mismatch",
+        "report": "environment output_file progress samples core: errors version plugin observe run mismatch: mismatch",
         "authoring": "core: errors nearest version plugin config",
         "demo": "core: errors plugin observe",
     },

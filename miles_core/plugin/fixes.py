@@ -148,6 +148,8 @@ class _Search:
             begun, _ = self.attempt(change)
             rejected = check(begun.requested, self.manifests, begun.facts)
             for fix in find_fixes(begun.requested, self.manifests, begun.facts, rejected, drops, self.startable, False):
+                if any(fix.facts.value(path) != value for path, value in change.values.items()):
+                    continue  # it takes the first change back
                 listed = change.drop and fix.text.startswith("--plugins ")
                 yield fix if listed else replace(fix, text=_join([change.text, fix.text]))
 

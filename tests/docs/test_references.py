@@ -14,7 +14,7 @@ TEXTS = [
     and path.name not in ("CHANGELOG.md", "test_references.py")
 ]
 #: ``miles_core.precision.format.Format``, and ``miles_core/loop.py``.
-DOTTED = re.compile(r"\b(miles_(?:core|embedded)(?:\.[A-Za-z]\w*)+)")
+DOTTED = re.compile(r"(?<!api/)\b(miles_(?:core|embedded)(?:\.[A-Za-z]\w*)+)")
 PATH = re.compile(r"(?<![\w./-])((?:miles_core|miles_embedded|docs|benchmarks)/[\w./-]*\w)")
 
 

@@ -130,7 +130,10 @@ def test_adapters_have_gradients_and_states_and_the_base_has_none(checkpoint):
 def test_sizes_that_divide_but_do_not_fit_are_offered_with_what_makes_them_fit(checkpoint):
     given = {name: value for name, value in SLIME.items() if name != "expert_tensor_parallel_size"}
     given |= {"hf_checkpoint": checkpoint("qwen3-30b-a3b"), "facts": ["hardware=8xH200"]}
+    given |= {"recompute_granularity": None, "max_tokens_per_gpu": 60000}
     with pytest.raises(PlanError) as error:
-        plan(**given | {"sglang_mem_fraction_static": 0.9})
-    found = re.search(r"--expert-tensor-parallel-size 1 --sglang-mem-fraction-static (\S+)", str(error.value))
-    plan(**given | {"expert_tensor_parallel_size": 1, "sglang_mem_fraction_static": float(found[1])})
+        plan(**given)
+    fixes = [line.strip() for line in str(error.value).partition("would do:")[2].splitlines() if line.strip()]
+    assert "--expert-tensor-parallel-size 1 --optimizer-cpu-offload --optimizer-offload-fraction 0.5" in fixes
+    assert all(fix.count("--expert-model-parallel-size") < 2 for fix in fixes)  # no change is taken back by the next
+    plan(**given | {"expert_tensor_parallel_size": 1, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5})
