@@ -6,7 +6,7 @@ run: the plan reads its ``config.json`` and the headers of its weights, then eng
 outcome is one of
 
 - ``exact``: scores, greedy generation, gradients and export are those of Transformers;
-- ``refused``: the plan refuses it, with the reason (a class of which no tiny model can be made is examined with its default sizes, without
+- ``refused``: the plan refuses it, with the reason (a class without a tiny model is examined with its default sizes, without
   weights);
 - ``late``: the plan accepts it, and it fails afterwards;
 - ``wrong``: it runs, and computes something else;
@@ -81,7 +81,7 @@ def judge(kind: str, directory: Path) -> tuple[str, str]:
 
 
 def refusal_of_defaults(kind: str, directory: Path) -> str:
-    """Why the plan refuses a checkpoint with the class's default sizes, of which no tiny model could be made; empty where it does not refuse
+    """Why the plan refuses a checkpoint with the default sizes of a class without a tiny model; empty where it does not refuse
     it, or where the defaults make no model at all."""
     try:
         CONFIG_MAPPING[kind]().save_pretrained(directory)

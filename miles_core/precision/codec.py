@@ -186,7 +186,7 @@ class Codec:
             if not format.shows:
                 finite.add(name, tensor, stays=unit.lasting and tensor is tensors[name])
         stats = _shared_stats(format, chosen, list(tensors))
-        found = [_quantized(format, n, chosen[n], stats[n], room) if n in chosen else _plain(unit, n) for n in tensors]
+        found = [_quantize(format, n, chosen[n], stats[n], room) if n in chosen else _plain(unit, n) for n in tensors]
         for encoded in found if format.shows else ():
             if (name := encoded.name) in chosen:
                 weight, shows = chosen[name], encoded.parts[part_name(name, format.shows)]
@@ -301,7 +301,7 @@ class _Waiting:
         return [name for name, _ in taken], [weight for _, weight in taken], outs
 
 
-def _quantized(format: Format, name: str, weight: Tensor, stats: Tensor | None, room: Room | None) -> Encoded:
+def _quantize(format: Format, name: str, weight: Tensor, stats: Tensor | None, room: Room | None) -> Encoded:
     return Encoded(
         name, name_parts(name, format.quantize(weight, stats, _room(format, name, weight, room))), format.name
     )

@@ -141,7 +141,7 @@ def take_apart(name: str, shape: tuple[int, ...], family: Family) -> list[Expert
             "checkpoint with a tensor for each expert, or leave the experts alone"
         )
     stem, down = found[1], found[2] == DOWN
-    transposed = _transposed(name, shape, family, joining, down)
+    transposed = _is_transposed(name, shape, family, joining, down)
     rows, columns = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
     if not down and rows % 2:
         raise CheckpointError(f"{name} {list(shape)} should hold gate and up in equal halves of {rows}")
@@ -154,7 +154,7 @@ def take_apart(name: str, shape: tuple[int, ...], family: Family) -> list[Expert
     ]
 
 
-def _transposed(name: str, shape: tuple[int, ...], family: Family, joining: Joining, down: bool) -> bool:
+def _is_transposed(name: str, shape: tuple[int, ...], family: Family, joining: Joining, down: bool) -> bool:
     """Return whether this tensor is stored transposed: as usual for the family, unless only the other orientation fits ``hidden``.
 
     Transformers saves qwen3_vl_moe in the opposite orientation of its published checkpoints."""
