@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from miles_testing.quantized_engine_contract import QuantizedEngineContract
     from miles_testing.ranked_trainer_contract import RankedTrainerContract
     from miles_testing.ranks import RankError, Ranks
+    from miles_testing.run_contract import OptimizerContract, RewardContract, RolloutFunctionContract, RunContract
     from miles_testing.runtime_contract import RuntimeContract
     from miles_testing.tiny import tiny_checkpoint, tiny_tokenizer
     from miles_testing.trainer_contract import Setup, TrainerContract
@@ -27,11 +28,15 @@ __all__ = [
     "FormatContract",
     "FormatPluginContract",
     "Limits",
+    "OptimizerContract",
     "PromptSourceContract",
     "QuantizedEngineContract",
     "RankError",
     "RankedTrainerContract",
     "Ranks",
+    "RewardContract",
+    "RolloutFunctionContract",
+    "RunContract",
     "RuntimeContract",
     "Setup",
     "ToyRun",
@@ -54,6 +59,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_testing.quantized_engine_contract": "QuantizedEngineContract",
         "miles_testing.ranked_trainer_contract": "RankedTrainerContract",
         "miles_testing.ranks": "RankError Ranks",
+        "miles_testing.run_contract": "OptimizerContract RewardContract RolloutFunctionContract RunContract",
         "miles_testing.runtime_contract": "RuntimeContract",
         "miles_testing.tiny": "tiny_checkpoint tiny_tokenizer",
         "miles_testing.trainer_contract": "Setup TrainerContract",

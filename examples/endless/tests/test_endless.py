@@ -4,7 +4,7 @@ import pytest
 
 from miles_core.plugin import ConfigError
 from miles_endless.sums import Sums, make_prompts
-from miles_testing import PromptSourceContract, toy_run
+from miles_testing import PromptSourceContract, RewardContract, toy_run
 
 OPTIONS = {"prompts": "sums", "prompt_data": "9", "rm_type": "novelty", "custom_rm_path": None}
 
@@ -17,6 +17,11 @@ class TestSums(PromptSourceContract):
 class TestHeldOutSums(PromptSourceContract):
     def make(self):
         return make_prompts("9", "evaluation")
+
+
+class TestNovelty(RewardContract):
+    plugins = ("endless",)
+    options = OPTIONS
 
 
 def test_a_resumed_run_goes_on_with_the_next_sum(tmp_path):

@@ -9,6 +9,7 @@ from miles_coevolution import plugin
 from miles_coevolution.hooks import LEAGUE
 from miles_core.observe.hints import Hints
 from miles_core.plugin import DataError, MilesError
+from miles_testing import RolloutFunctionContract
 from miles_testing import toy_run as make_run
 from miles_testing.doubles import apart
 
@@ -24,6 +25,11 @@ def on_start(run):
 def on_sample(run, sample):
     run.stash["samples"].append((run.step, sample))
 """
+
+
+class TestNim(RolloutFunctionContract):
+    plugins = ("coevolution",)
+    options = NIM | {"co_evolution_past_versions": 2}
 
 
 @pytest.fixture(scope="module")

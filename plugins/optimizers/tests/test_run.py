@@ -4,13 +4,29 @@ import pytest
 import torch
 
 from miles_core.plugin import PlanError
-from miles_testing import plan, toy_run
+from miles_testing import OptimizerContract, plan, toy_run
 
 OPTIONS = {
     "muon": {"optimizer": "muon", "muon_lr": 2e-3},
     "adamw8bit": {"optimizer": "adamw8bit"},
     "adamw-offload": {"optimizer": "adamw-offload", "offload_optimizer": True},
 }
+
+
+#: Without a learning rate of its own.
+MUON = {"optimizer": "muon"}
+
+
+class TestMuon(OptimizerContract):
+    options = MUON
+
+
+class TestEightBit(OptimizerContract):
+    options = OPTIONS["adamw8bit"]
+
+
+class TestOnTheHost(OptimizerContract):
+    options = OPTIONS["adamw-offload"]
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -9,12 +9,22 @@ import torch
 from safetensors.torch import load_file
 
 from miles_core.plugin import ConfigError
-from miles_testing import toy_run
+from miles_testing import RunContract, toy_run
 
 #: A runtime with trainer and engines in separate processes, loaded by its path.
 APART = str(files("miles_testing") / "doubles" / "apart.py")
 OPTIONS = {"advantage_estimator": "ppo", "critic_lr": 1e-2, "lr": 1e-3, "normalize_advantages": True}
 SHARED = {**OPTIONS, "critic_trunk": "policy"}
+
+
+class TestCritic(RunContract):
+    plugins = ("ppo",)
+    options = OPTIONS
+
+
+class TestHeadOnTheTrunk(RunContract):
+    plugins = ("ppo",)
+    options = SHARED
 
 
 def weights(run):
