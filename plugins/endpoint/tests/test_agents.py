@@ -255,7 +255,10 @@ def drafting_model(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "schedule",
-    [{"schedule": "async"}, {"partial_rollout": True, "over_sampling_batch_size": 3}],
+    [
+        pytest.param({"schedule": "async"}, marks=pytest.mark.thorough),
+        {"partial_rollout": True, "over_sampling_batch_size": 3},
+    ],
     ids=["async", "partial"],
 )
 def test_sessions_across_updates_with_routing_replay_drafts_and_importance_weights(train, drafting_model, schedule):

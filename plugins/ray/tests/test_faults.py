@@ -134,6 +134,7 @@ def log_of(directory):
     return (directory / "run/run.log").read_text()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_in_its_push_costs_one_replacement(struck):
     code, _, directory = struck("push", 2, "SIGKILL", "trainer-0", ranks=2)
     assert code == 0, (directory / "output").read_text()[-3000:]

@@ -27,7 +27,9 @@ def outcome_of(directory, installed):
     return done.stdout
 
 
-@pytest.mark.parametrize(("installed", "says"), [(False, "2 passed, 1 skipped"), (True, "3 passed")])
+@pytest.mark.parametrize(
+    ("installed", "says"), [(False, "2 passed, 1 skipped"), pytest.param(True, "3 passed", marks=pytest.mark.thorough)]
+)
 def test_a_new_plugin_passes_its_own_tests(tmp_path, installed, says):
     directory = tmp_path / "made"
     files = write_plugin("my_format", directory)
@@ -42,7 +44,7 @@ def test_a_new_plugin_passes_its_own_tests(tmp_path, installed, says):
     assert says in outcome_of(directory, installed)
 
 
-@pytest.mark.parametrize(("installed", "least"), [(False, 15), (True, 22)])
+@pytest.mark.parametrize(("installed", "least"), [(False, 15), pytest.param(True, 22, marks=pytest.mark.thorough)])
 def test_a_new_number_format_passes_its_own_tests(tmp_path, installed, least):
     directory = tmp_path / "made"
     files = write_plugin("my_format", directory, format=True)
