@@ -123,7 +123,7 @@ def _placement(row: dict[str, Any]) -> list[str]:
     if row["engine_dp"] > 1:
         found += ["--sglang-dp-size", str(row["engine_dp"]), "--sglang-enable-dp-attention"]
     if row["mem_fraction"]:
-        # vLLM's share is of the whole GPU and contains activations, about a tenth of it. SGLang's contains none, and is of what is free: a
+        # vLLM's share refers to the whole GPU and includes activations, about a tenth of it. SGLang's excludes them and refers to free memory: a
         # sleeping trainer keeps 2 GB
         share = row["mem_fraction"]
         if row["engine"] == "vllm":

@@ -163,7 +163,7 @@ class SampleSaver:
             await asyncio.shield(asyncio.wrap_future(pending))
 
     def _write_elsewhere(self, part: Path, rows: Sequence[Row], count: int) -> None:
-        """Write rows to ``part`` with ``count`` processes, each of which compresses a part of them."""
+        """Write rows to ``part`` with ``count`` processes; each compresses a part of them."""
         while len(self._processes) < count:
             self._processes.append(WriterProcess())
         shares = list(divide(rows, count))

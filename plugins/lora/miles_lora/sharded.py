@@ -50,7 +50,7 @@ class Part:
 
 
 class ShardedAdapters:
-    """The adapters of one policy, of which this rank has a part.
+    """This rank's part of the adapters of one policy.
 
     Args:
         model: the policy's model without weights, whose layers the targets are.
@@ -151,7 +151,7 @@ class ShardedAdapters:
         return result
 
     def squared_norm(self) -> Tensor:
-        """Return the squared Frobenius norm of what all adapters add to the weights. A collective."""
+        """Return the squared Frobenius norm of the sum of all adapters' weight changes. A collective."""
         total = torch.zeros((), device=self.parts[0].lora_A.device)
         for part in self._leading():
             a, b = part.lora_A.detach().float(), part.lora_B.detach().float()

@@ -48,7 +48,7 @@ class Matrix:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the first of those that store the parameters of this matrix (see ``add_parameter``)."""
+        """Whether this rank is the first one that stores the parameters of this matrix (see ``add_parameter``)."""
         return not any(self._replica())
 
     def _replica(self) -> tuple[int, int]:
