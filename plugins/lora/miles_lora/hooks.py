@@ -38,7 +38,7 @@ class Trained:
         return {n: (full_values(a.lora_A), full_values(a.lora_B)) for n, a in self.adapters.items()}
 
     def squared_norm(self) -> Tensor:
-        """Return the squared Frobenius norm of the sum of all adapters' weight changes. A collective if ranks divide them."""
+        """Return the squared Frobenius norm of all weight changes by adapters. A collective if ranks divide them."""
         return torch.stack([squared_norm(self.adapters[n], a, b) for n, (a, b) in self.matrices().items()]).sum()
 
     def base(self) -> Iterator[Unit]:

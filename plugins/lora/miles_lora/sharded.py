@@ -151,7 +151,7 @@ class ShardedAdapters:
         return result
 
     def squared_norm(self) -> Tensor:
-        """Return the squared Frobenius norm of the sum of all adapters' weight changes. A collective."""
+        """Return the squared Frobenius norm of all weight changes by adapters. A collective."""
         total = torch.zeros((), device=self.parts[0].lora_A.device)
         for part in self._leading():
             a, b = part.lora_A.detach().float(), part.lora_B.detach().float()
