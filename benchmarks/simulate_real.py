@@ -180,6 +180,12 @@ def compare(found: dict[tuple[int, int], list[Step]], directory: Path) -> tuple[
         length = statistics.fmean(n for s in real for n in s.lengths)
         row = {"prompts": prompts, "longest": longest, "mean_length": round(length, 1), "measured": round(seconds, 4)}
         row |= {"simulated": round(seconds * (1 + errors[""]), 4), "error": round(errors[""], 3)}
+        rest, train = speeds[""]["--train-seconds-per-step"], speeds[""]["--train-seconds-per-token"]
+        trained = statistics.fmean(s.rest for s in real)
+        row |= {
+            "measured_training": round(trained, 4),
+            "fitted_training": round(rest + train * statistics.fmean(s.tokens for s in real), 4),
+        }
         rows.append(row | {"error_without": {w: round(errors[w], 3) for w in VARIANTS if w}})
         print(rows[-1], file=sys.stderr, flush=True)
     own = speeds[""]
