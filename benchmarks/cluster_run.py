@@ -76,7 +76,12 @@ def flags_of(given: Any, checkpoint: Path, directory: Path) -> list[str]:
     """Return the options of the run."""
     cpu = given.device == "cpu"
     if given.warm:
-        place, plugins, steps, tokens = "--engine sglang", given.plugins.replace(",zero_copy", ""), 1, 16
+        place, plugins, steps, tokens = (
+            "--engine sglang --no-self-check",
+            given.plugins.replace(",zero_copy", ""),
+            1,
+            16,
+        )
     else:
         ranks = 1 if given.separate else 2
         place = f"--runtime ray --trainer megatron --engine sglang --actor-num-gpus-per-node {ranks}"
