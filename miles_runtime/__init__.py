@@ -15,7 +15,7 @@ from miles_core.lookup import make_lazy_exports
 if TYPE_CHECKING:
     from miles_runtime.engine_worker import EngineWorker
     from miles_runtime.inline import InlineRuntime
-    from miles_runtime.output import last_lines, write_there
+    from miles_runtime.output import last_lines, worker_name, write_there
     from miles_runtime.rank_worker import RankWorker
     from miles_runtime.restarts import Restarts
     from miles_runtime.runtime import RemoteRuntime
@@ -33,6 +33,7 @@ __all__ = [
     "Workers",
     "last_lines",
     "short_of_memory",
+    "worker_name",
     "write_there",
 ]
 
@@ -41,7 +42,7 @@ __getattr__, __dir__ = make_lazy_exports(
     {
         "miles_runtime.engine_worker": "EngineWorker",
         "miles_runtime.inline": "InlineRuntime",
-        "miles_runtime.output": "last_lines write_there",
+        "miles_runtime.output": "last_lines worker_name write_there",
         "miles_runtime.rank_worker": "RankWorker",
         "miles_runtime.runtime": "RemoteRuntime",
         "miles_runtime.worker": "Order Worker",

@@ -31,6 +31,11 @@ plugin = Plugin(
     | {
         "--sglang-cuda-graph-bs": {"**": "--sglang-cuda-graph-bs-decode {list}"},
         "--sglang-enable-ep-moe": {"": ""},
+        "--sglang-enable-deepep-moe": {"": "--sglang-moe-a2a-backend deepep"},
+        "--sglang-expert-parallel-size": {"*": "--sglang-ep-size {}"},
+        "--sglang-data-parallel-size": {"*": "--sglang-dp-size {}"},
+        "--sglang-pipeline-parallel-size": {"*": "--sglang-pp-size {}"},
+        "--sglang-server-concurrency": {"*": "--max-running-requests {}"},
     },
     provides={"engine": {"sglang": "miles_sglang.build:make_engine"}},
     capabilities={

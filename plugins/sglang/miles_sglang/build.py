@@ -11,7 +11,7 @@ from typing import Any
 
 from miles_core.format import Codec, make_codec
 from miles_core.plugin import CheckpointError, ConfigError, config_facts, model_facts, moe_layers
-from miles_runtime import Restarts
+from miles_runtime import Restarts, worker_name
 from miles_sglang import HEADS, inside, loader, plugin
 from miles_sglang.config import server_arguments
 from miles_sglang.engine import IN_PLACE, SglangEngine
@@ -127,7 +127,8 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     def detokenize(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-    return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, run.directory / "sglang", choices)
+    directory = run.directory / "sglang" / worker_name()  # the engines of a run write their files at the same time
+    return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, directory, choices)
 
 
 def _adapters(run: Any, config: Any) -> dict[str, Any]:
