@@ -27,13 +27,15 @@ from miles_core.checkpoint.digest import CHUNK, FileDigest
 from miles_core.checkpoint.directory import Checkpoints, check_files, seal
 from miles_core.checkpoint.tensor_file import Saving, write_tensors
 from miles_core.contracts.schedule import Position
+from miles_core.data.column import TOKENS, Column
 from miles_core.data.sample import Sample
 from miles_core.observe.timer import Clock
+from miles_core.rollout.queue import Prompt
 from miles_core.run.checkpoints import RunCheckpoints
 
 TENSOR = 256 << 20  # bytes
 #: Samples that wait for training, their tokens, and prompts in use.
-SAMPLES, TOKENS, PROMPTS = 1024, 8192, 8192
+SAMPLES, LENGTH, PROMPTS = 1024, 8192, 8192
 
 
 def forget(directory: Path) -> None:
@@ -113,12 +115,11 @@ class Schedule:
     """Holds finished samples and prompts in use."""
 
     def __init__(self) -> None:
-        prompts = [
-            {"text": "x" * 400, "tokens": [7] * 200, "label": "1", "metadata": {"row": n}} for n in range(PROMPTS)
-        ]
+        tokens = Column(TOKENS, [7] * 200)
+        prompts = [Prompt("x" * 400, tokens, "1", {"row": n}, n).to_json() for n in range(PROMPTS)]
         samples = tuple(
             Sample(
-                tokens=[7] * TOKENS, response="x" * TOKENS, response_length=TOKENS, rollout_log_probs=[-0.5] * TOKENS
+                tokens=[7] * LENGTH, response="x" * LENGTH, response_length=LENGTH, rollout_log_probs=[-0.5] * LENGTH
             )
             for _ in range(SAMPLES)
         )
@@ -129,6 +130,8 @@ class Schedule:
 
     def load_state(self, position: Position) -> None:
         assert len(position.samples) == SAMPLES
+        for prompt in position.data["prompts"]["waiting"]:
+            Prompt.from_json(prompt)
 
 
 async def measure_gaps(root: Path, tensors: dict[str, torch.Tensor], files: int) -> dict[str, float]:
@@ -158,6 +161,7 @@ async def measure_gaps(root: Path, tensors: dict[str, torch.Tensor], files: int)
         assert await make(await asyncio.to_thread(Checkpoints(root / "checkpoints").load)).resume()
 
     work = {
+        "nothing": lambda: asyncio.sleep(2),  # gaps that the machine causes
         "save": lambda: save(False),
         "save again": lambda: save(False),
         "async save": lambda: save(True),
@@ -221,7 +225,7 @@ def main() -> None:
         "gb_per_second": {n: round(size / s / 1e9, 2) for n, s in seconds.items() if not n.startswith("longest")},
         "save_of_disk": round(seconds["plain write"] / seconds["save"], 2),
         "check_of_disk": round(seconds["plain read"] / seconds["check"], 2),
-        "held": {"samples": SAMPLES, "tokens": SAMPLES * TOKENS, "prompts": PROMPTS},
+        "held": {"samples": SAMPLES, "tokens": SAMPLES * LENGTH, "prompts": PROMPTS},
         "milliseconds_of_the_longest_gap": gaps,
     }
     finish("checkpoint_speed", result, given.save, lambda: installed("torch"))

@@ -6,6 +6,7 @@ Samples are stored as tensors and JSON through a ``Store``, so reading a checkpo
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,13 +37,16 @@ def put_samples(store: Store, name: str, samples: Sequence[Sample]) -> None:
         for key, value in row.items():
             if key != "fields":
                 row[key] = _plain(value, f"sample {sample.index}: {key}")
-        rows.append(row)
-    store.put(name, tensors, rows)
+        rows.append(json.dumps(row))
+    tensors["rows"] = torch.from_numpy(np.frombuffer("\n".join(rows).encode(), np.uint8).copy())
+    store.put(name, tensors)
 
 
 def get_samples(store: Store, name: str) -> list[Sample]:
     """Return the samples that ``put_samples`` saved, with the same dtypes."""
     tensors, rows = store.get(name)
+    if rows is None:  # a line for each sample: other threads wait for each call of ``json.loads``
+        rows = [json.loads(line) for line in tensors["rows"].numpy().tobytes().splitlines()]
     samples, starts = [], dict.fromkeys(COLUMNS, 0)
     for position, row in enumerate(rows):
         for key in COLUMNS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
@@ -210,14 +211,16 @@ class Prompt:
         return range(self.group_index * count, (self.group_index + 1) * count)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields except ``group_index``."""
-        data = {"text": self.text, "tokens": list(self.tokens), "label": self.label, "metadata": self.metadata}
+        """Return all fields except ``group_index``; token ids are int32 in base64."""
+        tokens = b64encode(self.tokens).decode()
+        data = {"text": self.text, "tokens": tokens, "label": self.label, "metadata": self.metadata}
         return data | ({"policy": self.policy} if self.policy else {})
 
     @classmethod
     def from_json(cls, data: dict[str, Any], group_index: int = -1) -> Prompt:
         """Inverse of ``to_json``, with the given ``group_index``."""
-        tokens, policy = as_column(data["tokens"], TOKENS), data.get("policy", "")
+        saved, policy = data["tokens"], data.get("policy", "")
+        tokens = Column(TOKENS, b64decode(saved) if isinstance(saved, str) else saved)  # earlier versions: a list
         return cls(data["text"], tokens, data["label"], data["metadata"], group_index, policy)
 
 
