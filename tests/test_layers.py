@@ -78,6 +78,7 @@ TOOLS: list[dict[str, str]] = [
         "sinks": "core: errors redact contracts",
         "profiler": "core: contracts",
         "samples": "core: errors redact data contracts",
+        "parquet": "core: errors data",
     },
     {
         "native": "environment core: errors",

@@ -99,6 +99,12 @@ class Choices:
         """Whether a request's seed determines its tokens."""
         return bool(self.arguments.get("enable_deterministic_inference")) and not self.speculative
 
+    @property
+    def versioned(self) -> bool:
+        """Whether the scheduler code of this plugin records the weight version of each token (``retraction``)."""
+        separate = self.arguments.get("enable_dp_attention") or (self.arguments.get("pp_size") or 1) > 1
+        return not self.url and not separate
+
 
 def make_engine(run: Any, policy: Any) -> SglangEngine:
     """Provider of ``--engine sglang``."""
@@ -171,16 +177,15 @@ def assemble(
     described, config = layout(checkpoint, codec), _text_config(Path(checkpoint))
     check_blocks(config, codec)
     context = choices.max_context or int(config["max_position_embeddings"])
-    link: Link
     if choices.url:
-        link = ServerLink(choices.url, choices.startup_timeout, choices.arguments)
+        link: Link = ServerLink(choices.url, choices.startup_timeout, choices.arguments)
     else:
         model = _model(checkpoint, described, codec, directory)
         if codec.format is not None and codec.format.name not in IN_PLACE:
             model = _COMPILES | model
         arguments = _arguments(choices, model, context)
-        environment = _environment(choices.device, _experts(config, choices))
-        link = ProcessLink(arguments, directory / "sglang.log", choices.startup_timeout, environment)
+        variables = _environment(choices.device, _experts(config, choices))
+        link = ProcessLink(arguments, directory / "sglang.log", choices.startup_timeout, variables)
     translator = Translator(
         detokenize,
         context,
@@ -188,6 +193,7 @@ def assemble(
         routing=_routing(config, choices),
         supports=not choices.speculative,
         seed=choices.seed if choices.keyed else None,
+        versioned=choices.versioned,
     )
     settings = Settings(
         translator,
@@ -235,6 +241,7 @@ def _capabilities(translator: Translator, choices: Choices) -> frozenset[str]:
         "keyed_sampling": translator.seed is not None,
         "draft": choices.drafts,
         "sleep": bool(choices.arguments.get("enable_memory_saver")),
+        "token_versions": translator.versioned,
     }
     return frozenset(c.name for c in plugin.list_capabilities("engine") if holds.get(c.name, True))
 
