@@ -13,6 +13,7 @@ from miles_core.format import Codec, make_codec
 from miles_core.plugin import CheckpointError, ConfigError, config_facts, model_facts, moe_layers
 from miles_runtime import Restarts
 from miles_sglang import HEADS, inside, loader, plugin
+from miles_sglang.capture import graph_arguments
 from miles_sglang.config import server_arguments
 from miles_sglang.engine import IN_PLACE, SglangEngine
 from miles_sglang.link import Link
@@ -210,9 +211,10 @@ def assemble(
 def _arguments(choices: Choices, model: Mapping[str, Any], context: int) -> dict[str, Any]:
     """Return the arguments of ``ServerArgs``; the user's arguments override the engine's defaults."""
     shared = {} if choices.share is None else {"mem_fraction_static": choices.share}
+    graphs = graph_arguments(choices.arguments, choices.max_running_requests)
     return {
         **_DEFAULTS,
-        **(_ON_CPU if choices.device == "cpu" else shared),
+        **(_ON_CPU if choices.device == "cpu" else shared | graphs),
         **model,
         "device": choices.device,
         "dtype": _dtype(choices.dtype, choices.device),
