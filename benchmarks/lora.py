@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -231,8 +231,8 @@ def resident() -> float:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) / 1024
 
 
-def memory(given: argparse.Namespace) -> dict[str, Any]:
-    """Measure every mode of ``MEMORY``."""
+def memory(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Measure modes of ``MEMORY``; ``keep`` receives the result after each mode."""
     sizes = {"hidden_size": given.hidden, "intermediate_size": 3 * given.hidden, "num_hidden_layers": given.layers}
     sizes |= {
         "num_attention_heads": given.hidden // 64,
@@ -263,7 +263,7 @@ def memory(given: argparse.Namespace) -> dict[str, Any]:
                 json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.returncode}
             )
             print(f"memory  {mode:<30}", found[mode], file=sys.stderr, flush=True)
-    return found
+            keep(found)
 
 
 def against_trl(given: argparse.Namespace) -> dict[str, Any]:
@@ -420,13 +420,21 @@ def main() -> None:
     result: dict[str, Any] = {
         n: getattr(given, n) for n in ("seeds", "steps", "warm_start", "lr", "lr_lora", "threads")
     }
+    versions = ("miles-core", "miles-plugin-lora", "torch", "transformers", "peft")
+
+    def save(quiet: bool) -> None:
+        finish(Path(__file__).stem, result, given.save, lambda: installed(*versions), given.variant, quiet)
+
+    def keep(found: dict[str, Any]) -> None:
+        result["memory"] = {"hidden": given.hidden, "layers": given.layers, **found}
+        save(quiet=True)
+
     result["modes"] = curves(given) if given.modes else {}
     if given.memory:
-        result["memory"] = {"hidden": given.hidden, "layers": given.layers, **memory(given)}
+        memory(given, keep)
     if given.trl:
         result["trl"] = {"steps": given.trl_steps, "sides": against_trl(given)}
-    versions = ("miles-core", "miles-plugin-lora", "torch", "transformers", "peft")
-    finish(Path(__file__).stem, result, given.save, lambda: installed(*versions), given.variant)
+    save(quiet=False)
 
 
 if __name__ == "__main__":
