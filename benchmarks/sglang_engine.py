@@ -326,7 +326,7 @@ def engine_for(checkpoint: Path, given: argparse.Namespace, work: Path) -> Any:
     )
     engine = assemble(checkpoint, codec_of(given), lambda tokens: "", work, choices)
     engine.link.worker = "sglang_direct"  # type: ignore[attr-defined]
-    engine.link._environment["PYTHONPATH"] = os.pathsep.join(  # type: ignore[attr-defined]
+    engine.link.changes["PYTHONPATH"] = os.pathsep.join(  # type: ignore[attr-defined]
         [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     )
     return engine
