@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_links import link
 
 from miles_sglang import build
 from miles_sglang.spawn import EARLY, WORKER, Early, Spawned, spawn
-from test_links import link
 
 
 def is_alive(pid: int) -> bool:
