@@ -291,11 +291,12 @@ async def sync(engine: Any, checkpoint: Path, given: argparse.Namespace, results
 
 def server_arguments(given: argparse.Namespace) -> dict[str, Any]:
     """What SGLang is started with."""
+    routes = getattr(given, "routes", True)
     if not torch.cuda.is_available():
-        return {"max_total_tokens": 8192, "enable_return_routed_experts": given.model in ("moe", "tiny")}
+        return {"max_total_tokens": 8192, "enable_return_routed_experts": routes and given.model in ("moe", "tiny")}
     arguments: dict[str, Any] = {
         "max_total_tokens": 200_000,
-        "enable_return_routed_experts": given.model == "moe",
+        "enable_return_routed_experts": routes and given.model == "moe",
         "attention_backend": "triton",
         "sampling_backend": "pytorch",
         "mem_fraction_static": 0.3,
