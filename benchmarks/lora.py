@@ -25,13 +25,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from formats_in_the_loop import train, warm_start
 from measure import ROOT, finish, installed, options
+from random_model import make_checkpoint
 from seeds import change_of, mean_of, work_in_processes
 
 RANK, ALPHA = 16, 32
@@ -193,10 +195,12 @@ def hold(given: argparse.Namespace) -> dict[str, Any]:
                 [*plugins, f"{directory}/turns.py"],
                 {**more, "config": f"{directory}/four.yaml", "rollout_batch_size": 4},
             )
-        idle = resident()
+        idle, start = resident(), time.perf_counter()
         done = toy_run(plugins, Path(directory) / "run", steps=3, **more)
         peak, after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, resident()
-    assert len(done.metrics) == 3
+    if len(done.metrics) != 3:  # a signal, such as a time limit, stops a run after a complete step
+        raise SystemExit(f"{given.mode}: stopped after {len(done.metrics)} of 3 steps")
+    print(f"{given.mode}: {describe_time(done.metrics, time.perf_counter() - start)}", file=sys.stderr, flush=True)
     seconds = [m["time/train"] for m in done.metrics[1:] if "time/train" in m]
     gaps = [value for name, value in done.metrics[-1].items() if name.endswith("mismatch/abs_log_prob")]
     found: dict[str, Any] = {"abs_log_prob": float(f"{statistics.mean(gaps):.4g}")}
@@ -211,6 +215,13 @@ def hold(given: argparse.Namespace) -> dict[str, Any]:
     return found | {"peak_mb": round(peak - idle), "after_mb": round(after - idle)}
 
 
+def describe_time(metrics: Sequence[dict[str, float]], seconds: float) -> str:
+    """Return the seconds of a run by phase, over all steps."""
+    names = {name for m in metrics for name in m if name.startswith("time/") and name != "time/step"}
+    phases = {name.removeprefix("time/"): sum(m.get(name, 0.0) for m in metrics) for name in names}
+    return f"{seconds:.1f} s, " + ", ".join(f"{n} {s:.1f}" for n, s in sorted(phases.items(), key=lambda i: -i[1]))
+
+
 def resident() -> float:
     """Resident memory of this process in MB."""
     import gc
@@ -220,8 +231,8 @@ def resident() -> float:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) / 1024
 
 
-def memory(given: argparse.Namespace) -> dict[str, Any]:
-    """Measure every mode of ``MEMORY``."""
+def memory(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Measure modes of ``MEMORY``; ``keep`` receives the result after each mode."""
     sizes = {"hidden_size": given.hidden, "intermediate_size": 3 * given.hidden, "num_hidden_layers": given.layers}
     sizes |= {
         "num_attention_heads": given.hidden // 64,
@@ -231,11 +242,8 @@ def memory(given: argparse.Namespace) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        code = f"from miles_testing import tiny_checkpoint; tiny_checkpoint('qwen3', {directory + '/model'!r}, **{sizes!r})"
-        subprocess.run([sys.executable, "-c", code], check=True)
-        weights = sum(f.stat().st_size for f in Path(directory, "model").glob("*.safetensors"))
-        found["parameters"] = weights // 4
-        for mode in MEMORY:
+        found["parameters"] = make_checkpoint("qwen3", Path(directory, "model"), sizes, given.device)
+        for mode in given.memory_modes:
             words = [
                 sys.executable,
                 __file__,
@@ -255,7 +263,7 @@ def memory(given: argparse.Namespace) -> dict[str, Any]:
                 json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.returncode}
             )
             print(f"memory  {mode:<30}", found[mode], file=sys.stderr, flush=True)
-    return found
+            keep(found)
 
 
 def against_trl(given: argparse.Namespace) -> dict[str, Any]:
@@ -387,6 +395,7 @@ def main() -> None:
     parser.add_argument("--lr-lora", type=float, default=5e-3, help="learning rate of adapters")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--memory", action="store_true", help="measure memory with a larger model too")
+    parser.add_argument("--memory-modes", nargs="+", default=list(MEMORY), choices=list(MEMORY), help="modes of it")
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size of that model")
     parser.add_argument("--layers", type=int, default=8, help="its layers")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the memory measurement")
@@ -411,13 +420,21 @@ def main() -> None:
     result: dict[str, Any] = {
         n: getattr(given, n) for n in ("seeds", "steps", "warm_start", "lr", "lr_lora", "threads")
     }
+    versions = ("miles-core", "miles-plugin-lora", "torch", "transformers", "peft")
+
+    def save(quiet: bool) -> None:
+        finish(Path(__file__).stem, result, given.save, lambda: installed(*versions), given.variant, quiet)
+
+    def keep(found: dict[str, Any]) -> None:
+        result["memory"] = {"hidden": given.hidden, "layers": given.layers, **found}
+        save(quiet=True)
+
     result["modes"] = curves(given) if given.modes else {}
     if given.memory:
-        result["memory"] = {"hidden": given.hidden, "layers": given.layers, **memory(given)}
+        memory(given, keep)
     if given.trl:
         result["trl"] = {"steps": given.trl_steps, "sides": against_trl(given)}
-    versions = ("miles-core", "miles-plugin-lora", "torch", "transformers", "peft")
-    finish(Path(__file__).stem, result, given.save, lambda: installed(*versions), given.variant)
+    save(quiet=False)
 
 
 if __name__ == "__main__":

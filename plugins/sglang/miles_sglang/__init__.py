@@ -172,6 +172,7 @@ plugin = Plugin(
             install=f"{INSTALL}; or give --sglang-url with the address of a running server",
         ),
     ),
+    hooks={"": "miles_sglang.spawn:Early"},
     review="miles_sglang.review:review",
     memory="miles_sglang.memory:usage",
 )
