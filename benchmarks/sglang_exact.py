@@ -2,7 +2,8 @@
 
 A random BF16 model of ``sglang_engine.py``. Each variant is an engine in a process of its own: ``plain``; ``deterministic``
 (``enable_deterministic_inference``: batch-invariant kernels); ``on_policy_target`` (also ``rl_on_policy_target=fsdp``: norms, rotary
-embedding, activation and logits as in Transformers); ``transformers`` (also the model's Transformers code, ``model_impl=transformers``). An engine
+embedding, activation and logits as in Transformers, residuals in FP32); ``transformers`` (``deterministic`` with the model's Transformers code,
+``model_impl=transformers``); ``shared_kernels`` (the same with the trainer's kernels, ``sglang_shared_kernels.py``; dense models only). An engine
 samples 32 prompts x 64 tokens together, and scores them together and one by one. The trainer scores the same tokens as it is, with
 ``true_on_policy``, and in FP32.
 
@@ -31,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import sglang_engine as base
+import sglang_shared_kernels as shared
 import torch
 from measure import finish, installed, options
 
@@ -44,17 +46,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deterministic": _DETERMINISTIC,
     "on_policy_target": _DETERMINISTIC | {"rl_on_policy_target": "fsdp"},
     "transformers": _DETERMINISTIC | {"model_impl": "transformers"},
+    "shared_kernels": _DETERMINISTIC | {"model_impl": "transformers"},
 }
-TOKENS = 64
+#: Tokens of a response, and of an engine's cache.
+TOKENS, CACHE = 64, 32768
 
 
 async def sample_and_score(given: argparse.Namespace) -> dict[str, Any]:
     """Responses of one variant and their scores."""
+    if given.worker == "shared_kernels":
+        shared.register(given.work / "plugin")
     plain = base.server_arguments
-    more = VARIANTS[given.worker] | {"mem_fraction_static": given.memory, "disable_cuda_graph": True}
+    more = VARIANTS[given.worker] | {"mem_fraction_static": given.memory, "max_total_tokens": CACHE}
     base.server_arguments = lambda given: plain(given) | more
     engine = base.engine_for(given.checkpoint, given, given.work)
     await engine.start()
+    lines = (given.work / "sglang.log").read_text(errors="replace").splitlines()
+    replaced = [line for line in lines if "shared kernels: " in line]
+    if bool(replaced) != (given.worker == "shared_kernels"):
+        raise SystemExit("SGLang did not load the plugin of the shared kernels:\n" + "\n".join(lines[-40:]))
     asked = base.prompts(given)[::8]
     responses, _ = await base.generate(engine, asked, Sampling(TOKENS, ignore_eos=True), set())
     whole = [p + r.tokens for p, r in zip(asked, responses, strict=True)]
@@ -62,6 +72,7 @@ async def sample_and_score(given: argparse.Namespace) -> dict[str, Any]:
     alone = [(await engine.score([tokens]))[0] for tokens in whole]
     await engine.stop()
     return {
+        "replaced": replaced,
         "tokens": [[p, r.tokens] for p, r in zip(asked, responses, strict=True)],
         "sampled": [list(map(float, r.log_probs)) for r in responses],
         "together": [row[-TOKENS:].tolist() for row in together],
@@ -95,17 +106,21 @@ def compare(one: Any, two: Any) -> dict[str, float]:
     }
 
 
-def summarize(found: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """All comparisons of one variant."""
+def load_trainers(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's model as it is, with ``true_on_policy``, and in FP32."""
     from miles_embedded import load_model
     from miles_true_on_policy.hooks import make_invariant
 
-    device, tokens = "cuda" if torch.cuda.is_available() else "cpu", found["tokens"]
-    plain = score(load_model(checkpoint, "bfloat16", device), tokens, 8)
-    model = load_model(checkpoint, "bfloat16", device)
-    make_invariant(model)
-    exact = score(model, tokens, 8)
-    wide = score(load_model(checkpoint, "float32", device), tokens, 8)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtypes = {"plain": "bfloat16", "exact": "bfloat16", "wide": "float32"}
+    models = {name: load_model(checkpoint, dtype, device) for name, dtype in dtypes.items()}
+    make_invariant(models["exact"])
+    return models
+
+
+def summarize(found: dict[str, Any], trainers: dict[str, Any]) -> dict[str, Any]:
+    """All comparisons of one variant."""
+    plain, exact, wide = (score(trainers[name], found["tokens"], 8) for name in ("plain", "exact", "wide"))
     return {
         "batch": compare(found["alone"], found["together"]),
         "phase": compare(found["sampled"], found["together"]),
@@ -127,7 +142,7 @@ def run_variant(name: str, given: argparse.Namespace, checkpoint: Path, place: P
     print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     result = work / "result.json"
     if done.returncode or not result.exists():
-        return {"error": done.stdout[-800:]}
+        return {"error": done.stdout[-2500:]}
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 
@@ -137,7 +152,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("dense", "moe", "tiny"), default="dense")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument(
-        "--memory", type=float, default=0.12, help="share of the GPU's memory of each engine; they run side by side"
+        "--memory", type=float, default=0.6, help="SGLang's mem_fraction_static; its cache has 32768 tokens in any case"
     )
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
     for name in ("--checkpoint", "--work"):
@@ -154,8 +169,9 @@ def main() -> None:
         checkpoint = base.make_model(given.model, Path(directory) / "model")
         with ThreadPoolExecutor(len(given.variants)) as pool:
             runs = pool.map(lambda name: run_variant(name, given, checkpoint, Path(directory)), given.variants)
+            trainers = load_trainers(checkpoint)
             found = dict(zip(given.variants, runs, strict=True))
-        table = {k: v if "error" in v else summarize(v, checkpoint) for k, v in found.items()}
+        table = {k: v if "error" in v else summarize(v, trainers) for k, v in found.items()}
     for name, row in table.items():
         print(f"{name:<18}", row, file=sys.stderr)
     result = {"model": given.model, "switches": {name: VARIANTS[name] for name in given.variants}, "gaps": table}

@@ -198,7 +198,8 @@ def main() -> int:
         from true_on_policy_kernels import measure_kernels
 
         parts["time"] = lambda: {
-            model: measure_time(given.threads, given.turns, given.warm_up, model, given.micro_batch) for model in given.models
+            model: measure_time(given.threads, given.turns, given.warm_up, model, given.micro_batch)
+            for model in given.models
         }
         parts["kernels"] = measure_kernels
     result = {name: measure() for name, measure in parts.items() if given.only is None or name in given.only}
