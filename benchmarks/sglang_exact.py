@@ -26,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,12 @@ def run_variant(name: str, given: argparse.Namespace, checkpoint: Path, place: P
     command = [sys.executable, __file__, "--worker", name, "--checkpoint", str(checkpoint), "--work", str(work)]
     command += ["--model", given.model, "--memory", str(given.memory)]
     started = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with suppress(subprocess.TimeoutExpired), (work / "output.txt").open("w") as output:
+        subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=given.limit)
     print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     result = work / "result.json"
-    if done.returncode or not result.exists():
-        return {"error": done.stdout[-2500:]}
+    if not result.exists():
+        return {"error": (work / "output.txt").read_text(errors="replace")[-2500:] or f"no result in {given.limit} s"}
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 
@@ -154,6 +156,7 @@ def main() -> None:
     parser.add_argument(
         "--memory", type=float, default=0.6, help="SGLang's mem_fraction_static; its cache has 32768 tokens in any case"
     )
+    parser.add_argument("--limit", type=float, default=900, help="seconds of an engine, its start included")
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
     for name in ("--checkpoint", "--work"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
@@ -168,12 +171,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = base.make_model(given.model, Path(directory) / "model")
         with ThreadPoolExecutor(len(given.variants)) as pool:
-            runs = pool.map(lambda name: run_variant(name, given, checkpoint, Path(directory)), given.variants)
-            trainers = load_trainers(checkpoint)
-            found = dict(zip(given.variants, runs, strict=True))
-        table = {k: v if "error" in v else summarize(v, trainers) for k, v in found.items()}
-    for name, row in table.items():
-        print(f"{name:<18}", row, file=sys.stderr)
+            runs = {pool.submit(run_variant, name, given, checkpoint, Path(directory)): name for name in given.variants}
+            trainers, rows = load_trainers(checkpoint), {}
+            for run in as_completed(runs):
+                found = run.result()
+                row = rows[runs[run]] = found if "error" in found else summarize(found, trainers)
+                print(f"{runs[run]:<18}", row, file=sys.stderr, flush=True)
+    table = {name: rows[name] for name in given.variants}
     result = {"model": given.model, "switches": {name: VARIANTS[name] for name in given.variants}, "gaps": table}
     finish(
         "sglang_exact",
