@@ -12,7 +12,8 @@ Mean and largest |difference| in nats, and the share of tokens that differ at al
 - ``batch``: an engine's scores alone and together (what depends on the batch);
 - ``phase``: sampled and scored (decoding against a prompt);
 - ``engine_rounding``, ``trainer_rounding``: each side, scored alone, against FP32;
-- ``engine_trainer`` and ``engine_exact_trainer``: what a run sees, and with the trainer's batch dependence removed.
+- ``engine_trainer`` and ``engine_exact_trainer``: what a run sees, and with the trainer's batch dependence removed;
+- ``replaced``: the modules that use the trainer's kernels.
 
 The last line is one JSON object.
 """
@@ -129,6 +130,7 @@ def summarize(found: dict[str, Any], trainers: dict[str, Any]) -> dict[str, Any]
         "trainer_rounding": compare(exact, wide),
         "engine_trainer": compare(found["sampled"], plain),
         "engine_exact_trainer": compare(found["sampled"], exact),
+        "replaced": found["replaced"],
     }
 
 
