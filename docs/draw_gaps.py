@@ -16,9 +16,9 @@ INTRODUCTION = """\
 # Exact log-probabilities, by family and format
 
 The largest difference of a token's log-probability between the embedded engine and trainer, in nats, without and with
-[`true_on_policy`](../plugins/true_on_policy/README.md). Engine and trainer have the same weights; the engine samples seven requests at different batch
-sizes, and the trainer scores them in micro-batches of 1, 3 and all samples, with and without shared prompts (`benchmarks/true_on_policy.py`). The models
-are tiny and random. "0" is exactly 0: every token, bit for bit.
+[`true_on_policy`](../plugins/true_on_policy/README.md). Engine and trainer have the same weights; the engine samples seven requests at
+different batch sizes, and the trainer scores them in micro-batches of 1, 3 and all samples, with and without shared prompts
+(`benchmarks/true_on_policy.py`). The models are tiny and random. "0" is exactly 0: every token, bit for bit.
 """
 
 
