@@ -108,6 +108,19 @@ def test_the_gap_is_zero_with_cuda_graphs(family, temperature, tmp_path):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_gap_is_zero_with_native_fp8_products_of_one_order(toy_run, family):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
+    options = {"sizes": sizes, "dtype": "bfloat16", "device": "cuda", "quantized_product": "native"}
+    options |= {"rollout_precision": "fp8", "train_precision": "fp8", "rollout_max_response_len": 24}
+    exact = toy_run(["fp8", "true_on_policy"], family=family, fp8_fixed_order=True, **options)
+    plain = toy_run(["fp8"], family=family, **options)
+    gaps = [[record["mismatch/abs_log_prob"] for record in run.metrics] for run in (exact, plain)]
+    assert gaps[0] == [0.0, 0.0] and min(gaps[1]) > 0
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inner", "columns"), [(70, 90), (1536, 2048), (1536, 8960), (8960, 1536), (1536, 151936)])
 def test_a_row_of_a_product_depends_on_itself_only(kernels, inner, columns, dtype):
