@@ -127,7 +127,7 @@ def attend(
     pool = backend.token_to_kv_pool
     keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
     keys[forward_batch.out_cache_loc], values[forward_batch.out_cache_loc] = k, v
-    tile = choose_tile(q.dtype, q.shape[2], forward_batch.forward_mode.is_decode())
+    tile = choose_tile(q.dtype, q.shape[2], v.shape[2], forward_batch.forward_mode.is_decode())
     found = getattr(forward_batch, "miles_tiles", None)
     if found is None:
         found = forward_batch.miles_tiles = locate(
