@@ -21,7 +21,7 @@ from miles_embedded import (
 )
 from miles_true_on_policy.attention import attend
 from miles_true_on_policy.log_probs import log_probs, log_softmax, supported_log_probs
-from miles_true_on_policy.mode import compute_inside
+from miles_true_on_policy.mode import compute_inside, skip_mode
 from miles_true_on_policy.products import check_tiles
 
 
@@ -70,7 +70,14 @@ def make_operations(device: torch.device) -> Operations:
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return row_norm(x.contiguous(), weight, eps)  # the layout of a block of rows depends on their strides
 
-    return replace(fast, norm=norm)
+    assert fast.rotation is not None and fast.gate is not None
+    return replace(
+        fast,
+        norm=skip_mode(norm),
+        rotation=skip_mode(fast.rotation),
+        gate=skip_mode(fast.gate),
+        attention=skip_mode(attend),
+    )
 
 
 def check_device(device: torch.device) -> None:
