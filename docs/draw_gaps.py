@@ -1,4 +1,4 @@
-"""Writes ``exact.md`` from the newest results of ``benchmarks/true_on_policy.py``: the gap by model family and by number format.
+"""Writes ``exact.md`` from the newest results of ``benchmarks/true_on_policy.py``, ``sglang_exact.py`` and ``collapse.py``.
 
 Run ``python docs/draw_gaps.py``; a test fails while the page is older than the results.
 """
@@ -19,6 +19,15 @@ The largest difference of a token's log-probability between the embedded engine 
 [`true_on_policy`](../plugins/true_on_policy/README.md). Engine and trainer have the same weights; the engine samples seven requests at
 different batch sizes, and the trainer scores them in micro-batches of 1, 3 and all samples, with and without shared prompts
 (`benchmarks/true_on_policy.py`). The models are tiny and random. "0" is exactly 0: every token, bit for bit.
+"""
+SGLANG = """\
+## SGLang
+
+Means of |Δ log p| in nats per token between SGLang 0.5.17 and the embedded trainer, for a random BF16 model on an H100.
+`benchmarks/sglang_exact.py` explains the variants and columns.
+"""
+COLLAPSE = """\
+## Does the gap matter?
 """
 
 
@@ -54,12 +63,68 @@ def by_format(found: dict[str, Any]) -> dict[str, Any]:
     return {f"{family}, `{name}`": gaps for family, formats in found.items() for name, gaps in formats.items()}
 
 
+def newest(pattern: str) -> dict[str, Any] | None:
+    """Return the newest result file of a pattern; None if there is none."""
+    found = sorted(RESULTS.glob(pattern))
+    return {"file": found[-1].name, **json.loads(found[-1].read_text(encoding="utf-8"))} if found else None
+
+
+def sglang(model: str) -> list[str]:
+    """Return the section of SGLang's gap for a model of the benchmark; nothing if it was not measured."""
+    found = newest(f"sglang_exact-????-??-??-{model}.json")
+    if found is None:
+        return []
+    columns = {
+        "alone and together": "batch",
+        "sampled and scored": "phase",
+        "SGLang and FP32": "engine_rounding",
+        "trainer and FP32": "trainer_rounding",
+        "SGLang and trainer": "engine_trainer",
+        "SGLang and exact trainer": "engine_exact_trainer",
+    }
+    lines = [f"| {model} | {' | '.join(columns)} | tokens that differ from the exact trainer |", "|---|" + "--:|" * 7]
+    for variant, row in found["gaps"].items():
+        if "error" in row:
+            lines.append(f"| `{variant}` | did not run | | | | | | |")
+            continue
+        cells = [f"{row[name]['mean']:.2g}" for name in columns.values()]
+        lines.append(f"| `{variant}` | {' | '.join(cells)} | {row['engine_exact_trainer']['differing']:.1%} |")
+    return [*lines, "", f"Results: `{found['file']}` (commit {found['commit']}).", ""]
+
+
+def collapse() -> list[str]:
+    """Return the section of the training curves; nothing if they were not measured."""
+    found = newest("collapse-????-??-??*.json")
+    if found is None:
+        return []
+    lines = [
+        "| arm | reward of the last tenth | best tenth | seeds that collapsed | median KL | largest gap |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for arm, row in found["arms"].items():
+        ends = [
+            f"{mean:.3f}" + ("" if half is None else f" ± {half:.3f}")
+            for mean, half in (row["reward_last"], row["reward_best"])
+        ]
+        lines.append(
+            f"| `{arm}` | {' | '.join(ends)} | {row['collapsed']} | {row['kl_median']:.2g} | {row['gap_largest']:.2g} |"
+        )
+    return [*lines, "", f"Results: `{found['file']}` (commit {found['commit']}).", ""]
+
+
 def render() -> str:
     """Return the page."""
     families = table("family", "families", dict)
     formats = table("family and format", "formats", by_format)
     heading = "## Number formats\n\nEngine and trainer compute in the format, emulated; the mean of |Δ log p| over the tokens of a step."
-    return "\n".join([INTRODUCTION, "## Model families", "", *families, "", heading, "", *formats, ""])
+    lines = [INTRODUCTION, "## Model families", "", *families, "", heading, "", *formats, ""]
+    engines = [*sglang("dense"), *sglang("moe")]
+    if engines:
+        lines += [SGLANG, *engines]
+    curves = collapse()
+    if curves:
+        lines += [COLLAPSE, *curves]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
