@@ -69,13 +69,14 @@ async def sample_and_score(given: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit("SGLang did not load the plugin of the shared kernels:\n" + "\n".join(lines[-40:]))
     asked = base.prompts(given)[::8]
     responses, _ = await base.generate(engine, asked, Sampling(TOKENS, ignore_eos=True), set())
-    whole = [p + r.tokens for p, r in zip(asked, responses, strict=True)]
+    answers = [list(map(int, r.tokens)) for r in responses]
+    whole = [p + answer for p, answer in zip(asked, answers, strict=True)]
     together = await engine.score(whole)
     alone = [(await engine.score([tokens]))[0] for tokens in whole]
     await engine.stop()
     return {
         "replaced": replaced,
-        "tokens": [[p, r.tokens] for p, r in zip(asked, responses, strict=True)],
+        "tokens": list(zip(asked, answers, strict=True)),
         "sampled": [list(map(float, r.log_probs)) for r in responses],
         "together": [row[-TOKENS:].tolist() for row in together],
         "alone": [row[-TOKENS:].tolist() for row in alone],
