@@ -60,7 +60,7 @@ TWO = "policies: {one: {}, two: {}}\n"
 PLAY = "policies: {proposer: {lr: 1.0e-3, entropy_coef: 0.01}, solver: {}}\n"
 #: Name -> (game, configuration file).
 MODES = {
-    "nim, self-play with past versions": ("nim", "co_evolution: {past_versions: 8, interval: 4}\n"),
+    "nim, self-play with past versions": ("nim", "co_evolution: {past_versions: 16, interval: 8}\n"),
     "nim, two policies alternating": ("nim", f"{TWO}co_evolution: {{strategy: alternating, interval: 4}}\n"),
     "nim, two policies simultaneous": ("nim", f"{TWO}co_evolution: {{strategy: simultaneous}}\n"),
     "nim, population of four": ("nim", "co_evolution: {strategy: simultaneous, population_size: 4, interval: 8}\n"),
@@ -75,9 +75,11 @@ MODES = {
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
-    parser.add_argument("--steps", type=int, default=80, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=120, help="steps of each run")
     parser.add_argument("--warm-start", type=int, default=300, help="supervised steps of the common start")
     parser.add_argument("--only", default="", help="modes whose name contains this")
+    parser.add_argument("--entropy-coef", type=float, default=0.02, help="entropy bonus in nim")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     chosen = parser.parse_args()
     modes = [name for name in MODES if chosen.only in name]
@@ -88,15 +90,16 @@ def main() -> None:
         work_in_processes(
             warm_start, [(seed, game) for seed in seeds for game in games], steps=chosen.warm_start, **shared
         )
-        found = work_in_processes(
-            learn, [(seed, name) for name in modes for seed in seeds], steps=chosen.steps, **shared
-        )
+        keys = [(seed, name) for name in modes for seed in seeds]
+        found = work_in_processes(learn, keys, steps=chosen.steps, entropy=chosen.entropy_coef, **shared)
     runs = {name: [found[seed, name] for seed in seeds] for name in modes}
-    result = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start, "piles": PILES}
+    result: dict[str, Any] = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start}
+    if "nim" in games:
+        result |= {"piles": PILES, "entropy_coef": chosen.entropy_coef}
     result["modes"] = {name: {"configuration": MODES[name][1], **summary(found)} for name, found in runs.items()}
     versions = ["miles-core", "miles-plugin-coevolution", "torch", "transformers"]
     versions += ["reasoning-gym"] if any(game == "tasks" for game, _ in modes.values()) else []
-    variant = chosen.only.replace(" ", "-").replace(",", "")
+    variant = chosen.variant or chosen.only.replace(" ", "-").replace(",", "")
     finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions), variant)
 
 
@@ -146,7 +149,7 @@ def task_rows(draw: random.Random, count: int = 1500) -> list[tuple[str, str]]:
     return rows
 
 
-def learn(seed: int, name: str, directory: Path, steps: int) -> dict[str, Any]:
+def learn(seed: int, name: str, directory: Path, steps: int, entropy: float) -> dict[str, Any]:
     """One run: held-out games before, on the way and after, and the scores of the last fifth of its steps."""
     from miles_core.observe.metrics import read
 
@@ -156,6 +159,8 @@ def learn(seed: int, name: str, directory: Path, steps: int) -> dict[str, Any]:
     file.write_text(text, encoding="utf-8")
     flags = {**SHARED, **GAMES[game], "config": file, "hf-checkpoint": directory / game, "save": save, "seed": seed}
     flags |= {"num-rollout": steps, "eval-interval": max(steps // 4, 1), "export-hf": own / "policies"}
+    if game == "nim":  # games from which both sides always get the same result teach nothing
+        flags["entropy-coef"] = entropy
     run(flags)
     metrics = read(save / "metrics.jsonl")
     curve = [round(m["eval/reward"], 4) for m in metrics if "eval/reward" in m]
