@@ -98,7 +98,7 @@ def main() -> None:
         result |= {"piles": PILES, "entropy_coef": chosen.entropy_coef}
     result["modes"] = {name: {"configuration": MODES[name][1], **summary(found)} for name, found in runs.items()}
     versions = ["miles-core", "miles-plugin-coevolution", "torch", "transformers"]
-    versions += ["reasoning-gym"] if any(game == "tasks" for game, _ in modes.values()) else []
+    versions += ["reasoning-gym"] if "tasks" in games else []
     variant = chosen.variant or chosen.only.replace(" ", "-").replace(",", "")
     finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions), variant)
 
