@@ -78,7 +78,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120, help="steps of each run")
     parser.add_argument("--warm-start", type=int, default=300, help="supervised steps of the common start")
     parser.add_argument("--only", default="", help="modes whose name contains this")
-    parser.add_argument("--entropy-coef", type=float, default=0.02, help="entropy bonus in nim")
     parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     chosen = parser.parse_args()
@@ -91,11 +90,11 @@ def main() -> None:
             warm_start, [(seed, game) for seed in seeds for game in games], steps=chosen.warm_start, **shared
         )
         keys = [(seed, name) for name in modes for seed in seeds]
-        found = work_in_processes(learn, keys, steps=chosen.steps, entropy=chosen.entropy_coef, **shared)
+        found = work_in_processes(learn, keys, steps=chosen.steps, **shared)
     runs = {name: [found[seed, name] for seed in seeds] for name in modes}
     result: dict[str, Any] = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start}
     if "nim" in games:
-        result |= {"piles": PILES, "entropy_coef": chosen.entropy_coef}
+        result["piles"] = PILES
     result["modes"] = {name: {"configuration": MODES[name][1], **summary(found)} for name, found in runs.items()}
     versions = ["miles-core", "miles-plugin-coevolution", "torch", "transformers"]
     versions += ["reasoning-gym"] if "tasks" in games else []
@@ -149,7 +148,7 @@ def task_rows(draw: random.Random, count: int = 1500) -> list[tuple[str, str]]:
     return rows
 
 
-def learn(seed: int, name: str, directory: Path, steps: int, entropy: float) -> dict[str, Any]:
+def learn(seed: int, name: str, directory: Path, steps: int) -> dict[str, Any]:
     """One run: held-out games before, on the way and after, and the scores of the last fifth of its steps."""
     from miles_core.observe.metrics import read
 
@@ -159,8 +158,6 @@ def learn(seed: int, name: str, directory: Path, steps: int, entropy: float) -> 
     file.write_text(text, encoding="utf-8")
     flags = {**SHARED, **GAMES[game], "config": file, "hf-checkpoint": directory / game, "save": save, "seed": seed}
     flags |= {"num-rollout": steps, "eval-interval": max(steps // 4, 1), "export-hf": own / "policies"}
-    if game == "nim":  # games from which both sides always get the same result teach nothing
-        flags["entropy-coef"] = entropy
     run(flags)
     metrics = read(save / "metrics.jsonl")
     curve = [round(m["eval/reward"], 4) for m in metrics if "eval/reward" in m]
