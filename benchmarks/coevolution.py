@@ -56,13 +56,15 @@ GAMES: dict[str, dict[str, Any]] = {
     },
     "tasks": {"generate": "proposer", "prompts": "tasks", "eval-prompts": "tasks", "eval-prompt-data": 4},
 }
+#: Enough for one version of every eight steps of a run: a player that meets its latest versions only forgets how to beat the first ones.
+PAST = "past_versions: 16"
 TWO = "policies: {one: {}, two: {}}\n"
 PLAY = "policies: {proposer: {lr: 1.0e-3, entropy_coef: 0.01}, solver: {}}\n"
 #: Name -> (game, configuration file).
 MODES = {
-    "nim, self-play with past versions": ("nim", "co_evolution: {past_versions: 16, interval: 8}\n"),
-    "nim, two policies alternating": ("nim", f"{TWO}co_evolution: {{strategy: alternating, interval: 4}}\n"),
-    "nim, two policies simultaneous": ("nim", f"{TWO}co_evolution: {{strategy: simultaneous}}\n"),
+    "nim, self-play with past versions": ("nim", f"co_evolution: {{{PAST}, interval: 8}}\n"),
+    "nim, two policies alternating": ("nim", f"{TWO}co_evolution: {{strategy: alternating, interval: 4, {PAST}}}\n"),
+    "nim, two policies simultaneous": ("nim", f"{TWO}co_evolution: {{strategy: simultaneous, interval: 8, {PAST}}}\n"),
     "nim, population of four": ("nim", "co_evolution: {strategy: simultaneous, population_size: 4, interval: 8}\n"),
     "tasks, proposer learns": ("tasks", f"{PLAY}co_evolution: {{strategy: simultaneous}}\n"),
     "tasks, proposer at random": (
