@@ -35,6 +35,7 @@ SHARED: dict[str, Any] = {
     "plugins": "coevolution",
     "rm-type": "game",
     "lr": 0.002,
+    "lr-decay-style": "linear",
     "weight-decay": 0,
     "adam-beta2": 0.99,
     "use-dynamic-batch-size": "true",
@@ -77,7 +78,7 @@ MODES = {
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
-    parser.add_argument("--steps", type=int, default=120, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each run")
     parser.add_argument("--warm-start", type=int, default=300, help="supervised steps of the common start")
     parser.add_argument("--only", default="", help="modes whose name contains this")
     parser.add_argument("--variant", default="", help="end of the result file's name")
