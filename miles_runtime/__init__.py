@@ -15,11 +15,12 @@ from miles_core.lookup import make_lazy_exports
 if TYPE_CHECKING:
     from miles_runtime.engine_worker import EngineWorker
     from miles_runtime.inline import InlineRuntime
-    from miles_runtime.output import last_lines, write_there
+    from miles_runtime.output import last_lines, worker_name, write_there
     from miles_runtime.rank_worker import RankWorker
+    from miles_runtime.restarts import Restarts
     from miles_runtime.runtime import RemoteRuntime
     from miles_runtime.worker import Order, Worker
-    from miles_runtime.workers import Restarts, Workers, short_of_memory
+    from miles_runtime.workers import Workers, short_of_memory
 
 __all__ = [
     "EngineWorker",
@@ -32,6 +33,7 @@ __all__ = [
     "Workers",
     "last_lines",
     "short_of_memory",
+    "worker_name",
     "write_there",
 ]
 
@@ -40,10 +42,11 @@ __getattr__, __dir__ = make_lazy_exports(
     {
         "miles_runtime.engine_worker": "EngineWorker",
         "miles_runtime.inline": "InlineRuntime",
-        "miles_runtime.output": "last_lines write_there",
+        "miles_runtime.output": "last_lines worker_name write_there",
         "miles_runtime.rank_worker": "RankWorker",
         "miles_runtime.runtime": "RemoteRuntime",
         "miles_runtime.worker": "Order Worker",
-        "miles_runtime.workers": "Restarts Workers short_of_memory",
+        "miles_runtime.restarts": "Restarts",
+        "miles_runtime.workers": "Workers short_of_memory",
     },
 )

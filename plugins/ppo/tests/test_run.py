@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from miles_core.plugin import ConfigError
-from miles_testing import RunContract, toy_run
+from miles_testing import HeadContract, LearnContract, WeightsContract, toy_run
 
 #: A runtime with trainer and engines in separate processes, loaded by its path.
 APART = str(files("miles_testing") / "doubles" / "apart.py")
@@ -17,12 +17,12 @@ OPTIONS = {"advantage_estimator": "ppo", "critic_lr": 1e-2, "lr": 1e-3, "normali
 SHARED = {**OPTIONS, "critic_trunk": "policy"}
 
 
-class TestCritic(RunContract):
+class TestCritic(LearnContract, HeadContract):
     plugins = ("ppo",)
     options = OPTIONS
 
 
-class TestHeadOnTheTrunk(RunContract):
+class TestHeadOnTheTrunk(LearnContract, HeadContract, WeightsContract):
     plugins = ("ppo",)
     options = SHARED
 

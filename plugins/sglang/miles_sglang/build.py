@@ -11,7 +11,7 @@ from typing import Any
 
 from miles_core.format import Codec, make_codec
 from miles_core.plugin import CheckpointError, ConfigError, config_facts, model_facts, moe_layers
-from miles_runtime import Restarts
+from miles_runtime import Restarts, worker_name
 from miles_sglang import HEADS, inside, loader, plugin
 from miles_sglang.config import server_arguments
 from miles_sglang.engine import IN_PLACE, SglangEngine
@@ -99,6 +99,12 @@ class Choices:
         """Whether a request's seed determines its tokens."""
         return bool(self.arguments.get("enable_deterministic_inference")) and not self.speculative
 
+    @property
+    def versioned(self) -> bool:
+        """Whether the scheduler code of this plugin records the weight version of each token (``retraction``)."""
+        separate = self.arguments.get("enable_dp_attention") or (self.arguments.get("pp_size") or 1) > 1
+        return not self.url and not separate
+
 
 def make_engine(run: Any, policy: Any) -> SglangEngine:
     """Provider of ``--engine sglang``."""
@@ -127,7 +133,8 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     def detokenize(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-    return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, run.directory / "sglang", choices)
+    directory = run.directory / "sglang" / worker_name()  # the engines of a run write their files at the same time
+    return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, directory, choices)
 
 
 def _adapters(run: Any, config: Any) -> dict[str, Any]:
@@ -170,16 +177,15 @@ def assemble(
     described, config = layout(checkpoint, codec), _text_config(Path(checkpoint))
     check_blocks(config, codec)
     context = choices.max_context or int(config["max_position_embeddings"])
-    link: Link
     if choices.url:
-        link = ServerLink(choices.url, choices.startup_timeout, choices.arguments)
+        link: Link = ServerLink(choices.url, choices.startup_timeout, choices.arguments)
     else:
         model = _model(checkpoint, described, codec, directory)
         if codec.format is not None and codec.format.name not in IN_PLACE:
             model = _COMPILES | model
         arguments = _arguments(choices, model, context)
-        environment = _environment(choices.device, _experts(config, choices))
-        link = ProcessLink(arguments, directory / "sglang.log", choices.startup_timeout, environment)
+        variables = _environment(choices.device, _experts(config, choices))
+        link = ProcessLink(arguments, directory / "sglang.log", choices.startup_timeout, variables)
     translator = Translator(
         detokenize,
         context,
@@ -187,6 +193,7 @@ def assemble(
         routing=_routing(config, choices),
         supports=not choices.speculative,
         seed=choices.seed if choices.keyed else None,
+        versioned=choices.versioned,
     )
     settings = Settings(
         translator,
@@ -234,6 +241,7 @@ def _capabilities(translator: Translator, choices: Choices) -> frozenset[str]:
         "keyed_sampling": translator.seed is not None,
         "draft": choices.drafts,
         "sleep": bool(choices.arguments.get("enable_memory_saver")),
+        "token_versions": translator.versioned,
     }
     return frozenset(c.name for c in plugin.list_capabilities("engine") if holds.get(c.name, True))
 
