@@ -72,42 +72,43 @@ def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
         train.run([*flags.split(), *given.worker_flags.split()])
 
 
-def trl_config(directory: str, given: argparse.Namespace) -> Any:
-    """TRL's fastest settings for the step."""
+def trl_config(directory: str, given: argparse.Namespace, **changes: Any) -> Any:
+    """TRL's fastest settings for the step; ``changes`` replace some of them."""
     from trl import GRPOConfig
 
-    return GRPOConfig(
-        output_dir=directory,
-        per_device_train_batch_size=given.trl_batch,
-        gradient_accumulation_steps=given.prompts_a_step * SAMPLES // given.trl_batch,
-        num_generations=SAMPLES,
-        max_completion_length=GPU_TOKENS if given.gpu else TOKENS,
-        max_steps=given.steps,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        optim="adamw_torch",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        beta=0.0,
-        num_iterations=1,
-        epsilon=0.2,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        router_aux_loss_coef=0.0,
-        bf16=bool(given.gpu),
-        gradient_checkpointing=False,
-        use_cpu=device_of(given) == "cpu",
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=0,
-        model_init_kwargs={"dtype": "float32"}
+    settings: dict[str, Any] = {
+        "output_dir": directory,
+        "per_device_train_batch_size": given.trl_batch,
+        "gradient_accumulation_steps": given.prompts_a_step * SAMPLES // given.trl_batch,
+        "num_generations": SAMPLES,
+        "max_completion_length": GPU_TOKENS if given.gpu else TOKENS,
+        "max_steps": given.steps,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "beta": 0.0,
+        "num_iterations": 1,
+        "epsilon": 0.2,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "router_aux_loss_coef": 0.0,
+        "bf16": bool(given.gpu),
+        "gradient_checkpointing": False,
+        "use_cpu": device_of(given) == "cpu",
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 0,
+        "model_init_kwargs": {"dtype": "float32"}
         | ({} if given.model or given.gpu == "dense" else {"experts_implementation": given.trl_experts}),
-    )
+    }
+    return GRPOConfig(**settings | changes)
 
 
 def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:

@@ -70,7 +70,13 @@ def main() -> None:
         m: statistics.median(a / b for b, a in zip(t["before"], t["after"], strict=True)) for m, t in times.items()
     }
     commits = {side.name: commit(side.checkout) for side in sides}
-    found = {"threads": given.threads, "steps": {m: given.steps or MODELS[m][3] for m in models}, **commits, "ratio": ratios, "seconds": times}
+    found = {
+        "threads": given.threads,
+        "steps": {m: given.steps or MODELS[m][3] for m in models},
+        **commits,
+        "ratio": ratios,
+        "seconds": times,
+    }
     finish(Path(__file__).stem, found, given.save, lambda: installed("torch"))
 
 
