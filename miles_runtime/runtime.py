@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from miles_core.contracts.run import Policy, Run
-from miles_core.contracts.runtime import PolicyParts, Runtime
+from miles_core.contracts.runtime import PolicyParts, Producer, Runtime
 from miles_core.contracts.trainer import ALL_PARTS
 from miles_core.errors import ConfigError, WorkerLost
 from miles_core.plugin.worker import same_plan
@@ -19,8 +19,10 @@ from miles_core.precision.schedule import PLAIN, precisions
 from miles_mismatch.same_model import compare_models
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.learner_front import LearnerFront
+from miles_runtime.local_workers import rollout_processes
 from miles_runtime.output import Output
 from miles_runtime.patience import Patience
+from miles_runtime.rollout_front import RolloutFront
 from miles_runtime.worker import Order
 from miles_runtime.workers import Busy, Restarts, Workers, await_all, require_agreement
 
@@ -47,11 +49,26 @@ class RemoteRuntime(Runtime):
         self.output = Output(run.directory)
         self._built: list[tuple[Workers, LearnerFront, EngineFront | None, PolicyParts]] = []
         self._placed: list[Workers] = []
+        self._rollouts: Workers | None = None
 
     @abstractmethod
     async def place(self, policy: Policy) -> tuple[Workers, Workers]:
         """Return handles to the processes of a policy's ranks and engines (no engines if ``Policy.generates`` is False). Each process
         creates a ``RankWorker`` or ``EngineWorker`` from ``self.order`` without building it."""
+
+    def place_rollouts(self, names: Sequence[str]) -> Workers:
+        """Return the handle to processes of rollout workers, which are not started: on this machine, unless overridden."""
+        return rollout_processes(self.run, names, self.patience, self.busy)
+
+    def producer(self, local: Producer, parts: Sequence[PolicyParts]) -> Producer:
+        count = self.run.config.rollout.workers
+        if count is None:
+            return local
+        if self._rollouts is None:
+            self._rollouts = self.place_rollouts([f"rollout-{number}" for number in range(count)])
+            self._rollouts.peers = self._placed
+            self._placed.append(self._rollouts)
+        return RolloutFront(self.run, self._rollouts, parts, self.restarts)
 
     def names(self, policy: Policy, kind: str, count: int) -> list[str]:
         """Return the names of a policy's workers of one kind; with several policies they include the policy's name."""

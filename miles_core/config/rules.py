@@ -134,6 +134,11 @@ RELATIONS: tuple[tuple[str, str, str, str], ...] = (
         "rollout.batch_size",
         "a collection requests at least the prompts of a step",
     ),
+    ("rollout.workers", "<=", "rollout.batch_size", "a worker produces whole groups, and more would be idle"),
+    *(
+        ("rollout.workers", "<=", limit, "the workers share these calls, and each makes at least one")
+        for limit in ("rollout.max_concurrent_samples", "reward.concurrency")
+    ),
     ("rollout.max_prompt_len", "<", "rollout.max_context_len", "a response must fit after the prompt"),
     ("reward.overlong_buffer_len", "<=", "rollout.max_response_len", "the buffer is the end of the response"),
     ("train.min_lr", "<=", "train.lr", "the learning rate decays towards it"),

@@ -12,15 +12,18 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.contracts.exchanged import check_response
+from miles_core.contracts.runtime import Producer
 from miles_core.data.batch import add
 from miles_core.data.column import TOKENS, Column, as_column, join_columns
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError
+from miles_core.plugin.chain import compose
 from miles_core.reward.custom import describe_error
+from miles_core.rollout.collect import Score
 from miles_core.rollout.continuation import (
     can_continue,
     check_samples,
@@ -30,10 +33,10 @@ from miles_core.rollout.continuation import (
     partial_rollout,
 )
 from miles_core.rollout.function import Ask, RolloutFunction, SingleTurn
+from miles_core.rollout.sampling import evaluation_sampling, training_sampling
 from miles_core.rollout.versions import mask_older
 
 if TYPE_CHECKING:
-    from miles_core.contracts.engine import Engine
     from miles_core.contracts.run import Run
     from miles_core.rollout.transcript import Transcript
 
@@ -126,6 +129,13 @@ class Functions:
         return name, self.by_name[name]
 
 
+class Generates(Protocol):
+    """The part of ``Engine`` that generation uses. In a rollout worker it passes the calls to the driver."""
+
+    async def generate(self, request: Request) -> Response: ...
+    async def abort(self, keys: Collection[int] | None = None) -> None: ...
+
+
 class Generator:
     """Generates one or more finished samples from a pending sample.
 
@@ -140,7 +150,7 @@ class Generator:
     def __init__(
         self,
         run: Run,
-        engines: Mapping[str, Engine],
+        engines: Mapping[str, Generates],
         sampling: Sampling,
         functions: Functions,
         answers: dict[str, tuple[float, float]] | None = None,
@@ -303,7 +313,7 @@ class Generator:
             "see the engine's log"
         )
 
-    def _engine(self, number: int, policy: str) -> Engine:
+    def _engine(self, number: int, policy: str) -> Generates:
         if policy not in self.engines:
             raise DataError(
                 f"sample {number} asks the policy {policy!r}; the policies of this run that generate are: {', '.join(self.engines)}"
@@ -315,3 +325,47 @@ class Generator:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self.run.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+class LocalProducer(Producer):
+    """Produces groups in this process.
+
+    Args:
+        run, engines, functions: see ``Generator``.
+        score: rewards the samples of a group.
+    """
+
+    def __init__(self, run: Run, engines: Mapping[str, Generates], functions: Functions, score: Score) -> None:
+        super().__init__()
+        self.engines, self.functions, self.score = engines, functions, score
+        self.training = Generator(run, engines, training_sampling(run.config), functions, self.answers)
+        self._generate = {False: wrap_generator(run, self.training)}
+        if run.config.evaluation.prompt_data:
+            self._generate[True] = wrap_generator(
+                run, Generator(run, engines, evaluation_sampling(run.config), functions)
+            )
+        self._started = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        for function in self.functions.by_name.values():
+            self._started.push_async_callback(function.stop)
+            await function.start()
+
+    async def stop(self) -> None:
+        await self._started.aclose()
+
+    async def produce(self, samples: list[Sample], evaluation: bool = False) -> list[Sample]:
+        group = [s for made in await asyncio.gather(*map(self._generate[evaluation], samples)) for s in made]
+        usable = [s for s in group if s.status is not Status.FAILED]
+        if evaluation or not any(s.status is Status.ABORTED for s in usable):
+            await self.score(usable)
+        return group
+
+    async def abort(self, samples: Collection[int]) -> None:
+        await self.training.abort(samples)
+
+
+def wrap_generator(run: Run, generator: Generator) -> Generate:
+    """Wrap a generator with the plugins' ``wrap_generate`` hooks."""
+    wrappers = run.hooks.chain("wrap_generate", run=run)
+    return generator.release_keys(compose(generator, wrappers), ", ".join(w.plugin for w in wrappers))

@@ -38,7 +38,7 @@ plugin = Plugin(
     core=f"=={__version__}",
     config=ApartConfig,
     provides={"runtime": {"apart": "miles_testing.doubles.apart:make_runtime"}},
-    capabilities={"runtime": ("remote",)},
+    capabilities={"runtime": ("remote", "rollout_workers")},
 )
 
 

@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from miles_core.plugin import MilesError, WorkerLost
 from miles_ray.actor import BEAT, Actor, Found
-from miles_ray.watch import process_state, raylet_lives
-from miles_runtime import Order, Workers, last_lines, short_of_memory
+from miles_ray.watch import raylet_lives
+from miles_runtime import Order, Workers, last_lines, process_state, short_of_memory
 
 #: Maximum concurrent calls of an actor. Requests to a paused engine stay open until new weights arrive; with Ray's default of 1000, the
 #: call that sends the weights could queue behind them and deadlock.
