@@ -17,12 +17,8 @@ from miles_core.plugin.worker import same_plan
 from miles_core.run.parts import await_unless_stopped
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import portable
-from miles_runtime.patience import ignore_error
 from miles_runtime.rollout_worker import Answer, EngineCall, GroupOrder, Letters, News, pack_samples, unpack_samples
-from miles_runtime.workers import Restarts, Workers, await_all
-
-#: Seconds that workers have to release the resources of rollout functions.
-FAREWELL = 10.0
+from miles_runtime.workers import Restarts, Workers, await_all, close_workers
 
 
 class RolloutFront(Producer):
@@ -56,17 +52,10 @@ class RolloutFront(Producer):
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
-        for line in self._lines.values():
+        for line in [*self._lines.values()]:
             await line.close()
-        goodbyes = [asyncio.ensure_future(self.workers.call(number, "close")) for number in self._lines]
-        for each in goodbyes:
-            each.add_done_callback(ignore_error)
-        if goodbyes:
-            _, late = await asyncio.wait(goodbyes, timeout=FAREWELL)
-            for each in late:
-                each.cancel()
-        self._lines = {}
-        await self.workers.end()
+        self._lines, self._alive = {}, set()
+        await close_workers([self.workers], self.run.stop_requested)
 
     async def produce(self, samples: list[Sample], evaluation: bool = False) -> list[Sample]:
         order = GroupOrder(pack_samples(samples), tuple(sample.index for sample in samples), evaluation)
@@ -155,7 +144,8 @@ class _Line:
     async def produce(self, order: GroupOrder) -> bytes:
         """Send a group and return the packed result. Raises the error of the rollout, or the worker's loss."""
         ticket = next(self._tickets)
-        answer = self._open[ticket] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._open[ticket] = answer
         self._groups[ticket] = order
         self._post_soon()
         try:

@@ -11,13 +11,16 @@ import asyncio
 import dataclasses
 import itertools
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from miles_core.contracts.engine import Request, Response
+import numpy as np
+
+from miles_core.contracts.engine import Engine, PauseMode, Request, Response
 from miles_core.data.sample import Sample
-from miles_core.errors import DataError, first_line
+from miles_core.data.unit import Encoded
+from miles_core.errors import DataError, MilesError, first_line
 from miles_core.rollout.generate import LocalProducer
 from miles_core.run.inputs import RolloutCode
 from miles_core.run.parts import freeze_gc
@@ -183,10 +186,10 @@ class RolloutWorker(Worker):
             del self._calls[ticket]
 
 
-class _DriversEngine:
-    """The engine of a policy, which the driver calls."""
+class _DriversEngine(Engine):
+    """The engine of a policy, which the driver calls. A worker only generates and aborts."""
 
-    def __init__(self, policy: str, call: Any) -> None:
+    def __init__(self, policy: str, call: Callable[[EngineCall], Awaitable[Any]]) -> None:
         self._policy, self._call = policy, call
 
     async def generate(self, request: Request) -> Response:
@@ -195,6 +198,31 @@ class _DriversEngine:
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
         await self._call(EngineCall(self._policy, "abort", keys))
+
+    @property
+    def version(self) -> int:
+        raise self._refusal()
+
+    async def start(self) -> None:
+        raise self._refusal()
+
+    async def stop(self) -> None:
+        raise self._refusal()
+
+    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+        raise self._refusal()
+
+    async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
+        raise self._refusal()
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        raise self._refusal()
+
+    async def resume(self) -> None:
+        raise self._refusal()
+
+    def _refusal(self) -> MilesError:
+        return MilesError(f"a rollout worker cannot control the engine of {self._policy}; it may generate and abort")
 
 
 def share_limit(whole: int, number: int, count: int) -> int:

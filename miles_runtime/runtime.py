@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from miles_core.contracts.run import Policy, Run
@@ -24,12 +22,9 @@ from miles_runtime.output import Output
 from miles_runtime.patience import Patience
 from miles_runtime.rollout_front import RolloutFront
 from miles_runtime.worker import Order
-from miles_runtime.workers import Busy, Restarts, Workers, await_all, require_agreement
+from miles_runtime.workers import Busy, Restarts, Workers, await_all, close_workers, require_agreement
 
 log = logging.getLogger(__name__)
-
-#: Seconds that workers have to release their resources when the run ends, and after a stop request.
-FAREWELL, FAREWELL_STOPPED = 10.0, 2.0
 
 
 class RemoteRuntime(Runtime):
@@ -162,20 +157,7 @@ class RemoteRuntime(Runtime):
                 await front.stop()
         for workers in self._placed:
             workers.unwatch()
-        goodbyes = [
-            asyncio.ensure_future(workers.call(number, "close"))
-            for workers in self._placed
-            for number in range(len(workers))
-        ]
-        if goodbyes:  # workers that do not respond are ended anyway
-            seconds = FAREWELL_STOPPED if self.run.stop_requested else FAREWELL
-            _, late = await asyncio.wait(goodbyes, timeout=seconds)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*goodbyes, return_exceptions=True)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL):
-                await asyncio.gather(*(workers.end() for workers in self._placed))
+        await close_workers(self._placed, self.run.stop_requested)
         await self.output.close()
 
     async def _start(self, workers: Workers, number: int) -> None:

@@ -77,11 +77,7 @@ class Rollout:
         metavar="KEY",
     )
     workers: int | None = option(
-        None,
-        flag="--rollout-workers",
-        help="processes that generate and score groups (rollout functions, tools, rewards); default: the driver",
-        metavar="N",
-        ge=1,
+        None, flag="--rollout-workers", help="processes that generate and score groups (default: the driver)", ge=1
     )
     max_concurrent_samples: int | None = option(
         None,

@@ -135,10 +135,8 @@ RELATIONS: tuple[tuple[str, str, str, str], ...] = (
         "a collection requests at least the prompts of a step",
     ),
     ("rollout.workers", "<=", "rollout.batch_size", "a worker produces whole groups, and more would be idle"),
-    *(
-        ("rollout.workers", "<=", limit, "the workers share these calls, and each makes at least one")
-        for limit in ("rollout.max_concurrent_samples", "reward.concurrency")
-    ),
+    ("rollout.workers", "<=", "rollout.max_concurrent_samples", "the workers share them"),
+    ("rollout.workers", "<=", "reward.concurrency", "the workers share these calls"),
     ("rollout.max_prompt_len", "<", "rollout.max_context_len", "a response must fit after the prompt"),
     ("reward.overlong_buffer_len", "<=", "rollout.max_response_len", "the buffer is the end of the response"),
     ("train.min_lr", "<=", "train.lr", "the learning rate decays towards it"),

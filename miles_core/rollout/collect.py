@@ -142,8 +142,8 @@ class Collector:
     def pop(self, count: int) -> list[Group]:
         """Remove and return the ``count`` ready groups with the lowest numbers."""
         self._refused = 0
-        self.ready.sort(key=lambda item: _number(item[0]))
-        return self.take_out([_number(prompt) for prompt, _ in self.ready[:count]])
+        self.ready.sort(key=lambda item: item[0].group_index)
+        return self.take_out([prompt.group_index for prompt, _ in self.ready[:count]])
 
     def take_out(self, numbers: Collection[int]) -> list[Group]:
         """Remove and return the ready groups with these numbers."""
@@ -167,9 +167,9 @@ class Collector:
             await asyncio.gather(*gone, return_exceptions=True)
             count = self.run.config.rollout.n_samples_per_prompt
             await self.producer.abort([index for prompt in gone.values() for index in prompt.indexes(count)])
-            self.prompts.put_back(sorted(gone.values(), key=_number))
+            self.prompts.put_back(sorted(gone.values(), key=lambda prompt: prompt.group_index))
         left, self.ready = [prompt for prompt, _ in self.ready], []
-        self.prompts.put_back(sorted(left, key=_number))
+        self.prompts.put_back(sorted(left, key=lambda prompt: prompt.group_index))
 
     def metrics(self) -> dict[str, float]:
         """Return the means of request and rollout statistics since the last call: ``engine/NAME`` (from ``Response.metrics``) and the
@@ -225,10 +225,6 @@ class Collector:
                 f"the group filter refused all of the last {self._refused} groups; loosen --dynamic-sampling-filter-path, use "
                 "easier or harder prompts, or raise --n-samples-per-prompt"
             )
-
-
-def _number(prompt: Prompt) -> int:
-    return prompt.group_index
 
 
 def make_score(run: Run, reward: RewardFunction, reward_of: Mapping[str, RewardFunction]) -> Score:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.contracts.exchanged import check_response
@@ -37,6 +37,7 @@ from miles_core.rollout.sampling import evaluation_sampling, training_sampling
 from miles_core.rollout.versions import mask_older
 
 if TYPE_CHECKING:
+    from miles_core.contracts.engine import Engine
     from miles_core.contracts.run import Run
     from miles_core.rollout.transcript import Transcript
 
@@ -129,13 +130,6 @@ class Functions:
         return name, self.by_name[name]
 
 
-class Generates(Protocol):
-    """The part of ``Engine`` that generation uses. In a rollout worker it passes the calls to the driver."""
-
-    async def generate(self, request: Request) -> Response: ...
-    async def abort(self, keys: Collection[int] | None = None) -> None: ...
-
-
 class Generator:
     """Generates one or more finished samples from a pending sample.
 
@@ -150,7 +144,7 @@ class Generator:
     def __init__(
         self,
         run: Run,
-        engines: Mapping[str, Generates],
+        engines: Mapping[str, Engine],
         sampling: Sampling,
         functions: Functions,
         answers: dict[str, tuple[float, float]] | None = None,
@@ -164,11 +158,13 @@ class Generator:
         limit = run.config.rollout.max_concurrent_samples
         self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
 
-    def release_keys(self, generate: Generate, plugins: str) -> Generate:
-        """Wrap ``generate``, which calls this generator one or more times per sample, to reset the sample's keys afterwards.
+    def wrap(self) -> Generate:
+        """Return this generator with the plugins' ``wrap_generate`` hooks, which may call it several times per sample.
 
-        The samples are checked if ``plugins``, the names of those that wrap the generator, is not empty.
+        Their samples are checked, and the keys of the sample are reset afterwards.
         """
+        wrappers = self.run.hooks.chain("wrap_generate", run=self.run)
+        generate, plugins = compose(self, wrappers), ", ".join(w.plugin for w in wrappers)
 
         async def generate_and_release(sample: Sample) -> list[Sample]:
             number = sample.index
@@ -279,6 +275,7 @@ class Generator:
         before each request is sent.
         """
         engine = self._engine(number, policy)
+        prefix = "engine" if len(self.engines) == 1 else f"{policy}/engine"
         parts: list[Response] = []
         fruitless = 0
         while fruitless < FRUITLESS:
@@ -292,7 +289,7 @@ class Generator:
             self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
             response = await engine.generate(request)
             check_response(self.run, request, response, self.vocabulary)
-            add(self.answers, {self._engine_metric(policy, n): (v, 1.0) for n, v in response.metrics.items()})
+            add(self.answers, {f"{prefix}/{name}": (value, 1.0) for name, value in response.metrics.items()})
             if response.finish == "abort" and len(response.tokens) == request.sampling.max_new_tokens:
                 response.finish = "length"
             if response.finish == "abort" and not can_continue(response, request):
@@ -313,15 +310,12 @@ class Generator:
             "see the engine's log"
         )
 
-    def _engine(self, number: int, policy: str) -> Generates:
+    def _engine(self, number: int, policy: str) -> Engine:
         if policy not in self.engines:
             raise DataError(
                 f"sample {number} asks the policy {policy!r}; the policies of this run that generate are: {', '.join(self.engines)}"
             )
         return self.engines[policy]
-
-    def _engine_metric(self, policy: str, name: str) -> str:
-        return f"engine/{name}" if len(self.engines) == 1 else f"{policy}/engine/{name}"
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self.run.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -335,15 +329,14 @@ class LocalProducer(Producer):
         score: rewards the samples of a group.
     """
 
-    def __init__(self, run: Run, engines: Mapping[str, Generates], functions: Functions, score: Score) -> None:
+    def __init__(self, run: Run, engines: Mapping[str, Engine], functions: Functions, score: Score) -> None:
         super().__init__()
         self.engines, self.functions, self.score = engines, functions, score
         self.training = Generator(run, engines, training_sampling(run.config), functions, self.answers)
-        self._generate = {False: wrap_generator(run, self.training)}
+        self._generate = {False: self.training.wrap()}
         if run.config.evaluation.prompt_data:
-            self._generate[True] = wrap_generator(
-                run, Generator(run, engines, evaluation_sampling(run.config), functions)
-            )
+            evaluating = Generator(run, engines, evaluation_sampling(run.config), functions)
+            self._generate[True] = evaluating.wrap()
         self._started = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -363,9 +356,3 @@ class LocalProducer(Producer):
 
     async def abort(self, samples: Collection[int]) -> None:
         await self.training.abort(samples)
-
-
-def wrap_generator(run: Run, generator: Generator) -> Generate:
-    """Wrap a generator with the plugins' ``wrap_generate`` hooks."""
-    wrappers = run.hooks.chain("wrap_generate", run=run)
-    return generator.release_keys(compose(generator, wrappers), ", ".join(w.plugin for w in wrappers))

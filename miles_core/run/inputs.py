@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Literal
 
 from miles_core.config.config import Config
+from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.runtime import PolicyParts, Producer, Runtime
 from miles_core.contracts.schedule import Schedule
@@ -21,7 +22,7 @@ from miles_core.rollout.custom_generate import CustomGenerate, load_generate
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.filter import GroupFilter, load_filter
 from miles_core.rollout.function import TURN, check_roles, to_rollout_function
-from miles_core.rollout.generate import Functions, Generates, LocalProducer
+from miles_core.rollout.generate import Functions, LocalProducer
 from miles_core.rollout.queue import FILE, Limits, PromptQueue, encode_rows, examine, open_prompts
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
@@ -97,8 +98,7 @@ class Inputs:
                 )
         self.limits = limits
         # A rollout function or a prompt source may set labels itself.
-        turns = config.rollout
-        own = turns.custom_generate_function_path or turns.generate != TURN or config.data.prompts != FILE
+        own = self.code.generate is not None or config.rollout.generate != TURN or config.data.prompts != FILE
         label = None if own or not _compares_label(run, config.reward.rm_type) else _check_label
         with problems():
             if label is not None and config.data.label_key is None:
@@ -149,24 +149,17 @@ class Inputs:
                 await each.start()
             for i, source in enumerate(sources):  # a recovered run without a checkpoint starts from the first prompt
                 source.load_state(self._starts.setdefault(i, source.state()))
-            schedule: Schedule = run.hooks.make(
-                "schedule",
-                run.config.run.schedule,
-                run=run,
-                collector=Collector(run, self._queue(run), producer, log.progress, self.accept),
-                parts=parts,
-            )
+            kind = run.config.data.prompts
+            queue = PromptQueue(self.prompts, self._render(run), kind, run.hooks.describe_part("prompts", kind))
+            collector = Collector(run, queue, producer, log.progress, self.accept)
+            name = run.config.run.schedule
+            schedule: Schedule = run.hooks.make("schedule", name, run=run, collector=collector, parts=parts)
             stack.push_async_callback(schedule.close)
             progress = None if schedule.beside else log.progress
             evaluator = Evaluator(run, self.held_out, self._render(run), producer, progress) if self.held_out else None
             evaluation = Evaluation(run, log, evaluator, schedule.beside)
             stack.push_async_callback(evaluation.close)
             yield schedule, evaluation
-
-    def _queue(self, run: Run) -> PromptQueue:
-        assert self.prompts is not None  # set by the constructor or ``make``
-        source = run.config.data.prompts
-        return PromptQueue(self.prompts, self._render(run), source, run.hooks.describe_part("prompts", source))
 
     def _render(self, run: Run) -> Callable[[Row], list[int] | None]:
         return encode_rows(run.render, run.config, self.limits)
@@ -214,7 +207,7 @@ class RolloutCode:
             self.reward, self.reward_of = next(iter(found.values())), found if own else {}
         self.functions = _functions(run, self.generate)
 
-    def producer(self, run: Run, engines: Mapping[str, Generates]) -> LocalProducer:
+    def producer(self, run: Run, engines: Mapping[str, Engine]) -> LocalProducer:
         """Return the producer of this process; ``engines`` maps the policies that generate to their engines."""
         assert self.reward is not None and self.functions is not None  # set by the constructor or ``make``
         return LocalProducer(run, engines, self.functions, make_score(run, self.reward, self.reward_of))
