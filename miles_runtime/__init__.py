@@ -1,11 +1,11 @@
-"""Trainer ranks and engines as workers in separate processes, independent of how a runtime reaches them.
+"""Trainer ranks, engines and rollouts as workers in separate processes, independent of how a runtime reaches them.
 
 ``rank`` is a learner with the transport of its weights, ``learner_front`` the driver's handle to all ranks, which also lets both
 sides share devices. ``inline`` is the runtime of one process: the same handle on one rank, which it calls directly. ``worker`` is the
-entry point of another process, which then holds a ``rank_worker`` or an ``engine_worker``. A runtime implements only ``workers``: calls
-to a process, and the replacement of a dead process. The package adds the driver's two fronts (``learner_front``,
-``engine_front``), the order of building and checking parts, and the recovery of lost workers (``runtime``). Only plain data and bytes
-are sent between processes.
+entry point of another process, which then holds a ``rank_worker``, an ``engine_worker`` or a ``rollout_worker``. A runtime implements only
+``workers``: calls to a process, and the replacement of a dead process; ``local_workers`` does it on one machine. The package adds the
+driver's fronts (``learner_front``, ``engine_front``, ``rollout_front``), the order of building and checking parts, and the recovery of
+lost workers (``runtime``). Only plain data and bytes are sent between processes.
 """
 
 from typing import TYPE_CHECKING

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 from miles_core.contracts.engine import Engine
@@ -196,9 +197,11 @@ class _Line:
             lost = (
                 error if isinstance(error, WorkerLost) else await workers.declare_lost(self.number, first_line(error))
             )
-            await self._end_calls()
-            self.lose(self.number, lost)
-            self.fail(lost)
+            try:
+                await self._end_calls()
+            finally:
+                self.lose(self.number, lost)
+                self.fail(lost)
 
     async def _serve(self, ticket: int, call: EngineCall) -> None:
         """Make a call of an engine and send its answer to the worker."""
@@ -207,7 +210,7 @@ class _Line:
         except Exception as error:
             answer = None, portable(error)
         self._answers[ticket] = answer
-        self._calls.pop(ticket)
+        self._calls.pop(ticket, None)
         self._post_soon()
 
     async def _end_calls(self) -> None:
@@ -218,7 +221,7 @@ class _Line:
         await asyncio.gather(*(task for _, task in calls.values()), return_exceptions=True)
         for policy, engine in self.front.engines.items():
             keys = [c.argument.key for c, _ in calls.values() if (c.policy, c.method) == (policy, "generate")]
-            if keys:
+            with suppress(WorkerLost):  # its requests are gone, too; the next request reports the loss
                 await engine.abort(keys)
 
     def _post_soon(self) -> None:
