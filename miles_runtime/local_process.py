@@ -1,8 +1,7 @@
-"""A worker in another process of this machine: both ends of the connection.
+"""A worker in another process of this machine: both ends of a ``Channel``.
 
-The processes exchange pickled messages on a pair of sockets that no other process can open. ``main`` is the other end: the worker runs in
-an event loop of its own in a second thread, so that heartbeats are answered while it computes. The process ends with the driver: the
-connection ends then.
+``main`` is the other end. The worker runs in an event loop in the main thread; the thread that receives answers heartbeats itself, so they
+are answered while the worker computes. The process ends with the driver: the connection ends then.
 """
 
 from __future__ import annotations
@@ -12,22 +11,18 @@ import contextlib
 import importlib
 import itertools
 import os
-import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from miles_runtime.local_channel import Channel, Message
 from miles_runtime.mailbox import portable
 from miles_runtime.output import write_there
 
-#: Length of a message in bytes, before each message.
-_HEAD = struct.Struct(">Q")
 #: The worker's process imports modules from where the driver does.
 _PATH = "PYTHONPATH"
 
@@ -46,11 +41,11 @@ class LocalProcess:
     """
 
     def __init__(self, directory: str, name: str, level: str) -> None:
-        self._ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
-        self._reading: asyncio.Task[None] | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._ended: Exception | None = None
+        self._loop = asyncio.get_running_loop()
         with theirs:
             self._process = subprocess.Popen(
                 # -P: files of the working directory must not replace modules
@@ -60,16 +55,13 @@ class LocalProcess:
                 env={**os.environ, _PATH: os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # signals to the driver's group do not reach it; processes that it starts end with it
             )
+        self._channel = Channel(ours, self._receive)
+        self._channel.start()
 
     @property
     def pid(self) -> int:
         """Id of the process."""
         return self._process.pid
-
-    async def open(self) -> None:
-        """Start reading answers."""
-        reader, self._writer = await asyncio.open_connection(sock=self._ours)
-        self._reading = asyncio.create_task(self._read(reader))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the worker (``Worker.answer``), or ``make`` or ``beat``.
@@ -77,15 +69,13 @@ class LocalProcess:
         Raises:
             ProcessEnded: the process has ended.
         """
-        if self._writer is None or self._reading is None or self._reading.done():
-            raise ProcessEnded(self._cause())
+        if self._ended is not None:
+            raise self._ended
         number = next(self._numbers)
-        message = pickle.dumps((number, method, args), 5)
-        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        message = Message((number, method, args))
+        answer = self._calls[number] = self._loop.create_future()
         try:
-            with contextlib.suppress(ConnectionError):  # ``_read`` notices it, too
-                self._writer.writelines([_HEAD.pack(len(message)), message])
-                await self._writer.drain()
+            self._channel.send(message)
             return await answer
         finally:
             del self._calls[number]
@@ -94,30 +84,32 @@ class LocalProcess:
         """End the process and those that it started, in whatever state they are."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        self._channel.close()
         await asyncio.to_thread(self._process.wait)
-        if self._writer is not None:
-            self._writer.close()
-        else:
-            self._ours.close()
+        await asyncio.to_thread(self._channel.join)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                (size,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-                number, value, error = pickle.loads(await reader.readexactly(size))
-                answer = self._calls.get(number)
-                if answer is None or answer.done():  # the call was cancelled
-                    continue
-                if error is None:
-                    answer.set_result(value)
-                else:
-                    answer.set_exception(error)
-        except Exception as error:
-            ended = isinstance(error, (asyncio.IncompleteReadError, ConnectionError))
-            cause: Exception = ProcessEnded(await asyncio.to_thread(self._cause)) if ended else error
-            for answer in self._calls.values():
-                if not answer.done():
-                    answer.set_exception(cause)
+    def _receive(self, message: Any, error: Exception | None) -> None:
+        """Called in the channel's thread."""
+        if isinstance(error, (EOFError, OSError)):
+            error = ProcessEnded(self._cause())
+        with contextlib.suppress(RuntimeError):  # the driver's event loop has ended
+            self._loop.call_soon_threadsafe(self._settle if error is None else self._end, error or message)
+
+    def _settle(self, message: tuple[int, Any, Exception | None]) -> None:
+        number, value, error = message
+        answer = self._calls.get(number)
+        if answer is None or answer.done():  # the call was cancelled
+            return
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(error)
+
+    def _end(self, cause: Exception) -> None:
+        self._ended = cause
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(cause)
 
     def _cause(self) -> str:
         """Return why the process ended."""
@@ -135,39 +127,40 @@ class _Server:
     """The worker's end."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.worker, self.closed = connection, None, False
+        self.worker: Any = None
+        self.closed = False
         self.loop = asyncio.new_event_loop()
-        self._sending = threading.Lock()
+        self._channel = Channel(connection, self._receive)
 
     def serve(self) -> None:
-        """Answer calls until the connection ends."""
-        threading.Thread(target=self.loop.run_forever, name="worker", daemon=True).start()
-        with self.connection.makefile("rb") as stream:
-            while head := stream.read(_HEAD.size):
-                number, method, args = pickle.loads(stream.read(*_HEAD.unpack(head)))
-                if method == "beat":
-                    self._send(number, self.worker.beat() if self.worker is not None else ())
-                else:
-                    asyncio.run_coroutine_threadsafe(self._answer(number, method, args), self.loop)
+        """Run the worker until the driver ends the connection, which ends the process."""
+        self._channel.start()
+        self.loop.run_forever()
+
+    def _receive(self, message: Any, error: Exception | None) -> None:
+        """Called in the channel's thread: answer a heartbeat, or let the worker's loop answer a call; end when the driver has ended."""
+        if error is not None:
+            if self.closed:
+                os._exit(0)
+            os.killpg(os.getpid(), signal.SIGKILL)  # with the processes that it started: there was no farewell
+        number, method, args = message
+        if method == "beat":
+            self._channel.send(Message((number, self.worker.beat() if self.worker is not None else (), None)))
+        else:
+            asyncio.run_coroutine_threadsafe(self._answer(number, method, args), self.loop)
 
     async def _answer(self, number: int, method: str, args: tuple[Any, ...]) -> None:
         try:
+            value: Any = None
             if method == "make":
                 self.worker = _find(args[0])(*args[1:])
-                value = None
             else:
-                assert self.worker is not None  # ``make`` is called first
                 value = await self.worker.answer(method, *args)
                 self.closed = self.closed or method == "close"
-            self._send(number, value)
+            message = Message((number, value, None))
         except Exception as error:
-            self._send(number, None, portable(error))
-
-    def _send(self, number: int, value: Any, error: Exception | None = None) -> None:
-        message = pickle.dumps((number, value, error), 5)
-        with self._sending, contextlib.suppress(OSError):  # the driver has ended, which ``serve`` notices
-            self.connection.sendall(_HEAD.pack(len(message)))
-            self.connection.sendall(message)
+            message = Message((number, None, portable(error)))
+        self._channel.send(message)
 
 
 def _find(target: str) -> Callable[..., Any]:
@@ -186,14 +179,7 @@ def main(descriptor: str, directory: str, name: str, level: str, path: str) -> N
     for each in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a run; the driver decides when to end
         signal.signal(each, signal.SIG_IGN)
     write_there(directory, name, level)
-    server = _Server(socket.socket(fileno=int(descriptor)))
-    with contextlib.suppress(OSError, EOFError):
-        server.serve()
-    if server.closed:
-        os._exit(0)
-    os.killpg(
-        os.getpid(), signal.SIGKILL
-    )  # with the processes that it started: the driver has ended without a farewell
+    _Server(socket.socket(fileno=int(descriptor))).serve()
 
 
 def process_state(process: int) -> tuple[str, int] | None:

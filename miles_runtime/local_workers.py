@@ -46,8 +46,7 @@ class LocalWorkers(Workers):
 
     async def renew(self, number: int) -> None:
         await self.kill(number)
-        process = self._processes[number] = LocalProcess(self.order.directory, self.names[number], self.level)
-        await process.open()
+        self._processes[number] = LocalProcess(self.order.directory, self.names[number], self.level)
         await self.send(number, "make", self.kind, self.order, self.policy)
 
     async def kill(self, number: int) -> None:

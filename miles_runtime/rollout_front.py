@@ -18,7 +18,16 @@ from miles_core.plugin.worker import same_plan
 from miles_core.run.parts import await_unless_stopped
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import portable
-from miles_runtime.rollout_worker import Answer, EngineCall, GroupOrder, Letters, News, pack_samples, unpack_samples
+from miles_runtime.rollout_worker import (
+    Answer,
+    EngineCall,
+    GroupOrder,
+    Letters,
+    News,
+    Packed,
+    pack_samples,
+    unpack_samples,
+)
 from miles_runtime.workers import Restarts, Workers, await_all, close_workers
 
 
@@ -134,7 +143,7 @@ class _Line:
     def __init__(self, front: RolloutFront, number: int, lose: Callable[[int, WorkerLost], None]) -> None:
         self.front, self.number, self.lose, self.name = front, number, lose, front.workers.names[number]
         self._tickets = itertools.count()
-        self._open: dict[int, asyncio.Future[bytes]] = {}
+        self._open: dict[int, asyncio.Future[Packed]] = {}
         self._calls: dict[int, tuple[EngineCall, asyncio.Task[None]]] = {}
         self._groups: dict[int, GroupOrder] = {}
         self._answers: dict[int, Answer] = {}
@@ -142,10 +151,10 @@ class _Line:
         self._posts: set[asyncio.Task[None]] = set()
         self._collecting = asyncio.create_task(self._collect())
 
-    async def produce(self, order: GroupOrder) -> bytes:
+    async def produce(self, order: GroupOrder) -> Packed:
         """Send a group and return the packed result. Raises the error of the rollout, or the worker's loss."""
         ticket = next(self._tickets)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Packed] = asyncio.get_running_loop().create_future()
         self._open[ticket] = answer
         self._groups[ticket] = order
         self._post_soon()
