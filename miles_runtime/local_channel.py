@@ -23,6 +23,8 @@ from typing import Any
 SHARED = 16 << 10
 #: Bytes of the pickle, and number of shared arrays; then the size of each array.
 _HEAD, _SIZE = struct.Struct(">QI"), struct.Struct(">Q")
+#: Pages are mapped at once: a fault for each of them would take longer than the copy.
+_MAP = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 #: Buffers of one ``writev``: IOV_MAX of Linux.
 _PIECES = 1024
 
@@ -89,7 +91,7 @@ def receive(connection: socket.socket) -> Any:
     (memory,) = descriptors
     try:
         sizes = [each for (each,) in _SIZE.iter_unpack(_read(connection, count * _SIZE.size))]
-        whole = memoryview(mmap.mmap(memory, sum(sizes)))
+        whole = memoryview(mmap.mmap(memory, sum(sizes), _MAP))
     finally:
         os.close(memory)
     buffers, start = [], 0

@@ -93,10 +93,12 @@ class LocalProcess:
         if isinstance(error, (EOFError, OSError)):
             error = ProcessEnded(self._cause())
         with contextlib.suppress(RuntimeError):  # the driver's event loop has ended
-            self._loop.call_soon_threadsafe(self._settle if error is None else self._end, error or message)
+            if error is None:
+                self._loop.call_soon_threadsafe(self._settle, *message)
+            else:
+                self._loop.call_soon_threadsafe(self._end, error)
 
-    def _settle(self, message: tuple[int, Any, Exception | None]) -> None:
-        number, value, error = message
+    def _settle(self, number: int, value: Any, error: Exception | None) -> None:
         answer = self._calls.get(number)
         if answer is None or answer.done():  # the call was cancelled
             return

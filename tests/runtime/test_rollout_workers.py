@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -148,6 +149,18 @@ def test_dropped_groups_are_generated_later(run_apart, tmp_path, schedule):
     groups = [sample["index"] // 4 for sample in done.samples]
     assert len(groups) == STEPS * 8 and all(number % 3 != 1 for number in groups)
     assert len({*groups}) == STEPS * 2
+
+
+def test_a_run_is_resumed_with_another_number_of_workers(run_apart, toy_run, alone, tmp_path):
+    run_apart(2, steps=1)
+    saved = tmp_path / "run" / "checkpoints" / "step_00000001"
+    elsewhere = shutil.copytree(saved, tmp_path / saved.name)  # not in the run directory, whose options would be used
+    again = toy_run(directory=tmp_path / "again", load=elsewhere, steps=STEPS, save_interval=1)
+    assert rows(again) == [row for row in rows(alone) if row["step"] > 1]
+    last = f"checkpoints/step_0000000{STEPS}/"
+    assert {n: f for n, f in checkpoints(again).items() if n.startswith(last)} == {
+        n: f for n, f in checkpoints(alone).items() if n.startswith(last)
+    }
 
 
 def test_limits_are_shared():
