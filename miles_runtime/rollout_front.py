@@ -193,6 +193,9 @@ class _Line:
             while True:
                 news: News = await workers.await_result(self.number, workers.send(self.number, "news"), "news")
                 add(self.front.answers, news.answers)
+                for ticket in news.cancelled:
+                    if ticket in self._calls:
+                        self._calls[ticket][1].cancel()
                 for ticket, call in news.calls.items():
                     self._calls[ticket] = call, asyncio.create_task(self._serve(ticket, call))
                 for ticket, (packed, error) in news.groups.items():
@@ -220,7 +223,15 @@ class _Line:
             answer = None, portable(error)
         self._answers[ticket] = answer
         self._calls.pop(ticket, None)
+        if call.method == "abort":
+            self._forget_cancelled({*call.argument})
         self._post_soon()
+
+    def _forget_cancelled(self, keys: Collection[int]) -> None:
+        """Forget the cancelled requests with these keys, which the engine has aborted."""
+        for ticket, (call, task) in [*self._calls.items()]:
+            if task.cancelled() and call.method == "generate" and call.argument.key in keys:
+                del self._calls[ticket]
 
     async def _end_calls(self) -> None:
         """Cancel the worker's calls of engines and make the engines abort its requests."""

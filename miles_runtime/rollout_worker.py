@@ -95,10 +95,12 @@ class News:
     """What a worker sends: calls of engines and finished groups (``Packed``), by ticket, and statistics.
 
     Attributes:
+        cancelled: tickets of calls whose answer the worker no longer waits for.
         answers: see ``Producer.answers``.
     """
 
     calls: dict[int, EngineCall] = dataclasses.field(default_factory=dict)
+    cancelled: list[int] = dataclasses.field(default_factory=list)
     groups: dict[int, Answer] = dataclasses.field(default_factory=dict)
     answers: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
@@ -196,6 +198,11 @@ class RolloutWorker(Worker):
         self._happened.set()
         try:
             return await answer
+        except asyncio.CancelledError:
+            if self._news.calls.pop(ticket, None) is None:  # it was sent
+                self._news.cancelled.append(ticket)
+                self._happened.set()
+            raise
         finally:
             del self._calls[ticket]
 
@@ -211,6 +218,8 @@ class _DriversEngine(Engine):
         return response
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
+        if keys is None:  # requests of other workers would end, too
+            raise self._refusal()
         await self._call(EngineCall(self._policy, "abort", keys))
 
     @property
