@@ -13,7 +13,8 @@ import pytest
 from test_links import link
 
 from miles_sglang import build
-from miles_sglang.spawn import EARLY, WORKER, Early, Spawned, spawn
+from miles_sglang.early import Early
+from miles_sglang.spawn import EARLY, WORKER, Spawned, spawn
 
 
 def is_alive(pid: int) -> bool:
