@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 #: Steps of at most this many tokens are written by the driver itself, which takes less time than a process takes to start.
-SMALL = 1 << 14
+SMALL = 1 << 12
 #: Number of tokens for which another writer process is started.
 SHARE = 1 << 17
 #: Maximum number of writer processes. One encodes about 300,000 tokens per second.

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-import time
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
-from pathlib import Path
 
 import ray
+
+from miles_runtime import process_state
 
 #: Seconds between two attempts to connect, and the number of refused attempts in a row after which a process counts as dead.
 LOOK, LOOKS = 0.1, 3
@@ -96,27 +96,6 @@ def raylet_lives() -> bool:
         return True
     except OSError:
         return False
-
-
-def process_state(process: int) -> tuple[str, int] | None:
-    """Return the state letter and CPU time (clock ticks) of a process on this machine; None if it has ended. Source: proc(5)."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else (fields[0], int(fields[11]) + int(fields[12]))
-
-
-def uses_cpu(process: int) -> bool:
-    """Whether a process on this machine uses the CPU, or waits for a disk, during one second. False at once for a stopped one."""
-    before = process_state(process)
-    if before is None or before[0] in "Tt":
-        return False
-    time.sleep(1.0)
-    after = process_state(process)
-    if after is None or after[0] in "Tt":
-        return False
-    return after[1] > before[1] or after[0] == "D"
 
 
 @lru_cache
