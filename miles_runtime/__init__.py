@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from miles_runtime.inline import InlineRuntime
     from miles_runtime.output import last_lines, worker_name, write_there
     from miles_runtime.rank_worker import RankWorker
+    from miles_runtime.restarts import Restarts
     from miles_runtime.runtime import RemoteRuntime
     from miles_runtime.worker import Order, Worker
-    from miles_runtime.workers import Restarts, Workers, short_of_memory
+    from miles_runtime.workers import Workers, short_of_memory
 
 __all__ = [
     "EngineWorker",
@@ -45,6 +46,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_runtime.rank_worker": "RankWorker",
         "miles_runtime.runtime": "RemoteRuntime",
         "miles_runtime.worker": "Order Worker",
-        "miles_runtime.workers": "Restarts Workers short_of_memory",
+        "miles_runtime.restarts": "Restarts",
+        "miles_runtime.workers": "Workers short_of_memory",
     },
 )

@@ -30,7 +30,7 @@ from miles_core.rollout.sampling import evaluation_sampling, training_sampling
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
 from miles_core.run.problems import Problems
-from miles_core.run.warm_start import open_pairs, supervised_samples
+from miles_core.run.warm_start import supervised_samples
 
 
 class Inputs:
@@ -66,7 +66,7 @@ class Inputs:
             self._open_held_out(config)
         if config.sft.data and config.run.load is None:
             with problems():
-                self.pairs = open_pairs(config)
+                self.pairs = open_prompts(config, config.sft.data, "--sft-data", label_key=config.sft.response_key)
         with problems():
             if options.custom_rm_path is not None:
                 self.reward = load_reward(options.custom_rm_path, options.concurrency)

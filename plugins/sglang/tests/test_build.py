@@ -14,7 +14,9 @@ from miles_sglang import build
 def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, below):
     monkeypatch.setattr("miles_runtime.output._worker", worker)
     monkeypatch.setattr(build, "make_codec", lambda run, policy: None)
-    monkeypatch.setattr(build, "assemble", lambda checkpoint, codec, detokenize, directory, choices: directory)
+    monkeypatch.setattr(build, "assemble", lambda checkpoint, codec, detokenize, directory, choices, early: directory)
     config = load(["--hf-checkpoint", str(tmp_path), "--engine", "sglang", "--device", "cpu"])
-    run = SimpleNamespace(config=config, config_of=lambda policy: config, fields=(), tokenizer=None, directory=tmp_path)
+    run = SimpleNamespace(
+        config=config, config_of=lambda policy: config, fields=(), tokenizer=None, directory=tmp_path, stash={}
+    )
     assert build.make_engine(run, SimpleNamespace(hf_checkpoint=str(tmp_path))) == tmp_path / below
