@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.contracts.run import Policy, Run
-from miles_core.contracts.runtime import PolicyParts, Runtime
+from miles_core.contracts.runtime import PolicyParts, Producer, Runtime
 from miles_core.contracts.trainer import ALL_PARTS
 from miles_core.errors import ConfigError, WorkerLost
 from miles_core.plugin.worker import same_plan
@@ -20,11 +19,13 @@ from miles_mismatch.same_model import compare_models
 from miles_runtime.busy import Busy
 from miles_runtime.engine_front import ENGINE_WORKER, EngineFront
 from miles_runtime.learner_front import RANK, LearnerFront
+from miles_runtime.local_workers import rollout_processes
 from miles_runtime.output import Output
 from miles_runtime.patience import Patience
 from miles_runtime.restarts import Restarts
+from miles_runtime.rollout_front import RolloutFront
 from miles_runtime.worker import Order, Worker
-from miles_runtime.workers import RECORDER, Workers, await_all, require_agreement
+from miles_runtime.workers import RECORDER, Workers, await_all, close_workers, require_agreement
 
 if TYPE_CHECKING:
     from miles_runtime.rank_worker import RankWorker
@@ -34,8 +35,6 @@ log = logging.getLogger(__name__)
 #: Record calls to workers of either kind, and to those of ranks.
 WORKER, RANK_WORKER = cast(Worker, RECORDER), cast("RankWorker", RECORDER)
 
-#: Seconds that workers have to release their resources when the run ends, and after a stop request.
-FAREWELL, FAREWELL_STOPPED = 10.0, 2.0
 #: Fraction of ``--stop-within`` in which a rank must give a heartbeat after the current step was aborted. The run does not wait for others.
 LAST_BEAT = 0.15
 
@@ -57,11 +56,26 @@ class RemoteRuntime(Runtime):
         self.output = Output(run.directory)
         self._built: list[tuple[Workers, LearnerFront, EngineFront | None, PolicyParts]] = []
         self._placed: list[Workers] = []
+        self._rollouts: Workers | None = None
 
     @abstractmethod
     async def place(self, policy: Policy) -> tuple[Workers, Workers]:
         """Return handles to the processes of a policy's ranks and engines (no engines if ``Policy.generates`` is False). Each process
         creates a ``RankWorker`` or ``EngineWorker`` from ``self.order`` without building it."""
+
+    def place_rollouts(self, names: Sequence[str]) -> Workers:
+        """Return the handle to processes of rollout workers, which are not started: on this machine, unless overridden."""
+        return rollout_processes(self.run, names, self.patience, self.busy)
+
+    def producer(self, local: Producer, parts: Sequence[PolicyParts]) -> Producer:
+        count = self.run.config.rollout.workers
+        if count is None:
+            return local
+        if self._rollouts is None:
+            self._rollouts = self.place_rollouts([f"rollout-{number}" for number in range(count)])
+            self._rollouts.peers = self._placed
+            self._placed.append(self._rollouts)
+        return RolloutFront(self.run, self._rollouts, parts, self.restarts)
 
     def names(self, policy: Policy, kind: str, count: int) -> list[str]:
         """Return the names of a policy's workers of one kind; with several policies they include the policy's name."""
@@ -156,20 +170,7 @@ class RemoteRuntime(Runtime):
                 await front.stop()
         for workers in self._placed:
             workers.unwatch()
-        goodbyes = [
-            asyncio.ensure_future(workers.ask(number, WORKER.close()))
-            for workers in self._placed
-            for number in range(len(workers))
-        ]
-        if goodbyes:  # workers that do not respond are ended anyway
-            seconds = FAREWELL_STOPPED if self.run.stop_requested else FAREWELL
-            _, late = await asyncio.wait(goodbyes, timeout=seconds)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*goodbyes, return_exceptions=True)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL):
-                await asyncio.gather(*(workers.end() for workers in self._placed))
+        await close_workers(self._placed, self.run.stop_requested)
         await self.output.close()
 
     async def _start(self, workers: Workers, number: int) -> None:
@@ -217,7 +218,7 @@ class RemoteRuntime(Runtime):
     async def _join(self, ranks: Workers) -> tuple[list[Any], Mapping[str, object]]:
         count = len(ranks)
         if count > 1:
-            host, limit = await ranks.host(), self.patience.call
+            host, limit = await ranks.host(), self.run.config.run.worker_timeout
             port = await ranks.ask(0, RANK_WORKER.listen(host, count, limit))
             await await_all(ranks.ask(n, RANK_WORKER.join(host, port, n, count, limit)) for n in range(count))
         built = await await_all(ranks.ask(n, RANK_WORKER.build()) for n in range(count))

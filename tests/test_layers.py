@@ -128,8 +128,8 @@ MISMATCH: list[dict[str, str]] = [
 #: Where the parts of a run are, one layer in itself.
 RUNTIME: list[dict[str, str]] = [
     {
-        "runtime": "core: errors lookup redact data plugin config checkpoint precision contracts train sync run "
-        "mismatch: mismatch",
+        "runtime": "core: errors lookup redact data plugin config checkpoint precision contracts rollout train sync "
+        "run mismatch: mismatch",
     },
 ]
 
