@@ -67,7 +67,7 @@ def test_a_run_in_one_process_starts_it_and_ends_what_no_engine_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
     environment = link(tmp_path, "good").changes
-    monkeypatch.setattr(build, "environment_of", lambda run, policy: environment)
+    monkeypatch.setattr("miles_sglang.early.environment_of", lambda run, policy: environment)
     policies = [SimpleNamespace(generates=on) for on in (False, True, True)]
     config = SimpleNamespace(run=SimpleNamespace(runtime=runtime, engine="sglang"))
 
