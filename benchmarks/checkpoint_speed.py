@@ -1,5 +1,7 @@
 """How fast checkpoints are written and checked, compared with the disk, and how long the event loop waits meanwhile.
 
+The event loop is measured with core's own ``RunCheckpoints``, a learner that writes the tensors in a thread, and a schedule that holds
+finished samples and prompts in use, while saving, while saving asynchronously, and while a checkpoint is checked and loaded.
 The disk's bandwidth is that of one file of the same size, written in the same chunks and flushed, or read with an empty page cache where
 the system allows it. Run it on the disk in question: ``python benchmarks/checkpoint_speed.py --directory DIR --gigabytes 8 --save``.
 """
@@ -12,19 +14,28 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from measure import finish, installed, options
 
-from miles_core.checkpoint.digest import CHUNK
+from miles_core.checkpoint.digest import CHUNK, FileDigest
 from miles_core.checkpoint.directory import Checkpoints, check_files, seal
 from miles_core.checkpoint.tensor_file import Saving, write_tensors
+from miles_core.contracts.schedule import Position
+from miles_core.data.column import TOKENS, Column
+from miles_core.data.sample import Sample
+from miles_core.observe.timer import Clock
+from miles_core.rollout.queue import Prompt
+from miles_core.run.checkpoints import RunCheckpoints
 
 TENSOR = 256 << 20  # bytes
+#: Samples that wait for training, their tokens, and prompts in use.
+SAMPLES, LENGTH, PROMPTS = 1024, 8192, 8192
 
 
 def forget(directory: Path) -> None:
@@ -83,6 +94,82 @@ async def longest_gap(work: Callable[[], Awaitable[Any]]) -> float:
     return max(gaps)
 
 
+class Learner:
+    """Writes the tensors in a thread, as the learner of a run in one process does."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], files: int) -> None:
+        self.tensors, self.files = tensors, files
+
+    async def save(self, directory: Path, later: bool = False) -> None:
+        directory.mkdir()
+        self.saving = await asyncio.to_thread(write_checkpoint, directory, self.tensors, self.files, later)
+
+    async def collect_digests(self) -> Mapping[str, FileDigest] | None:
+        return self.saving.digests()
+
+    async def load(self, directory: Path) -> None:
+        """The trainer's own reading is not measured."""
+
+
+class Schedule:
+    """Holds finished samples and prompts in use."""
+
+    def __init__(self) -> None:
+        tokens = Column(TOKENS, [7] * 200)
+        prompts = [Prompt("x" * 400, tokens, "1", {"row": n}, n).to_json() for n in range(PROMPTS)]
+        samples = tuple(
+            Sample(
+                tokens=[7] * LENGTH, response="x" * LENGTH, response_length=LENGTH, rollout_log_probs=[-0.5] * LENGTH
+            )
+            for _ in range(SAMPLES)
+        )
+        self.position = Position({"prompts": {"waiting": prompts}}, samples)
+
+    def state(self) -> Position:
+        return self.position
+
+    def load_state(self, position: Position) -> None:
+        assert len(position.samples) == SAMPLES
+        for prompt in position.data["prompts"]["waiting"]:
+            Prompt.from_json(prompt)
+
+
+async def measure_gaps(root: Path, tensors: dict[str, torch.Tensor], files: int) -> dict[str, float]:
+    """Return the longest gap while saving, saving asynchronously and loading, in seconds."""
+    schedule: Any = Schedule()
+    policy = SimpleNamespace(name="policy", trained=1)
+    part: Any = SimpleNamespace(policy=policy, learner=Learner(tensors, files))
+
+    def make(resume_from: Path | None = None) -> RunCheckpoints:
+        run: Any = SimpleNamespace(
+            directory=root,
+            step=1,
+            policies=[policy],
+            clock=Clock(),
+            config=SimpleNamespace(run=SimpleNamespace(keep=1)),
+            plan=SimpleNamespace(record=lambda: None),
+            hooks=SimpleNamespace(on=lambda *_, **__: None),
+        )
+        return RunCheckpoints(run, [part], schedule, resume_from)
+
+    async def save(later: bool) -> None:
+        checkpoints = make()
+        await checkpoints.save(later)
+        await checkpoints.complete()
+
+    async def resume() -> None:
+        assert await make(await asyncio.to_thread(Checkpoints(root / "checkpoints").load)).resume()
+
+    work = {
+        "nothing": lambda: asyncio.sleep(2),  # gaps that the machine causes
+        "save": lambda: save(False),
+        "save again": lambda: save(False),
+        "async save": lambda: save(True),
+        "load": resume,
+    }
+    return {name: await longest_gap(function) for name, function in work.items()}
+
+
 def measure(root: Path, gigabytes: float, files: int) -> dict[str, float]:
     """One round: seconds of each kind of work."""
     count = max(files, round(gigabytes * (1 << 30) / TENSOR))
@@ -110,13 +197,8 @@ def measure(root: Path, gigabytes: float, files: int) -> dict[str, float]:
     timed("check", lambda: check_files(checkpoints.path(1)))
     shutil.rmtree(root / "checkpoints")
 
-    async def save_in_loop() -> None:
-        with checkpoints.save(1) as work:
-            saving = await asyncio.to_thread(write_checkpoint, work, tensors, files)
-            await asyncio.to_thread(seal, work, 1, None, saving.digests())
-
-    found["longest gap of the event loop"] = asyncio.run(longest_gap(save_in_loop))
-    shutil.rmtree(root / "checkpoints")
+    gaps = asyncio.run(measure_gaps(root, tensors, files))
+    found |= {f"longest gap of the event loop, {name}": seconds for name, seconds in gaps.items()}
     found["bytes"] = float(count * TENSOR)
     return found
 
@@ -133,8 +215,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=given.directory) as directory:
             rounds.append(measure(Path(directory), given.gigabytes, given.files))
             print(rounds[-1], file=sys.stderr, flush=True)
-    seconds = {name: median(each[name] for each in rounds) for name in rounds[0]}
+    seconds = {n: (max if n.startswith("longest") else median)(each[n] for each in rounds) for n in rounds[0]}
     size = seconds.pop("bytes")
+    gaps = {n.rpartition(", ")[2]: round(1e3 * s, 1) for n, s in seconds.items() if n.startswith("longest")}
     result = {
         "gigabytes": round(size / 1e9, 2),
         "files": given.files,
@@ -142,7 +225,8 @@ def main() -> None:
         "gb_per_second": {n: round(size / s / 1e9, 2) for n, s in seconds.items() if not n.startswith("longest")},
         "save_of_disk": round(seconds["plain write"] / seconds["save"], 2),
         "check_of_disk": round(seconds["plain read"] / seconds["check"], 2),
-        "milliseconds_of_the_longest_gap": round(1e3 * seconds["longest gap of the event loop"], 1),
+        "held": {"samples": SAMPLES, "tokens": SAMPLES * LENGTH, "prompts": PROMPTS},
+        "milliseconds_of_the_longest_gap": gaps,
     }
     finish("checkpoint_speed", result, given.save, lambda: installed("torch"))
 

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from miles_runtime.engine_worker import EngineWorker
     from miles_runtime.inline import InlineRuntime
     from miles_runtime.local_process import process_state
-    from miles_runtime.output import last_lines, write_there
+    from miles_runtime.output import last_lines, worker_name, write_there
     from miles_runtime.rank_worker import RankWorker
+    from miles_runtime.restarts import Restarts
     from miles_runtime.rollout_worker import RolloutWorker
     from miles_runtime.runtime import RemoteRuntime
     from miles_runtime.worker import Order, Worker
-    from miles_runtime.workers import Restarts, Workers, short_of_memory
+    from miles_runtime.workers import Workers, short_of_memory
 
 __all__ = [
     "EngineWorker",
@@ -36,6 +37,7 @@ __all__ = [
     "last_lines",
     "process_state",
     "short_of_memory",
+    "worker_name",
     "write_there",
 ]
 
@@ -45,11 +47,12 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_runtime.engine_worker": "EngineWorker",
         "miles_runtime.inline": "InlineRuntime",
         "miles_runtime.local_process": "process_state",
-        "miles_runtime.output": "last_lines write_there",
+        "miles_runtime.output": "last_lines worker_name write_there",
         "miles_runtime.rank_worker": "RankWorker",
         "miles_runtime.rollout_worker": "RolloutWorker",
         "miles_runtime.runtime": "RemoteRuntime",
         "miles_runtime.worker": "Order Worker",
-        "miles_runtime.workers": "Restarts Workers short_of_memory",
+        "miles_runtime.restarts": "Restarts",
+        "miles_runtime.workers": "Workers short_of_memory",
     },
 )

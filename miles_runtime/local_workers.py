@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from miles_core.contracts.run import Run
+from miles_runtime.busy import Busy
 from miles_runtime.local_process import LocalProcess, ProcessEnded, process_state
 from miles_runtime.output import last_lines
 from miles_runtime.patience import Patience
 from miles_runtime.worker import Order
-from miles_runtime.workers import Busy, Workers
+from miles_runtime.workers import Workers
 
 
 def rollout_processes(run: Run, names: Sequence[str], patience: Patience, busy: Busy) -> LocalWorkers:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import cast
 
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Run
@@ -16,8 +16,10 @@ from miles_core.data.sample import Sample
 from miles_core.errors import WorkerLost, first_line
 from miles_core.plugin.worker import same_plan
 from miles_core.run.parts import await_unless_stopped
+from miles_runtime.farewell import close_workers
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import portable
+from miles_runtime.restarts import Restarts
 from miles_runtime.rollout_worker import (
     Answer,
     EngineCall,
@@ -25,10 +27,13 @@ from miles_runtime.rollout_worker import (
     Letters,
     News,
     Packed,
+    RolloutWorker,
     pack_samples,
     unpack_samples,
 )
-from miles_runtime.workers import Restarts, Workers, await_all, close_workers
+from miles_runtime.workers import RECORDER, Workers, await_all, recorded
+
+_WORKER = cast(RolloutWorker, RECORDER)
 
 
 class RolloutFront(Producer):
@@ -103,8 +108,10 @@ class RolloutFront(Producer):
         while True:
             try:
                 await self.workers.start(number)
-                same_plan(self.run.plan.digest, {self.workers.names[number]: await self.workers.call(number, "digest")})
-                await self.workers.call(number, "build", number, len(self.workers), tuple(self.engines))
+                same_plan(
+                    self.run.plan.digest, {self.workers.names[number]: await self.workers.ask(number, _WORKER.digest())}
+                )
+                await self.workers.ask(number, _WORKER.build(number, len(self.workers), tuple(self.engines)))
                 break
             except WorkerLost as lost:
                 self.restarts.spend(lost)
@@ -172,7 +179,7 @@ class _Line:
         tickets, self._drops = self._drops, set()
         if tickets:
             await asyncio.gather(*self._posts)  # which may contain them
-            await self._call("drop", tickets)
+            await self._call(_WORKER.drop(tickets))
 
     def fail(self, error: Exception) -> None:
         """Fail all groups."""
@@ -256,13 +263,13 @@ class _Line:
         if groups or answers:
             self._groups, self._answers = {}, {}
             policies = {policy.name: (policy.version, policy.trained) for policy in self.front.run.policies}
-            await self._call("post", Letters(self.front.run.step, policies, groups, answers))
+            await self._call(_WORKER.post(Letters(self.front.run.step, policies, groups, answers)))  # type: ignore[func-returns-value]
 
-    async def _call(self, method: str, argument: Any) -> None:
-        """Call the worker. If it is lost, ``_collect`` notices; another error fails all groups."""
-        workers = self.front.workers
+    async def _call(self, recording: object) -> None:
+        """Make a recorded call of the worker. If it is lost, ``_collect`` notices; another error fails all groups."""
+        workers, call = self.front.workers, recorded(recording)
         try:
-            await workers.await_result(self.number, workers.send(self.number, method, argument), method)
+            await workers.await_result(self.number, workers.send(self.number, call.method, *call.args), call.method)
         except WorkerLost:
             pass
         except Exception as error:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from miles_core.contracts.engine import Engine, Response, Sampling
+from miles_core.errors import MilesError
 from miles_testing.asking import ask, start, start_and_wait
 from miles_testing.capabilities import skip_without
 from miles_testing.stored import stored_units
@@ -23,10 +24,12 @@ class Interruptions:
     Attributes:
         atol: see ``EngineContract``.
         extra: see ``EngineContract``.
+        pause_modes: modes in which requests continue; an engine with token versions refuses the other one with a MilesError.
     """
 
     atol = 1e-4
     extra: str | None = None
+    pause_modes: tuple[str, ...] = ("retract", "in_place")
 
     def test_abort_returns_what_there_is(self, engine: Engine, runner: asyncio.Runner) -> None:
         long = Sampling(44, temperature=0.9, ignore_eos=True)
@@ -86,6 +89,10 @@ class Interruptions:
         self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path], mode: Any
     ) -> None:
         skip_without(engine, "token_versions")
+        if mode not in self.pause_modes:
+            with pytest.raises(MilesError):
+                runner.run(engine.pause(mode))
+            return
         old, extras = engine.version, {self.extra} if self.extra else set()
         long = Sampling(40, temperature=0.9, ignore_eos=True)
 

@@ -60,6 +60,7 @@ plugin = Plugin(
             "profile": "miles_tools.profiler:make_profiler",
             "samples": "miles_tools.samples.saver:make_saver",
         },
+        "prompt_file": {"parquet": "miles_tools.parquet:ParquetFile"},
         "help": {"train": "miles_tools.help:help_text"},
         "correction": {"command_line": "miles_tools.command_line:correct"},
         "samples": {"read": "miles_tools.samples.files:read_rollouts"},

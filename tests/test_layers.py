@@ -78,6 +78,7 @@ TOOLS: list[dict[str, str]] = [
         "sinks": "core: errors redact contracts",
         "profiler": "core: contracts",
         "samples": "core: errors redact data contracts",
+        "parquet": "core: errors data",
     },
     {
         "native": "environment core: errors",
@@ -183,7 +184,7 @@ ROOMS: list[dict[str, str]] = [
 #: The test kit, one layer in itself.
 TESTING: list[dict[str, str]] = [
     {
-        "testing": "core: api errors lookup version data plugin config observe precision contracts run launch mismatch: "
+        "testing": "core: api errors lookup version checkpoint data plugin config observe precision contracts run launch mismatch: "
         "mismatch runtime: runtime tools: demo transport: transport",
     },
 ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.checkpoint.tensor_file import write_tensors
+from miles_core.data.strict_json import encode_json
 from miles_core.data.world import ALONE, World
 from miles_core.errors import CheckpointError
 
@@ -59,8 +60,8 @@ class Store:
         if self.world.rank and not sharded:
             return
         try:
-            text = json.dumps({"data": data, "tensors": bool(tensors)})
-        except (TypeError, ValueError) as error:
+            text = encode_json({"data": data, "tensors": bool(tensors)})
+        except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"checkpoint entry {name!r}: its data is not JSON ({error})") from error
         base = self._base(name, f".{self.world.rank}-of-{self.world.size}" if sharded else "")
         base.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ to seal a checkpoint. It can also copy the tensors to host memory and write them
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.checkpoint.digest import CHUNK, FileDigest, digest_files, flush, hash_bytes, hash_threads, join_chunks
+from miles_core.data.strict_json import encode_json
 from miles_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _header(ordered: list[tuple[str, Tensor]]) -> bytes:
                 f"the tensor {name!r} has the type {tensor.dtype}, which a safetensors file cannot hold"
             )
         entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text = encode_json(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

@@ -1,8 +1,8 @@
-"""Prompt files: JSONL and parquet, read row by row.
+"""Prompt files, read row by row: JSONL, and parquet with the part ``prompt_file: parquet`` of an installed plugin.
 
-A JSONL file is scanned once to check every row and record its offset; rows are read from disk on demand, so the text is never
-completely in memory. For a parquet file, the columns in use are kept in memory as an Arrow table. ``file@[a:b]`` selects a part
-with the semantics of Python slices.
+A JSONL file is scanned once to record the offset of every row; rows are read from disk on demand, so the text is never completely in
+memory. ``file@[a:b]`` selects a part with the semantics of Python slices. Of large files, a sample of the rows is checked before the
+run (``prompt_index``), and the others are checked when they are read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,8 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from miles_core.data import hub
-from miles_core.data.media import explain_media, is_empty, is_media_key
-from miles_core.data.prompt_index import load_index, store_index
+from miles_core.data.prompt_index import load_index, sample_rows, store_index
 from miles_core.data.strict_json import load_strict_json
 from miles_core.errors import DataError
 
@@ -28,6 +26,15 @@ SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 SLICE = re.compile(r"(.+)@\[[^\]]*\]")
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 Check = Callable[[dict[str, Any], str], None]
+
+#: Number of bytes of a JSONL file that are read at once.
+_BLOCK = 1 << 25
+#: Whether ``bytes.strip`` removes a byte, bool [256].
+_BLANK = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
+
+
+class ChangedFileError(DataError):
+    """A file that the run reads was changed."""
 
 
 class PromptFile(Protocol):
@@ -40,10 +47,17 @@ class PromptFile(Protocol):
     def read(self, index: int) -> tuple[dict[str, Any], str]: ...
 
 
-def open_prompt_file(spec: str, columns: Sequence[str], check: Check, meaning: str) -> PromptFile:
+#: Opens a file of another format: path, selected part, columns in use, check of a row.
+Opener = Callable[[Path, slice, Sequence[str], Check], PromptFile]
+
+
+def open_prompt_file(
+    spec: str, columns: Sequence[str], check: Check, meaning: str, open_parquet: Opener | None
+) -> PromptFile:
     """Open ``path`` or ``path@[a:b]``, where a path may be ``hf://datasets/ORG/NAME/FILE``.
 
-    ``check(row, place)`` is called once with every row, unless a run with the same ``meaning`` of the columns has checked a large file.
+    ``check(row, place)`` is called once with every row of ``sample_rows``, unless a run with the same ``meaning`` of the columns has
+    checked a large file.
 
     Raises:
         DataError: no such file, unknown kind, a row that cannot be read, or what ``check`` raises.
@@ -69,8 +83,8 @@ def open_prompt_file(spec: str, columns: Sequence[str], check: Check, meaning: s
         raise DataError(f"there is no prompt file {named} (looked in {Path.cwd()}){hint}")
     if path.is_dir():
         raise DataError(f"{path} is a directory; name the prompt file in it (.jsonl or .parquet)")
-    if path.suffix == ".parquet":
-        return ParquetFile(path, part, columns, check)
+    if path.suffix == ".parquet" and open_parquet is not None:
+        return open_parquet(path, part, columns, check)
     if path.suffix in JSON_SUFFIXES:
         return JsonlFile(path, part, check, meaning)
     raise DataError(
@@ -85,35 +99,50 @@ class JsonlFile:
     def __init__(self, path: Path, part: slice, check: Check, meaning: str) -> None:
         self.path = path
         self._file = path.open("rb")
-        self._seen = self._state()
+        self._seen, self._clean = self._state(), True  # clean: each row is a line without blanks at its ends
         key = ("jsonl", str(path.resolve()), self._seen, str(part), meaning)
-        rows = load_index(
-            *key
-        )  # [rows + 2, 3] int64: first byte, bytes and line of each row; the digest is stored in the last two
-        if rows is None:
-            self._rows = self._scan()[part]
-            self.digest = self._digest(check)
-            digest = np.frombuffer(bytes.fromhex(self.digest) + bytes(16), np.int64).reshape(2, 3)
-            store_index(np.concatenate([self._rows, digest]), *key)
-        else:
-            self._rows, self.digest = rows[:-2], rows[-2:].tobytes()[:32].hex()
+        # [rows + 2, 3] int64: first byte, bytes and line of each row; the digest and _clean are stored in the last two
+        stored = load_index(*key)
+        if stored is not None:
+            end = stored[-2:].tobytes()
+            self._rows, self.digest, self._clean = stored[:-2], end[:32].hex(), bool(end[32])
+            return
+        self._rows = self._scan()[part]
+        self.digest = self._digest()
+        for index in sample_rows(len(self)):
+            check(*self.read(index))
+        end = bytes.fromhex(self.digest) + bytes([self._clean]) + bytes(15)
+        store_index(np.concatenate([self._rows, np.frombuffer(end, np.int64).reshape(2, 3)]), *key)
 
     def _scan(self) -> np.ndarray:
-        found, position = array("q"), 0
+        """Return first byte, bytes and line of every row, int64 [rows, 3]."""
+        found, position, number = [np.zeros((0, 3), np.int64)], 0, 1
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    found.extend((position, len(line), number))
-                position += len(line)
-        return np.asarray(found).reshape(-1, 3)
+            while block := file.read(_BLOCK) + file.readline():
+                text = np.frombuffer(block if block.endswith(b"\n") else block + b"\n", np.uint8)
+                ends = np.flatnonzero(text == ord("\n")) + 1
+                starts = np.append(0, ends[:-1])
+                blank = _BLANK[text[starts]]
+                self._clean &= not (blank | _BLANK[text[ends - 2]]).any()
+                blank[blank] = [
+                    not block[start:end].strip() for start, end in zip(starts[blank], ends[blank], strict=True)
+                ]
+                sizes, lines = np.minimum(ends, len(block)) - starts, number + np.arange(len(ends))
+                found.append(np.stack([position + starts, sizes, lines], axis=1)[~blank])
+                position, number = position + len(block), number + len(ends)
+        return np.concatenate(found)
 
-    def _digest(self, check: Check | None = None) -> str:
+    def _digest(self) -> str:
+        """Return the SHA-256 of the rows, each without blanks at its ends and with a newline."""
         digest = hashlib.sha256()
-        for index, number in enumerate(self._rows[:, 2].tolist()):
-            line = self._line(index)
-            digest.update(line.strip() + b"\n")
-            if check is not None:
-                check(self._parse(line, number), f"{self.path}:{number}")
+        if not self._clean:
+            for index in range(len(self)):
+                digest.update(self._line(index).strip() + b"\n")
+        elif len(self):
+            start, stop = int(self._rows[0, 0]), int(self._rows[-1, :2].sum())
+            for at in range(start, stop, _BLOCK):
+                digest.update(os.pread(self._file.fileno(), min(_BLOCK, stop - at), at))
+            digest.update(b"" if self._line(-1).endswith(b"\n") else b"\n")
         return digest.hexdigest()
 
     def _line(self, index: int) -> bytes:
@@ -131,7 +160,7 @@ class JsonlFile:
         """Return row ``index`` and its location."""
         if self._state() != self._seen:
             if self._digest() != self.digest:
-                raise DataError(
+                raise ChangedFileError(
                     f"{self.path} was changed while the run reads it, row by row; put back what it held, or use another file for "
                     "the next run"
                 )
@@ -158,81 +187,6 @@ class JsonlFile:
         if not isinstance(row, dict):
             raise DataError(f"{place}: a row must be a JSON object with keys, this is {_kind(row)}")
         return row
-
-
-class ParquetFile:
-    """A parquet file; values that JSON cannot express (dates, decimals) become strings. Media columns are scanned only for the first
-    non-empty value, which is an error."""
-
-    def __init__(self, path: Path, part: slice, columns: Sequence[str], check: Check) -> None:
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-        except ImportError as error:
-            raise DataError(f"{path}: parquet files are read with pyarrow; install it (pip install pyarrow)") from error
-        self.path = path
-        try:
-            file = pq.ParquetFile(path)
-            self._names = file.schema_arrow.names
-            if twice := [name for name in columns if self._names.count(name) > 1]:
-                raise DataError(
-                    f"{path}: it has {self._names.count(twice[0])} columns {twice[0]!r}; rename all but one"
-                )
-            table = file.read([name for name in columns if name in self._names])
-            self._first, stop, _ = part.indices(file.metadata.num_rows)
-            for name in self._names:
-                if name not in columns and is_media_key(name):
-                    _refuse_filled(file, name, path, range(self._first, stop))
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path}: not a readable parquet file: {error}") from error
-        self._count = max(0, stop - self._first)
-        self._table = table.slice(self._first, self._count)
-        digest = hashlib.sha256(f"{self._first}:{self._count}".encode())
-        with path.open("rb") as raw:
-            while block := raw.read(1 << 20):
-                digest.update(block)
-        self.digest = digest.hexdigest()
-        for index in range(self._count):
-            check(*self.read(index))
-
-    def __len__(self) -> int:
-        return self._count
-
-    def read(self, index: int) -> tuple[dict[str, Any], str]:
-        """Return row ``index`` and its location; columns that were not requested are present with the value None."""
-        place = f"{self.path} row {self._first + index}"
-        row: dict[str, Any] = dict.fromkeys(self._names)
-        for name in self._table.column_names:
-            try:
-                row[name] = json.loads(json.dumps(self._table.column(name)[index].as_py(), default=_text))
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{place}: the column {name!r} holds bytes that are not UTF-8 text; store it as a string"
-                ) from error
-            except (
-                ValueError,
-                TypeError,
-                OverflowError,
-            ) as error:  # timestamps outside the resolution or range of Python's
-                raise DataError(
-                    f"{place}: the column {name!r} cannot be read ({error}); store it as a string"
-                ) from error
-        return row, place
-
-
-def _refuse_filled(file: Any, name: str, path: Path, rows: range) -> None:
-    """Raise DataError for the first of ``rows`` whose media column ``name`` is not empty."""
-    index = 0
-    for batch in file.iter_batches(batch_size=16, columns=[name]):
-        for value in batch.column(0):
-            if index in rows and not is_empty(value.as_py()):
-                raise DataError(explain_media(f"{path} row {index}", f"the column {name!r} is not empty"))
-            index += 1
-
-
-def _text(value: Any) -> str:
-    """Convert a value that JSON cannot express to a string; binary columns usually hold UTF-8 text."""
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _kind(value: Any) -> str:

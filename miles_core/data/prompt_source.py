@@ -20,6 +20,9 @@ class Row:
         index: position in the data set.
         place: location (``file:line``), for messages.
         policy: name of the policy that generates the response; "" for the first trained policy.
+        examined: whether the prompt was checked and rendered before the run. If not, and it turns out to be invalid, it is left out
+            with a warning; an error in an examined row ends the run.
+        fault: why the row is invalid; "" if it is not, as far as is known.
     """
 
     prompt: str | Chat
@@ -28,6 +31,8 @@ class Row:
     index: int = 0
     place: str = "a row of the prompt source"
     policy: str = ""
+    examined: bool = True
+    fault: str = ""
 
 
 class PromptSource(ABC):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.data.media import explain_media, find_media, is_empty, is_media_key
-from miles_core.data.prompt_file import open_prompt_file
+from miles_core.data.prompt_file import ChangedFileError, Opener, open_prompt_file
+from miles_core.data.prompt_index import ROWS
 from miles_core.data.prompt_source import Chat, PromptSource, Row
 from miles_core.data.renderer import Renderer
 from miles_core.errors import ConfigError, DataError
@@ -73,15 +74,6 @@ class PromptTemplate:
             raise DataError(f"the prompt {prompt!r:.80} has no token; remove it from the data")
         return tokens
 
-    def identity(self) -> list[Any] | None:
-        """Return everything that determines token ids, as JSON data; None if it cannot be determined."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            return None
-        variables = self.renderer.variables if self.renderer else None
-        special = [self.tokenizer.chat_template, self.tokenizer.special_tokens_map, self.apply_chat_template, variables]
-        return json.loads(json.dumps([backend.to_str(), *special], default=str))  # type: ignore[no-any-return]
-
     def _plain(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text)
         end = self.tokenizer.eos_token_id
@@ -112,13 +104,18 @@ class Prompts(PromptSource):
     """The rows of JSONL and parquet files, epoch after epoch.
 
     Every row is checked when the files are opened, so that a missing key, a null label or a malformed line is reported immediately
-    and not hours later. With ``shuffle`` the order of epoch e depends only on (seed, e).
+    and not hours later. Of large files, ``sample_rows`` are checked; ``next`` returns an invalid one of the others with its ``fault``.
+    With ``shuffle`` the order of epoch e depends only on (seed, e).
+
+    Attributes:
+        examined: whether every row was checked.
 
     Args:
         paths: files, each ``path`` or ``path@[a:b]``.
         input_key, label_key, metadata_key: names of the columns; without ``label_key`` labels are None.
         shuffle: use a new random order in each epoch instead of the order of the files.
         seed: seed of the shuffle.
+        open_parquet: opens parquet files; they are refused without it.
 
     Raises:
         DataError: a file is missing or malformed, a key is missing, or there are no rows.
@@ -133,18 +130,20 @@ class Prompts(PromptSource):
         metadata_key: str = "metadata",
         shuffle: bool = False,
         seed: int = 0,
+        open_parquet: Opener | None = None,
     ) -> None:
         self.input_key, self.label_key, self.metadata_key = input_key, label_key, metadata_key
         self.shuffle, self.seed = shuffle, seed
         paths = [paths] if isinstance(paths, str) else list(paths)
         columns = [key for key in (input_key, label_key, metadata_key) if key is not None]
         meaning = json.dumps([input_key, label_key, metadata_key])
-        self._files = [open_prompt_file(path, columns, self._check, meaning) for path in paths]
+        self._files = [open_prompt_file(path, columns, self._check, meaning, open_parquet) for path in paths]
         self._ends = list(accumulate(len(file) for file in self._files))
         if not self._ends or self._ends[-1] == 0:
             raise DataError(f"{', '.join(paths) or 'the list of prompt files'} has no prompts: the data set is empty")
         self._chosen: Sequence[int] = range(self._ends[-1])
         self.length = len(self._chosen)
+        self.examined = self.length < ROWS
         self._epoch, self._offset = 0, 0
         self._order: np.ndarray | None = None
 
@@ -163,6 +162,7 @@ class Prompts(PromptSource):
             metadata=row.get(self.metadata_key) or {},
             index=at,
             place=place,
+            examined=self.examined,
         )
 
     def __iter__(self) -> Iterator[Row]:
@@ -180,11 +180,20 @@ class Prompts(PromptSource):
         for _ in range(n):
             if self._order is None:
                 self._order = epoch_order(len(self), self.seed, self._epoch) if self.shuffle else np.arange(len(self))
-            rows.append(self[int(self._order[self._offset])])
+            rows.append(self._read(int(self._order[self._offset])))
             self._offset += 1
             if self._offset == len(self):
                 self._epoch, self._offset, self._order = self._epoch + 1, 0, None
         return rows
+
+    def _read(self, index: int) -> Row:
+        """Return row ``index``, with its fault if it is invalid and was not examined before the run."""
+        try:
+            return self[index]
+        except DataError as error:
+            if self.examined or isinstance(error, ChangedFileError):
+                raise
+            return Row("", index=index, examined=False, fault=str(error))
 
     def restrict(self, indices: Sequence[int]) -> None:
         """Restrict the data set to the rows with these indices, in this order; call it before the first ``next``."""

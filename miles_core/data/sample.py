@@ -6,7 +6,6 @@ output; they are never re-tokenised from text.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -181,14 +180,9 @@ class Sample:
                     f"sample {self.index}: field {spec.name!r} ({spec.align}) has {len(value)} rows, expected {expected}"
                 )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: columns become lists (numpy arrays in ``fields`` stay arrays)."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"status": str(self.status)}
-        return {name: value.tolist() if isinstance(value, Column) else value for name, value in data.items()}
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
-        """Inverse of ``to_dict``; unknown keys are an error."""
+        """Make a sample from plain values by attribute; unknown keys are an error."""
         data = dict(data)
         data["status"] = Status(data.get("status", Status.PENDING))
         data["weight_versions"] = [tuple(v) for v in data.get("weight_versions", [])]

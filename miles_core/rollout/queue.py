@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
@@ -13,11 +14,12 @@ import numpy as np
 
 from miles_core.config.config import Config
 from miles_core.data.column import TOKENS, Column, as_column
-from miles_core.data.prompt_index import ROWS, load_index, store_index
+from miles_core.data.prompt_index import sample_rows
 from miles_core.data.prompt_source import PromptSource, Row
 from miles_core.data.prompts import Prompts, PromptTemplate
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError, MilesError
+from miles_core.plugin.load import find_part
 
 log = logging.getLogger(__name__)
 
@@ -91,22 +93,36 @@ def encode_within_limits(render: PromptTemplate, row: Row, config: Config, limit
 
 
 def encode_rows(render: PromptTemplate, config: Config, limits: Limits) -> Callable[[Row], list[int] | None]:
-    """Return ``encode_within_limits`` as a function of a row."""
-    return lambda row: encode_within_limits(render, row, config, limits)
+    """Return ``encode_within_limits`` as a function of a row. Invalid rows that were not examined before the run are logged and left out."""
+
+    def encode(row: Row) -> list[int] | None:
+        try:
+            if row.fault:
+                raise DataError(row.fault)
+            return encode_within_limits(render, row, config, limits)
+        except DataError as error:
+            if row.examined:
+                raise
+            log.warning("%s. The row is left out", error)
+            return None
+
+    return encode
 
 
-def open_prompts(config: Config, paths: Any, flag: str, shuffle: bool = False) -> Prompts:
-    """Open the prompt files ``paths`` and check their keys and values. Messages name ``flag``, the option with the paths."""
+def open_prompts(config: Config, paths: Any, flag: str, shuffle: bool = False, label_key: str | None = None) -> Prompts:
+    """Open the prompt files ``paths`` and check their keys and values. Messages name ``flag``, the option with the paths. ``label_key``
+    replaces ``--label-key``."""
     data = config.data
     if not paths:
         raise ConfigError(f"no prompts: give {flag} FILE (JSONL or parquet)")
     return Prompts(
         paths,
         input_key=data.input_key,
-        label_key=data.label_key,
+        label_key=label_key or data.label_key,
         metadata_key=data.metadata_key,
         shuffle=shuffle,
         seed=config.train.seed,
+        open_parquet=find_part("prompt_file", "parquet"),
     )
 
 
@@ -120,7 +136,8 @@ def examine(
 ) -> None:
     """Render every prompt once, and drop prompts longer than ``--rollout-max-prompt-len`` from ``prompts``; log their number.
 
-    Takes about as long as tokenising the files. For large files the lengths of prompts are stored, and later runs only compare them.
+    Takes about as long as tokenising the files. Of large files, a sample is rendered (``sample_rows``); ``encode_rows`` leaves out the
+    long prompts when they are read.
 
     Args:
         prompts: result of ``open_prompts``.
@@ -134,40 +151,29 @@ def examine(
         DataError: see ``encode_prompt``; or a prompt is too long for the model, ``check`` raised, or no prompt remains.
     """
     longest = config.rollout.max_prompt_len
-    lengths = _measure(prompts, render, limits, check)
+    examined = sample_rows(len(prompts))
+    lengths = np.zeros(len(examined), np.int64)
+    for number, index in enumerate(examined):
+        row = prompts[index]
+        lengths[number] = len(encode_prompt(render, row, limits))
+        if check is not None:
+            check(row)
     kept = np.flatnonzero(lengths <= (lengths.max() if longest is None else longest))
-    dropped = len(prompts) - len(kept)
+    dropped = len(examined) - len(kept)
     if not len(kept):
         raise DataError(f"{flag}: all {dropped} prompts are longer than --rollout-max-prompt-len {longest}")
     if limits.context is not None and (too_long := kept[lengths[kept] >= limits.context]).size:
         worst = int(too_long[lengths[too_long].argmax()])
         raise DataError(
             f"{flag}: {len(too_long)} of {len(kept)} prompts leave no room for a response within {limits.context} tokens "
-            f"({limits.origin}); the longest has {lengths[worst]} ({prompts[worst].place}); shorten them, or leave them out with "
-            "--rollout-max-prompt-len"
+            f"({limits.origin}); the longest has {lengths[worst]} ({prompts[examined[worst]].place}); shorten them, or leave them out "
+            "with --rollout-max-prompt-len"
         )
-    if dropped:
+    if not prompts.examined:
+        log.info("%s: checked %d prompts; the others are checked when they are read", flag, len(examined))
+    elif dropped:
         prompts.restrict(kept.tolist())
         log.info("%s: dropped %d prompts that are longer than --rollout-max-prompt-len", flag, dropped)
-
-
-def _measure(
-    prompts: Prompts, render: PromptTemplate, limits: Limits, check: Callable[[Row], None] | None
-) -> np.ndarray:
-    """Render and check every prompt; return the numbers of tokens, int64 [prompts]. See ``examine``."""
-    state, identity = prompts.state(), render.identity() if len(prompts) >= ROWS else None
-    meaning = [prompts.input_key, prompts.label_key, check is not None, limits.vocabulary]
-    key = ("lengths", state["rows"], state["digest"], *meaning, identity)
-    if identity is not None and (known := load_index(*key)) is not None:
-        return known
-    lengths = np.zeros(len(prompts), np.int64)
-    for number, row in enumerate(prompts):
-        lengths[number] = len(encode_prompt(render, row, limits))
-        if check is not None:
-            check(row)
-    if identity is not None:
-        store_index(lengths, *key)
-    return lengths
 
 
 #: The run stops after this many consecutive rows were skipped.
@@ -205,14 +211,16 @@ class Prompt:
         return range(self.group_index * count, (self.group_index + 1) * count)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields except ``group_index``."""
-        data = {"text": self.text, "tokens": list(self.tokens), "label": self.label, "metadata": self.metadata}
+        """Return all fields except ``group_index``; token ids are int32 in base64."""
+        tokens = b64encode(self.tokens).decode()
+        data = {"text": self.text, "tokens": tokens, "label": self.label, "metadata": self.metadata}
         return data | ({"policy": self.policy} if self.policy else {})
 
     @classmethod
     def from_json(cls, data: dict[str, Any], group_index: int = -1) -> Prompt:
         """Inverse of ``to_json``, with the given ``group_index``."""
-        tokens, policy = as_column(data["tokens"], TOKENS), data.get("policy", "")
+        saved, policy = data["tokens"], data.get("policy", "")
+        tokens = Column(TOKENS, b64decode(saved) if isinstance(saved, str) else saved)  # earlier versions: a list
         return cls(data["text"], tokens, data["label"], data["metadata"], group_index, policy)
 
 
@@ -284,7 +292,8 @@ class PromptQueue:
             self._left_out_since += 1
             if self._left_out_since >= GIVE_UP:
                 raise DataError(
-                    f"the last {GIVE_UP} prompts of the source are all longer than --rollout-max-prompt-len; raise it, or correct the source"
+                    f"the last {GIVE_UP} prompts of the source are all longer than --rollout-max-prompt-len or invalid (see the warnings "
+                    "in the log); raise it, or correct the source"
                 )
         return made
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from miles_core.checkpoint.directory import Checkpoints, seal
 from miles_core.checkpoint.rng import get_rng, put_rng, rng_state
@@ -122,7 +125,7 @@ class RunCheckpoints:
 
     async def _save(self, later: bool, copied: asyncio.Event) -> None:
         run, plan, step = self.run, self.run.plan.record(), self.run.step
-        with self.directories.save(step, plan) as directory:
+        async with _in_threads(self.directories.save(step, plan)) as directory:
             for each in self.parts:
                 await each.learner.save(directory / each.policy.name, *([True] if later else ()))
             with Saving(directory) as own:
@@ -158,7 +161,7 @@ class RunCheckpoints:
         if directory is None:
             return False
         store = Store(directory / "state")
-        _, state = store.get("run")
+        _, state = await asyncio.to_thread(store.get, "run")
         saved, here = sorted(state["trained"]), sorted(policy.name for policy in run.policies)
         if saved != here:
             raise CheckpointError(
@@ -170,11 +173,26 @@ class RunCheckpoints:
         run.step = int(state["step"])
         for policy in run.policies:
             policy.trained = int(state["trained"][policy.name])
-        self.schedule.load_state(Position(state, tuple(get_samples(store, HELD)) if HELD in store else ()))
-        get_rng(store)
+        samples = await asyncio.to_thread(get_samples, store, HELD) if HELD in store else ()
+        self.schedule.load_state(Position(state, tuple(samples)))
+        await asyncio.to_thread(get_rng, store)
         if directory.parent.resolve() == self.directories.directory.resolve():
             self.saved_step = run.step
         run.hooks.on("on_load", run=run, policy=None, store=store)
         self._mark()
         log.info("continuing %s: %d steps are complete", directory, run.step)
         return True
+
+
+@asynccontextmanager
+async def _in_threads(manager: AbstractContextManager[Path]) -> AsyncIterator[Path]:
+    """Enter and exit ``manager``, which waits for the disk, in threads, so that the event loop continues."""
+    value = await asyncio.to_thread(manager.__enter__)
+    details: tuple[Any, ...] = (None, None, None)
+    try:
+        yield value
+    except BaseException as error:
+        details = (type(error), error, error.__traceback__)
+        raise
+    finally:
+        await asyncio.to_thread(manager.__exit__, *details)

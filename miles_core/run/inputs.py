@@ -27,7 +27,7 @@ from miles_core.rollout.queue import FILE, Limits, PromptQueue, encode_rows, exa
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
 from miles_core.run.problems import Problems
-from miles_core.run.warm_start import open_pairs, supervised_samples
+from miles_core.run.warm_start import supervised_samples
 
 
 class Inputs:
@@ -59,7 +59,7 @@ class Inputs:
             self._open_held_out(config)
         if config.sft.data and config.run.load is None:
             with problems():
-                self.pairs = open_pairs(config)
+                self.pairs = open_prompts(config, config.sft.data, "--sft-data", label_key=config.sft.response_key)
         with problems():
             keep = config.rollout.dynamic_sampling_filter_path
             self.accept = load_filter(keep) if keep else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from miles_core.config.config import Config
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.data.column import TOKENS, as_column
@@ -46,14 +45,6 @@ async def warm_start(run: Run, parts: list[PolicyParts], log: RunLog, samples: l
         for each in parts:
             await each.learner.reset_optimizer()
     log.record(0, run.clock.metrics() | metrics | first)
-
-
-def open_pairs(config: Config) -> Prompts:
-    """Open the files of ``--sft-data`` and check their keys and values."""
-    options, data = config.sft, config.data
-    return Prompts(
-        options.data or (), input_key=data.input_key, label_key=options.response_key, metadata_key=data.metadata_key
-    )
 
 
 def supervised_samples(run: Run, rows: Prompts, limits: Limits = NO_LIMITS) -> list[Sample]:

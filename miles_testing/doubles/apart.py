@@ -16,13 +16,14 @@ from miles_core.contracts.run import Policy, Run
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.options import option
 from miles_core.version import __version__
+from miles_runtime.busy import Busy
 from miles_runtime.engine_worker import EngineWorker
 from miles_runtime.patience import Patience, ignore_error
 from miles_runtime.rank_worker import RankWorker
 from miles_runtime.rollout_worker import RolloutWorker
 from miles_runtime.runtime import RemoteRuntime
 from miles_runtime.worker import Order, Worker
-from miles_runtime.workers import Busy, Workers
+from miles_runtime.workers import Workers
 
 
 @dataclass(frozen=True, kw_only=True)

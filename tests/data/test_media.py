@@ -1,14 +1,18 @@
 """Images, video and sound: no row that holds one becomes a prompt."""
 
 import json
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from miles_core.data import prompts
 from miles_core.data.media import find_media, is_media_key
-from miles_core.data.prompts import Prompts
 from miles_core.errors import DataError
+from miles_tools.parquet import ParquetFile
+
+Prompts = partial(prompts.Prompts, open_parquet=ParquetFile)
 
 TEXT = [{"role": "user", "content": [{"type": "text", "text": "What is 1 + 1?"}]}]
 

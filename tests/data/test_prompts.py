@@ -1,7 +1,5 @@
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,32 +38,6 @@ def test_blank_lines_a_byte_order_mark_and_any_text(tmp_path):
     prompts = Prompts(str(path))
     assert names(prompts) == ["ä\u2028b", "c d"]
     assert prompts[1].place == f"{path}:3"
-
-
-def test_parquet_with_chats(tmp_path):
-    chats = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b", "name": "n"}]]
-    table = pa.table({"messages": chats, "answer": [1, 2], "metadata": [{"k": 1}, None], "unused": ["x", "y"]})
-    path = tmp_path / "p.parquet"
-    pq.write_table(table, path)
-    prompts = Prompts(str(path), input_key="messages", label_key="answer")
-    rows = prompts.next(2)
-    assert rows[0].prompt == chats[0]
-    assert rows[1].prompt == chats[1]
-    assert [row.label for row in rows] == [1, 2]
-    assert [row.metadata for row in rows] == [{"k": 1}, {}]
-    assert rows[1].place == f"{path} row 1"
-    with pytest.raises(DataError, match=r"row 0: no key 'input' .*'messages', 'answer', 'metadata', 'unused'"):
-        Prompts(str(path))
-
-
-def test_several_files_and_slices(ten, tmp_path):
-    more = write(tmp_path / "more.jsonl", [{"input": "x"}, {"input": "y"}])
-    table = pa.table({"input": ["r", "s", "t"]})
-    pq.write_table(table, tmp_path / "p.parquet")
-    prompts = Prompts([f"{ten}@[-2:]", more, f"{tmp_path / 'p.parquet'}@[1:9]"])
-    assert names(prompts) == ["q8", "q9", "x", "y", "s", "t"]
-    assert next(iter(prompts)).place == f"{ten}:9"
-    assert prompts[4].place.endswith("row 1")
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -155,9 +127,6 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "p.txt").write_text("x")
     with pytest.raises(DataError, match=r"not \.txt"):
         Prompts(str(tmp_path / "p.txt"))
-    (tmp_path / "p.parquet").write_text("x")
-    with pytest.raises(DataError, match="not a readable parquet file"):
-        Prompts(str(tmp_path / "p.parquet"))
     (tmp_path / "latin.jsonl").write_bytes(b'{"input": "\xe4"}\n')
     with pytest.raises(DataError, match=r"latin.jsonl:1: not UTF-8"):
         Prompts(str(tmp_path / "latin.jsonl"))
@@ -179,31 +148,6 @@ def test_rows_that_no_tokenizer_or_file_takes(tmp_path, row, message):
     (tmp_path / "d.jsonl").write_text(row + "\n")
     with pytest.raises(DataError, match=message):
         Prompts(str(tmp_path / "d.jsonl"), label_key="label" if "label" in row else None)
-
-
-def test_a_binary_column_of_parquet_is_text(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"input": [b"what?", "café".encode()]}), tmp_path / "d.parquet")
-    assert [row.prompt for row in Prompts(str(tmp_path / "d.parquet"))] == ["what?", "café"]
-    pq.write_table(pa.table({"input": [b"\xff\xfe"]}), tmp_path / "e.parquet")
-    with pytest.raises(DataError, match=r"e.parquet row 0: the column 'input' holds bytes that are not UTF-8"):
-        Prompts(str(tmp_path / "e.parquet"))
-
-
-@pytest.mark.parametrize(
-    ("names", "kind", "said"),
-    [
-        (["input", "label"], "ns", "row 0: the column 'label' cannot be read .*anosecond.*; store it as a string"),
-        (["input", "input"], "s", "it has 2 columns 'input'; rename all but one"),
-    ],
-)
-def test_columns_of_parquet_that_python_cannot_have(tmp_path, names, kind, said):
-    table = pa.Table.from_arrays([pa.array(["a"]), pa.array([1], pa.timestamp(kind))], names=names)
-    pq.write_table(table, tmp_path / "p.parquet")
-    with pytest.raises(DataError, match=said):
-        Prompts(str(tmp_path / "p.parquet"), label_key="label")
 
 
 def test_a_file_may_go_away_while_it_is_read_and_may_not_change(tmp_path):

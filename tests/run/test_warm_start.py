@@ -7,7 +7,8 @@ import json
 import pytest
 
 from miles_core.errors import DataError
-from miles_core.run.warm_start import open_pairs, supervised_samples
+from miles_core.rollout.queue import open_prompts
+from miles_core.run.warm_start import supervised_samples
 
 
 def test_prompt_and_response_are_tokenised_apart_with_an_end(toy_run, tmp_path):
@@ -18,7 +19,9 @@ def test_prompt_and_response_are_tokenised_apart_with_an_end(toy_run, tmp_path):
     run = toy_run(
         steps=0, prompt_data=prompts, input_key="question", sft_data=pairs, sft_response_key="answer", sft_steps=1
     )
-    samples = supervised_samples(run.run, open_pairs(run.run.config))
+    samples = supervised_samples(
+        run.run, open_prompts(run.run.config, run.run.config.sft.data, "--sft-data", label_key="answer")
+    )
     tokenizer = run.run.tokenizer
     assert [tokenizer.decode(s.tokens, skip_special_tokens=True) for s in samples] == ["1+1=2", "2+2=4"]
     assert all(s.tokens[-1] == tokenizer.eos_token_id and s.response_length == 2 for s in samples)

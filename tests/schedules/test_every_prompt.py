@@ -7,6 +7,8 @@ from collections import Counter
 
 import pytest
 
+from miles_core.rollout.queue import Prompt
+
 #: Writes the prompt of every group that is trained on, by its first token, where no checkpoint rolls it back.
 COUNT = """
 import json
@@ -80,7 +82,7 @@ def check(tmp_path, done):
     seen = Counter(prompt for _, prompts, _ in steps for prompt in prompts)
     saved = done.directory / f"checkpoints/step_{STEPS:08d}/state/run.json"
     position = json.loads(saved.read_text())["data"]
-    out = [p["tokens"][0] for p in (*position["prompts"]["waiting"], *position.get("held", ()))]
+    out = [Prompt.from_json(p).tokens[0] for p in (*position["prompts"]["waiting"], *position.get("held", ()))]
     issued, source = seen + Counter(out), position["prompts"]["source"]
     assert issued.total() == PROMPTS * source["epoch"] + source["offset"]
     assert len(issued) == PROMPTS and max(issued.values()) - min(issued.values()) <= 1

@@ -5,6 +5,7 @@ Needs megatron-core; runs on a CPU with its local modules, and gloo.
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -169,6 +170,25 @@ def test_two_ranks_compute_what_one_computes(ranks, four_layers, alone, sizes):
 
 def worked_with(checkpoint, sizes):
     return worked(checkpoint, **sizes)
+
+
+def names_by_stage(checkpoint):
+    """Names of this stage's tensors; the second stage reads all of its own while the first one has read a single unit."""
+    import torch.distributed as dist
+
+    trainer = make(checkpoint, Setup(), pp=2)
+    stream = trainer.units()
+    units = [next(stream)]
+    if trainer.world.rank == 1:
+        units += stream
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
+    return [name for unit in (*units, *stream) for name in unit.tensors]
+
+
+def test_pipeline_stages_send_at_the_same_time(ranks, four_layers):
+    first, second = ranks.run(names_by_stage, four_layers)
+    layers = [{int(n.split(".")[2]) for n in names if n.startswith("model.layers.")} for names in (first, second)]
+    assert layers == [{0, 1}, {2, 3}] and "lm_head.weight" in second and not set(first) & set(second)
 
 
 @pytest.mark.thorough

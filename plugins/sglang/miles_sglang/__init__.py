@@ -9,6 +9,8 @@ __version__ = "0.1.0"
 _SPECULATIVE = "sglang.speculative_algorithm"
 #: Algorithms that draft with the checkpoint's MTP layer when no draft model is configured.
 HEADS = ("EAGLE", "EAGLE3", "NEXTN")
+#: The schedulers run this plugin's code, and its digest can be checked in all of them.
+_OWN_SCHEDULERS = "not sglang.url and not sglang.enable_dp_attention and not sglang.pp_size > 1"
 _WITH_HEAD = f"{_SPECULATIVE} in {{{', '.join(HEADS)}}}"
 #: Families whose MTP layer SGLang 0.5.17 extracts from the checkpoint. For other families it loads the whole model as the draft.
 _HEADED = "bailing_moe, deepseek_v3, deepseek_v32, deepseek_v4, glm4_moe, glm4_moe_lite, glm_moe_dsa, hy_v3"
@@ -31,6 +33,11 @@ plugin = Plugin(
     | {
         "--sglang-cuda-graph-bs": {"**": "--sglang-cuda-graph-bs-decode {list}"},
         "--sglang-enable-ep-moe": {"": ""},
+        "--sglang-enable-deepep-moe": {"": "--sglang-moe-a2a-backend deepep"},
+        "--sglang-expert-parallel-size": {"*": "--sglang-ep-size {}"},
+        "--sglang-data-parallel-size": {"*": "--sglang-dp-size {}"},
+        "--sglang-pipeline-parallel-size": {"*": "--sglang-pp-size {}"},
+        "--sglang-server-concurrency": {"*": "--max-running-requests {}"},
     },
     provides={"engine": {"sglang": "miles_sglang.build:make_engine"}},
     capabilities={
@@ -43,6 +50,7 @@ plugin = Plugin(
             Capability("sleep", when="sglang.enable_memory_saver"),
             Capability("sampling_support", when=f"not {_SPECULATIVE}"),
             Capability("routed_experts", when="sglang.enable_return_routed_experts"),
+            Capability("token_versions", when=_OWN_SCHEDULERS),
             Capability("draft", when=f"{_WITH_HEAD} and not sglang.speculative_draft_model_path"),
             Capability("keyed_sampling", when=f"sglang.enable_deterministic_inference and not {_SPECULATIVE}"),
         )
@@ -142,6 +150,16 @@ plugin = Plugin(
             "cannot restart a server that it did not start",
         ),
         Rule(
+            needs="rollout.pause_generation_mode != in_place",
+            because="a step that SGLang computes during the pause would be recorded with the version of the new weights: "
+            "give --pause-generation-mode retract",
+        ),
+        Rule(
+            needs="rollout.pause_generation_mode != retract",
+            when="colocate or transport == adapter",
+            because="SGLang releases memory, and unloads an adapter, only when no request is in flight",
+        ),
+        Rule(
             needs="not sglang.enable_lora",
             because="weight updates contain the full model and no adapter, so SGLang would serve another function than the trained one",
         ),
@@ -154,6 +172,7 @@ plugin = Plugin(
             install=f"{INSTALL}; or give --sglang-url with the address of a running server",
         ),
     ),
+    hooks={"": "miles_sglang.spawn:Early"},
     review="miles_sglang.review:review",
     memory="miles_sglang.memory:usage",
 )

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from miles_core.plugin import MilesError
 from miles_sglang.answers import Answer
 
@@ -47,7 +49,12 @@ class ServedAdapter:
 
     def label(self, answer: Answer) -> Answer:
         """Return the answer with the adapter's version: SGLang reports that of the base."""
-        return replace(answer, meta={**answer.meta, "weight_version": str(self._version)}) if self._name else answer
+        if not self._name:
+            return answer
+        columns = dict(answer.columns)
+        if "versions" in columns:
+            columns["versions"] = np.full_like(columns["versions"], self._version)
+        return replace(answer, meta={**answer.meta, "weight_version": str(self._version)}, columns=columns)
 
     async def load(self, message: Mapping[str, Any], version: int) -> None:
         """Load the adapter of a message and unload the previous one.

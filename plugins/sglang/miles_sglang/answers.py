@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from miles_sglang.retraction import VERSIONS
+
 #: Keys of ``meta_info`` that are copied unchanged.
 _META = (
     "finish_reason",
@@ -35,7 +37,8 @@ class Answer:
         meta: scalar entries of ``meta_info``.
         columns: the requested columns: ``tokens`` int32 [T]; ``log_probs`` float32 [T], normalised over the vocabulary;
             ``prompt_log_probs`` float32, without the first token; ``support`` int32, the supports of all positions concatenated,
-            with ``support_sizes`` int32 [T] and ``support_log_probs`` float32 [T]; ``routes``, layers and experts flattened.
+            with ``support_sizes`` int32 [T] and ``support_log_probs`` float32 [T]; ``routes``, layers and experts flattened;
+            ``versions`` int32 [T], the weight version of each token.
     """
 
     meta: Mapping[str, Any]
@@ -58,6 +61,8 @@ class Answer:
             columns["support_log_probs"] = np.array(meta.get("output_token_sampling_logprobs") or (), np.float32)
         if meta.get("routed_experts"):
             columns["routes"] = np.frombuffer(base64.b64decode(meta["routed_experts"]), routes)
+        if VERSIONS in meta:
+            columns["versions"] = np.array(meta[VERSIONS], np.int32)
         return cls({name: meta[name] for name in _META if name in meta}, columns)
 
     def message(self) -> tuple[dict[str, Any], list[memoryview]]:

@@ -204,8 +204,11 @@ class SglangEngine(Engine):
                 await self._ask("abort_request", {"rid": call.rid})
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        if mode not in ("abort", "retract", "in_place"):
-            raise ValueError(f"pause mode {mode!r} is none of abort, retract, in_place")
+        if mode not in ("abort", "retract"):
+            raise MilesError(
+                f"SGLang cannot pause with {mode}: tokens that it computes during the pause would be recorded with the version of the new "
+                "weights; use abort or retract"
+            )
         await self._renewal.wait_until_renewed()
         self._open.clear()
         if mode == "abort":
@@ -373,7 +376,7 @@ class SglangEngine(Engine):
         body, payload = flat.message(int(self._info.get("tp_size") or 1))
         body["copies"] = self._spans
         body["disable_draft_model"] = self.settings.separate_draft
-        body["flush_cache"] = version is not None and self._paused != "in_place"
+        body["flush_cache"] = version is not None
         body["weight_version"] = None if version is None else str(version)
         answer = await self.link.call("update_weights_from_tensor", body, payload)
         check_accepted(answer)
@@ -381,11 +384,7 @@ class SglangEngine(Engine):
 
     async def _update_from_files(self, units: Iterator[Encoded], version: int) -> None:
         with weight_files.write_update(units, self.settings.weights_dir, version) as directory:
-            body = {
-                "model_path": str(directory),
-                "weight_version": str(version),
-                "flush_cache": self._paused != "in_place",
-            }
+            body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
             check_accepted(await self.link.call("update_weights_from_disk", body))
 
     async def _restart(self, units: Iterator[Encoded], version: int) -> None:

@@ -1,12 +1,14 @@
 """Code that runs inside SGLang's schedulers. SGLang loads it through its plugin entry point ``sglang.srt.plugins`` (name ``miles``).
 
-It is active only in an SGLang that this plugin started, and makes four changes:
+It is active only in an SGLang that this plugin started, and makes these changes:
 
 - Routed experts leave a scheduler as int32 and pass three processes. For models with at most 256 experts they are sent as uint8.
+- The record of routed experts is kept in GPU memory (``routes``). SGLang copies it to host memory in every step.
 - A model that starts without weights is filled with random numbers, including the scales of the cached keys and values. Updates do not
   include these scales, so they are reset to "not set".
 - A checkpoint with tied embeddings stores the embedding only. Models of SGLang that have a separate output layer receive it as well.
 - A scheduler reads the tokenizer's EOS token id for each generated token, and Transformers looks it up each time. It is cached.
+- Requests continue with new weights (``retraction``).
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from miles_sglang import retraction
+
 #: Environment variable of an SGLang that this plugin started; its value is the dtype in which routed experts are sent.
 VARIABLE = "MILES_SGLANG_ROUTES"
 #: Maximum number of experts whose indices fit into ``uint8``.
@@ -25,12 +29,16 @@ MOST = 256
 WIDE = "int32"
 _READS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 _FILLS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
+_RECORDS = "sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
 _COLLECTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
 
 def digest() -> str:
     """Return a digest of the source of the modules that run inside SGLang's schedulers."""
-    texts = [Path(__file__).with_name(name).read_bytes() for name in ("inside.py", "loader.py", "coverage.py")]
+    texts = [
+        Path(__file__).with_name(name).read_bytes()
+        for name in ("inside.py", "loader.py", "coverage.py", "retraction.py", "routes.py")
+    ]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
@@ -44,8 +52,9 @@ def install() -> None:
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", cache_eos_token_id, HookType.AFTER)
     HookRegistry.register(_FILLS, unset_cache_scales, HookType.AFTER)
     HookRegistry.register(_READS, read_tied_head, HookType.BEFORE)
-    if os.environ[VARIABLE] != WIDE:
-        HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", narrow, HookType.AFTER)
+    HookRegistry.register(_RECORDS, keep_routes, HookType.AFTER)
+    HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", complete_routes, HookType.AFTER)
+    retraction.register(HookRegistry.register, HookType)
     Scheduler.miles_digest = _check_digest
     Scheduler.miles_coverage = check_coverage
 
@@ -79,10 +88,18 @@ def unset_cache_scales(_: None, model: Any, *more: Any) -> None:
             parameter.data.fill_(-1.0)
 
 
-def narrow(_: None, processor: Any, request: Any) -> None:
-    """Convert a request's routed experts to the dtype in which they are sent."""
+def keep_routes(_: None, runner: Any) -> None:
+    """Keep the record of routed experts in GPU memory."""
+    from miles_sglang.routes import keep_on_gpu
+
+    keep_on_gpu(runner, os.environ[VARIABLE])
+
+
+def complete_routes(_: None, processor: Any, request: Any) -> None:
+    """Complete a request's routed experts and convert them to the dtype in which they are sent."""
     import torch
 
+    retraction.restore_routes(request)
     if request.routed_experts is not None:
         request.routed_experts = request.routed_experts.to(getattr(torch, os.environ[VARIABLE]))
 

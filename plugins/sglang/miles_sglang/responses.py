@@ -42,7 +42,9 @@ class Routing:
     def column(self, routes: NDArray[Any]) -> NDArray[Any]:
         """Convert a flattened record [tokens - 1, layers, top_k] to [tokens - 1, MoE layers, top_k]; dense layers are dropped."""
         record = routes.reshape(-1, self.layers, self.top_k)
-        return record[:, list(self.moe_layers)].astype(self.dtype)
+        if len(self.moe_layers) < self.layers:
+            record = record[:, list(self.moe_layers)]
+        return record.astype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Translator:
         routing: conversion of the routed experts; None if SGLang does not record them.
         supports: whether SGLang can return sampling supports.
         seed: the run's seed for keyed sampling; None if SGLang seeds its sampling itself.
+        versioned: whether SGLang's schedulers record the weight version of each token.
     """
 
     detokenize: Callable[[list[int]], str]
@@ -64,6 +67,7 @@ class Translator:
     routing: Routing | None = None
     supports: bool = True
     seed: int | None = None
+    versioned: bool = False
 
     @property
     def fields(self) -> set[str]:
@@ -141,6 +145,8 @@ class Translator:
         count = len(tokens)
         if request.sampling.ignore_eos and (at := _first(tokens, request.sampling.stop_token_ids)) is not None:
             count, finish = at + 1, "stop"  # with ignore_eos, SGLang ignores stop tokens too
+        versions = self._versions(answer, count, finish)
+        count = len(versions)
         extras = self._extras(request, answer, count)
         name = self.routing.field if self.routing else ""
         if name in extras:  # a request aborted between two steps may have one token more than recorded rows
@@ -148,11 +154,26 @@ class Translator:
         tokens = tokens[:count]
         support = SAMPLING_SUPPORT.name in request.extras
         found = columns.get("support_log_probs" if support else "log_probs", _NOTHING)
-        version = [(0, int(meta["weight_version"]))] if tokens else []
         matched = reason.get("matched") if finish == "stop" else None
         text = self._text(tokens, matched if isinstance(matched, str) else None)
         metrics = self._metrics(request, meta, extras)
-        return Response(tokens, found[:count].tolist(), finish, text, version, extras, metrics)
+        return Response(tokens, found[:count].tolist(), finish, text, _spans(versions[:count]), extras, metrics)
+
+    def _versions(self, answer: Answer, count: int, finish: str) -> NDArray[Any]:
+        """Return the weight version of each token, int32 [count]. It is shorter for a request that was aborted in SGLang's queue.
+
+        Raises:
+            MilesError: SGLang's schedulers did not report versions.
+        """
+        if not self.versioned:
+            return np.full(count, int(answer.meta["weight_version"]), np.int32)
+        versions = answer.columns.get("versions", _NOTHING)[:count]
+        if len(versions) < count and finish != "abort":
+            raise MilesError(
+                f"SGLang reported weight versions for {len(versions)} of {count} tokens; reinstall miles-plugin-sglang, whose code records "
+                "them in SGLang's schedulers"
+            )
+        return versions
 
     def _text(self, tokens: list[int], stop: str | None) -> str:
         text = self.detokenize(tokens)
@@ -176,6 +197,12 @@ class Translator:
             cut = request.sampling.top_k <= 0 and self.vocab_size > SUPPORT_CAP
             metrics[f"{SAMPLING_SUPPORT.name}_capped"] = float(sum(len(r) >= SUPPORT_CAP for r in rows) if cut else 0)
         return metrics
+
+
+def _spans(versions: NDArray[Any]) -> list[tuple[int, int]]:
+    """Convert the version of each token to (index of the first token of the version, version)."""
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
+    return list(zip(starts.tolist(), versions[starts].tolist(), strict=True))
 
 
 def seed_of(run_seed: int, key: int) -> int:

@@ -32,6 +32,7 @@ from miles_embedded.testing.routes import ROUTES, record_routes
 from miles_sglang import inside, loader
 from miles_sglang.answers import Answer
 from miles_sglang.link import Link, SglangError, SglangLost
+from miles_sglang.retraction import VERSIONS
 from miles_sglang.worker import Worker
 
 
@@ -97,7 +98,7 @@ class Manager:
         """SGLang copies what it is given and does not ask for the rest; the embedded engine is always given all."""
         whole = [Encoded(name, {name: tensor}) for name, tensor in self.tensors.items()]
         self.engine._usable = True  # type: ignore[attr-defined]
-        asyncio.get_running_loop().create_task(self.engine.update_weights(whole, 0)).add_done_callback(
+        asyncio.get_running_loop().create_task(self.engine.update_weights(whole, int(self.version))).add_done_callback(
             lambda t: t.result()
         )
 
@@ -144,6 +145,10 @@ class Manager:
         if support in found.extras:
             meta["output_token_sampling_mask"] = [[int(t) for t in row] for row in found.extras[support]]
             meta["output_token_sampling_logprobs"] = found.log_probs
+        ends = [index for index, _ in found.weight_versions[1:]] + [len(found.tokens)]
+        meta[VERSIONS] = [
+            v for (start, v), end in zip(found.weight_versions, ends, strict=False) for _ in range(start, end)
+        ]
         if ROUTES in found.extras:
             meta["routed_experts"] = self._routes(found.extras[ROUTES])
         reason: dict[str, Any] = {"type": found.finish}

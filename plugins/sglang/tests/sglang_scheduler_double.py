@@ -124,7 +124,7 @@ class SchedulerManager(Manager):
         units = [
             Encoded(name, {name: t}) for unit in export(self.computing(Path())) for name, t in unit.tensors.items()
         ]
-        updating = asyncio.get_running_loop().create_task(self.engine.update_weights(units, 0))
+        updating = asyncio.get_running_loop().create_task(self.engine.update_weights(units, int(self.version)))
         updating.add_done_callback(lambda task: task.result())
 
 

@@ -68,6 +68,8 @@ def engine_for(
 
 
 class SglangContract(EngineContract):
+    pause_modes = ("retract",)
+
     @pytest.fixture(scope="class")
     def checkpoints(self, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         root = tmp_path_factory.mktemp("sglang")

@@ -60,6 +60,7 @@ def engine_for(
 
 
 class TestEngine(EngineContract):
+    pause_modes = ("retract",)
     extra = "rollout_routed_experts"
 
     async def make(self, checkpoint: Path, limits: Limits) -> SglangEngine:

@@ -40,8 +40,8 @@ class Scheduler:
 @pytest.fixture
 def hooks(monkeypatch: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    registry = types.SimpleNamespace(register=lambda target, hook, kind: found.update({target: hook}))
-    kinds = types.SimpleNamespace(AFTER="after", BEFORE="before")
+    registry = types.SimpleNamespace(register=lambda target, hook, kind: found.setdefault(target, hook))
+    kinds = types.SimpleNamespace(AFTER="after", BEFORE="before", AROUND="around")
     for name, content in (
         ("sglang.srt.managers.scheduler", {"Scheduler": Scheduler}),
         ("sglang.srt.plugins.hook_registry", {"HookRegistry": registry, "HookType": kinds}),

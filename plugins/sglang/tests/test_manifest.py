@@ -131,8 +131,17 @@ def test_what_sglang_cannot_do_is_refused_with_the_reason(plan):
     with pytest.raises(PlanError, match="data-parallel copies"):
         plan(engine="sglang", sglang_dp_size=2, facts=gpu)
     plan(engine="sglang", sglang_dp_size=2, sglang_enable_dp_attention=True, facts=gpu)
-    with pytest.raises(PlanError, match="token_versions"):
-        plan(engine="sglang", pause_generation_mode="in_place", partial_rollout=True, schedule="async", facts=gpu)
+    given = {"engine": "sglang", "partial_rollout": True, "schedule": "async", "facts": gpu}
+    with pytest.raises(PlanError, match="recorded with the version of the new weights"):
+        plan(**given, pause_generation_mode="in_place")
+    assert plan(**given, pause_generation_mode="retract").fact("rollout.pause_generation_mode") == "retract"
+    for more in ({"sglang_url": "http://host:30000"}, {"sglang_pp_size": 2}, {"sglang_enable_dp_attention": True}):
+        with pytest.raises(PlanError, match="token_versions"):
+            plan(**given, **more, pause_generation_mode="retract")
+    with pytest.raises(PlanError, match="only when no request is in flight"):
+        plan(
+            **given | {"schedule": "sync"}, over_sampling_batch_size=64, colocate=True, pause_generation_mode="retract"
+        )
     with pytest.raises(PlanError, match="warm-up"):
         plan(engine="sglang", warmup_steps=2, rollout_precision="int4", train_precision="int4", facts=gpu)
     with pytest.raises(PlanError, match="sampling supports"):

@@ -151,13 +151,17 @@ class Weights:
         return parallel_state.get_expert_tensor_parallel_rank(), self.s.etp
 
     def units(self, everywhere: bool) -> Iterator[Unit]:
-        """See ``Trainer.units``. Tensor-parallel ranks gather their shards; pipeline stages take turns. Every expert-parallel rank yields its
-        own experts, unless ``everywhere`` or the checkpoint stacks the experts of a matrix in one tensor: then they are gathered too."""
-        for entries in _group_by_matrix(self.entries):
-            owner = self._owner(entries)
+        """See ``Trainer.units``. Tensor-parallel ranks gather their shards. Every pipeline stage yields its own tensors without waiting for
+        the others, and every expert-parallel rank its own experts, unless the checkpoint stacks the experts of a matrix in one tensor: then
+        they are gathered too. With ``everywhere``, stages take turns, and every rank yields all tensors."""
+        matrices = _group_by_matrix(self.entries)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        for entries, owner in zip(matrices, self._owners(matrices), strict=True):
+            if owner != stage and not everywhere:
+                continue
             apart = not everywhere and _is_sent_apart(entries)
             found: list[dict[str, Tensor]] = []
-            if owner == parallel_state.get_pipeline_model_parallel_rank():
+            if owner == stage:
                 found = self._gather_own_experts(entries) if apart else self._gather_entries(entries)
             if everywhere:
                 found = self._broadcast(found, owner)
@@ -169,16 +173,15 @@ class Weights:
         """See ``World.sends``."""
         return _leads() or (_leads_experts() and any(map(_is_sent_apart, _group_by_matrix(self.entries))))
 
-    def _owner(self, entries: Sequence[Entry]) -> int:
-        """Return the first pipeline stage that has these tensors."""
+    def _owners(self, matrices: Sequence[Sequence[Entry]]) -> list[int]:
+        """Return the first pipeline stage that has the tensors of each matrix. Stages wait for each other once, here."""
         if self.s.pp == 1:
-            return 0
-        mine = torch.tensor([self.s.pp])
-        if any(e.name in self.held for e in entries):
-            mine[0] = parallel_state.get_pipeline_model_parallel_rank()
-        mine = mine.to(self._device)
-        dist.all_reduce(mine, dist.ReduceOp.MIN, group=parallel_state.get_pipeline_model_parallel_group())
-        return int(mine)
+            return [0] * len(matrices)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        owners = torch.tensor([stage if any(e.name in self.held for e in m) else self.s.pp for m in matrices])
+        owners = owners.to(self._device)
+        dist.all_reduce(owners, dist.ReduceOp.MIN, group=parallel_state.get_pipeline_model_parallel_group())
+        return [int(owner) for owner in owners.tolist()]
 
     @property
     def _device(self) -> torch.device:
