@@ -55,12 +55,3 @@ class InlineRuntime(Runtime):
             await engine.stop()
         for rank in self.ranks:
             rank.close()
-
-
-def make_runtime(run: Run) -> InlineRuntime:
-    """The runtime named ``inline``; with ``--rollout-workers`` only rollouts run in other processes."""
-    if run.config.rollout.workers is None:
-        return InlineRuntime(run)
-    from miles_runtime.inline_rollouts import InlineRolloutRuntime
-
-    return InlineRolloutRuntime(run)
