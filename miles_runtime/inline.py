@@ -1,4 +1,4 @@
-"""The runtime that runs trainer, engine and driver in one process.
+"""The runtime that runs trainer, engine and driver in one process. ``inline_rollouts`` has rollouts in others.
 
 It has the same interface as other runtimes: the learner consists of one worker, whose methods are called directly.
 """

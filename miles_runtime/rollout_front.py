@@ -16,7 +16,6 @@ from miles_core.data.sample import Sample
 from miles_core.errors import WorkerLost, first_line
 from miles_core.plugin.worker import same_plan
 from miles_core.run.parts import await_unless_stopped
-from miles_runtime.farewell import close_workers
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import portable
 from miles_runtime.restarts import Restarts
@@ -31,9 +30,10 @@ from miles_runtime.rollout_worker import (
     pack_samples,
     unpack_samples,
 )
-from miles_runtime.workers import RECORDER, Workers, await_all, recorded
+from miles_runtime.workers import RECORDER, Workers, await_all, close_workers, recorded
 
-_WORKER = cast(RolloutWorker, RECORDER)
+#: Records calls to rollout workers.
+ROLLOUT_WORKER = cast(RolloutWorker, RECORDER)
 
 
 class RolloutFront(Producer):
@@ -108,10 +108,9 @@ class RolloutFront(Producer):
         while True:
             try:
                 await self.workers.start(number)
-                same_plan(
-                    self.run.plan.digest, {self.workers.names[number]: await self.workers.ask(number, _WORKER.digest())}
-                )
-                await self.workers.ask(number, _WORKER.build(number, len(self.workers), tuple(self.engines)))
+                digest = await self.workers.ask(number, ROLLOUT_WORKER.digest())
+                same_plan(self.run.plan.digest, {self.workers.names[number]: digest})
+                await self.workers.ask(number, ROLLOUT_WORKER.build(number, len(self.workers), tuple(self.engines)))
                 break
             except WorkerLost as lost:
                 self.restarts.spend(lost)
@@ -179,7 +178,7 @@ class _Line:
         tickets, self._drops = self._drops, set()
         if tickets:
             await asyncio.gather(*self._posts)  # which may contain them
-            await self._call(_WORKER.drop(tickets))
+            await self._call(ROLLOUT_WORKER.drop(tickets))
 
     def fail(self, error: Exception) -> None:
         """Fail all groups."""
@@ -263,13 +262,13 @@ class _Line:
         if groups or answers:
             self._groups, self._answers = {}, {}
             policies = {policy.name: (policy.version, policy.trained) for policy in self.front.run.policies}
-            await self._call(_WORKER.post(Letters(self.front.run.step, policies, groups, answers)))  # type: ignore[func-returns-value]
+            await self._call(ROLLOUT_WORKER.post(Letters(self.front.run.step, policies, groups, answers)))
 
-    async def _call(self, recording: object) -> None:
-        """Make a recorded call of the worker. If it is lost, ``_collect`` notices; another error fails all groups."""
-        workers, call = self.front.workers, recorded(recording)
+    async def _call(self, call: object) -> None:
+        """Make a recorded call of the worker. If the worker is lost, ``_collect`` notices; another error fails all groups."""
+        workers, order = self.front.workers, recorded(call)
         try:
-            await workers.await_result(self.number, workers.send(self.number, call.method, *call.args), call.method)
+            await workers.await_result(self.number, workers.send(self.number, order.method, *order.args), order.method)
         except WorkerLost:
             pass
         except Exception as error:

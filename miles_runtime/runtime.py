@@ -18,7 +18,6 @@ from miles_core.precision.schedule import PLAIN, precisions
 from miles_mismatch.same_model import compare_models
 from miles_runtime.busy import Busy
 from miles_runtime.engine_front import ENGINE_WORKER, EngineFront
-from miles_runtime.farewell import close_workers
 from miles_runtime.learner_front import RANK, LearnerFront
 from miles_runtime.local_workers import rollout_processes
 from miles_runtime.output import Output
@@ -26,7 +25,7 @@ from miles_runtime.patience import Patience
 from miles_runtime.restarts import Restarts
 from miles_runtime.rollout_front import RolloutFront
 from miles_runtime.worker import Order, Worker
-from miles_runtime.workers import RECORDER, Workers, await_all, require_agreement
+from miles_runtime.workers import RECORDER, Workers, await_all, close_workers, require_agreement
 
 if TYPE_CHECKING:
     from miles_runtime.rank_worker import RankWorker
@@ -110,7 +109,7 @@ class RemoteRuntime(Runtime):
             return parts
         if self.run.config.run.colocate:  # an engine may allocate all memory that is free when it starts
             worlds, facts = await self._trainer(ranks)
-            await ranks.ask_all(RANK.hold(()))
+            await ranks.ask_all(RANK.hold(()))  # type: ignore[func-returns-value]
             answers = await self._engines(engines)
         else:
             answers, (worlds, facts) = await await_all((self._engines(engines), self._trainer(ranks)))
@@ -118,7 +117,7 @@ class RemoteRuntime(Runtime):
         front = EngineFront(engines, said, self.run.config.run.sync_bucket_size)
         if self.run.config.run.colocate:
             await front.sleep(["cache"])
-            await ranks.ask_all(RANK.hold(ALL_PARTS))
+            await ranks.ask_all(RANK.hold(ALL_PARTS))  # type: ignore[func-returns-value]
         compare_models(self.run, policy, facts, front.model_facts())
         parity = await self._measure_parity(policy, ranks, engines)
         learner = LearnerFront(self.run, policy, ranks, worlds, front)
@@ -219,9 +218,10 @@ class RemoteRuntime(Runtime):
     async def _join(self, ranks: Workers) -> tuple[list[Any], Mapping[str, object]]:
         count = len(ranks)
         if count > 1:
-            host, limit = await ranks.host(), self.patience.call
+            host, limit = await ranks.host(), self.run.config.run.worker_timeout
             port = await ranks.ask(0, RANK_WORKER.listen(host, count, limit))
-            await await_all(ranks.ask(n, RANK_WORKER.join(host, port, n, count, limit)) for n in range(count))
+            joins = [RANK_WORKER.join(host, port, n, count, limit) for n in range(count)]  # type: ignore[func-returns-value]
+            await await_all(ranks.ask(n, join) for n, join in enumerate(joins))
         built = await await_all(ranks.ask(n, RANK_WORKER.build()) for n in range(count))
         worlds = [world for world, _ in built]
         if [(world.rank, world.size) for world in worlds] != [(n, count) for n in range(count)]:

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 #: Timeout in seconds for ending a process.
 KILLING = 10.0
+#: Seconds that workers have to release their resources when the run ends, and after a stop request.
+FAREWELL, FAREWELL_STOPPED = 10.0, 2.0
 #: Seconds to wait for the report of a rank's death after its peers failed. A cluster needs half a minute to detect a dead machine.
 GRACE = 60.0
 
@@ -352,6 +354,20 @@ async def await_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     if errors:
         raise next((error for error in errors if isinstance(error, WorkerLost)), errors[0])
     return [task.result() for task in tasks]
+
+
+async def close_workers(placed: Iterable[Workers], stopped: bool) -> None:
+    """Let workers release their resources, and end them. stopped: the user requested a stop, so there is less time."""
+    placed = [*placed]
+    goodbyes = [asyncio.ensure_future(w.ask(number, RECORDER.close())) for w in placed for number in range(len(w))]
+    if goodbyes:  # workers that do not respond are ended anyway
+        _, late = await asyncio.wait(goodbyes, timeout=FAREWELL_STOPPED if stopped else FAREWELL)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*goodbyes, return_exceptions=True)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FAREWELL):
+            await asyncio.gather(*(workers.end() for workers in placed))
 
 
 def _errors(tasks: Iterable[asyncio.Future[Any]]) -> list[BaseException]:

@@ -3,6 +3,36 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+import miles_sglang
+from miles_sglang import build
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def sglang_with(monkeypatch: Any) -> Callable[[Callable[[Path], Any]], list[Any]]:
+    """Runs start, instead of SGLang, a double with the model that is made here. The call returns a list of the links of these runs."""
+    from sglang_double import stand_in_for_sglang
+    from sglang_scheduler_double import SchedulerLink
+
+    stand_in_for_sglang(monkeypatch)
+    monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, packages=()))
+
+    def use(make: Callable[[Path], Any]) -> list[Any]:
+        links: list[Any] = []
+
+        def link(arguments: Any, *_: Any) -> SchedulerLink:
+            links.append(SchedulerLink(make, Path(arguments["model_path"]), arguments))
+            return links[-1]
+
+        monkeypatch.setattr(build, "ProcessLink", link)
+        return links
+
+    return use

@@ -78,6 +78,7 @@ class Manager:
         self.version, self.loaders = str(arguments["weight_version"]), arguments["custom_weight_loader"]
         self.layers = model.config.num_hidden_layers
         self.rids: dict[str, int] = {}
+        self.asked: list[int] = []  # tokens that each request for a response came with
         self.paused = False
         self.released: set[str] = set()
         self.base = dict(self.tensors)
@@ -121,6 +122,7 @@ class Manager:
             ]
             yield self._answer(body, [], {"input_token_logprobs": entries}, {"type": "length", "length": 0})
             return
+        self.asked.append(len(body.input_ids))
         support = "sampling_support"
         if body.return_sampling_mask and parameters["top_k"] < 1:
             raise ValueError("return_sampling_mask requires finite top_k")

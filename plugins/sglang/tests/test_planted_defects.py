@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_double import stand_in_for_sglang
-from sglang_scheduler_double import SchedulerLink, SchedulerModel
+from sglang_scheduler_double import SchedulerModel
 
-import miles_sglang
 from miles_core.plugin import MismatchError
 from miles_embedded.testing.defects import DEFECTS, Defect
-from miles_sglang import build
-
-
-@pytest.fixture
-def sglang_with(monkeypatch: Any) -> Callable[[Callable[[Path], SchedulerModel]], None]:
-    """Runs start, instead of SGLang, a double with the model that is made here."""
-    stand_in_for_sglang(monkeypatch)
-    monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, packages=()))
-
-    def use(make: Callable[[Path], SchedulerModel]) -> None:
-        def link(arguments: Any, *_: Any) -> SchedulerLink:
-            return SchedulerLink(make, Path(arguments["model_path"]), arguments)
-
-        monkeypatch.setattr(build, "ProcessLink", link)
-
-    return use
-
 
 OPTIONS = {"engine": "sglang", "device": "cpu", "self_check": True, "steps": 0}
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sglang_scheduler_double import SchedulerModel
 
 from miles_core.engine import Request, Sampling
 from miles_core.plugin import MilesError
@@ -144,3 +146,36 @@ def test_versions_cross_the_processes() -> None:
     given = {"output_ids": [1, 2], "meta_info": {VERSIONS: [3, 4], "weight_version": "4"}}
     message, columns = Answer.from_sglang(given).message()
     assert Answer.read(message, b"".join(columns)).columns["versions"].tolist() == [3, 4]
+
+
+LONG = """
+async def generate(args, sample, sampling_params):
+    length = 60 if sample.group_index == 1 else 2
+    answer = await args.generate(sample.tokens, {**sampling_params, "max_new_tokens": length, "ignore_eos": True})
+    sample.tokens = sample.tokens + answer.tokens
+    sample.response, sample.response_length = answer.text, len(answer.tokens)
+    return sample
+"""
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_a_run_sends_no_request_again(mode: str, toy_run: Any, sglang_with: Any, tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text(LONG)
+    links = sglang_with(SchedulerModel)
+    run = toy_run(
+        ["r3", "tis"],
+        family="qwen3_moe",
+        engine="sglang",
+        device="cpu",
+        steps=6,
+        schedule="async",
+        stale_samples="train",
+        pause_generation_mode=mode,
+        custom_generate_function_path=tmp_path / "long.py",
+    )
+    (long,) = {s["group_index"]: s for s in run.samples if s["response_length"] == 60}.values()
+    versions = [version for _, version in long["weight_versions"]]
+    assert len(versions) > 2 and versions == sorted(set(versions))
+    longest = max(len(s["tokens"]) - s["response_length"] for s in run.samples)
+    resent = [length for length in links[0].manager.asked if length > longest]
+    assert bool(resent) is (mode == "abort")

@@ -13,7 +13,8 @@ import pytest
 from test_links import link
 
 from miles_sglang import build
-from miles_sglang.spawn import EARLY, WORKER, Early, Spawned, spawn
+from miles_sglang.early import Early
+from miles_sglang.spawn import EARLY, WORKER, Spawned, spawn
 
 
 def is_alive(pid: int) -> bool:
@@ -66,7 +67,7 @@ def test_a_run_in_one_process_starts_it_and_ends_what_no_engine_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
     environment = link(tmp_path, "good").changes
-    monkeypatch.setattr(build, "environment_of", lambda run, policy: environment)
+    monkeypatch.setattr("miles_sglang.early.environment_of", lambda run, policy: environment)
     policies = [SimpleNamespace(generates=on) for on in (False, True, True)]
     config = SimpleNamespace(run=SimpleNamespace(runtime=runtime, engine="sglang"))
 
