@@ -207,10 +207,7 @@ def assemble(
     if choices.url:
         link: Link = ServerLink(choices.url, choices.startup_timeout, choices.arguments)
     else:
-        model = _model(checkpoint, described, codec, directory)
-        if codec.format is not None and codec.format.name not in IN_PLACE:
-            model = _COMPILES | model
-        arguments = _arguments(choices, model, context)
+        arguments = _arguments(choices, _model(checkpoint, described, codec, directory), context)
         environment = _environment(choices.device, _experts(config, choices))
         link = ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
     translator = Translator(
@@ -286,8 +283,9 @@ def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: P
     Raises:
         ConfigError: the checkpoint is quantised and the rollout precision is BF16.
     """
+    waits = _COMPILES if codec.format is not None and codec.format.name not in IN_PLACE else {}
     if described.stored:
-        return {"model_path": str(checkpoint)}
+        return waits | {"model_path": str(checkpoint)}
     if codec.format is None and not described.names:
         raise ConfigError(
             f"--hf-checkpoint {checkpoint} is quantised, but --rollout-precision is bf16: set --rollout-precision to the checkpoint's "
@@ -295,7 +293,7 @@ def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: P
         )
     model = directory / "model"
     described.write(model)
-    return {"model_path": str(model), "load_format": "dummy"}
+    return waits | {"model_path": str(model), "load_format": "dummy"}
 
 
 def _text_config(checkpoint: Path) -> dict[str, Any]:
