@@ -210,15 +210,7 @@ def assemble(
         arguments = _arguments(choices, _model(checkpoint, described, codec, directory), context)
         environment = _environment(choices.device, _experts(config, choices))
         link = ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
-    translator = Translator(
-        detokenize,
-        context,
-        int(config["vocab_size"]),
-        routing=_routing(config, choices),
-        supports=not choices.speculative,
-        seed=choices.seed if choices.keyed else None,
-        versioned=choices.versioned,
-    )
+    translator = _translator(detokenize, context, config, choices)
     settings = Settings(
         translator,
         codec,
@@ -236,6 +228,20 @@ def assemble(
     engine = SglangEngine(link, settings)
     engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype
     return engine
+
+
+def _translator(
+    detokenize: Callable[[list[int]], str], context: int, config: Mapping[str, Any], choices: Choices
+) -> Translator:
+    return Translator(
+        detokenize,
+        context,
+        int(config["vocab_size"]),
+        routing=_routing(config, choices),
+        supports=not choices.speculative,
+        seed=choices.seed if choices.keyed else None,
+        versioned=choices.versioned,
+    )
 
 
 def _arguments(choices: Choices, model: Mapping[str, Any], context: int) -> dict[str, Any]:
