@@ -1,4 +1,4 @@
-"""Hooks that start the process of SGLang before the trainers of a run are built."""
+"""Hooks of the plugin: start SGLang's process before the run builds its trainers."""
 
 from __future__ import annotations
 
