@@ -301,7 +301,7 @@ class LearnerFront(LearnerHandle):
         if engines is not None and self._connected != engines.renewed:
             self._connected = engines.renewed
             if is_relayed(len(self._senders), len(engines.engines)):
-                await engines.engines.ask(0, ENGINE_WORKER.connect(engines.engines))
+                await engines.engines.ask(0, ENGINE_WORKER.connect(engines.engines))  # type: ignore[func-returns-value]
             await self._each(lambda rank, _: rank.reach(engines.engines, engines.said, self._senders))
 
     def _replace_engine(self, engines: EngineFront, lost: WorkerLost) -> None:

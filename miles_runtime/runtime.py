@@ -109,7 +109,7 @@ class RemoteRuntime(Runtime):
             return parts
         if self.run.config.run.colocate:  # an engine may allocate all memory that is free when it starts
             worlds, facts = await self._trainer(ranks)
-            await ranks.ask_all(RANK.hold(()))
+            await ranks.ask_all(RANK.hold(()))  # type: ignore[func-returns-value]
             answers = await self._engines(engines)
         else:
             answers, (worlds, facts) = await await_all((self._engines(engines), self._trainer(ranks)))
@@ -117,7 +117,7 @@ class RemoteRuntime(Runtime):
         front = EngineFront(engines, said, self.run.config.run.sync_bucket_size)
         if self.run.config.run.colocate:
             await front.sleep(["cache"])
-            await ranks.ask_all(RANK.hold(ALL_PARTS))
+            await ranks.ask_all(RANK.hold(ALL_PARTS))  # type: ignore[func-returns-value]
         compare_models(self.run, policy, facts, front.model_facts())
         parity = await self._measure_parity(policy, ranks, engines)
         learner = LearnerFront(self.run, policy, ranks, worlds, front)
@@ -220,7 +220,7 @@ class RemoteRuntime(Runtime):
         if count > 1:
             host, limit = await ranks.host(), self.run.config.run.worker_timeout
             port = await ranks.ask(0, RANK_WORKER.listen(host, count, limit))
-            joins = [RANK_WORKER.join(host, port, n, count, limit) for n in range(count)]
+            joins = [RANK_WORKER.join(host, port, n, count, limit) for n in range(count)]  # type: ignore[func-returns-value]
             await await_all(ranks.ask(n, join) for n, join in enumerate(joins))
         built = await await_all(ranks.ask(n, RANK_WORKER.build()) for n in range(count))
         worlds = [world for world, _ in built]
