@@ -1,18 +1,20 @@
 """A run under Ray with two Megatron ranks and two SGLang engines, an engine and a rank killed on the way, next to its prediction.
 
-A random mixture of experts (``--size large``: 1.9 B parameters) trains with ``r3,tis,fp8,zero_copy``; on two GPUs ranks and engines take turns
-(``--colocate``). After ``--kill-engine`` steps the script sends SIGKILL to one engine, after ``--kill-rank`` steps to one rank. The result has
-the seconds of each phase (medians of the undisturbed steps), what each kill cost, the memory that the plan predicts and the GPUs' peaks,
-and the step that ``miles_planning`` and ``miles simulate`` predict for the lengths that the run saved::
+A random mixture of experts (``--size 1b``: 1.1 B parameters, ``large``: 1.9 B) trains with ``r3,tis,fp8,zero_copy``; on two GPUs ranks and
+engines take turns (``--colocate``). After ``--kill-engine`` steps the script sends SIGKILL to one engine, after ``--kill-rank`` steps to one
+rank. The result has the seconds of each phase (medians of the undisturbed steps), what each kill cost, the memory that the plan predicts and
+the GPUs' peaks, and the step that ``miles_planning`` and ``miles simulate`` predict for the lengths that the run saved::
 
     python benchmarks/cluster_run.py --save
 
-``--size tiny --device cpu`` rehearses it on a machine without GPUs.
+``--size tiny --device cpu`` rehearses it on a machine without GPUs. ``--warm`` runs one step of a model of two layers on one GPU instead, with
+the same options of SGLang, so that later runs find compiled kernels.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -31,23 +33,25 @@ from sglang_engine import EXPERTS, VOCABULARY, word_tokenizer
 from sglang_step import workload
 
 SIZES: dict[str, dict[str, Any]] = {
+    "1b": {"hidden_size": 2048, "num_hidden_layers": 9, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
     "large": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
     "tiny": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
 }  # fmt: skip
 #: Options that give the same model and run to the prediction.
 GPU = """--sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-moe-runner-backend triton
     --sglang-fp8-gemm-backend triton --sglang-disable-prefill-cuda-graph --sglang-mem-fraction-static 0.4"""
-FP8 = "--fp8-recipe blockwise --backward-override dequantized"
 
 
-def make_model(size: str, directory: Path) -> tuple[Path, int]:
-    """Save a random checkpoint; return it and its parameters."""
+def make_model(size: str, directory: Path, layers: int | None = None) -> Path:
+    """Save a random checkpoint unless the directory exists; return it."""
+    if directory.exists():
+        return directory
     import transformers
 
-    experts = EXPERTS if size == "large" else EXPERTS | {"num_experts": 4, "moe_intermediate_size": 128}
+    experts = EXPERTS if size != "tiny" else EXPERTS | {"num_experts": 4, "moe_intermediate_size": 128}
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, tie_word_embeddings=False,
-        intermediate_size=2 * SIZES[size]["hidden_size"], **SIZES[size], **experts,
+        intermediate_size=2 * SIZES[size]["hidden_size"], **SIZES[size] | ({"num_hidden_layers": layers} if layers else {}), **experts,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -58,28 +62,43 @@ def make_model(size: str, directory: Path) -> tuple[Path, int]:
                 parameter.normal_(std=1.0 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(directory)
     word_tokenizer().save_pretrained(directory)
-    return directory, sum(p.numel() for p in model.parameters())
+    return directory
+
+
+def parameters_of(checkpoint: Path) -> int:
+    """Return the number of parameters of a checkpoint."""
+    from miles_core.trainer import CheckpointFiles
+
+    return sum(math.prod(entry.shape) for entry in CheckpointFiles(checkpoint).entries.values())
 
 
 def flags_of(given: Any, checkpoint: Path, directory: Path) -> list[str]:
     """Return the options of the run."""
     cpu = given.device == "cpu"
-    place = "" if cpu or given.separate else "--colocate --rollout-num-gpus 2"
-    ranks = 1 if given.separate else 2
-    place += f" --actor-num-gpus-per-node {ranks}" + (f" --expert-model-parallel-size {ranks}" if ranks > 1 else "")
-    place += " --rollout-num-gpus 2" * cpu
+    if given.warm:
+        place, plugins, steps, tokens = (
+            "--engine sglang --no-self-check",
+            given.plugins.replace(",zero_copy", ""),
+            1,
+            16,
+        )
+    else:
+        ranks = 1 if given.separate else 2
+        place = f"--runtime ray --trainer megatron --engine sglang --actor-num-gpus-per-node {ranks}"
+        place += f" --expert-model-parallel-size {ranks}" * (ranks > 1) + " --rollout-num-gpus 2" * (ranks > 1)
+        place += " --colocate" * (not cpu and ranks > 1) + " --max-restarts 4 --worker-timeout 120"
+        plugins, steps, tokens = given.plugins, given.steps, given.tokens
     samples = given.prompts * 8
-    text = f"""--hf-checkpoint {checkpoint} --save {directory / "run"} --runtime ray --trainer megatron --engine sglang {place}
-        --plugins {given.plugins} --rollout-batch-size {given.prompts} --n-samples-per-prompt 8 --num-rollout {given.steps}
-        --rollout-max-response-len {given.tokens} --rollout-max-context-len {given.tokens + 72} --max-running-requests {samples}
-        --use-dynamic-batch-size --max-tokens-per-gpu {given.max_tokens} --lr 1e-6 --seed 0 --max-restarts 4
-        --save-interval {given.save_interval} --worker-timeout 120"""
+    text = f"""--hf-checkpoint {checkpoint} --save {directory / "run"} {place} --plugins {plugins} --rollout-batch-size {given.prompts}
+        --n-samples-per-prompt 8 --num-rollout {steps} --rollout-max-response-len {tokens} --rollout-max-context-len {given.tokens + 72}
+        --max-running-requests {samples} --use-dynamic-batch-size --max-tokens-per-gpu {given.max_tokens} --lr 1e-6 --seed 0
+        --save-interval {given.save_interval}"""
     if cpu:
         text += " --device cpu --sglang-max-total-tokens 8192"
     else:
         text += f" {GPU} --sglang-cuda-graph-bs-decode {samples // 8},{samples // 2}"
-    if "fp8" in given.plugins:
-        text += f" {FP8}"
+    if "fp8" in plugins:
+        text += " --fp8-recipe blockwise" + " --backward-override dequantized" * (not given.warm)
     return [*text.split(), *workload(directory, given.prompts)]
 
 
@@ -100,29 +119,32 @@ def find_worker(run: Path, name: str) -> int | None:
 def drive(given: Any, command: list[str], run: Path) -> dict[str, Any]:
     """Run the command, kill an engine and a rank on the way; return what happened, with seconds since the start."""
     start, kills, peaks = time.monotonic(), [], [0, 0]
-    todo = [(given.kill_engine, "engine-1"), (given.kill_rank, "trainer-1" if not given.separate else "trainer-0")]
-    todo = [(step, name) for step, name in todo if step]
+    todo = [(given.kill_engine, "engine-1"), (given.kill_rank, "trainer-1")]
+    todo = [(step, name) for step, name in todo if step and not given.separate and not given.warm]
     log = run.parent / "output.log"
-    first = None
+    first, seen = None, 0
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
-        while process.poll() is None and time.monotonic() - start < given.seconds:
+        while process.poll() is None and time.monotonic() - start < (given.seconds if first else given.first):
             time.sleep(0.5)
             peaks = [max(pair) for pair in zip(peaks, used_memory(), strict=True)]
-            steps = read_steps(run)
-            if steps and first is None:
-                first = round(time.monotonic() - start, 1)
-            if todo and len(steps) >= todo[0][0] and (found := find_worker(run, todo[0][1])) is not None:
+            steps, now = len(read_steps(run)), round(time.monotonic() - start, 1)
+            if steps != seen:
+                print(f"{steps} steps after {now} s", file=sys.stderr, flush=True)
+            first, seen = first or (now if steps else None), steps
+            if todo and steps >= todo[0][0] and (found := find_worker(run, todo[0][1])) is not None:
                 os.kill(found, signal.SIGKILL)
-                kills.append(
-                    {"worker": todo.pop(0)[1], "after_steps": len(steps), "at": round(time.monotonic() - start, 1)}
-                )
+                kills.append({"worker": todo.pop(0)[1], "after_steps": steps, "at": now})
+                print(f"killed: {kills[-1]}", file=sys.stderr, flush=True)
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(30)
+                process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
+    if given.logs:
+        given.logs.write_text(read_logs(log, run))
     text = log.read_text(errors="replace")
     return {
         "exit": process.returncode,
@@ -130,9 +152,19 @@ def drive(given: Any, command: list[str], run: Path) -> dict[str, Any]:
         "first_step_after": first,
         "kills": kills,
         "peak_gb": [round(peak / 1e9, 2) for peak in peaks],
-        "notices": [line[-200:] for line in text.splitlines() if "replaced" in line or "was lost" in line][:8],
+        "notices": [line[:300] for line in text.splitlines() if re.search(" (WARNING|ERROR) (?!\\S+: megatron)", line)][
+            :12
+        ],
         "end_of_log": text[-3000:] if process.returncode else "",
     }
+
+
+def read_logs(log: Path, run: Path) -> str:
+    """Return the run's output and the ends of its workers' and engines' logs."""
+    found = [f"== output\n{log.read_text(errors='replace')[-200_000:]}"]
+    for path in sorted([*run.glob("workers/*"), *run.glob("**/sglang*.log")]):
+        found.append(f"== {path.relative_to(run)}\n{path.read_text(errors='replace')[-20_000:]}")
+    return "\n".join(found)
 
 
 def used_memory() -> list[int]:
@@ -212,7 +244,7 @@ def simulate(given: Any, checkpoint: Path, run: Path, seconds: dict[str, float])
         sys.executable, "-m", "miles_core", "simulate", "--json", "--model-config", str(checkpoint / "config.json"), "--gpu", given.gpu,
         "--engine-gpus", "1" if given.separate else "2", *gpus, "--rollout-batch-size", str(given.prompts),
         "--n-samples-per-prompt", "8", "--rollout-max-response-len", str(given.tokens), "--num-rollout", "6",
-        "--lengths", f"run:{run}", "--prompt-lengths", "constant:64", "--sync-seconds", str(seconds["sync"]),
+        "--lengths", f"replay:{run}", "--prompt-lengths", "constant:64", "--sync-seconds", str(seconds["sync"]),
         "--switch-seconds", str(seconds["moves"] / 4),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -230,7 +262,7 @@ def parts_of(given: Any, checkpoint: Path, directory: Path) -> Iterator[tuple[st
     yield "run", drive(given, [sys.executable, "-m", "miles_core", "train", *flags], run)
     steps = read_steps(run)
     yield "steps", len(steps)
-    if not steps:
+    if not steps or given.warm:
         return
     yield "seconds_of_steps", [round(row["time/step"], 2) for row in steps]
     yield "medians", medians(steps)
@@ -245,26 +277,31 @@ def parts_of(given: Any, checkpoint: Path, directory: Path) -> Iterator[tuple[st
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--size", choices=sorted(SIZES), default="large")
+    parser.add_argument("--size", choices=sorted(SIZES), default="1b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--separate", action="store_true", help="one rank and one engine on separate GPUs")
+    parser.add_argument("--warm", action="store_true", help="one step on one GPU, to compile kernels")
     parser.add_argument("--plugins", default="r3,tis,fp8,zero_copy")
     parser.add_argument("--gpu", default="H100", help="for the predictions")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256, help="longest response")
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--save-interval", type=int, default=12)
-    parser.add_argument("--kill-engine", type=int, default=6, help="after this many steps; 0: no kill")
-    parser.add_argument("--kill-rank", type=int, default=13)
+    parser.add_argument("--save-interval", type=int, default=10)
+    parser.add_argument("--kill-engine", type=int, default=5, help="after this many steps; 0: no kill")
+    parser.add_argument("--kill-rank", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=280, help="then the run is stopped")
+    parser.add_argument("--first", type=float, default=200, help="stopped earlier if no step is complete by then")
+    parser.add_argument("--checkpoint", type=Path, help="directory of the model; made if it does not exist")
+    parser.add_argument("--directory", type=Path, help="for the run's files (default: temporary files)")
     parser.add_argument("--out", type=Path, help="also write the parts here as they are measured")
+    parser.add_argument("--logs", type=Path, help="write the logs of the run and its workers here")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=given.directory) as name:
         directory = Path(name)
-        checkpoint, parameters = make_model(given.size, directory / "model")
+        checkpoint = make_model(given.size, given.checkpoint or directory / "model", 2 if given.warm else None)
         gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else "none"
-        found: dict[str, Any] = {"gpus": gpus, "commit": commit(), "parameters": parameters}
+        found: dict[str, Any] = {"gpus": gpus, "commit": commit(), "parameters": parameters_of(checkpoint)}
         for part, value in parts_of(given, checkpoint, directory):
             found[part] = value
             print(f"{part}: {json.dumps(value)[:2000]}", file=sys.stderr, flush=True)

@@ -3,11 +3,13 @@
 Run: ``python benchmarks/coevolution.py --threads 2 --save`` (some minutes per seed; the tasks need ``reasoning-gym``). Two games whose results are
 exact, on models of 0.1 M parameters after a supervised warm start:
 
-- Nim (warm start: random legal moves). The fraction of games won against perfect play, from every pile that can be won. Self-play with past
-  versions, two policies in alternating and in simultaneous phases, and a population of four.
+- Nim (warm start: random legal moves). The probability of winning against perfect play, mean over all piles that can be won: exact, computed from
+  the policies' probabilities (``nim_exact.py``). Self-play with past versions, two policies in alternating and in simultaneous phases, and a
+  population of four.
 - Proposer against solver (warm start: valid tasks at random, and a few answers). The solver's accuracy on held-out questions of every task
   and level, and the proposer's score. The comparison keeps the proposer at random tasks (``--lr 0`` in its table).
 
+``curve`` are the means of evaluations at the start and after each quarter of the steps, in which moves and answers are sampled.
 The last line of the output is one JSON object: values before and after, and gains paired by seed, with 95 % intervals over seeds.
 """
 
@@ -24,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from measure import finish, installed, options
-from seeds import change_of, work_in_processes
+from nim_exact import exact_score
+from seeds import change_of, mean_of, work_in_processes
 
 PILES = "1-12"
 #: Flags of all runs.
@@ -32,6 +35,7 @@ SHARED: dict[str, Any] = {
     "plugins": "coevolution",
     "rm-type": "game",
     "lr": 0.002,
+    "lr-decay-style": "linear",
     "weight-decay": 0,
     "adam-beta2": 0.99,
     "use-dynamic-batch-size": "true",
@@ -53,13 +57,15 @@ GAMES: dict[str, dict[str, Any]] = {
     },
     "tasks": {"generate": "proposer", "prompts": "tasks", "eval-prompts": "tasks", "eval-prompt-data": 4},
 }
+#: Enough for one version of every eight steps of a run: a player that meets its latest versions only forgets how to beat the first ones.
+PAST = "past_versions: 16"
 TWO = "policies: {one: {}, two: {}}\n"
 PLAY = "policies: {proposer: {lr: 1.0e-3, entropy_coef: 0.01}, solver: {}}\n"
 #: Name -> (game, configuration file).
 MODES = {
-    "nim, self-play with past versions": ("nim", "co_evolution: {past_versions: 8, interval: 4}\n"),
-    "nim, two policies alternating": ("nim", f"{TWO}co_evolution: {{strategy: alternating, interval: 4}}\n"),
-    "nim, two policies simultaneous": ("nim", f"{TWO}co_evolution: {{strategy: simultaneous}}\n"),
+    "nim, self-play with past versions": ("nim", f"co_evolution: {{{PAST}, interval: 8}}\n"),
+    "nim, two policies alternating": ("nim", f"{TWO}co_evolution: {{strategy: alternating, interval: 4, {PAST}}}\n"),
+    "nim, two policies simultaneous": ("nim", f"{TWO}co_evolution: {{strategy: simultaneous, interval: 8, {PAST}}}\n"),
     "nim, population of four": ("nim", "co_evolution: {strategy: simultaneous, population_size: 4, interval: 8}\n"),
     "tasks, proposer learns": ("tasks", f"{PLAY}co_evolution: {{strategy: simultaneous}}\n"),
     "tasks, proposer at random": (
@@ -72,9 +78,10 @@ MODES = {
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
-    parser.add_argument("--steps", type=int, default=80, help="steps of each run")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each run")
     parser.add_argument("--warm-start", type=int, default=300, help="supervised steps of the common start")
     parser.add_argument("--only", default="", help="modes whose name contains this")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     chosen = parser.parse_args()
     modes = [name for name in MODES if chosen.only in name]
@@ -85,15 +92,16 @@ def main() -> None:
         work_in_processes(
             warm_start, [(seed, game) for seed in seeds for game in games], steps=chosen.warm_start, **shared
         )
-        found = work_in_processes(
-            learn, [(seed, name) for name in modes for seed in seeds], steps=chosen.steps, **shared
-        )
+        keys = [(seed, name) for name in modes for seed in seeds]
+        found = work_in_processes(learn, keys, steps=chosen.steps, **shared)
     runs = {name: [found[seed, name] for seed in seeds] for name in modes}
-    result = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start, "piles": PILES}
+    result: dict[str, Any] = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start}
+    if "nim" in games:
+        result["piles"] = PILES
     result["modes"] = {name: {"configuration": MODES[name][1], **summary(found)} for name, found in runs.items()}
     versions = ["miles-core", "miles-plugin-coevolution", "torch", "transformers"]
-    versions += ["reasoning-gym"] if any(game == "tasks" for game, _ in modes.values()) else []
-    variant = chosen.only.replace(" ", "-").replace(",", "")
+    versions += ["reasoning-gym"] if "tasks" in games else []
+    variant = chosen.variant or chosen.only.replace(" ", "-").replace(",", "")
     finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions), variant)
 
 
@@ -144,7 +152,7 @@ def task_rows(draw: random.Random, count: int = 1500) -> list[tuple[str, str]]:
 
 
 def learn(seed: int, name: str, directory: Path, steps: int) -> dict[str, Any]:
-    """One run: the reward of held-out games before and after, and the scores of the last fifth of its steps."""
+    """One run: held-out games before, on the way and after, and the scores of the last fifth of its steps."""
     from miles_core.observe.metrics import read
 
     (game, text), directory = MODES[name], directory / str(seed)
@@ -152,10 +160,11 @@ def learn(seed: int, name: str, directory: Path, steps: int) -> dict[str, Any]:
     save, file = own / "run", own / "run.yaml"
     file.write_text(text, encoding="utf-8")
     flags = {**SHARED, **GAMES[game], "config": file, "hf-checkpoint": directory / game, "save": save, "seed": seed}
-    flags |= {"num-rollout": steps, "eval-interval": steps}
+    flags |= {"num-rollout": steps, "eval-interval": max(steps // 4, 1), "export-hf": own / "policies"}
     run(flags)
     metrics = read(save / "metrics.jsonl")
-    found = [m["eval/reward"] for m in metrics if "eval/reward" in m]
+    curve = [round(m["eval/reward"], 4) for m in metrics if "eval/reward" in m]
+    ends = [nim_score(directory / game), nim_score(own / "policies")] if game == "nim" else [curve[0], curve[-1]]
     trained = [m for m in metrics if any(name.endswith("train/loss") for name in m)]
     last = trained[-max(len(trained) // 5, 1) :]
     names = [
@@ -163,12 +172,20 @@ def learn(seed: int, name: str, directory: Path, steps: int) -> dict[str, Any]:
     ]
     names += [n for n in ("nim/optimal_moves", "proposer/valid", "proposer/solved", "proposer/level") if n in last[-1]]
     result = {
-        "held_out": [round(found[0], 4), round(found[-1], 4)],
+        "held_out": [round(value, 4) for value in ends],
+        "curve": curve,
         "last": {n: round(statistics.mean(m[n] for m in last if n in m), 4) for n in names},
         "seconds": round(statistics.median(m["time/step"] for m in trained), 4),
     }
     print(f"seed {seed}  {name:<36}", result, file=sys.stderr, flush=True)
     return result
+
+
+def nim_score(directory: Path) -> float:
+    """Mean exact score of all models in a directory."""
+    low, _, high = PILES.partition("-")
+    models = sorted(file.parent for file in directory.glob("**/config.json"))
+    return statistics.fmean(exact_score(model, range(int(low), int(high) + 1)) for model in models)
 
 
 def run(flags: Mapping[str, Any]) -> None:
@@ -186,6 +203,7 @@ def run(flags: Mapping[str, Any]) -> None:
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means, and half-widths of 95 % intervals over seeds."""
     found = change_of([r["held_out"] for r in runs])
+    found["curve"] = [mean_of(values) for values in zip(*(r["curve"] for r in runs), strict=True)]
     names = runs[0]["last"]
     found["last"] = {name: round(statistics.mean(r["last"].get(name, 0.0) for r in runs), 4) for name in names}
     return found | {"seconds": round(statistics.mean(r["seconds"] for r in runs), 3)}

@@ -206,7 +206,7 @@ def draw(table: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory of the runs")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="none: only the warm starts")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -18,9 +18,10 @@ import numpy as np
 
 from miles_core.data import Field
 from miles_core.engine import Engine, Response, SyncReport
-from miles_core.plugin import Plugin, PolicyParts, Runtime, hookimpl
+from miles_core.plugin import Plugin, PolicyParts, hookimpl
 from miles_core.precision.schedule import precisions
 from miles_core.trainer import Learned, LearnerHandle
+from miles_runtime import InlineRuntime
 
 #: As the field of ``r3``, whose hook checks it in the same way.
 FIELD = Field("recorded", "int16", "token-1", pad=-1, shape=(None, None))
@@ -51,6 +52,7 @@ plugin = Plugin(
     version="1",
     core=">=0",
     provides={"runtime": {"driver_double": "make_runtime"}},
+    capabilities={"runtime": ("rollout_workers",)},
     hooks={"": f"{__name__}:Hooks"},
     fields=(FIELD,),
 )
@@ -146,17 +148,12 @@ class DoubleLearner(LearnerHandle):
     ) = export = nothing
 
 
-class DoubleRuntime(Runtime):
-    """One engine and one learner."""
-
-    def __init__(self, run: Any) -> None:
-        self.run = run
+class DoubleRuntime(InlineRuntime):
+    """One engine and one learner; rollout workers are real."""
 
     async def build(self, policy: Any) -> PolicyParts:
         engine = DoubleEngine()
         return PolicyParts(policy, DoubleLearner(self.run, engine), engine, precisions(self.run.config, 0))
-
-    async def close(self) -> None: ...
 
 
 def make_runtime(run: Any) -> DoubleRuntime:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import finish, installed, options
+from random_model import make_checkpoint
 
 #: Mode -> (offload, recompute activations).
 MODES = {
@@ -101,8 +102,7 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        code = f"from miles_testing import tiny_checkpoint; tiny_checkpoint('qwen3_moe', {directory + '/model'!r}, **{sizes!r})"
-        subprocess.run([sys.executable, "-c", code], check=True)
+        make_checkpoint("qwen3_moe", Path(directory, "model"), sizes, given.device)
         for mode in MODES:
             words = [
                 sys.executable,

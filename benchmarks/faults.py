@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from checkout import register
-from faults_anytime import HEARTBEAT, STALL, Campaign, Limits, many
+from faults_anytime import HEARTBEAT, STALL, Campaign, Limits, Shape, many
 from measure import finish, installed, options
 
 from miles_testing.toy import toy_arguments, toy_files
@@ -256,6 +256,9 @@ def main() -> None:
     parser.add_argument("--runtime", default="apart", choices=("apart", "ray"), help="of --anytime")
     parser.add_argument("--ranks", type=int, default=2, help="trainer ranks of --anytime --runtime ray")
     parser.add_argument(
+        "--rollout-workers", type=int, default=0, help="of the runs of --anytime; 0: the driver generates"
+    )
+    parser.add_argument(
         "--failures", type=Path, help="a directory for the files of the runs of --anytime in which something is wrong"
     )
     parser.add_argument(
@@ -278,19 +281,17 @@ def measure(chosen: argparse.Namespace, libraries: Sequence[str]) -> None:
     versions = partial(installed, "torch", *libraries)
     if chosen.anytime:
         toy_files()
-        ranks = 1 if chosen.runtime == "apart" else chosen.ranks
         end = time.time() + min(chosen.seconds, 1e9)
         report = partial(
             finish,
             Path(__file__).stem,
             save=chosen.save,
             versions=versions,
-            variant=f"anytime-{chosen.runtime}",
+            variant=f"anytime-{chosen.runtime}" + ("-rollout-workers" if chosen.rollout_workers else ""),
         )
         campaign = Campaign(
             chosen.anytime,
-            chosen.runtime,
-            ranks,
+            Shape(chosen.runtime, 1 if chosen.runtime == "apart" else chosen.ranks, chosen.rollout_workers),
             chosen.gap,
             Limits(end, chosen.stall, chosen.heartbeat or HEARTBEAT[chosen.runtime]),
             chosen.log,

@@ -82,22 +82,33 @@ class Limits:
     heartbeat: float
 
 
-def once(
-    runtime: str, kills: int, seed: int, gap: float, ranks: int, directory: Path, limits: Limits
-) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class Shape:
+    """The processes of a run: its runtime, trainer ranks, and rollout workers (0: the driver generates)."""
+
+    runtime: str
+    ranks: int
+    rollouts: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """The options of a toy run."""
+        apart_sizes, ray_sizes = {"apart_engines": 2}, {"rollout_num_gpus": 2, "actor_num_gpus_per_node": self.ranks}
+        sizes = apart_sizes if self.runtime == "apart" else ray_sizes
+        return {"runtime": self.runtime, "rollout_workers": self.rollouts or None, **sizes}
+
+
+def once(shape: Shape, kills: int, seed: int, gap: float, directory: Path, limits: Limits) -> dict[str, Any] | None:
     """One run with ``kills`` faults; what was found in it, or None if it had not ended in time."""
     steps = steps_of(kills)
     letters = [chr(ord("a") + n % 26) + str(n // 26) for n in range(GROUPS * steps)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
     (directory / "faults.py").write_text(PLUGIN)
-    (directory / "fault.json").write_text(json.dumps([runtime, kills, seed, gap, limits.end - SPARE]))
-    plugins = [str(directory / "faults.py"), *([apart.__file__] if runtime == "apart" else [])]
-    sizes = {"apart_engines": 2} if runtime == "apart" else {"rollout_num_gpus": 2, "actor_num_gpus_per_node": ranks}
+    (directory / "fault.json").write_text(json.dumps([shape.runtime, kills, seed, gap, limits.end - SPARE]))
+    plugins = [str(directory / "faults.py"), *([apart.__file__] if shape.runtime == "apart" else [])]
     words = arguments(
         plugins,
         directory / "run",
         steps,
-        runtime=runtime,
         prompt_data=directory / "prompts.jsonl",
         save_interval=1,
         keep=2,
@@ -106,7 +117,7 @@ def once(
         n_samples_per_prompt=SAMPLES,
         sync_bucket_size=1 << 14,
         worker_heartbeat=limits.heartbeat,
-        **sizes,
+        **shape.options(),
     )
     command = [sys.executable, "-m", "miles_core.cli.main", "train", *words]
     unsaved = 0
@@ -238,8 +249,7 @@ class Campaign:
     """
 
     kills: int
-    runtime: str
-    ranks: int
+    shape: Shape
     gap: float
     limits: Limits
     log: Path | None
@@ -250,7 +260,7 @@ class Campaign:
     def __post_init__(self) -> None:
         from faults import read_lines
 
-        self.runs = [run for run in (read_lines(self.log) if self.log else []) if run["runtime"] == self.runtime]
+        self.runs = [run for run in (read_lines(self.log) if self.log else []) if run["runtime"] == self.shape.runtime]
         self.undisturbed: dict[int, tuple[str, dict[int, list[str]]]] = {}
         self.cut = 0
         self._lock, self._referring, self._flying = threading.Lock(), threading.Lock(), 0
@@ -260,7 +270,7 @@ class Campaign:
         while count := self._claim():
             seed = random.randrange(1 << 30)
             with tempfile.TemporaryDirectory(prefix="f", ignore_cleanup_errors=True) as name:
-                found = once(self.runtime, count, seed, self.gap, self.ranks, Path(name), self.limits)
+                found = once(self.shape, count, seed, self.gap, Path(name), self.limits)
                 if self.failures is not None and (found is None or is_wrong(found)):
                     shutil.copytree(name, self.failures / str(seed), ignore=shutil.ignore_patterns("session_*", "ray*"))
             if found and not found["failed"]:
@@ -273,7 +283,7 @@ class Campaign:
                 self.cut += found is None
                 if found:
                     found.pop("batches", None)
-                    self._record({"runtime": self.runtime, "seed": seed, **found})
+                    self._record({"runtime": self.shape.runtime, "seed": seed, **found})
 
     def _claim(self) -> int:
         """Faults of the next run; 0 if there is no further run."""
@@ -289,7 +299,7 @@ class Campaign:
         with self._referring:
             if steps not in self.undisturbed:
                 with tempfile.TemporaryDirectory(prefix="f", ignore_cleanup_errors=True) as name:
-                    self.undisturbed[steps] = reference(self.runtime, steps, self.ranks, Path(name))
+                    self.undisturbed[steps] = reference(self.shape, steps, Path(name))
             return self.undisturbed[steps]
 
     def _record(self, run: dict[str, Any]) -> None:
@@ -311,9 +321,10 @@ class Campaign:
         names = ("kills", "drivers", "ray", "stopped", "lost", "doubled", "mixed", "innocent", "failed", "unsaved")
         moments = sum((Counter(run["moments"]) for run in runs), Counter[str]())
         return {
-            "runtime": self.runtime,
-            "ranks": self.ranks,
+            "runtime": self.shape.runtime,
+            "ranks": self.shape.ranks,
             "engines": 2,
+            "rollout_workers": self.shape.rollouts,
             "runs": len(runs),
             **{name: sum(run.get(name, 0) for run in runs) for name in names},
             "heartbeat": self.limits.heartbeat,
@@ -338,25 +349,24 @@ def many(campaign: Campaign, jobs: int) -> dict[str, Any]:
     return campaign.summary()
 
 
-def reference(runtime: str, steps: int, ranks: int, directory: Path) -> tuple[str, dict[int, list[str]]]:
-    """The weights of the last checkpoint of a run of as many steps without a fault, and step -> digests of its batch."""
+def reference(shape: Shape, steps: int, directory: Path) -> tuple[str, dict[int, list[str]]]:
+    """The weights of the last checkpoint of a run of as many steps without a fault and without rollout workers, and step -> digests of
+    its batch."""
     from faults import read_lines
 
     letters = [chr(ord("a") + n % 26) + str(n // 26) for n in range(GROUPS * steps)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
-    sizes = {"apart_engines": 2} if runtime == "apart" else {"rollout_num_gpus": 2, "actor_num_gpus_per_node": ranks}
     (directory / "faults.py").write_text(PLUGIN)
-    (directory / "fault.json").write_text(json.dumps([runtime, 0, 0, 1.0, 0.0]))
-    plugins = [str(directory / "faults.py"), *([apart.__file__] if runtime == "apart" else [])]
+    (directory / "fault.json").write_text(json.dumps([shape.runtime, 0, 0, 1.0, 0.0]))
+    plugins = [str(directory / "faults.py"), *([apart.__file__] if shape.runtime == "apart" else [])]
     words = arguments(
         plugins,
         directory / "run",
         steps,
-        runtime=runtime,
         prompt_data=directory / "prompts.jsonl",
         rollout_batch_size=GROUPS,
         n_samples_per_prompt=SAMPLES,
-        **sizes,
+        **Shape(shape.runtime, shape.ranks).options(),
     )
     command = [sys.executable, "-m", "miles_core.cli.main", "train", *words]
     subprocess.run(command, capture_output=True, env={**os.environ, "RAY_TMPDIR": str(directory)}, check=True)

@@ -29,8 +29,10 @@ from typing import Any
 from measure import Reporter, Steps, Worker, alternate, finish, installed, medians, options, spread
 
 PROMPTS, SAMPLES, TOKENS, LR = 64, 8, 16, 1e-6
-#: The same on a GPU, and tokens in a micro-batch of miles.
-GPU_PROMPTS, GPU_TOKENS, GPU_MICRO_BATCH = 32, 256, 36000
+#: The same on a GPU.
+GPU_PROMPTS, GPU_TOKENS = 32, 256
+#: Tokens in a micro-batch of miles, on a CPU and on a GPU.
+MICRO_BATCH, GPU_MICRO_BATCH = 65536, 36000
 
 
 def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
@@ -65,47 +67,48 @@ def work_with_miles(given: argparse.Namespace, reporter: Reporter) -> None:
             --rollout-batch-size {count} --n-samples-per-prompt {SAMPLES} --num-rollout {given.steps}
             --rollout-max-response-len {GPU_TOKENS if given.gpu else TOKENS} --max-running-requests {count * SAMPLES} --lr {LR}
             --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0 --eps-clip 0.2 --loss-aggregation token_mean
-            --use-dynamic-batch-size --max-tokens-per-gpu {GPU_MICRO_BATCH if given.gpu else 65536} --seed 0
+            --use-dynamic-batch-size --max-tokens-per-gpu {given.micro_batch} --seed 0
             --log-level warning"""
         train.run([*flags.split(), *given.worker_flags.split()])
 
 
-def trl_config(directory: str, given: argparse.Namespace) -> Any:
-    """TRL's fastest settings for the step."""
+def trl_config(directory: str, given: argparse.Namespace, **changes: Any) -> Any:
+    """TRL's fastest settings for the step; ``changes`` replace some of them."""
     from trl import GRPOConfig
 
-    return GRPOConfig(
-        output_dir=directory,
-        per_device_train_batch_size=given.trl_batch,
-        gradient_accumulation_steps=given.prompts_a_step * SAMPLES // given.trl_batch,
-        num_generations=SAMPLES,
-        max_completion_length=GPU_TOKENS if given.gpu else TOKENS,
-        max_steps=given.steps,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        optim="adamw_torch",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        beta=0.0,
-        num_iterations=1,
-        epsilon=0.2,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        router_aux_loss_coef=0.0,
-        bf16=bool(given.gpu),
-        gradient_checkpointing=False,
-        use_cpu=device_of(given) == "cpu",
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=0,
-        model_init_kwargs={"dtype": "float32"}
+    settings: dict[str, Any] = {
+        "output_dir": directory,
+        "per_device_train_batch_size": given.trl_batch,
+        "gradient_accumulation_steps": given.prompts_a_step * SAMPLES // given.trl_batch,
+        "num_generations": SAMPLES,
+        "max_completion_length": GPU_TOKENS if given.gpu else TOKENS,
+        "max_steps": given.steps,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "beta": 0.0,
+        "num_iterations": 1,
+        "epsilon": 0.2,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "router_aux_loss_coef": 0.0,
+        "bf16": bool(given.gpu),
+        "gradient_checkpointing": False,
+        "use_cpu": device_of(given) == "cpu",
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 0,
+        "model_init_kwargs": {"dtype": "float32"}
         | ({} if given.model or given.gpu == "dense" else {"experts_implementation": given.trl_experts}),
-    )
+    }
+    return GRPOConfig(**settings | changes)
 
 
 def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
@@ -203,6 +206,7 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         common += ["--steps-a-turn", str(given.steps_a_turn), "--prompts-a-step", str(given.prompts_a_step)]
         common += ["--model", given.model] if given.model else []
         common += ["--gpu", given.gpu] if given.gpu else []
+        common += ["--micro-batch", str(given.micro_batch)]
         here = str(Path(__file__).resolve())
         commands = {"miles": [sys.executable, here, "--worker", "miles", *common]}
         for plugins in given.plugins:
@@ -251,11 +255,15 @@ def main() -> None:
     parser.add_argument("--model", default="", help="a chat model's checkpoint instead of the random one")
     parser.add_argument("--gpu", choices=("dense", "moe", "tiny"), default="", help="a random BF16 model on a GPU")
     parser.add_argument("--prompts-a-step", type=int, default=0, help="prompts of a step (default: 64; on a GPU 32)")
+    parser.add_argument(
+        "--micro-batch", type=int, default=0, help="tokens in a micro-batch of miles (default: 65536; on a GPU 36000)"
+    )
     for name in ("--worker", "--checkpoint", "--prompts", "--worker-flags"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.prompts_a_step = given.prompts_a_step or (GPU_PROMPTS if given.gpu else PROMPTS)
+    given.micro_batch = given.micro_batch or (GPU_MICRO_BATCH if given.gpu else MICRO_BATCH)
     given.trl_batch = given.trl_batch or given.prompts_a_step * SAMPLES
     if given.worker == "miles":
         work_with_miles(given, Reporter())

@@ -10,28 +10,27 @@ memory instead, and the time of a training step. It needs no network. On one GPU
 
     python benchmarks/lora.py --modes --memory --device cuda --hidden 2048 --layers 24 --answer 512 --samples 32 --save
 
-``--trl`` adds a comparison with TRL and peft: the prompts, reward and random model of ``grpo_step.py`` with adapters of the same rank, targets and
-learning rate on both sides, one process per side, taking turns for time; the reward of both over ``--trl-steps`` steps. ``--trl-python`` names an
-interpreter with trl, peft and datasets. The last line of the output is one JSON object.
+``lora_trl.py`` compares adapters with TRL and peft. The last line of the output is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from formats_in_the_loop import train, warm_start
-from measure import ROOT, finish, installed, options
+from measure import finish, installed, options
+from random_model import make_checkpoint
 from seeds import change_of, mean_of, work_in_processes
 
 RANK, ALPHA = 16, 32
@@ -193,10 +192,12 @@ def hold(given: argparse.Namespace) -> dict[str, Any]:
                 [*plugins, f"{directory}/turns.py"],
                 {**more, "config": f"{directory}/four.yaml", "rollout_batch_size": 4},
             )
-        idle = resident()
+        idle, start = resident(), time.perf_counter()
         done = toy_run(plugins, Path(directory) / "run", steps=3, **more)
         peak, after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, resident()
-    assert len(done.metrics) == 3
+    if len(done.metrics) != 3:  # a signal, such as a time limit, stops a run after a complete step
+        raise SystemExit(f"{given.mode}: stopped after {len(done.metrics)} of 3 steps")
+    print(f"{given.mode}: {describe_time(done.metrics, time.perf_counter() - start)}", file=sys.stderr, flush=True)
     seconds = [m["time/train"] for m in done.metrics[1:] if "time/train" in m]
     gaps = [value for name, value in done.metrics[-1].items() if name.endswith("mismatch/abs_log_prob")]
     found: dict[str, Any] = {"abs_log_prob": float(f"{statistics.mean(gaps):.4g}")}
@@ -211,6 +212,13 @@ def hold(given: argparse.Namespace) -> dict[str, Any]:
     return found | {"peak_mb": round(peak - idle), "after_mb": round(after - idle)}
 
 
+def describe_time(metrics: Sequence[dict[str, float]], seconds: float) -> str:
+    """Return the seconds of a run by phase, over all steps."""
+    names = {name for m in metrics for name in m if name.startswith("time/") and name != "time/step"}
+    phases = {name.removeprefix("time/"): sum(m.get(name, 0.0) for m in metrics) for name in names}
+    return f"{seconds:.1f} s, " + ", ".join(f"{n} {s:.1f}" for n, s in sorted(phases.items(), key=lambda i: -i[1]))
+
+
 def resident() -> float:
     """Resident memory of this process in MB."""
     import gc
@@ -220,8 +228,8 @@ def resident() -> float:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) / 1024
 
 
-def memory(given: argparse.Namespace) -> dict[str, Any]:
-    """Measure every mode of ``MEMORY``."""
+def memory(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Measure modes of ``MEMORY``; ``keep`` receives the result after each mode."""
     sizes = {"hidden_size": given.hidden, "intermediate_size": 3 * given.hidden, "num_hidden_layers": given.layers}
     sizes |= {
         "num_attention_heads": given.hidden // 64,
@@ -231,11 +239,8 @@ def memory(given: argparse.Namespace) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        code = f"from miles_testing import tiny_checkpoint; tiny_checkpoint('qwen3', {directory + '/model'!r}, **{sizes!r})"
-        subprocess.run([sys.executable, "-c", code], check=True)
-        weights = sum(f.stat().st_size for f in Path(directory, "model").glob("*.safetensors"))
-        found["parameters"] = weights // 4
-        for mode in MEMORY:
+        found["parameters"] = make_checkpoint("qwen3", Path(directory, "model"), sizes, given.device)
+        for mode in given.memory_modes:
             words = [
                 sys.executable,
                 __file__,
@@ -255,126 +260,7 @@ def memory(given: argparse.Namespace) -> dict[str, Any]:
                 json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.returncode}
             )
             print(f"memory  {mode:<30}", found[mode], file=sys.stderr, flush=True)
-    return found
-
-
-def against_trl(given: argparse.Namespace) -> dict[str, Any]:
-    """Step time and reward of adapters here and in TRL with peft."""
-    from workload import make_workload
-
-    here, sides = str(Path(__file__).resolve()), {"miles": sys.executable, "trl": given.trl_python}
-    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    with tempfile.TemporaryDirectory() as directory:
-        work = make_workload(Path(directory), 0)
-        for seed in range(given.seeds):
-            for side, python in sides.items():  # in turns: a slow minute slows both
-                words = [
-                    python,
-                    here,
-                    "--worker",
-                    side,
-                    "--seed",
-                    str(seed),
-                    "--steps",
-                    str(given.trl_steps),
-                    "--threads",
-                    str(given.threads),
-                ]
-                words += [
-                    "--checkpoint",
-                    str(work.checkpoint),
-                    "--prompts",
-                    str(work.prompt_file),
-                    "--lr-lora",
-                    str(given.lr_lora),
-                ]
-                # the other interpreter needs the workload of this checkout
-                paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-                environment = os.environ | {"PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
-                done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-                found[side].append(json.loads(done.stdout.splitlines()[-1]))
-                print(f"seed {seed}  {side:<6}", found[side][-1], file=sys.stderr, flush=True)
-    return {
-        side: {
-            "seconds": float(f"{statistics.median(r['seconds'] for r in runs):.4g}"),
-            "reward": change_of([(r["rewards"][0], statistics.mean(r["rewards"][-5:])) for r in runs]),
-            "curve": [mean_of(values) for values in zip(*(r["rewards"] for r in runs), strict=True)],
-            "peak_mb": round(statistics.mean(r["peak_mb"] for r in runs)),
-        }
-        for side, runs in found.items()
-    }
-
-
-def work_with_miles(given: argparse.Namespace) -> dict[str, Any]:
-    """Adapters in ``miles train`` on the workload of ``grpo_step.py``."""
-    from miles_core.cli import train as command
-    from miles_core.observe.metrics import read
-
-    with tempfile.TemporaryDirectory() as directory:
-        flags = f"""--hf-checkpoint {given.checkpoint} --prompt-data {given.prompts} --input-key prompt --label-key label
-            --custom-rm-path {Path(__file__).with_name("workload.py")}:rm --save {directory}/run --device cpu
-            --dtype float32 --rollout-batch-size 64 --n-samples-per-prompt 8 --num-rollout {given.steps}
-            --rollout-max-response-len 16 --max-running-requests 512 --lr {given.lr_lora}
-            --weight-decay 0 --adam-beta2 0.999 --clip-grad 1.0 --eps-clip 0.2 --loss-aggregation token_mean
-            --use-dynamic-batch-size --max-tokens-per-gpu 65536 --seed {given.seed} --log-level warning --no-save-rollouts {LORA}"""
-        command.run(flags.split())
-        trained = [m for m in read(Path(directory) / "run" / "metrics.jsonl") if "train/loss" in m]
-    return outcome([m["reward/mean"] for m in trained], [m["time/step"] for m in trained])
-
-
-def work_with_trl(given: argparse.Namespace) -> dict[str, Any]:
-    """The same in TRL, with its fastest settings (``grpo_step.py``)."""
-    import time
-
-    from datasets import Dataset
-    from grpo_step import trl_config
-    from peft import LoraConfig
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOTrainer
-    from workload import letters
-
-    rewards, times = list[float](), list[float]()
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        found = [letters(text) for text in completions]
-        rewards.append(statistics.fmean(found))
-        return found
-
-    class Timed(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            times.append(-time.perf_counter())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            times[-1] += time.perf_counter()
-
-    rows = [json.loads(line)["prompt"] for line in Path(given.prompts).read_text().splitlines()]
-    settings = argparse.Namespace(
-        trl_batch=512, prompts_a_step=64, steps=given.steps, model="", gpu="", trl_experts="grouped_mm"
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        config = trl_config(directory, settings)
-        config.learning_rate, config.seed = given.lr_lora, given.seed
-        trainer = GRPOTrainer(
-            given.checkpoint,
-            reward,
-            args=config,
-            train_dataset=Dataset.from_dict({"prompt": rows}),
-            processing_class=AutoTokenizer.from_pretrained(given.checkpoint, padding_side="left"),
-            callbacks=[Timed()],
-            peft_config=LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"),
-        )
-        trainer.train()
-    return outcome(rewards, times)
-
-
-def outcome(rewards: list[float], times: list[float]) -> dict[str, Any]:
-    """What a worker reports."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {
-        "rewards": [round(r, 5) for r in rewards],
-        "seconds": statistics.median(times[1:] or times),
-        "peak_mb": peak,
-    }
+            keep(found)
 
 
 def main() -> None:
@@ -387,37 +273,37 @@ def main() -> None:
     parser.add_argument("--lr-lora", type=float, default=5e-3, help="learning rate of adapters")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--memory", action="store_true", help="measure memory with a larger model too")
+    parser.add_argument("--memory-modes", nargs="+", default=list(MEMORY), choices=list(MEMORY), help="modes of it")
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size of that model")
     parser.add_argument("--layers", type=int, default=8, help="its layers")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the memory measurement")
     parser.add_argument("--answer", type=int, default=4, help="tokens of an answer in the memory measurement")
     parser.add_argument("--samples", type=int, default=8, help="samples of a step in the memory measurement")
-    parser.add_argument("--trl", action="store_true", help="compare with TRL and peft too")
-    parser.add_argument("--trl-python", default=sys.executable, help="an interpreter that has trl installed")
-    parser.add_argument("--trl-steps", type=int, default=30, help="steps of that comparison")
     parser.add_argument("--variant", default="", help="end of the result file's name")
-    for name in ("--worker", "--mode", "--checkpoint", "--prompts"):
+    for name in ("--worker", "--mode", "--checkpoint"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        if given.worker in ("miles", "trl"):
-            import torch
-
-            torch.set_num_threads(given.threads)
-        work = {"miles": work_with_miles, "trl": work_with_trl, "hold": hold}.get(given.worker, learn)
+        work = {"hold": hold}.get(given.worker, learn)
         print(json.dumps(work(given)))
         return
     result: dict[str, Any] = {
         n: getattr(given, n) for n in ("seeds", "steps", "warm_start", "lr", "lr_lora", "threads")
     }
+    versions = ("miles-core", "miles-plugin-lora", "torch", "transformers", "peft")
+
+    def save(quiet: bool) -> None:
+        finish(Path(__file__).stem, result, given.save, lambda: installed(*versions), given.variant, quiet)
+
+    def keep(found: dict[str, Any]) -> None:
+        result["memory"] = {"hidden": given.hidden, "layers": given.layers, **found}
+        save(quiet=True)
+
     result["modes"] = curves(given) if given.modes else {}
     if given.memory:
-        result["memory"] = {"hidden": given.hidden, "layers": given.layers, **memory(given)}
-    if given.trl:
-        result["trl"] = {"steps": given.trl_steps, "sides": against_trl(given)}
-    versions = ("miles-core", "miles-plugin-lora", "torch", "transformers", "peft")
-    finish(Path(__file__).stem, result, given.save, lambda: installed(*versions), given.variant)
+        memory(given, keep)
+    save(quiet=False)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 Run: ``python benchmarks/ppo.py --threads 1 --jobs 3 --save`` (some minutes; needs ``plugins/ppo``). The demo's task and model; for every
 seed one supervised warm start, then reinforcement learning from it with the same number of samples in each step: GRPO with 8 samples of
-each prompt; PPO with the same prompts, its critic a model of its own or a head on the policy's trunk; and PPO with one sample of each of 8
-times as many prompts, which GRPO cannot do. The last line of the output is one JSON object: held-out accuracy over the steps with 95 %
-intervals over seeds, its difference from GRPO paired by seed, tokens, and seconds of a step. One seed has no interval.
+each prompt; PPO with one sample of each of 8 times as many prompts, which GRPO cannot do; and PPO with the same prompts as GRPO. The critic is a
+model of its own, or a head on the policy's trunk. ``1 critic step`` trains it as often as the policy, which was the default until 2026-11-24.
+The last line of the output is one JSON object: held-out accuracy over the steps with 95 % intervals over seeds, its difference from GRPO
+paired by seed, tokens, and seconds of a step. One seed has no interval.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from formats_in_the_loop import interval, train, warm_start
 from measure import finish, installed, options
+from seeds import work_in_processes
 
 SAMPLES, GROUP = 512, 8
 GROUPS = f"--rollout-batch-size {SAMPLES // GROUP} --n-samples-per-prompt {GROUP}"
-PPO = "--plugins ppo --advantage-estimator ppo --critic-lr 0.002 --lambd 1.0 --normalize-advantages --value-clip 1.0"
+SINGLE = f"--rollout-batch-size {SAMPLES} --n-samples-per-prompt 1"
+PPO = "--plugins ppo --advantage-estimator ppo --critic-lr 0.002 --critic-lr-decay-style linear --normalize-advantages"
 MODES = {
     "grpo": GROUPS,
+    "ppo, own critic, 1 sample per prompt": f"{PPO} {SINGLE}",
     "ppo, own critic": f"{PPO} {GROUPS}",
-    "ppo, own critic, 2 critic-only steps": f"{PPO} --num-critic-only-steps 2 {GROUPS}",
+    "ppo, own critic, 1 critic step": f"{PPO} --critic-steps-per-rollout 1 {GROUPS}",
+    "ppo, head on the trunk, 1 sample per prompt": f"{PPO} --critic-trunk policy {SINGLE}",
     "ppo, head on the trunk": f"{PPO} --critic-trunk policy {GROUPS}",
-    "ppo, own critic, 1 sample per prompt": f"{PPO} --rollout-batch-size {SAMPLES} --n-samples-per-prompt 1",
 }
 BASE = "grpo"
 #: Metrics of critics, without the prefix of a critic that is a model of its own.
@@ -42,15 +43,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mode (1 to 10)")
     parser.add_argument("--steps", type=int, default=60, help="reinforcement-learning steps")
     parser.add_argument("--warm-start", type=int, default=500, help="supervised steps before them")
-    parser.add_argument("--jobs", type=int, default=1, help="seeds worked on at the same time")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES, help="modes to run")
     chosen = parser.parse_args()
     modes = list(dict.fromkeys([BASE, *chosen.modes]))
-    with ProcessPoolExecutor(chosen.jobs, get_context("spawn")) as pool:
-        settings = {"modes": modes, "steps": chosen.steps, "warm": chosen.warm_start, "threads": chosen.threads}
-        seeds = list(pool.map(partial(every_mode, **settings), range(chosen.seeds)))
-    runs = {name: [seed[name] for seed in seeds] for name in modes}
-    rows = {name: {"options": MODES[name], **summary(found, runs[BASE])} for name, found in runs.items()}
+    seeds = range(chosen.seeds)
+    with tempfile.TemporaryDirectory() as directory:
+        starts = [(Path(directory) / str(seed), seed) for seed in seeds]
+        work_in_processes(warm_start, starts, chosen.jobs, chosen.threads, steps=chosen.warm_start)
+        keys = [(name, *start) for name in modes for start in starts]
+        found = work_in_processes(learn, keys, chosen.jobs, chosen.threads, steps=chosen.steps)
+    runs = {name: [found[name, *start] for start in starts] for name in modes}
+    rows = {name: {"options": MODES[name], **summary(own, runs[BASE])} for name, own in runs.items()}
     for name, row in rows.items():
         print(f"{name:<38} {row}", file=sys.stderr)
     result = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start, "modes": rows}
@@ -58,37 +62,22 @@ def main() -> None:
     finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions))
 
 
-def every_mode(seed: int, modes: Sequence[str], steps: int, warm: int, threads: int) -> dict[str, dict[str, Any]]:
-    """One seed: its warm start, then every mode from it."""
-    import torch
-
-    torch.set_num_threads(threads)
-    found = {}
-    with tempfile.TemporaryDirectory() as directory:
-        start = warm_start(Path(directory), seed, warm)
-        for name in modes:
-            found[name] = learn(start, name, MODES[name], seed, steps)
-            print(f"seed {seed}  {name:<38}", found[name], file=sys.stderr, flush=True)
-    return found
-
-
-def learn(directory: Path, name: str, flags: str, seed: int, steps: int) -> dict[str, Any]:
+def learn(name: str, directory: Path, seed: int, steps: int) -> dict[str, Any]:
     """One run: accuracy before the first step and at four points, and the tokens that were generated."""
-    more = ["--hf-checkpoint", str(directory / "start"), "--num-rollout", str(steps), *flags.split()]
+    more = ["--hf-checkpoint", str(directory / "start"), "--num-rollout", str(steps), *MODES[name].split()]
     more += ["--eval-interval", str(max(steps // 4, 1)), "--n-samples-per-eval-prompt", "4"]
     metrics = train(directory, name.replace(",", ""), more, seed)
     stepped = [m for m in metrics if "rollout/tokens" in m]
-    critic = {
-        metric: [next(v for n, v in stepped[at].items() if n.endswith(metric)) for at in (0, -1)]
-        for metric in CRITIC
-        if any(n.endswith(metric) for n in stepped[0])
-    }
-    return {
+    result: dict[str, Any] = {
         "accuracy": [m["eval/accuracy"] for m in metrics if "eval/accuracy" in m],
         "tokens": sum(m["rollout/tokens"] for m in stepped),
         "seconds": statistics.median(m["time/step"] for m in stepped),
-        **critic,
     }
+    for metric in CRITIC:
+        if any(n.endswith(metric) for n in stepped[0]):
+            result[metric] = [next(v for n, v in stepped[at].items() if n.endswith(metric)) for at in (0, -1)]
+    print(f"seed {seed}  {name:<43}", result, file=sys.stderr, flush=True)
+    return result
 
 
 def summary(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, Any]:

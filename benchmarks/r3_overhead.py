@@ -3,10 +3,14 @@
 Two processes, held between steps, A B B A, so that neither is always the second. One optimiser step a rollout, or several
 (``--mini-steps``), which adds the old-log-probability pass to both sides. The last line is one JSON object: the median of the
 ratios turn by turn with its 95 % interval (order statistics; no distribution is assumed), and their quartiles.
+
+``--gpu moe`` takes the step of ``grpo_step.py --gpu`` on a GPU, and ``--engine sglang`` SGLang beside the embedded trainer. Both sides correct by
+importance sampling and stay on the GPU, so micro-batches and caches are small.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import sys
@@ -14,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from grpo_step import GPU_PROMPTS, PROMPTS, device_of
 from measure import Worker, finish, installed, medians, options, spread
 
 
@@ -25,20 +30,35 @@ def median_interval(values: list[float]) -> list[float]:
     return [ordered[max(low, 0)], ordered[min(high, len(ordered) - 1)]]
 
 
-def compare(threads: int, turns: int, warm_up: int, mini_steps: int) -> dict[str, Any]:
-    """Turns of both sides."""
-    from workload import make_workload
+#: Flags of a run that shares a GPU with another one, and SGLang's options on it.
+ON_GPU = "--max-tokens-per-gpu 8192"
+SGLANG = """--engine sglang --rollout-max-context-len 328 --sglang-attention-backend triton --sglang-sampling-backend pytorch
+    --sglang-moe-runner-backend triton --sglang-cuda-graph-bs-decode 64,256 --sglang-mem-fraction-static 0.2"""
+SGLANG_ON_CPU = "--engine sglang --rollout-max-context-len 328 --sglang-max-total-tokens 8192"
 
+
+def compare(given: argparse.Namespace) -> dict[str, Any]:
+    """Turns of both sides."""
+    from workload import make_workload, random_words
+
+    turns, warm_up = given.turns, given.warm_up
     with tempfile.TemporaryDirectory() as directory:
-        work = make_workload(Path(directory))
+        work = random_words(Path(directory), given.gpu) if given.gpu else make_workload(Path(directory))
+        count = given.prompts_a_step or (GPU_PROMPTS if given.gpu else PROMPTS)
         command = [sys.executable, str(Path(__file__).with_name("grpo_step.py")), "--worker", "miles"]
         command += ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file)]
-        command += ["--steps", str(turns + warm_up + 1)]
-        base = f"--num-steps-per-rollout {mini_steps}"
-        workers = [
-            Worker(name, [*command, f"--worker-flags={base}{more}"], threads)
-            for name, more in (("plain", ""), ("r3", " --plugins r3"))
-        ]
+        command += ["--steps", str((given.steps_a_turn + 1) * (turns + warm_up) + 1)]
+        command += ["--steps-a-turn", str(given.steps_a_turn), "--prompts-a-step", str(count)]
+        command += ["--gpu", given.gpu] if given.gpu else []
+        base = f"--num-steps-per-rollout {given.mini_steps} --log-level info"
+        base += f" {ON_GPU}" if given.gpu else ""
+        if given.engine == "sglang":
+            base += f" {SGLANG if device_of(given) == 'cuda' else SGLANG_ON_CPU}"
+        plugins = ["tis"] if given.gpu else []
+        workers = []
+        for name, more in (("plain", plugins), ("r3", ["r3", *plugins])):
+            flags = " ".join([base, *(["--plugins", ",".join(more)] if more else [])])
+            workers.append(Worker(name, [*command, f"--worker-flags={flags}"], given.threads))
         reports: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
         try:
             for turn in range(warm_up + turns):
@@ -52,9 +72,12 @@ def compare(threads: int, turns: int, warm_up: int, mini_steps: int) -> dict[str
                 worker.close()
     ratios = [b["seconds"] / a["seconds"] for a, b in zip(reports["plain"], reports["r3"], strict=True)]
     return {
-        "threads": threads,
+        "threads": given.threads,
         "turns": turns,
-        "mini_steps": mini_steps,
+        "steps_a_turn": given.steps_a_turn,
+        "mini_steps": given.mini_steps,
+        "engine": given.engine,
+        "model": given.gpu or "random Qwen3-MoE",
         "ratio_median": round(statistics.median(ratios), 4),
         "ratio_median_interval": [round(x, 4) for x in median_interval(ratios)],
         "ratio_quartiles": [round(x, 4) for x in statistics.quantiles(ratios, n=4)],
@@ -64,13 +87,18 @@ def compare(threads: int, turns: int, warm_up: int, mini_steps: int) -> dict[str
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--turns", type=int, default=60, help="measured steps of each side")
-    parser.add_argument("--warm-up", type=int, default=3, help="unmeasured steps of each side")
+    parser.add_argument("--turns", type=int, default=60, help="measured turns of each side")
+    parser.add_argument("--warm-up", type=int, default=3, help="unmeasured turns of each side")
+    parser.add_argument("--steps-a-turn", type=int, default=1, help="counted steps of a turn, after one that is not")
     parser.add_argument("--mini-steps", type=int, default=1, help="optimiser steps a rollout")
+    parser.add_argument("--gpu", choices=("moe", "tiny"), default="", help="a random BF16 model on a GPU")
+    parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
+    parser.add_argument("--prompts-a-step", type=int, default=0, help="prompts of a step, as in grpo_step.py")
     given = parser.parse_args()
-    result = compare(given.threads, given.turns, given.warm_up, given.mini_steps)
+    result = compare(given)
     plugins = ("miles-core", "miles-plugin-r3", "torch", "transformers")
-    variant = "" if given.mini_steps == 1 else f"{given.mini_steps}-steps"
+    parts = [*(["sglang"] if given.engine == "sglang" else []), *([given.gpu] if given.gpu else [])]
+    variant = "-".join([*parts, *([] if given.mini_steps == 1 else [f"{given.mini_steps}-steps"])])
     finish("r3_overhead", result, given.save, lambda: installed(*plugins), variant)
 
 

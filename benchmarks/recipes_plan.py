@@ -55,6 +55,8 @@ FORWARDS = {"nemo": 2, "verl": 2, "miles": 1}
 #: Recipes that count the embedding and the output layer as layers of the pipeline: ROLL's options say so; AReaL divides 94 layers among 12
 #: stages in this way (``note`` in recipes.json).
 COUNTS_ENDS = ("roll-qwen3-235b-64", "areal-qwen3-235b-80")
+#: ``gpu_source`` of recipes that name no GPU.
+UNNAMED_GPU = "assumed H100/H200"
 #: Tokens of a prompt if a recipe does not determine them.
 PROMPT = 150.0
 
@@ -173,7 +175,18 @@ def hardware(row: dict[str, Any]) -> str:
 
 
 def judge(row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Plan a recipe; returns whether it was accepted or why not, and the estimates next to what was published."""
+    """Plan a recipe; returns whether it was accepted or why not, and the estimates next to what was published. A recipe that names no GPU
+    (``gpu_source``) is planned on H200s if H100s are refused."""
+    found = judge_on(row, folder)
+    if found["accepted"] is False and row["gpu_source"] == UNNAMED_GPU:
+        larger = judge_on(row | {"gpu": "H200", "gpu_memory_gb": 141}, folder)
+        if larger["accepted"]:
+            return larger | {"gpu": "H200", "refused_on_h100": found["reason"]}
+    return found
+
+
+def judge_on(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Plan a recipe on the GPUs of its row."""
     checkpoint = stage_config(row, folder)
     found: dict[str, Any] = {"id": row["id"]}
     if checkpoint is None:

@@ -291,11 +291,12 @@ async def sync(engine: Any, checkpoint: Path, given: argparse.Namespace, results
 
 def server_arguments(given: argparse.Namespace) -> dict[str, Any]:
     """What SGLang is started with."""
+    routes = getattr(given, "routes", True)
     if not torch.cuda.is_available():
-        return {"max_total_tokens": 8192, "enable_return_routed_experts": given.model in ("moe", "tiny")}
+        return {"max_total_tokens": 8192, "enable_return_routed_experts": routes and given.model in ("moe", "tiny")}
     arguments: dict[str, Any] = {
         "max_total_tokens": 200_000,
-        "enable_return_routed_experts": given.model == "moe",
+        "enable_return_routed_experts": routes and given.model == "moe",
         "attention_backend": "triton",
         "sampling_backend": "pytorch",
         "mem_fraction_static": 0.3,
@@ -326,7 +327,7 @@ def engine_for(checkpoint: Path, given: argparse.Namespace, work: Path) -> Any:
     )
     engine = assemble(checkpoint, codec_of(given), lambda tokens: "", work, choices)
     engine.link.worker = "sglang_direct"  # type: ignore[attr-defined]
-    engine.link._environment["PYTHONPATH"] = os.pathsep.join(  # type: ignore[attr-defined]
+    engine.link.changes["PYTHONPATH"] = os.pathsep.join(  # type: ignore[attr-defined]
         [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     )
     return engine

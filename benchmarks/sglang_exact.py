@@ -2,7 +2,8 @@
 
 A random BF16 model of ``sglang_engine.py``. Each variant is an engine in a process of its own: ``plain``; ``deterministic``
 (``enable_deterministic_inference``: batch-invariant kernels); ``on_policy_target`` (also ``rl_on_policy_target=fsdp``: norms, rotary
-embedding, activation and logits as in Transformers); ``transformers`` (also the model's Transformers code, ``model_impl=transformers``). An engine
+embedding, activation and logits as in Transformers, residuals in FP32); ``transformers`` (``deterministic`` with the model's Transformers code,
+``model_impl=transformers``); ``shared_kernels`` (the same with the trainer's kernels, ``sglang_shared_kernels.py``; dense models only). An engine
 samples 32 prompts x 64 tokens together, and scores them together and one by one. The trainer scores the same tokens as it is, with
 ``true_on_policy``, and in FP32.
 
@@ -11,7 +12,8 @@ Mean and largest |difference| in nats, and the share of tokens that differ at al
 - ``batch``: an engine's scores alone and together (what depends on the batch);
 - ``phase``: sampled and scored (decoding against a prompt);
 - ``engine_rounding``, ``trainer_rounding``: each side, scored alone, against FP32;
-- ``engine_trainer`` and ``engine_exact_trainer``: what a run sees, and with the trainer's batch dependence removed.
+- ``engine_trainer`` and ``engine_exact_trainer``: what a run sees, and with the trainer's batch dependence removed;
+- ``replaced``: the modules that use the trainer's kernels.
 
 The last line is one JSON object.
 """
@@ -25,12 +27,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import sglang_engine as base
+import sglang_shared_kernels as shared
 import torch
 from measure import finish, installed, options
 
@@ -44,25 +48,35 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deterministic": _DETERMINISTIC,
     "on_policy_target": _DETERMINISTIC | {"rl_on_policy_target": "fsdp"},
     "transformers": _DETERMINISTIC | {"model_impl": "transformers"},
+    "shared_kernels": _DETERMINISTIC | {"model_impl": "transformers"},
 }
-TOKENS = 64
+#: Tokens of a response, and of an engine's cache.
+TOKENS, CACHE = 64, 32768
 
 
 async def sample_and_score(given: argparse.Namespace) -> dict[str, Any]:
     """Responses of one variant and their scores."""
+    if given.worker == "shared_kernels":
+        shared.register(given.work / "plugin")
     plain = base.server_arguments
-    more = VARIANTS[given.worker] | {"mem_fraction_static": given.memory, "disable_cuda_graph": True}
+    more = VARIANTS[given.worker] | {"mem_fraction_static": given.memory, "max_total_tokens": CACHE}
     base.server_arguments = lambda given: plain(given) | more
     engine = base.engine_for(given.checkpoint, given, given.work)
     await engine.start()
+    lines = (given.work / "sglang.log").read_text(errors="replace").splitlines()
+    replaced = [line for line in lines if "shared kernels: " in line]
+    if bool(replaced) != (given.worker == "shared_kernels"):
+        raise SystemExit("SGLang did not load the plugin of the shared kernels:\n" + "\n".join(lines[-40:]))
     asked = base.prompts(given)[::8]
     responses, _ = await base.generate(engine, asked, Sampling(TOKENS, ignore_eos=True), set())
-    whole = [p + r.tokens for p, r in zip(asked, responses, strict=True)]
+    answers = [list(map(int, r.tokens)) for r in responses]
+    whole = [p + answer for p, answer in zip(asked, answers, strict=True)]
     together = await engine.score(whole)
     alone = [(await engine.score([tokens]))[0] for tokens in whole]
     await engine.stop()
     return {
-        "tokens": [[p, r.tokens] for p, r in zip(asked, responses, strict=True)],
+        "replaced": replaced,
+        "tokens": list(zip(asked, answers, strict=True)),
         "sampled": [list(map(float, r.log_probs)) for r in responses],
         "together": [row[-TOKENS:].tolist() for row in together],
         "alone": [row[-TOKENS:].tolist() for row in alone],
@@ -95,17 +109,21 @@ def compare(one: Any, two: Any) -> dict[str, float]:
     }
 
 
-def summarize(found: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """All comparisons of one variant."""
+def load_trainers(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's model as it is, with ``true_on_policy``, and in FP32."""
     from miles_embedded import load_model
     from miles_true_on_policy.hooks import make_invariant
 
-    device, tokens = "cuda" if torch.cuda.is_available() else "cpu", found["tokens"]
-    plain = score(load_model(checkpoint, "bfloat16", device), tokens, 8)
-    model = load_model(checkpoint, "bfloat16", device)
-    make_invariant(model)
-    exact = score(model, tokens, 8)
-    wide = score(load_model(checkpoint, "float32", device), tokens, 8)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtypes = {"plain": "bfloat16", "exact": "bfloat16", "wide": "float32"}
+    models = {name: load_model(checkpoint, dtype, device) for name, dtype in dtypes.items()}
+    make_invariant(models["exact"])
+    return models
+
+
+def summarize(found: dict[str, Any], trainers: dict[str, Any]) -> dict[str, Any]:
+    """All comparisons of one variant."""
+    plain, exact, wide = (score(trainers[name], found["tokens"], 8) for name in ("plain", "exact", "wide"))
     return {
         "batch": compare(found["alone"], found["together"]),
         "phase": compare(found["sampled"], found["together"]),
@@ -113,6 +131,7 @@ def summarize(found: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
         "trainer_rounding": compare(exact, wide),
         "engine_trainer": compare(found["sampled"], plain),
         "engine_exact_trainer": compare(found["sampled"], exact),
+        "replaced": found["replaced"],
     }
 
 
@@ -123,11 +142,12 @@ def run_variant(name: str, given: argparse.Namespace, checkpoint: Path, place: P
     command = [sys.executable, __file__, "--worker", name, "--checkpoint", str(checkpoint), "--work", str(work)]
     command += ["--model", given.model, "--memory", str(given.memory)]
     started = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with suppress(subprocess.TimeoutExpired), (work / "output.txt").open("w") as output:
+        subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=given.limit)
     print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     result = work / "result.json"
-    if done.returncode or not result.exists():
-        return {"error": done.stdout[-800:]}
+    if not result.exists():
+        return {"error": (work / "output.txt").read_text(errors="replace")[-2500:] or f"no result in {given.limit} s"}
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 
@@ -137,8 +157,9 @@ def main() -> None:
     parser.add_argument("--model", choices=("dense", "moe", "tiny"), default="dense")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument(
-        "--memory", type=float, default=0.12, help="share of the GPU's memory of each engine; they run side by side"
+        "--memory", type=float, default=0.6, help="SGLang's mem_fraction_static; its cache has 32768 tokens in any case"
     )
+    parser.add_argument("--limit", type=float, default=900, help="seconds of an engine, its start included")
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
     for name in ("--checkpoint", "--work"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
@@ -153,11 +174,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = base.make_model(given.model, Path(directory) / "model")
         with ThreadPoolExecutor(len(given.variants)) as pool:
-            runs = pool.map(lambda name: run_variant(name, given, checkpoint, Path(directory)), given.variants)
-            found = dict(zip(given.variants, runs, strict=True))
-        table = {k: v if "error" in v else summarize(v, checkpoint) for k, v in found.items()}
-    for name, row in table.items():
-        print(f"{name:<18}", row, file=sys.stderr)
+            runs = {pool.submit(run_variant, name, given, checkpoint, Path(directory)): name for name in given.variants}
+            trainers, rows = load_trainers(checkpoint), {}
+            for run in as_completed(runs):
+                found = run.result()
+                row = rows[runs[run]] = found if "error" in found else summarize(found, trainers)
+                print(f"{runs[run]:<18}", row, file=sys.stderr, flush=True)
+    table = {name: rows[name] for name in given.variants}
     result = {"model": given.model, "switches": {name: VARIANTS[name] for name in given.variants}, "gaps": table}
     finish(
         "sglang_exact",

@@ -2,16 +2,19 @@
 of 256 new ones, one optimiser step on all of them.
 
 Each set of plugins (``--plugins``) is a run of ``miles train`` of its own; its first step, which compiles, does not count.
+``first_step_after`` is the time from the start of the process to the first step: on one machine the first run also compiles kernels.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,7 @@ def flags_of(given: Any, plugins: str, checkpoint: Path, directory: Path) -> lis
     if torch.cuda.is_available():
         graphs = ",".join(str(n) for n in (samples // 4, samples))
         flags += f""" --sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-moe-runner-backend triton
-            --sglang-disable-prefill-cuda-graph --sglang-cuda-graph-bs-decode {graphs} --sglang-mem-fraction-static 0.3"""
+            --sglang-cuda-graph-bs-decode {graphs} --sglang-mem-fraction-static 0.3"""
     else:
         flags += " --device cpu --sglang-max-total-tokens 8192"
     return [*flags.split(), *workload(directory, given.prompts), *(["--plugins", plugins] if plugins else [])]
@@ -58,16 +61,31 @@ def flags_of(given: Any, plugins: str, checkpoint: Path, directory: Path) -> lis
 def measure(given: Any, plugins: str, checkpoint: Path) -> dict[str, Any]:
     """Medians of a run's steps."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "miles_core.cli.main", "train"]
+        command, started = [sys.executable, "-m", "miles_core.cli.main", "train"], datetime.now()
         done = subprocess.run(
             [*command, *flags_of(given, plugins, checkpoint, Path(directory))], stdout=sys.stderr, check=False
         )
         if done.returncode:
             return {"failed": done.returncode}
         lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
+        found = start_of(Path(directory) / "run" / "run.log", started)
+        if given.sglang_log:
+            given.sglang_log.write_bytes((Path(directory) / "run" / "sglang" / "sglang.log").read_bytes())
     steps = [step for step in map(json.loads, lines) if step["step"] > 1]
     names = [n for n in steps[0] if n.startswith(("time/", "mismatch/abs", "r3/", "sync/")) or n.endswith("per_second")]
-    return {name: round(statistics.median(step[name] for step in steps if name in step), 4) for name in names}
+    return found | {name: round(statistics.median(step[name] for step in steps if name in step), 4) for name in names}
+
+
+def start_of(log: Path, started: datetime) -> dict[str, Any]:
+    """Return the seconds from the start of the process to the first step, and those of each phase in front of it, from the run's log."""
+    match = re.search(
+        r"^(\S+ [\d:]+),(\d+) .*step 1 begins [\d.]+ s after the start: (.*)", log.read_text(), re.MULTILINE
+    )
+    if match is None:
+        return {}
+    seconds = (datetime.fromisoformat(f"{match[1]}.{match[2]}") - started).total_seconds()
+    phases = {name: float(took) for name, took in re.findall(r"(\w+) ([\d.]+) s", match[3])}
+    return {"first_step_after": round(seconds, 1), "start": phases}
 
 
 def main() -> None:
@@ -78,6 +96,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5, help="that count")
     parser.add_argument("--max-tokens", type=int, default=32768, help="of a micro-batch")
+    parser.add_argument("--sglang-log", type=Path, help="save SGLang's log of the last run here")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = make_model(given.model, Path(directory) / "model")

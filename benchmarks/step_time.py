@@ -25,7 +25,7 @@ from miles_testing.tiny import tiny_checkpoint
 
 #: First steps of a run, which allocate and compile.
 SKIPPED = 2
-#: Shapes by name: arguments of ``tiny_checkpoint``, and flags of the run.
+#: Arguments of ``tiny_checkpoint`` for the shape of SmolLM2-135M.
 SMOLLM2 = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -35,10 +35,11 @@ SMOLLM2 = {
     "vocab_size": 49152,
     "max_position_embeddings": 2048,
 }
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "toy": ("qwen3_moe", {}, "--rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 16"),
-    "smollm2": ("llama", SMOLLM2, "--rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 64"),
-    "small": ("llama", {}, "--rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 4"),
+#: Models by name: family, arguments of ``tiny_checkpoint``, flags of the run, steps of a run.
+MODELS: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "toy": ("qwen3_moe", {}, "--rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 16", 42),
+    "smollm2": ("llama", SMOLLM2, "--rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 64", 5),
+    "small": ("llama", {}, "--rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 4", 4),
 }
 TRAIN = """train --hf-checkpoint {model} --prompt-data {inputs}/prompts.jsonl --custom-rm-path {inputs}/reward.py --num-rollout {steps}
     --lr 1e-5 --save run --log-level error {flags}"""
@@ -52,14 +53,14 @@ def main() -> None:
     )
     parser.add_argument("--models", default="toy,smollm2", help=f"some of {','.join(MODELS)}")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of runs per model")
-    parser.add_argument("--steps", type=int, default=12, help=f"steps of a run, more than {SKIPPED}")
+    parser.add_argument("--steps", type=int, help=f"steps of a run, more than {SKIPPED} (default: by model)")
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a run")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME-DATE.json")
     given = parser.parse_args()
     models = given.models.split(",")
     if unknown := set(models) - set(MODELS):
         parser.error(f"there is no model {', '.join(sorted(unknown))}")
-    if given.steps <= SKIPPED:
+    if given.steps is not None and given.steps <= SKIPPED:
         parser.error(f"--steps {given.steps}: the first {SKIPPED} steps are not measured; give more")
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary).resolve()
@@ -69,19 +70,25 @@ def main() -> None:
         m: statistics.median(a / b for b, a in zip(t["before"], t["after"], strict=True)) for m, t in times.items()
     }
     commits = {side.name: commit(side.checkout) for side in sides}
-    found = {"threads": given.threads, "steps": given.steps, **commits, "ratio": ratios, "seconds": times}
+    found = {
+        "threads": given.threads,
+        "steps": {m: given.steps or MODELS[m][3] for m in models},
+        **commits,
+        "ratio": ratios,
+        "seconds": times,
+    }
     finish(Path(__file__).stem, found, given.save, lambda: installed("torch"))
 
 
 def measure(model: str, sides: list[Side], given: argparse.Namespace, work: Path) -> dict[str, list[float]]:
     """Return side -> seconds per step of each run of one model."""
-    family, shape, flags = MODELS[model]
+    family, shape, flags, steps = MODELS[model]
     inputs = work / f"{model}-inputs"
     checkpoint = tiny_checkpoint(family, inputs / "model", **shape)
     rows = [json.dumps({"input": f"{i}+{i}="}) + "\n" for i in range(3, 11)]
     (inputs / "prompts.jsonl").write_text("".join(rows))
     (inputs / "reward.py").write_text(REWARD)
-    command = TRAIN.format(model=checkpoint, inputs=inputs, steps=given.steps, flags=flags).split()
+    command = TRAIN.format(model=checkpoint, inputs=inputs, steps=given.steps or steps, flags=flags).split()
     times: dict[str, list[float]] = {side.name: [] for side in sides}
     for pair in range(given.pairs):
         for side in sides if pair % 2 else reversed(sides):
@@ -90,12 +97,12 @@ def measure(model: str, sides: list[Side], given: argparse.Namespace, work: Path
             if process.wait():
                 raise SystemExit(f"{side.name}, {model}: {(directory / 'errors.txt').read_text()[-2000:]}")
             (metrics,) = directory.rglob("metrics.jsonl")
-            steps = [
+            seconds = [
                 row["time/step"]
                 for line in metrics.read_text().splitlines()
                 if "time/step" in (row := json.loads(line))
             ]
-            times[side.name].append(statistics.median(steps[SKIPPED:]))
+            times[side.name].append(statistics.median(seconds[SKIPPED:]))
             print(f"{model:<8} pair {pair} {side.name:<6} {times[side.name][-1]:.4f} s per step", flush=True)
     return times
 

@@ -133,7 +133,7 @@ def format_gap(family: str, name: str, dtype: str, device: str, plugins: list[st
     return max(record["mismatch/abs_log_prob"] for record in run.metrics)
 
 
-def measure_time(threads: int, turns: int, warm_up: int, gpu: str = "") -> dict[str, Any]:
+def measure_time(threads: int, turns: int, warm_up: int, gpu: str = "", micro_batch: int = 0) -> dict[str, Any]:
     """Seconds of a step of both sides, turn by turn after ``warm_up``; ``gpu``: a model of ``grpo_step.py --gpu``."""
     from workload import make_workload, random_words
 
@@ -143,6 +143,7 @@ def measure_time(threads: int, turns: int, warm_up: int, gpu: str = "") -> dict[
         command += ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file), "--steps-a-turn", "1"]
         command += ["--steps", str(2 * (turns + warm_up) + 1)]  # the first step of a turn is not counted
         command += ["--gpu", gpu] if gpu else []
+        command += ["--micro-batch", str(micro_batch)]
         flags = {"plain": "--num-steps-per-rollout 1", "exact": "--num-steps-per-rollout 1 --plugins true_on_policy"}
         workers = [Worker(name, [*command, f"--worker-flags={more}"], threads) for name, more in flags.items()]
         reports: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
@@ -150,6 +151,7 @@ def measure_time(threads: int, turns: int, warm_up: int, gpu: str = "") -> dict[
             for turn in range(turns + warm_up):
                 for worker in workers if turn % 2 else workers[::-1]:
                     report = worker.turn()
+                    print(gpu, "turn", turn, worker.name, json.dumps(report), file=sys.stderr, flush=True)
                     if turn >= warm_up:
                         reports[worker.name].append(report)
         finally:
@@ -182,18 +184,22 @@ def main() -> int:
         default=["dense", "moe"],
         help="whose steps are timed on a GPU",
     )
+    parser.add_argument(
+        "--micro-batch", type=int, default=0, help="tokens in a micro-batch of a timed step (default: of grpo_step.py)"
+    )
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     parts: dict[str, Callable[[], Any]] = {
         "families": lambda: measure_families(given.families, given.device),
         "formats": lambda: measure_formats(given.device),
-        "time": lambda: measure_time(given.threads, given.turns, given.warm_up),
+        "time": lambda: measure_time(given.threads, given.turns, given.warm_up, micro_batch=given.micro_batch),
     }
     if given.device == "cuda":
         from true_on_policy_kernels import measure_kernels
 
         parts["time"] = lambda: {
-            model: measure_time(given.threads, given.turns, given.warm_up, model) for model in given.models
+            model: measure_time(given.threads, given.turns, given.warm_up, model, given.micro_batch)
+            for model in given.models
         }
         parts["kernels"] = measure_kernels
     result = {name: measure() for name, measure in parts.items() if given.only is None or name in given.only}

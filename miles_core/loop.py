@@ -50,7 +50,7 @@ async def steps(
     run: Run, log: RunLog, inputs: Inputs, runtime: Runtime, parts: list[PolicyParts], resume_from: Path | None
 ) -> None:
     """Run all remaining steps, starting from a checkpoint if ``resume_from`` is set."""
-    async with inputs.open_schedule(run, log, parts) as (schedule, evaluation):
+    async with inputs.open_schedule(run, log, runtime, parts) as (schedule, evaluation):
         checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
         if not await checkpoints.resume():
             await warm_start(run, parts, log, inputs.supervised)

@@ -113,13 +113,6 @@ def _redact_values(value: Any, known: list[str]) -> Any:
     return value
 
 
-def redact_variables(text: str) -> str:
-    """Replace only the values of environment variables, for text such as samples in which ordinary words may look like credentials."""
-    for value in secrets(os.environ):
-        text = text.replace(value, MARK)
-    return text
-
-
 def _replace(text: str, known: list[str]) -> str:
     for value in known:
         text = text.replace(value, MARK)

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from miles_embedded.model.export import export_checkpoint
     from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
     from miles_embedded.model.gpu_operations import with_row_kernels
+    from miles_embedded.model.grouped_experts import uses_grouped_product
     from miles_embedded.model.load import (
         build_empty,
         checkpoint_config,
@@ -178,6 +179,7 @@ __all__ = [
     "training_of",
     "unloaded_model",
     "use_operations",
+    "uses_grouped_product",
     "views",
     "wanted_rows",
     "with_row_kernels",
@@ -206,6 +208,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.quantized.encoded": "EncodedParameter encode_weights share_weights",
         "miles_embedded.model.examine": "examine",
         "miles_embedded.model.gpu_operations": "with_row_kernels",
+        "miles_embedded.model.grouped_experts": "uses_grouped_product",
         "miles_embedded.model.load": "build_empty checkpoint_config has_windows is_embedded load_model make_model prepare "
         "unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",

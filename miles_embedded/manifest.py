@@ -28,6 +28,14 @@ _OWN_CALL = (
     "its forward does not pass the arguments that carry the embedded backend's attention on to its decoder layers; use another engine "
     "and trainer"
 )
+_OWN_LOGITS = (
+    "its forward removes image tokens from the logits after the output layer, which the embedded backend does not do; use another engine "
+    "and trainer"
+)
+_NO_TEXT = (
+    "it does not generate text one token after another: it generates audio, denoises blocks of tokens, or drafts for another model; "
+    "choose another checkpoint"
+)
 _FP16 = "only FP16 gradients overflow, so only FP16 training scales the loss (--dtype float16)"
 #: Reason -> refused model types. ``docs/families.md`` lists them and the tested ones. A type in neither list is untested; its scores
 #: are compared with plain forwards when an engine is built.
@@ -84,12 +92,14 @@ REFUSED: dict[str, tuple[str, ...]] = {
             "opt",
         ),
         *("pegasus", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm", "xlm-roberta"),
-        *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm"),
+        *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm", "reformer"),
     ),
     _OWN_ATTENTION: (
         *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "modernbert-decoder"),
     ),
     _OWN_CALL: ("moshi",),
+    _OWN_LOGITS: ("chameleon",),
+    _NO_TEXT: ("diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"),
 }
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {

@@ -1,11 +1,11 @@
-"""Trainer ranks and engines as workers in separate processes, independent of how a runtime reaches them.
+"""Trainer ranks, engines and rollouts as workers in separate processes, independent of how a runtime reaches them.
 
 ``rank`` is a learner with the transport of its weights, ``learner_front`` the driver's handle to all ranks, which also lets both
 sides share devices. ``inline`` is the runtime of one process: the same handle on one rank, which it calls directly. ``worker`` is the
-entry point of another process, which then holds a ``rank_worker`` or an ``engine_worker``. A runtime implements only ``workers``: calls
-to a process, and the replacement of a dead process. The package adds the driver's two fronts (``learner_front``,
-``engine_front``), the order of building and checking parts, and the recovery of lost workers (``runtime``). Only plain data and bytes
-are sent between processes.
+entry point of another process, which then holds a ``rank_worker``, an ``engine_worker`` or a ``rollout_worker``. A runtime implements only
+``workers``: calls to a process, and the replacement of a dead process; ``local_workers`` does it on one machine. The package adds the
+driver's fronts (``learner_front``, ``engine_front``, ``rollout_front``), the order of building and checking parts, and the recovery of
+lost workers (``runtime``). Only plain data and bytes are sent between processes.
 """
 
 from typing import TYPE_CHECKING
@@ -15,11 +15,14 @@ from miles_core.lookup import make_lazy_exports
 if TYPE_CHECKING:
     from miles_runtime.engine_worker import EngineWorker
     from miles_runtime.inline import InlineRuntime
-    from miles_runtime.output import last_lines, write_there
+    from miles_runtime.local_process import process_state
+    from miles_runtime.output import last_lines, worker_name, write_there
     from miles_runtime.rank_worker import RankWorker
+    from miles_runtime.restarts import Restarts
+    from miles_runtime.rollout_worker import RolloutWorker
     from miles_runtime.runtime import RemoteRuntime
     from miles_runtime.worker import Order, Worker
-    from miles_runtime.workers import Restarts, Workers, short_of_memory
+    from miles_runtime.workers import Workers, short_of_memory
 
 __all__ = [
     "EngineWorker",
@@ -28,10 +31,13 @@ __all__ = [
     "RankWorker",
     "RemoteRuntime",
     "Restarts",
+    "RolloutWorker",
     "Worker",
     "Workers",
     "last_lines",
+    "process_state",
     "short_of_memory",
+    "worker_name",
     "write_there",
 ]
 
@@ -40,10 +46,13 @@ __getattr__, __dir__ = make_lazy_exports(
     {
         "miles_runtime.engine_worker": "EngineWorker",
         "miles_runtime.inline": "InlineRuntime",
-        "miles_runtime.output": "last_lines write_there",
+        "miles_runtime.local_process": "process_state",
+        "miles_runtime.output": "last_lines worker_name write_there",
         "miles_runtime.rank_worker": "RankWorker",
+        "miles_runtime.rollout_worker": "RolloutWorker",
         "miles_runtime.runtime": "RemoteRuntime",
         "miles_runtime.worker": "Order Worker",
-        "miles_runtime.workers": "Restarts Workers short_of_memory",
+        "miles_runtime.restarts": "Restarts",
+        "miles_runtime.workers": "Workers short_of_memory",
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -15,7 +15,13 @@ from miles_core.errors import MismatchError, SyncError, WorkerLost
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import Mailbox
 from miles_runtime.relay import is_relayed
-from miles_runtime.workers import Workers, gather_in_order
+from miles_runtime.workers import RECORDER, Call, Workers, gather_in_order, recorded
+
+if TYPE_CHECKING:
+    from miles_runtime.engine_worker import EngineWorker
+
+#: Record calls to an engine, and to the worker that holds it.
+ENGINE, ENGINE_WORKER = cast(Engine, RECORDER), cast("EngineWorker", RECORDER)
 
 
 class EngineFront(Engine):
@@ -52,7 +58,7 @@ class EngineFront(Engine):
         self._in_flight = LeastLoaded()
         self._groups: dict[int, list[int]] = {}
         self._sent: dict[int, int] = {}  # key -> engine, of requests in flight and of cancelled ones until ``abort``
-        self._state: dict[str, tuple[Any, ...]] = {}
+        self._state: dict[str, Call] = {}  # calls that a new engine must receive, too
         self._asleep: set[EnginePart] = set()
         self._senders: tuple[str, ...] = ()
         self._replace: Callable[[int, WorkerLost], Awaitable[None]] | None = None
@@ -122,8 +128,7 @@ class EngineFront(Engine):
         while True:
             number = await self._choose()
             try:
-                found: list[np.ndarray] = await self.engines.call(number, "score", sequences, temperature)
-                return found
+                return await self.engines.ask(number, ENGINE.score(sequences, temperature))
             except WorkerLost as lost:
                 self.replace_lost(lost)
 
@@ -134,8 +139,7 @@ class EngineFront(Engine):
 
         async def one(number: int) -> None:
             try:
-                scores = await self.engines.call(number, "score", sequences, temperature)
-                found[self.engines.names[number]] = scores
+                found[self.engines.names[number]] = await self.engines.ask(number, ENGINE.score(sequences, temperature))
             except WorkerLost as lost:
                 self.replace_lost(lost)
 
@@ -156,61 +160,68 @@ class EngineFront(Engine):
         if error is not None:
             raise error
         count = number + bool(bucket)
-        await self._to_engines("update", version, self.world.rank, self.world.size, count)
+        await self._to_engines(ENGINE_WORKER.update(self.push, version, self.world.rank, self.world.size, count))
 
     async def _take(self, number: int, version: int, bucket: bytearray) -> Exception | None:
         try:
-            shared = self.engines.share(bucket)
-            await self._to_engines("take", self.world.rank, self.world.size, number, version, shared=(shared,))
+            bucket, (rank, ranks) = self.engines.share(bucket), (self.world.rank, self.world.size)
+            await self._to_engines(ENGINE_WORKER.take(self.push, rank, ranks, number, version, bucket), shared=1)
         except (WorkerLost, SyncError) as error:
             return error
         return None
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
-        await self._to_engines("receive", {**message, "push": self.push}, version, last)
+        await self._to_engines(ENGINE_WORKER.receive(self.push, {**message, "push": self.push}, version, last))
 
-    async def _to_engines(self, method: str, *args: Any, shared: tuple[Any, ...] = ()) -> None:
-        """Call all engines as a sender of weights, directly or through the relay of the first engine."""
-        if is_relayed(self.world.size, len(self.engines)):
-            await self.engines.call(0, "relay", self.push, self.world.size, method, args, shared)
-        else:
-            await self.engines.call_all(method, self.push, *args, *shared)
+    async def _to_engines(self, call: Awaitable[None], shared: int = 0) -> None:
+        """Make a recorded call to all engines as a sender of weights, directly or through the relay of the first engine.
+
+        Args:
+            call: its first argument is the number of the push.
+            shared: how many of its last arguments are values of ``Workers.share``.
+        """
+        if not is_relayed(self.world.size, len(self.engines)):
+            await self.engines.ask_all(call)
+            return
+        method, args = recorded(call).method, recorded(call).args
+        end = len(args) - shared
+        await self.engines.ask(0, ENGINE_WORKER.relay(self.push, self.world.size, method, args[1:end], args[end:]))
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        self._state["pause"] = (mode,)
+        self._state["pause"] = recorded(ENGINE.pause(mode))
         if mode == "abort":  # engines return all requests
             self._sent.clear()
-        await self._all("pause", mode)
+        await self._all(ENGINE.pause(mode))
 
     async def resume(self) -> None:
         self._state.pop("pause", None)
-        await self._all("resume")
+        await self._all(ENGINE.resume())
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
         """Send each key to the engine with its request only: the messages grow with the keys, not with keys times engines."""
         if keys is None:
             self._sent.clear()
-            await self._all("abort", None)
+            await self._all(ENGINE.abort(None))
             return
         by_engine: dict[int, list[int]] = {}
         for key in keys:
             if (number := self._sent.pop(key, None)) in self._alive:
                 by_engine.setdefault(number, []).append(key)
-        await gather_in_order(self._call(number, "abort", mine) for number, mine in by_engine.items())
+        await gather_in_order(self._call(number, ENGINE.abort(mine)) for number, mine in by_engine.items())
 
     async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         await self.whole()  # an engine under construction uses memory, and must receive this call too
         self._asleep |= {*parts}
-        await self._all("sleep", parts)
+        await self._all(ENGINE.sleep(parts))
 
     async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         await self.whole()
         self._asleep -= {*parts}
-        await self._all("wake", parts)
+        await self._all(ENGINE.wake(parts))
 
     async def rebuild(self, precision: str) -> None:
-        self._state["rebuild"] = (precision,)
-        await self._all("rebuild", precision)
+        self._state["rebuild"] = recorded(ENGINE.rebuild(precision))
+        await self._all(ENGINE.rebuild(precision))
 
     async def begin_push(self, ranks: Sequence[str] = ()) -> int:
         """Start a new push and return its number. Engines discard the buckets of earlier pushes and reject late messages of them.
@@ -219,7 +230,7 @@ class EngineFront(Engine):
             ranks: names of the workers that will send weights.
         """
         self.push, self._senders = self.push + 1, tuple(ranks)
-        await self._all("begin_push", self.push, self._senders)
+        await self._all(ENGINE_WORKER.begin_push(self.push, self._senders))
         return self.push
 
     def replace_with(
@@ -258,7 +269,7 @@ class EngineFront(Engine):
         Raises:
             MismatchError: an engine reports another version.
         """
-        found = await self.engines.call_all("version")
+        found = await self.engines.ask_all(ENGINE.version)
         others = [f"{n} serves {v}" for n, v in zip(self.engines.names, found, strict=True) if v != version]
         if others:
             raise MismatchError(
@@ -295,19 +306,19 @@ class EngineFront(Engine):
         await self._replace(number, lost)
         self.renewed += 1
         self._alive.add(number)
-        for method, args in [*self._state.items(), ("begin_push", (self.push, self._senders))]:
-            await self._all(method, *args, to={number})
+        for call in (*self._state.values(), ENGINE_WORKER.begin_push(self.push, self._senders)):
+            await self._call(number, call)
         if self._asleep:
-            await self._all("sleep", sorted(self._asleep), to={number})
+            await self._call(number, ENGINE.sleep(sorted(self._asleep)))
 
-    async def _all(self, method: str, *args: Any, to: Collection[int] | None = None) -> None:
-        """Call all engines that are not lost."""
-        await gather_in_order(self._call(number, method, *args) for number in sorted(self._alive if to is None else to))
+    async def _all(self, call: object) -> None:
+        """Make a recorded call to all engines that are not lost."""
+        await gather_in_order(self._call(number, call) for number in sorted(self._alive))
 
-    async def _call(self, number: int, method: str, *args: Any) -> None:
-        """Call an engine; start its replacement if it is lost during the call."""
+    async def _call(self, number: int, call: object) -> None:
+        """Make a recorded call to an engine; start its replacement if it is lost during the call."""
         try:
-            await self.engines.call(number, method, *args)
+            await self.engines.ask(number, call)
         except WorkerLost as lost:
             self.replace_lost(lost)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
 
@@ -28,10 +27,10 @@ from miles_core.data.world import World
 from miles_core.errors import ConfigError, MilesError, SyncError, WorkerLost
 from miles_core.precision.schedule import Precisions
 from miles_core.train.share import merge_metrics, merge_recorded, shares, split_by_replica
-from miles_runtime.engine_front import EngineFront
+from miles_runtime.engine_front import ENGINE_WORKER, EngineFront
 from miles_runtime.rank import Rank
 from miles_runtime.relay import is_relayed
-from miles_runtime.workers import GRACE, Workers, gather_in_order
+from miles_runtime.workers import GRACE, RECORDER, Call, Workers, gather_in_order
 
 #: Makes the trainer keep exactly these parts in device memory.
 Hold = Callable[[Sequence[TrainerPart]], Awaitable[object]]
@@ -113,23 +112,8 @@ class TakingTurns(Turns):
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Call:
-    """A method of a rank with its arguments."""
-
-    method: str
-    args: tuple[Any, ...]
-
-
-class _Recorder:
-    """Records a method call instead of a ``Rank``: each method returns the ``Call`` to send. Type checkers see a ``Rank``."""
-
-    def __getattr__(self, name: str) -> Callable[..., Call]:
-        return lambda *args: Call(name, args)
-
-
-_RANK = cast(Rank, _Recorder())
+#: Records calls to a rank.
+RANK = cast(Rank, RECORDER)
 
 
 class LearnerFront(LearnerHandle):
@@ -317,7 +301,7 @@ class LearnerFront(LearnerHandle):
         if engines is not None and self._connected != engines.renewed:
             self._connected = engines.renewed
             if is_relayed(len(self._senders), len(engines.engines)):
-                await engines.engines.call(0, "connect", engines.engines)
+                await engines.engines.ask(0, ENGINE_WORKER.connect(engines.engines))
             await self._each(lambda rank, _: rank.reach(engines.engines, engines.said, self._senders))
 
     def _replace_engine(self, engines: EngineFront, lost: WorkerLost) -> None:
@@ -354,7 +338,7 @@ class LearnerFront(LearnerHandle):
             if self.lost is not None:
                 raise self.lost
             calls = [
-                asyncio.ensure_future(self._call(number, ask(_RANK, world))) for number, world in enumerate(self.worlds)
+                asyncio.ensure_future(self._call(number, ask(RANK, world))) for number, world in enumerate(self.worlds)
             ]
             try:
                 answers = await gather_in_order(calls)

@@ -125,11 +125,11 @@ class Inbox:
         try:
             self._answers[ticket] = await self._generate(request), None
         except Exception as error:
-            self._answers[ticket] = None, _portable(error)
+            self._answers[ticket] = None, portable(error)
         self._answered.set()
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """Convert an error to one that another process can raise: errors of other libraries become their message."""
     if isinstance(error, MilesError) or short_of_memory(error):
         return error

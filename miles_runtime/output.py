@@ -45,9 +45,19 @@ def path_of(directory: Path | str, worker: str) -> Path:
     return Path(directory) / DIRECTORY / f"{worker}.log"
 
 
+#: Name of the worker in this process.
+_worker = ""
+
+
+def worker_name() -> str:
+    """Return the name of the worker in this process; empty in the driver. Workers share the run directory, so they name files after it."""
+    return _worker
+
+
 def write_there(directory: Path | str, worker: str, level: str) -> None:
     """Redirect all output and logs of this process to the worker's file."""
-    path = path_of(directory, worker)
+    global _worker
+    _worker, path = worker, path_of(directory, worker)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     sys.stdout.flush()

@@ -5,29 +5,38 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.contracts.run import Policy, Run
-from miles_core.contracts.runtime import PolicyParts, Runtime
+from miles_core.contracts.runtime import PolicyParts, Producer, Runtime
 from miles_core.contracts.trainer import ALL_PARTS
 from miles_core.errors import ConfigError, WorkerLost
 from miles_core.plugin.worker import same_plan
 from miles_core.precision.quantizer import SideParity
 from miles_core.precision.schedule import PLAIN, precisions
 from miles_mismatch.same_model import compare_models
-from miles_runtime.engine_front import EngineFront
-from miles_runtime.learner_front import LearnerFront
+from miles_runtime.busy import Busy
+from miles_runtime.engine_front import ENGINE_WORKER, EngineFront
+from miles_runtime.learner_front import RANK, LearnerFront
+from miles_runtime.local_workers import rollout_processes
 from miles_runtime.output import Output
 from miles_runtime.patience import Patience
-from miles_runtime.worker import Order
-from miles_runtime.workers import Busy, Restarts, Workers, await_all, require_agreement
+from miles_runtime.restarts import Restarts
+from miles_runtime.rollout_front import RolloutFront
+from miles_runtime.worker import Order, Worker
+from miles_runtime.workers import RECORDER, Workers, await_all, close_workers, require_agreement
+
+if TYPE_CHECKING:
+    from miles_runtime.rank_worker import RankWorker
 
 log = logging.getLogger(__name__)
 
-#: Seconds that workers have to release their resources when the run ends, and after a stop request.
-FAREWELL, FAREWELL_STOPPED = 10.0, 2.0
+#: Record calls to workers of either kind, and to those of ranks.
+WORKER, RANK_WORKER = cast(Worker, RECORDER), cast("RankWorker", RECORDER)
+
+#: Fraction of ``--stop-within`` in which a rank must give a heartbeat after the current step was aborted. The run does not wait for others.
+LAST_BEAT = 0.15
 
 
 class RemoteRuntime(Runtime):
@@ -47,11 +56,26 @@ class RemoteRuntime(Runtime):
         self.output = Output(run.directory)
         self._built: list[tuple[Workers, LearnerFront, EngineFront | None, PolicyParts]] = []
         self._placed: list[Workers] = []
+        self._rollouts: Workers | None = None
 
     @abstractmethod
     async def place(self, policy: Policy) -> tuple[Workers, Workers]:
         """Return handles to the processes of a policy's ranks and engines (no engines if ``Policy.generates`` is False). Each process
         creates a ``RankWorker`` or ``EngineWorker`` from ``self.order`` without building it."""
+
+    def place_rollouts(self, names: Sequence[str]) -> Workers:
+        """Return the handle to processes of rollout workers, which are not started: on this machine, unless overridden."""
+        return rollout_processes(self.run, names, self.patience, self.busy)
+
+    def producer(self, local: Producer, parts: Sequence[PolicyParts]) -> Producer:
+        count = self.run.config.rollout.workers
+        if count is None:
+            return local
+        if self._rollouts is None:
+            self._rollouts = self.place_rollouts([f"rollout-{number}" for number in range(count)])
+            self._rollouts.peers = self._placed
+            self._placed.append(self._rollouts)
+        return RolloutFront(self.run, self._rollouts, parts, self.restarts)
 
     def names(self, policy: Policy, kind: str, count: int) -> list[str]:
         """Return the names of a policy's workers of one kind; with several policies they include the policy's name."""
@@ -85,7 +109,7 @@ class RemoteRuntime(Runtime):
             return parts
         if self.run.config.run.colocate:  # an engine may allocate all memory that is free when it starts
             worlds, facts = await self._trainer(ranks)
-            await ranks.call_all("hold", ())
+            await ranks.ask_all(RANK.hold(()))
             answers = await self._engines(engines)
         else:
             answers, (worlds, facts) = await await_all((self._engines(engines), self._trainer(ranks)))
@@ -93,7 +117,7 @@ class RemoteRuntime(Runtime):
         front = EngineFront(engines, said, self.run.config.run.sync_bucket_size)
         if self.run.config.run.colocate:
             await front.sleep(["cache"])
-            await ranks.call_all("hold", ALL_PARTS)
+            await ranks.ask_all(RANK.hold(ALL_PARTS))
         compare_models(self.run, policy, facts, front.model_facts())
         parity = await self._measure_parity(policy, ranks, engines)
         learner = LearnerFront(self.run, policy, ranks, worlds, front)
@@ -128,10 +152,11 @@ class RemoteRuntime(Runtime):
         raise lost
 
     async def release(self) -> None:
-        """End all engines, because ranks may be waiting for them."""
-        for _, _, front, _ in self._built:
-            if front is not None:
-                await front.abandon()
+        """End all engines, because ranks may be waiting for them, and ranks that hang, which could not save anything."""
+        await asyncio.gather(*(front.abandon() for _, _, front, _ in self._built if front is not None))
+        seconds = self.run.config.run.stop_within * LAST_BEAT
+        beats = [ranks.await_beat(number, seconds) for ranks, _, _, _ in self._built for number in range(len(ranks))]
+        await asyncio.gather(*beats, return_exceptions=True)
 
     def metrics(self) -> dict[str, float]:
         return self.busy.metrics()
@@ -145,20 +170,7 @@ class RemoteRuntime(Runtime):
                 await front.stop()
         for workers in self._placed:
             workers.unwatch()
-        goodbyes = [
-            asyncio.ensure_future(workers.call(number, "close"))
-            for workers in self._placed
-            for number in range(len(workers))
-        ]
-        if goodbyes:  # workers that do not respond are ended anyway
-            seconds = FAREWELL_STOPPED if self.run.stop_requested else FAREWELL
-            _, late = await asyncio.wait(goodbyes, timeout=seconds)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*goodbyes, return_exceptions=True)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL):
-                await asyncio.gather(*(workers.end() for workers in self._placed))
+        await close_workers(self._placed, self.run.stop_requested)
         await self.output.close()
 
     async def _start(self, workers: Workers, number: int) -> None:
@@ -166,7 +178,7 @@ class RemoteRuntime(Runtime):
         while True:
             try:
                 await workers.start(number)
-                same_plan(self.run.plan.digest, {workers.names[number]: await workers.call(number, "digest")})
+                same_plan(self.run.plan.digest, {workers.names[number]: await workers.ask(number, WORKER.digest())})
                 return
             except WorkerLost as lost:
                 self.restarts.spend(lost)
@@ -182,7 +194,7 @@ class RemoteRuntime(Runtime):
         """Build an engine; if its process dies, retry in a new one."""
         while True:
             try:
-                return await engines.call(number, "build")
+                return await engines.ask(number, ENGINE_WORKER.build())
             except WorkerLost as lost:
                 self.restarts.spend(lost)
             await self._start(engines, number)
@@ -206,10 +218,10 @@ class RemoteRuntime(Runtime):
     async def _join(self, ranks: Workers) -> tuple[list[Any], Mapping[str, object]]:
         count = len(ranks)
         if count > 1:
-            host, limit = await ranks.host(), self.patience.call
-            port = await ranks.call(0, "listen", host, count, limit)
-            await await_all(ranks.call(n, "join", host, port, n, count, limit) for n in range(count))
-        built = await await_all(ranks.call(n, "build") for n in range(count))
+            host, limit = await ranks.host(), self.run.config.run.worker_timeout
+            port = await ranks.ask(0, RANK_WORKER.listen(host, count, limit))
+            await await_all(ranks.ask(n, RANK_WORKER.join(host, port, n, count, limit)) for n in range(count))
+        built = await await_all(ranks.ask(n, RANK_WORKER.build()) for n in range(count))
         worlds = [world for world, _ in built]
         if [(world.rank, world.size) for world in worlds] != [(n, count) for n in range(count)]:
             raise ConfigError(
@@ -227,6 +239,6 @@ class RemoteRuntime(Runtime):
         quantised = [(workers, precision) for workers, precision in sides if precision != PLAIN]
         if not quantised:
             return []
-        layers = await ranks.call_all("real_layer", quantised[0][1])
+        layers = await ranks.ask_all(RANK_WORKER.real_layer(quantised[0][1]))
         real: Mapping[str, Any] = next((layer for layer in layers if layer), {})
-        return [await workers.call(0, "check_parity", precision, real) for workers, precision in quantised]
+        return [await workers.ask(0, RANK_WORKER.check_parity(precision, real)) for workers, precision in quantised]

@@ -1,4 +1,4 @@
-"""Interface to a set of worker processes, which each runtime implements; detects lost workers and counts replacements."""
+"""Interface to a set of worker processes, which each runtime implements; detects lost workers."""
 
 from __future__ import annotations
 
@@ -9,57 +9,52 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
 
 from miles_core.errors import MilesError, WorkerLost
+from miles_runtime.busy import Busy
 from miles_runtime.patience import PIECES, Patience, TimeoutExpired, wait_for
 
 log = logging.getLogger(__name__)
 
 #: Timeout in seconds for ending a process.
 KILLING = 10.0
+#: Seconds that workers have to release their resources when the run ends, and after a stop request.
+FAREWELL, FAREWELL_STOPPED = 10.0, 2.0
 #: Seconds to wait for the report of a rank's death after its peers failed. A cluster needs half a minute to detect a dead machine.
 GRACE = 60.0
 
 
-class Busy:
-    """Measures the fraction of time during which each worker had a call in flight."""
+T = TypeVar("T")
 
-    def __init__(self) -> None:
-        self._open: dict[str, int] = {}
-        self._seconds: dict[str, float] = {}
-        self._since: dict[str, float] = {}
-        self._start = time.perf_counter()
 
-    @contextmanager
-    def at(self, name: str) -> Iterator[None]:
-        """Context of a call to a worker; overlapping calls count once."""
-        now = time.perf_counter()
-        if not self._open.get(name):
-            self._since[name] = now
-        self._open[name] = self._open.get(name, 0) + 1
-        try:
-            yield
-        finally:
-            self._open[name] -= 1
-            if not self._open[name]:
-                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - self._since[name]
+@dataclass(frozen=True)
+class Call:
+    """A method of a worker or of its part, with its arguments; without arguments also an attribute."""
 
-    def open(self, name: str) -> int:
-        """Return the number of calls in flight at a worker."""
-        return self._open.get(name, 0)
+    method: str
+    args: tuple[Any, ...] = ()
 
-    def metrics(self) -> dict[str, float]:
-        """Return ``busy/NAME`` (seconds) and ``idle/NAME`` (fraction of the time) since the last call, and reset the counters."""
-        now = time.perf_counter()
-        whole = max(now - self._start, 1e-9)
-        found: dict[str, float] = {}
-        for name, count in self._open.items():
-            seconds = self._seconds.get(name, 0.0) + (now - max(self._since[name], self._start) if count else 0.0)
-            found |= {f"busy/{name}": seconds, f"idle/{name}": max(0.0, 1 - seconds / whole)}
-            self._since[name] = now
-        self._seconds, self._start = {}, now
-        return found
+    def __call__(self, *args: Any) -> Call:
+        return Call(self.method, args)
+
+
+class _Recorder:
+    """Records a call instead of making it: ``RECORDER.pause("abort")`` is ``Call("pause", ("abort",))``."""
+
+    def __getattr__(self, name: str) -> Call:
+        return Call(name)
+
+
+#: Cast it to the class of a worker or of its part, so that type checkers see the methods and results of that class.
+RECORDER: Any = _Recorder()
+
+
+def recorded(call: object) -> Call:
+    """Return the call that ``RECORDER`` recorded, which type checkers see as its result."""
+    assert isinstance(call, Call), f"{call!r} is no recorded call"
+    return call
 
 
 class Workers(ABC):
@@ -173,6 +168,14 @@ class Workers(ABC):
         """Call ``send`` with a timeout; raise WorkerLost when it expires. Messages refer to the call as ``named``."""
         return await self.await_answer(number, self.send(number, method, *args), named or method)
 
+    @overload
+    async def ask(self, number: int, call: Awaitable[T]) -> T: ...
+    @overload
+    async def ask(self, number: int, call: T) -> T: ...
+    async def ask(self, number: int, call: Any) -> Any:
+        """Make a call that ``RECORDER`` recorded, as ``call`` does."""
+        return await self.call(number, recorded(call).method, *recorded(call).args)
+
     async def await_answer(self, number: int, answer: Awaitable[Any], named: str) -> Any:
         """Call ``await_result``, count the time as busy, and add the worker's name to errors."""
         with self.name_errors(number), self.busy.at(self.names[number]):
@@ -220,6 +223,14 @@ class Workers(ABC):
         """Call all workers concurrently; return their results by number."""
         return await gather_in_order(self.call(number, method, *args) for number in range(len(self)))
 
+    @overload
+    async def ask_all(self, call: Awaitable[T]) -> list[T]: ...
+    @overload
+    async def ask_all(self, call: T) -> list[T]: ...
+    async def ask_all(self, call: Any) -> list[Any]:
+        """Make a recorded call to all workers concurrently; return their results by number."""
+        return await self.call_all(recorded(call).method, *recorded(call).args)
+
     def lost(self, number: int, cause: str) -> WorkerLost:
         """Return the error for the loss of a worker; the cause reported first is kept."""
         if number in self.gone:
@@ -245,22 +256,27 @@ class Workers(ABC):
         return self._down[number]
 
     async def _watch(self, number: int, seconds: float) -> None:
-        while True:
-            try:
-                self.waits[number] = tuple(await wait_for(self.beat(number), seconds))
+        try:
+            while await self.await_beat(number, seconds):
                 await asyncio.sleep(seconds / PIECES)
-            except TimeoutExpired:
-                with suppress(Exception):
-                    if await self.computes(number):  # it computed for so long that its heartbeat thread did not run
-                        continue
-                if self._watching.get(number) is asyncio.current_task():
-                    log.warning("worker %s gives no sign of life", self.names[number])
-                    await self.declare_lost(
-                        number, f"it gave no sign of life for {seconds:g} s (its process is stopped or hangs)"
-                    )
-                return
-            except Exception:  # it died: the next call to it reports the cause
-                return
+        except Exception:  # it died: the next call to it reports the cause
+            return
+
+    async def await_beat(self, number: int, seconds: float) -> bool:
+        """Await a heartbeat of a worker, and declare the worker lost if none arrives within ``seconds``. Return whether it lives."""
+        try:
+            self.waits[number] = tuple(await wait_for(self.beat(number), seconds))
+        except TimeoutExpired:
+            with suppress(Exception):
+                if await self.computes(number):  # it computed for so long that its heartbeat thread did not run
+                    return True
+            if number in self._watching:
+                log.warning("worker %s gives no sign of life", self.names[number])
+                await self.declare_lost(
+                    number, f"it gave no sign of life for {seconds:g} s (its process is stopped or hangs)"
+                )
+            return False
+        return True
 
     async def _give_up_on(self, number: int, named: str) -> WorkerLost:
         """Declare the worker lost that caused a timeout: the called worker, or the one that blocks it."""
@@ -306,34 +322,6 @@ def _discard(answer: Awaitable[Any]) -> None:
         answer.close()
 
 
-class Restarts:
-    """Limits the number of workers that a run may replace."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.used, self.forbidden = limit, 0, False
-
-    @property
-    def left(self) -> bool:
-        """Return whether another worker may be replaced."""
-        return not self.forbidden and self.used < self.limit
-
-    def forbid(self) -> None:
-        """Allow no further replacements."""
-        self.forbidden = True
-
-    def spend(self, lost: WorkerLost) -> None:
-        """Count a replacement, or raise ``lost`` with an explanation if the limit is reached."""
-        if self.forbidden:
-            raise lost
-        if self.used >= self.limit:
-            often = f"{self.used} workers were replaced before" if self.used else "no worker may be replaced"
-            raise WorkerLost(
-                lost.worker, f"{lost.cause}, and {often} (--max-restarts {self.limit})", lost.lines, lost.trains
-            ) from lost
-        self.used += 1
-        log.warning("%s; it is replaced (%d of %d times)", lost, self.used, self.limit)
-
-
 def short_of_memory(error: BaseException | None) -> bool:
     """Return whether an error means that a process ran out of memory, on the host or on a GPU."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
@@ -366,6 +354,20 @@ async def await_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     if errors:
         raise next((error for error in errors if isinstance(error, WorkerLost)), errors[0])
     return [task.result() for task in tasks]
+
+
+async def close_workers(placed: Iterable[Workers], stopped: bool) -> None:
+    """Let workers release their resources, and end them. stopped: the user requested a stop, so there is less time."""
+    placed = [*placed]
+    goodbyes = [asyncio.ensure_future(w.ask(number, RECORDER.close())) for w in placed for number in range(len(w))]
+    if goodbyes:  # workers that do not respond are ended anyway
+        _, late = await asyncio.wait(goodbyes, timeout=FAREWELL_STOPPED if stopped else FAREWELL)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*goodbyes, return_exceptions=True)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FAREWELL):
+            await asyncio.gather(*(workers.end() for workers in placed))
 
 
 def _errors(tasks: Iterable[asyncio.Future[Any]]) -> list[BaseException]:

@@ -16,7 +16,7 @@ from miles_tools.samples.files import read_rollouts
 
 _NORMAL = NormalDist()
 #: The accepted texts of a distribution.
-FORMS = "constant:N, uniform:LOW,HIGH, lognormal:MEDIAN,SIGMA or run:DIRECTORY"
+FORMS = "constant:N, uniform:LOW,HIGH, lognormal:MEDIAN,SIGMA, run:DIRECTORY or replay:DIRECTORY"
 
 
 def _normal_score(p: float) -> float:
@@ -29,6 +29,10 @@ class Distribution(ABC):
     @abstractmethod
     def quantile(self, p: float) -> float:
         """Return the length that a fraction ``p`` (0 to 1) of all lengths does not exceed."""
+
+    def draw(self, number: int, p: float) -> float:
+        """Return the length of sample or prompt ``number``, of which ``p`` is the random quantile."""
+        return self.quantile(p)
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,25 @@ class Empirical(Distribution):
         return float(self.values[min(int(p * len(self.values)), len(self.values) - 1)])
 
 
+@dataclass(frozen=True)
+class Replay(Distribution):
+    """The lengths that a run recorded, in the order of its samples or prompts; after the last one they are repeated."""
+
+    values: tuple[int, ...]
+
+    def quantile(self, p: float) -> float:
+        return Empirical(tuple(sorted(self.values))).quantile(p)
+
+    def draw(self, number: int, p: float) -> float:
+        return float(self.values[number % len(self.values)])
+
+
 def parse_distribution(text: str, flag: str, of_prompts: bool = False) -> Distribution:
     """Parse a distribution.
 
     Args:
-        text: ``constant:N``, ``uniform:LOW,HIGH``, ``lognormal:MEDIAN,SIGMA`` or ``run:DIRECTORY``.
+        text: ``constant:N``, ``uniform:LOW,HIGH``, ``lognormal:MEDIAN,SIGMA``, ``run:DIRECTORY`` (drawn from the lengths of a run) or
+            ``replay:DIRECTORY`` (the lengths of a run in its order).
         flag: its option, for messages.
         of_prompts: of a run, read the lengths of prompts instead of those of responses.
 
@@ -85,8 +103,11 @@ def parse_distribution(text: str, flag: str, of_prompts: bool = False) -> Distri
         ConfigError: the text has another form, or the run has no saved rollouts.
     """
     kind, _, rest = text.partition(":")
-    if kind == "run":
-        return Empirical(_read_lengths(rest, flag, of_prompts))
+    if kind in ("run", "replay"):
+        found = _read_lengths(rest, f"{flag} {text}", of_prompts)
+        if kind == "run":
+            return Empirical(tuple(sorted(length for _, length in found)))
+        return Replay(tuple(length for _, length in sorted(dict(found).items())))
     try:
         numbers = [float(word) for word in rest.split(",")]
         made = {("constant", 1): Constant, ("uniform", 2): Uniform, ("lognormal", 2): LogNormal}[kind, len(numbers)]
@@ -100,16 +121,18 @@ def parse_distribution(text: str, flag: str, of_prompts: bool = False) -> Distri
     return distribution
 
 
-def _read_lengths(directory: str, flag: str, of_prompts: bool) -> tuple[int, ...]:
-    rows = read_rollouts(directory)
-    key = "response_length"
-    found = sorted(len(row["tokens"]) - row[key] if of_prompts else row[key] for row in rows)
+def _read_lengths(directory: str, origin: str, of_prompts: bool) -> list[tuple[int, int]]:
+    """Return the number of each sample of a run, or of its prompt, with its length."""
+    key, found = "group" if of_prompts else "index", []
+    for number, row in enumerate(read_rollouts(directory)):
+        response = row["response_length"]
+        found.append((row.get(key, number), len(row["tokens"]) - response if of_prompts else response))
     if not found:
         raise ConfigError(
-            f"{flag} run:{directory}: the directory has no saved rollouts (rollouts/train/*.jsonl.gz); give the directory of a run that "
-            "was not started with --no-save-rollouts"
+            f"{origin}: the directory has no saved rollouts (rollouts/train/*.jsonl.gz); give the directory of a run that was not "
+            "started with --no-save-rollouts"
         )
-    return tuple(found)
+    return found
 
 
 class Lengths:
@@ -142,8 +165,8 @@ class Lengths:
             shared = random.Random(f"{self.seed}/group/{sample // self.group_size}").random()
             score = math.sqrt(1 - self.correlation) * _normal_score(own)
             own = _NORMAL.cdf(score + math.sqrt(self.correlation) * _normal_score(shared))
-        return min(self.longest, max(1, round(self.responses.quantile(own))))
+        return min(self.longest, max(1, round(self.responses.draw(sample, own))))
 
     def prompt(self, group: int) -> int:
         """Return the number of tokens of the prompt of group ``group``."""
-        return max(1, round(self.prompts.quantile(random.Random(f"{self.seed}/prompt/{group}").random())))
+        return max(1, round(self.prompts.draw(group, random.Random(f"{self.seed}/prompt/{group}").random())))

@@ -14,7 +14,8 @@ class SimulationConfig:
     lengths: str = option(
         "lognormal:2000,1.0",
         flag="--lengths",
-        help="tokens of a response: constant:N, uniform:LOW,HIGH, lognormal:MEDIAN,SIGMA or run:DIRECTORY (its saved rollouts)",
+        help="tokens of a response: constant:N, uniform:LOW,HIGH, lognormal:MEDIAN,SIGMA, run:DIRECTORY (drawn from its saved rollouts) or "
+        "replay:DIRECTORY (in their order)",
         metavar="DISTRIBUTION",
     )
     prompt_lengths: str = option(

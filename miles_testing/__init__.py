@@ -12,21 +12,29 @@ from miles_testing.toy import ToyRun, plan, toy_files, toy_run
 
 if TYPE_CHECKING:
     from miles_testing.engine_contract import EngineContract, Limits
+    from miles_testing.evaluation_contract import EvaluationContract
     from miles_testing.format_contract import FormatContract, hard_cases
     from miles_testing.format_plugin_contract import FormatPluginContract
+    from miles_testing.head_contract import HeadContract
+    from miles_testing.learn_contract import LearnContract
     from miles_testing.prompt_source_contract import PromptSourceContract
     from miles_testing.quantized_engine_contract import QuantizedEngineContract
     from miles_testing.ranked_trainer_contract import RankedTrainerContract
     from miles_testing.ranks import RankError, Ranks
+    from miles_testing.renderer_contract import RendererContract
     from miles_testing.run_contract import OptimizerContract, RewardContract, RolloutFunctionContract, RunContract
     from miles_testing.runtime_contract import RuntimeContract
     from miles_testing.tiny import tiny_checkpoint, tiny_tokenizer
     from miles_testing.trainer_contract import Setup, TrainerContract
+    from miles_testing.weights_contract import WeightsContract
 
 __all__ = [
     "EngineContract",
+    "EvaluationContract",
     "FormatContract",
     "FormatPluginContract",
+    "HeadContract",
+    "LearnContract",
     "Limits",
     "OptimizerContract",
     "PromptSourceContract",
@@ -34,6 +42,7 @@ __all__ = [
     "RankError",
     "RankedTrainerContract",
     "Ranks",
+    "RendererContract",
     "RewardContract",
     "RolloutFunctionContract",
     "RunContract",
@@ -41,6 +50,7 @@ __all__ = [
     "Setup",
     "ToyRun",
     "TrainerContract",
+    "WeightsContract",
     "hard_cases",
     "plan",
     "tiny_checkpoint",
@@ -53,15 +63,20 @@ __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_testing.engine_contract": "EngineContract Limits",
+        "miles_testing.evaluation_contract": "EvaluationContract",
         "miles_testing.format_contract": "FormatContract hard_cases",
         "miles_testing.format_plugin_contract": "FormatPluginContract",
+        "miles_testing.head_contract": "HeadContract",
+        "miles_testing.learn_contract": "LearnContract",
         "miles_testing.prompt_source_contract": "PromptSourceContract",
         "miles_testing.quantized_engine_contract": "QuantizedEngineContract",
         "miles_testing.ranked_trainer_contract": "RankedTrainerContract",
         "miles_testing.ranks": "RankError Ranks",
+        "miles_testing.renderer_contract": "RendererContract",
         "miles_testing.run_contract": "OptimizerContract RewardContract RolloutFunctionContract RunContract",
         "miles_testing.runtime_contract": "RuntimeContract",
         "miles_testing.tiny": "tiny_checkpoint tiny_tokenizer",
         "miles_testing.trainer_contract": "Setup TrainerContract",
+        "miles_testing.weights_contract": "WeightsContract",
     },
 )

@@ -1,4 +1,4 @@
-"""Contract tests for what plugins add to a run: rollout functions, rewards, optimizers, and wrappers of ``learn``.
+"""Contract tests for what plugins add to a run: any part, and rollout functions, rewards and optimizers.
 
 Subclass a contract and name the plugins and options of a toy run that uses the part::
 
@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from miles_testing.toy import ToyRun, toy_run
 
@@ -38,19 +38,28 @@ class RunContract:
         """Run a toy run with these plugins and options."""
         return toy_run(list(self.plugins), **{"steps": self.steps, **self.options, **options})
 
+    def whole_run(self) -> ToyRun:
+        """Return an uninterrupted run without further options, which the tests of a suite share."""
+        suite = type(self)
+        if "_whole" not in vars(suite):
+            suite._whole = self.run()
+        return suite._whole
+
+    _whole: ClassVar[ToyRun]
+
     def test_metrics_are_finite(self) -> None:
-        for record in self.run().metrics:
-            wrong = {name: value for name, value in _compared(record).items() if not math.isfinite(value)}
+        for record in self.whole_run().metrics:
+            wrong = {name: value for name, value in comparable(record).items() if not math.isfinite(value)}
             assert not wrong, f"step {record['step']}: {wrong}"
 
     def test_two_runs_are_equal(self) -> None:
         """A part that keeps state between runs, or draws numbers of its own without the seed, fails here."""
-        one, two = self.run(), self.run()
+        one, two = self.whole_run(), self.run()
         assert _all_compared(one) == _all_compared(two)
         assert [_answer(sample) for sample in one.samples] == [_answer(sample) for sample in two.samples]
 
     def test_a_resumed_run_equals_an_uninterrupted_one(self, tmp_path: Path) -> None:
-        whole = self.run()
+        whole = self.whole_run()
         self.run(directory=tmp_path / "run", steps=1)
         resumed = self.run(directory=None, save=None, load=tmp_path / "run")
         assert _all_compared(resumed) == _all_compared(whole)
@@ -60,7 +69,7 @@ class RolloutFunctionContract(RunContract):
     """Contract tests for a rollout function (``make_generate``)."""
 
     def test_samples_hold_the_engines_tokens(self) -> None:
-        samples = self.run().samples
+        samples = self.whole_run().samples
         assert samples
         for sample in samples:
             length = sample["response_length"]
@@ -76,7 +85,7 @@ class RewardContract(RunContract):
     """Contract tests for a reward (``make_reward``), of single samples or of groups."""
 
     def test_every_sample_has_a_reward(self) -> None:
-        for sample in self.run().samples:
+        for sample in self.whole_run().samples:
             rewards = sample["reward"].values() if isinstance(sample["reward"], dict) else [sample["reward"]]
             assert all(isinstance(value, float) and math.isfinite(value) for value in rewards)
 
@@ -95,7 +104,7 @@ class OptimizerContract(RunContract):
         assert any(not (first[name] == last[name]).all() for name in first), "no weight changed in the second step"
 
     def test_its_state_is_in_the_checkpoint(self, tmp_path: Path) -> None:
-        whole = self.run().trainer.optimizer
+        whole = self.whole_run().trainer.optimizer
         self.run(directory=tmp_path / "run", steps=1)
         resumed = self.run(directory=None, save=None, load=tmp_path / "run").trainer.optimizer
         with whole.on_device(), resumed.on_device():
@@ -108,12 +117,13 @@ class OptimizerContract(RunContract):
         assert all((first[name] == last[name]).all() for name in first)
 
 
-def _compared(record: Mapping[str, Any]) -> dict[str, float]:
+def comparable(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a step that depend on options and seed alone, not on a clock."""
     return {n: v for n, v in record.items() if isinstance(v, (int, float)) and not _TIMES.match(n)}
 
 
 def _all_compared(done: ToyRun) -> list[dict[str, float]]:
-    return [_compared(record) for record in done.metrics if record["step"] > 0]
+    return [comparable(record) for record in done.metrics if record["step"] > 0]
 
 
 def _answer(sample: Mapping[str, Any]) -> tuple[Any, ...]:

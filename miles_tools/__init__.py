@@ -67,5 +67,5 @@ plugin = Plugin(
         "record": {"environment": "miles_tools.environment:write_environment"},
         "report": {"html": "miles_tools.report.report:report"},
     },
-    capabilities={"runtime": ()},
+    capabilities={"runtime": ("rollout_workers",)},
 )

@@ -128,8 +128,8 @@ MISMATCH: list[dict[str, str]] = [
 #: Where the parts of a run are, one layer in itself.
 RUNTIME: list[dict[str, str]] = [
     {
-        "runtime": "core: errors lookup redact data plugin config checkpoint precision contracts train sync run "
-        "mismatch: mismatch",
+        "runtime": "core: errors lookup redact data plugin config checkpoint precision contracts rollout train sync "
+        "run mismatch: mismatch",
     },
 ]
 
@@ -184,7 +184,7 @@ ROOMS: list[dict[str, str]] = [
 #: The test kit, one layer in itself.
 TESTING: list[dict[str, str]] = [
     {
-        "testing": "core: api errors lookup version data plugin config observe precision contracts run launch mismatch: "
+        "testing": "core: api errors lookup version checkpoint data plugin config observe precision contracts run launch mismatch: "
         "mismatch runtime: runtime tools: demo transport: transport",
     },
 ]

@@ -230,7 +230,7 @@ class Algorithm:
     gamma: float = option(1.0, help="discount of reinforce_plus_plus, and of a critic's GAE", ge=0, le=1)
     lambd: float = option(1.0, help="lambda of GAE, for advantages of a critic", ge=0, le=1)
     value_clip: float | None = option(
-        0.2, help="a critic's loss: maximum change of a value from the one before the rollout's first step", gt=0
+        None, help="a critic's loss: maximum change of a value from the one before the rollout's first step", gt=0
     )
     normalize_advantages: bool = option(False, help="whiten advantages over all tokens of the rollout")
 

@@ -76,6 +76,9 @@ class Rollout:
         help="metadata entry with the name of a prompt's rollout function, if it differs from --generate",
         metavar="KEY",
     )
+    workers: int | None = option(
+        None, flag="--rollout-workers", help="processes that generate and score groups (default: the driver)", ge=1
+    )
     max_concurrent_samples: int | None = option(
         None,
         help="maximum number of samples that rollout functions generate at the same time (default: no limit)",

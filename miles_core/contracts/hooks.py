@@ -142,17 +142,17 @@ class HookSpecs:
 
     @hookspec
     def wrap_generate(self, run: Run) -> Wrap[Generate] | None:
-        """Wrap ``async generate(sample) -> list[Sample]``, which generates one sample without its reward. Runs in: the process
-        that awaits the engine (driver)."""
+        """Wrap ``async generate(sample) -> list[Sample]``, which generates one sample without its reward. Runs in: the driver, or
+        each rollout worker (``--rollout-workers``)."""
 
     @hookspec
     def on_request(self, run: Run, policy: Policy, request: Request) -> None:
-        """Called before a request is sent to the engine of ``policy``; may add extras or metadata. Runs in: the process that
-        awaits the engine (driver)."""
+        """Called before a request is sent to the engine of ``policy``; may add extras or metadata. Runs in: the driver, or
+        each rollout worker."""
 
     @hookspec
     def on_sample(self, run: Run, sample: Sample) -> None:
-        """Called once for each finished sample, before its reward is computed. Runs in: the process that awaits the engine (driver)."""
+        """Called once for each finished sample, before its reward is computed. Runs in: the driver, or each rollout worker."""
 
     @hookspec
     def on_evaluation(self, run: Run, name: str, groups: list[list[Sample]], metrics: dict[str, float]) -> None:

@@ -251,6 +251,40 @@ class PolicyParts:
         return self.engine
 
 
+class Producer(ABC):
+    """Generates and scores the groups of a run: in the driver's process, or in rollout workers (``--rollout-workers``).
+
+    Attributes:
+        answers: statistics of requests and rollouts of training, metric -> (sum, count); the collector reads and clears them.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[float, float]] = {}
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start the rollout functions. Called before the first group."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Stop them. Called however the run ends, and also if ``start`` failed."""
+
+    @abstractmethod
+    async def produce(self, samples: list[Sample], evaluation: bool = False) -> list[Sample]:
+        """Generate and score the samples of one prompt. The result includes the samples that failed, without a reward.
+
+        The call is cancelled when its group is dropped; ``abort`` follows.
+
+        Args:
+            samples: pending samples.
+            evaluation: use the sampling parameters of evaluation.
+        """
+
+    @abstractmethod
+    async def abort(self, samples: Collection[int]) -> None:
+        """Make the engines abort all requests of the samples with these indexes, whose ``produce`` was cancelled."""
+
+
 class Runtime(ABC):
     """Builds the parts of each policy and releases them."""
 
@@ -261,6 +295,11 @@ class Runtime(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Release all parts, including those of an incomplete build."""
+
+    def producer(self, local: Producer, parts: Sequence[PolicyParts]) -> Producer:
+        """Return the producer of the run's groups: ``local``, or one that passes them to rollout workers. Requires the capability
+        ``rollout_workers`` if ``--rollout-workers`` is given. Called again after ``recover``."""
+        return local
 
     def recovers(self, error: Exception) -> bool:
         """Whether ``recover`` can handle an error raised by a part of this runtime."""

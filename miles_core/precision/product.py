@@ -43,7 +43,7 @@ class Product(ABC):
         device, dtype: device and dtype of the operands; the result has the same dtype.
         eps: declared bound on the distance from the emulated product: the root mean square of the differences divided by that of
             the values.
-        joint_dim: dimension of prepared parts along which the parts of weights that read one input can follow each other.
+        joint_dim: dimension along which the prepared parts of several weights with the same input can be concatenated.
     """
 
     eps: float

@@ -21,12 +21,12 @@ from miles_core.rollout.queue import Prompt, PromptQueue
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
+    from miles_core.contracts.runtime import Producer
 
 log = logging.getLogger(__name__)
 
 Group = list[Sample]
 Rollout = Callable[[int], Awaitable[list[Group]]]
-Pairs = dict[str, tuple[float, float]]
 Score = Callable[[list[Sample]], Awaitable[None]]
 
 
@@ -47,12 +47,9 @@ class Collector:
     Args:
         run: for the configuration and stop requests.
         prompts: supplies prompts; unused prompts are put back.
-        generate: ``async (sample) -> [samples]``.
-        score: ``async (samples) -> None``, sets rewards.
-        abort: ``async (indexes) -> None``, makes the engines abort all requests of the samples with these indexes.
+        producer: generates and scores groups.
         progress: display that advances with each finished group.
         accept: group filter, or None to accept every group.
-        answers: statistics of requests and rollouts, metric -> (sum, count); ``metrics`` reads and clears them.
 
     Attributes:
         pending: task of each group in flight -> its prompt.
@@ -64,20 +61,11 @@ class Collector:
         self,
         run: Run,
         prompts: PromptQueue,
-        generate: Callable[[Sample], Awaitable[list[Sample]]],
-        score: Score,
-        abort: Callable[[Collection[int]], Awaitable[None]],
+        producer: Producer,
         progress: Progress,
         accept: Callable[[Any, Group], bool] | None = None,
-        answers: Pairs | None = None,
     ) -> None:
-        self.run, self.prompts, self.generate, self.score = run, prompts, generate, score
-        self.abort, self.progress, self.accept, self.answers = (
-            abort,
-            progress,
-            accept,
-            {} if answers is None else answers,
-        )
+        self.run, self.prompts, self.producer, self.progress, self.accept = run, prompts, producer, progress, accept
         self.pending: dict[asyncio.Task[Group], Prompt] = {}
         self.ready: list[tuple[Prompt, Group]] = []
         self.popped: list[Prompt] = []
@@ -154,8 +142,8 @@ class Collector:
     def pop(self, count: int) -> list[Group]:
         """Remove and return the ``count`` ready groups with the lowest numbers."""
         self._refused = 0
-        self.ready.sort(key=lambda item: _number(item[0]))
-        return self.take_out([_number(prompt) for prompt, _ in self.ready[:count]])
+        self.ready.sort(key=lambda item: item[0].group_index)
+        return self.take_out([prompt.group_index for prompt, _ in self.ready[:count]])
 
     def take_out(self, numbers: Collection[int]) -> list[Group]:
         """Remove and return the ready groups with these numbers."""
@@ -178,16 +166,16 @@ class Collector:
                 task.cancel()
             await asyncio.gather(*gone, return_exceptions=True)
             count = self.run.config.rollout.n_samples_per_prompt
-            await self.abort([index for prompt in gone.values() for index in prompt.indexes(count)])
-            self.prompts.put_back(sorted(gone.values(), key=_number))
+            await self.producer.abort([index for prompt in gone.values() for index in prompt.indexes(count)])
+            self.prompts.put_back(sorted(gone.values(), key=lambda prompt: prompt.group_index))
         left, self.ready = [prompt for prompt, _ in self.ready], []
-        self.prompts.put_back(sorted(left, key=_number))
+        self.prompts.put_back(sorted(left, key=lambda prompt: prompt.group_index))
 
     def metrics(self) -> dict[str, float]:
         """Return the means of request and rollout statistics since the last call: ``engine/NAME`` (from ``Response.metrics``) and the
         metrics of rollout functions."""
-        values = means(self.answers)
-        self.answers.clear()
+        values = means(self.producer.answers)
+        self.producer.answers.clear()
         return values
 
     def state(self, taken: Sequence[Group] = ()) -> Position:
@@ -216,13 +204,9 @@ class Collector:
 
     async def _group(self, samples: Group) -> Group:
         """Generate and score one group. The result lacks the samples that failed; it is empty if all of them did."""
-        made = await asyncio.gather(*(self.generate(s) for s in samples))
-        group = [s for siblings in made for s in siblings]
-        usable = [s for s in group if s.status is not Status.FAILED]
-        if usable and not any(s.status is Status.ABORTED for s in usable):
-            await self.score(usable)
+        group = await self.producer.produce(samples)
         self.progress.advance(len(group))
-        return usable
+        return [s for s in group if s.status is not Status.FAILED]
 
     def _check_samples_succeed(self, prompt: Prompt) -> None:
         """Raise DataError if every sample of the last ``FAILED_GROUPS`` groups failed."""
@@ -241,10 +225,6 @@ class Collector:
                 f"the group filter refused all of the last {self._refused} groups; loosen --dynamic-sampling-filter-path, use "
                 "easier or harder prompts, or raise --n-samples-per-prompt"
             )
-
-
-def _number(prompt: Prompt) -> int:
-    return prompt.group_index
 
 
 def make_score(run: Run, reward: RewardFunction, reward_of: Mapping[str, RewardFunction]) -> Score:

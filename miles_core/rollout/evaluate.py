@@ -19,10 +19,10 @@ from miles_core.rollout.queue import Prompt
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
+    from miles_core.contracts.runtime import Producer
     from miles_core.data.prompt_source import PromptSource, Row
     from miles_core.observe.progress import Progress
-    from miles_core.rollout.collect import Group, Score
-    from miles_core.rollout.generate import Generate
+    from miles_core.rollout.collect import Group
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Evaluator:
         run: for configuration and hooks.
         sets: finite data sets by name; an unnamed data set has the name "".
         render: row -> token ids, or None to skip the row.
-        generate, score: as in training; ``generate`` uses the sampling parameters of evaluation.
+        producer: generates and scores the samples of a prompt.
         progress: display that advances with each finished group; None while it shows something else.
     """
 
@@ -49,12 +49,11 @@ class Evaluator:
         run: Run,
         sets: dict[str, PromptSource],
         render: Callable[[Row], list[int] | None],
-        generate: Generate,
-        score: Score,
+        producer: Producer,
         progress: Progress | None,
     ) -> None:
         self.run, self.sets, self.render = run, sets, render
-        self.generate, self.score, self.progress = generate, score, progress
+        self.producer, self.progress = producer, progress
         self._starts = {name: source.state() for name, source in sets.items()}
 
     @property
@@ -98,11 +97,10 @@ class Evaluator:
 
     async def _complete(self, group: Group) -> Group:
         """Generate and score one group; a failed sample has reward 0."""
-        made = [s for siblings in await asyncio.gather(*(self.generate(s) for s in group)) for s in siblings]
+        made = await self.producer.produce(group, evaluation=True)
         for sample in made:
             if sample.status is Status.FAILED:
                 sample.reward = 0.0
-        await self.score([sample for sample in made if sample.status is not Status.FAILED])
         if self.progress is not None:
             self.progress.advance(len(group))
         return made

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.contracts.exchanged import check_response
+from miles_core.contracts.runtime import Producer
 from miles_core.data.batch import add
 from miles_core.data.column import TOKENS, Column, as_column, join_columns
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError
+from miles_core.plugin.chain import compose
 from miles_core.reward.custom import describe_error
+from miles_core.rollout.collect import Score
 from miles_core.rollout.continuation import (
     can_continue,
     check_samples,
@@ -30,6 +33,7 @@ from miles_core.rollout.continuation import (
     partial_rollout,
 )
 from miles_core.rollout.function import Ask, RolloutFunction, SingleTurn
+from miles_core.rollout.sampling import evaluation_sampling, training_sampling
 from miles_core.rollout.versions import mask_older
 
 if TYPE_CHECKING:
@@ -154,11 +158,13 @@ class Generator:
         limit = run.config.rollout.max_concurrent_samples
         self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
 
-    def release_keys(self, generate: Generate, plugins: str) -> Generate:
-        """Wrap ``generate``, which calls this generator one or more times per sample, to reset the sample's keys afterwards.
+    def wrap(self) -> Generate:
+        """Return this generator with the plugins' ``wrap_generate`` hooks, which may call it several times per sample.
 
-        The samples are checked if ``plugins``, the names of those that wrap the generator, is not empty.
+        Their samples are checked, and the keys of the sample are reset afterwards.
         """
+        wrappers = self.run.hooks.chain("wrap_generate", run=self.run)
+        generate, plugins = compose(self, wrappers), ", ".join(w.plugin for w in wrappers)
 
         async def generate_and_release(sample: Sample) -> list[Sample]:
             number = sample.index
@@ -269,6 +275,7 @@ class Generator:
         before each request is sent.
         """
         engine = self._engine(number, policy)
+        prefix = "engine" if len(self.engines) == 1 else f"{policy}/engine"
         parts: list[Response] = []
         fruitless = 0
         while fruitless < FRUITLESS:
@@ -282,7 +289,7 @@ class Generator:
             self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
             response = await engine.generate(request)
             check_response(self.run, request, response, self.vocabulary)
-            add(self.answers, {self._engine_metric(policy, n): (v, 1.0) for n, v in response.metrics.items()})
+            add(self.answers, {f"{prefix}/{name}": (value, 1.0) for name, value in response.metrics.items()})
             if response.finish == "abort" and len(response.tokens) == request.sampling.max_new_tokens:
                 response.finish = "length"
             if response.finish == "abort" and not can_continue(response, request):
@@ -310,8 +317,42 @@ class Generator:
             )
         return self.engines[policy]
 
-    def _engine_metric(self, policy: str, name: str) -> str:
-        return f"engine/{name}" if len(self.engines) == 1 else f"{policy}/engine/{name}"
-
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self.run.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+class LocalProducer(Producer):
+    """Produces groups in this process.
+
+    Args:
+        run, engines, functions: see ``Generator``.
+        score: rewards the samples of a group.
+    """
+
+    def __init__(self, run: Run, engines: Mapping[str, Engine], functions: Functions, score: Score) -> None:
+        super().__init__()
+        self.engines, self.functions, self.score = engines, functions, score
+        self.training = Generator(run, engines, training_sampling(run.config), functions, self.answers)
+        self._generate = {False: self.training.wrap()}
+        if run.config.evaluation.prompt_data:
+            evaluating = Generator(run, engines, evaluation_sampling(run.config), functions)
+            self._generate[True] = evaluating.wrap()
+        self._started = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        for function in self.functions.by_name.values():
+            self._started.push_async_callback(function.stop)
+            await function.start()
+
+    async def stop(self) -> None:
+        await self._started.aclose()
+
+    async def produce(self, samples: list[Sample], evaluation: bool = False) -> list[Sample]:
+        group = [s for made in await asyncio.gather(*map(self._generate[evaluation], samples)) for s in made]
+        usable = [s for s in group if s.status is not Status.FAILED]
+        if evaluation or not any(s.status is Status.ABORTED for s in usable):
+            await self.score(usable)
+        return group
+
+    async def abort(self, samples: Collection[int]) -> None:
+        await self.training.abort(samples)

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Literal
 
 from miles_core.config.config import Config
-from miles_core.contracts.engine import Sampling
+from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Policy, Run
-from miles_core.contracts.runtime import PolicyParts
+from miles_core.contracts.runtime import PolicyParts, Producer, Runtime
 from miles_core.contracts.schedule import Schedule
 from miles_core.data.prompt_source import PromptSource, Row
 from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError
-from miles_core.observe.progress import Progress
-from miles_core.plugin.chain import compose
 from miles_core.reward.custom import is_async
 from miles_core.reward.reward import RewardFunction, labels_of, load_reward
-from miles_core.rollout.collect import Collector, Pairs, Score, make_score
+from miles_core.rollout.collect import Collector, make_score
 from miles_core.rollout.custom_generate import CustomGenerate, load_generate
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.filter import GroupFilter, load_filter
-from miles_core.rollout.function import TURN, RolloutFunction, check_roles, to_rollout_function
-from miles_core.rollout.generate import Functions, Generate, Generator
+from miles_core.rollout.function import TURN, check_roles, to_rollout_function
+from miles_core.rollout.generate import Functions, LocalProducer
 from miles_core.rollout.queue import FILE, Limits, PromptQueue, encode_rows, examine, open_prompts
-from miles_core.rollout.sampling import evaluation_sampling, training_sampling
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
 from miles_core.run.problems import Problems
@@ -45,15 +42,11 @@ class Inputs:
     """
 
     def __init__(self, config: Config, problems: Problems) -> None:
-        options, rollout = config.reward, config.rollout
         self.prompts: PromptSource | None = None
         self.held_out: dict[str, PromptSource] = {}
         self.pairs: Prompts | None = None
         self.supervised: list[Sample] = []
-        self.reward: RewardFunction | None = None
-        self.reward_of: dict[str, RewardFunction] = {}  # policy name -> its own, where the provider takes the policy
-        self.functions: Functions | None = None
-        self.generate: Callable[..., Any] | None = None
+        self.code = RolloutCode(config, problems)
         self.accept: GroupFilter | None = None
         self.limits = Limits()
         self._starts: dict[int, dict[str, Any]] = {}
@@ -68,18 +61,7 @@ class Inputs:
             with problems():
                 self.pairs = open_prompts(config, config.sft.data, "--sft-data", label_key=config.sft.response_key)
         with problems():
-            if options.custom_rm_path is not None:
-                self.reward = load_reward(options.custom_rm_path, options.concurrency)
-            elif options.rm_type is None:
-                raise ConfigError(
-                    "no reward is chosen; give --rm-type NAME (`miles train --help reward` lists them) or --custom-rm-path "
-                    "f.py[:function]"
-                )
-        with problems():
-            turns = rollout.custom_generate_function_path
-            self.generate = load_generate(turns) if turns else None
-        with problems():
-            keep = rollout.dynamic_sampling_filter_path
+            keep = config.rollout.dynamic_sampling_filter_path
             self.accept = load_filter(keep) if keep else None
 
     def _open_held_out(self, config: Config) -> None:
@@ -116,7 +98,7 @@ class Inputs:
                 )
         self.limits = limits
         # A rollout function or a prompt source may set labels itself.
-        own = self.generate is not None or config.rollout.generate != TURN or config.data.prompts != FILE
+        own = self.code.generate is not None or config.rollout.generate != TURN or config.data.prompts != FILE
         label = None if own or not _compares_label(run, config.reward.rm_type) else _check_label
         with problems():
             if label is not None and config.data.label_key is None:
@@ -139,12 +121,7 @@ class Inputs:
             PluginError: no active plugin provides one of them, or a provider returned a wrong type.
         """
         options = run.config
-        name = options.reward.rm_type
-        if name is not None and name in run.hooks.find_provided("reward"):
-            own = run.hooks.takes("reward", name, "policy")
-            learning = [policy for policy in run.policies if policy.role == "train"]
-            found = {policy.name: _reward(run, name, policy) for policy in (learning if own else learning[:1])}
-            self.reward, self.reward_of = next(iter(found.values())), found if own else {}
+        self.code.make(run)
         if options.data.prompts != FILE:
             self.prompts = _source(run, options.data.prompts, options.data.prompt_data or "", "train")
         for data_set, source, data in self._from_plugins:
@@ -155,75 +132,85 @@ class Inputs:
                     "with an end"
                 )
         self.held_out = {name: self.held_out[name] for name in self._names}
-        self.functions = _functions(run, self.generate)
 
     @asynccontextmanager
     async def open_schedule(
-        self, run: Run, log: RunLog, parts: list[PolicyParts]
+        self, run: Run, log: RunLog, runtime: Runtime, parts: list[PolicyParts]
     ) -> AsyncIterator[tuple[Schedule, Evaluation]]:
         """Start prompt sources and rollout functions and create the schedule and the evaluation; stop all of them after the body."""
-        assert self.prompts is not None and self.functions is not None  # set by ``check`` or ``make``
+        assert self.prompts is not None  # set by the constructor or ``make``
+        engines = {each.policy.name: each.engine for each in parts if each.engine is not None}
+        producer = runtime.producer(self.code.producer(run, engines), parts)
         async with AsyncExitStack() as stack:
             sources = [self.prompts, *self.held_out.values()]
-            lasting: list[PromptSource | RolloutFunction] = [*sources, *self.functions.by_name.values()]
+            lasting: list[PromptSource | Producer] = [*sources, producer]
             for each in lasting:
                 stack.push_async_callback(each.stop)
                 await each.start()
             for i, source in enumerate(sources):  # a recovered run without a checkpoint starts from the first prompt
                 source.load_state(self._starts.setdefault(i, source.state()))
-            schedule: Schedule = run.hooks.make(
-                "schedule", run.config.run.schedule, run=run, collector=self._collector(run, log, parts), parts=parts
-            )
+            kind = run.config.data.prompts
+            queue = PromptQueue(self.prompts, self._render(run), kind, run.hooks.describe_part("prompts", kind))
+            collector = Collector(run, queue, producer, log.progress, self.accept)
+            name = run.config.run.schedule
+            schedule: Schedule = run.hooks.make("schedule", name, run=run, collector=collector, parts=parts)
             stack.push_async_callback(schedule.close)
-            evaluator = self._evaluator(run, None if schedule.beside else log.progress, parts)
+            progress = None if schedule.beside else log.progress
+            evaluator = Evaluator(run, self.held_out, self._render(run), producer, progress) if self.held_out else None
             evaluation = Evaluation(run, log, evaluator, schedule.beside)
             stack.push_async_callback(evaluation.close)
             yield schedule, evaluation
 
-    def _collector(self, run: Run, log: RunLog, parts: list[PolicyParts]) -> Collector:
-        assert self.prompts is not None  # set by the constructor or ``make``
-        answers: Pairs = {}
-        generator = self._generator(run, parts, training_sampling(run.config), answers)
-        source = run.config.data.prompts
-        queue = PromptQueue(self.prompts, self._render(run), source, run.hooks.describe_part("prompts", source))
-        return Collector(
-            run,
-            queue,
-            wrap_generator(run, generator),
-            self._score(run),
-            generator.abort,
-            log.progress,
-            self.accept,
-            answers,
-        )
-
-    def _evaluator(self, run: Run, progress: Progress | None, parts: list[PolicyParts]) -> Evaluator | None:
-        if not self.held_out:
-            return None
-        generator = self._generator(run, parts, evaluation_sampling(run.config))
-        return Evaluator(
-            run, self.held_out, self._render(run), wrap_generator(run, generator), self._score(run), progress
-        )
-
     def _render(self, run: Run) -> Callable[[Row], list[int] | None]:
         return encode_rows(run.render, run.config, self.limits)
 
-    def _generator(
-        self, run: Run, parts: list[PolicyParts], sampling: Sampling, answers: Pairs | None = None
-    ) -> Generator:
-        assert self.functions is not None  # set by ``make``
-        engines = {each.policy.name: each.engine for each in parts if each.engine is not None}
-        return Generator(run, engines, sampling, self.functions, answers)
 
-    def _score(self, run: Run) -> Score:
-        assert self.reward is not None  # set by the constructor or ``make``
-        return make_score(run, self.reward, self.reward_of)
+class RolloutCode:
+    """The reward and the rollout functions of a run: a user's files and parts of plugins, which a rollout worker loads by name, too.
 
+    The constructor loads the files, ``make`` the parts of plugins.
 
-def wrap_generator(run: Run, generator: Generator) -> Generate:
-    """Wrap a generator with the plugins' ``wrap_generate`` hooks."""
-    wrappers = run.hooks.chain("wrap_generate", run=run)
-    return generator.release_keys(compose(generator, wrappers), ", ".join(w.plugin for w in wrappers))
+    Args:
+        config: the run's configuration.
+        problems: collects errors, to report them together.
+    """
+
+    def __init__(self, config: Config, problems: Problems) -> None:
+        options = config.reward
+        self.reward: RewardFunction | None = None
+        self.reward_of: dict[str, RewardFunction] = {}  # policy name -> its own, where the provider takes the policy
+        self.generate: Callable[..., Any] | None = None
+        self.functions: Functions | None = None
+        with problems():
+            if options.custom_rm_path is not None:
+                self.reward = load_reward(options.custom_rm_path, options.concurrency)
+            elif options.rm_type is None:
+                raise ConfigError(
+                    "no reward is chosen; give --rm-type NAME (`miles train --help reward` lists them) or --custom-rm-path "
+                    "f.py[:function]"
+                )
+        with problems():
+            turns = config.rollout.custom_generate_function_path
+            self.generate = load_generate(turns) if turns else None
+
+    def make(self, run: Run) -> None:
+        """Create the rewards and rollout functions of plugins. Call it after ``on_start``.
+
+        Raises:
+            ConfigError, PluginError: see ``Inputs.make``.
+        """
+        name = run.config.reward.rm_type
+        if name is not None and name in run.hooks.find_provided("reward"):
+            own = run.hooks.takes("reward", name, "policy")
+            learning = [policy for policy in run.policies if policy.role == "train"]
+            found = {policy.name: _reward(run, name, policy) for policy in (learning if own else learning[:1])}
+            self.reward, self.reward_of = next(iter(found.values())), found if own else {}
+        self.functions = _functions(run, self.generate)
+
+    def producer(self, run: Run, engines: Mapping[str, Engine]) -> LocalProducer:
+        """Return the producer of this process; ``engines`` maps the policies that generate to their engines."""
+        assert self.reward is not None and self.functions is not None  # set by the constructor or ``make``
+        return LocalProducer(run, engines, self.functions, make_score(run, self.reward, self.reward_of))
 
 
 def _compares_label(run: Run, name: str | None) -> bool:

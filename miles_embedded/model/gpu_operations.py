@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,14 @@ def use_kernels(model: nn.Module) -> None:
 
 
 def with_row_kernels(table: Operations) -> Operations:
-    """Return ``table`` with the kernels of norms, rotations and gates, which compute each row by itself. Triton has to be installed."""
+    """Return ``table`` with the kernels of norms, rotations and gates (of experts, too), which compute each row by itself. Triton has to be
+    installed."""
     from miles_embedded.kernels.norm import rms_norm
     from miles_embedded.kernels.rotation import rotate
-    from miles_embedded.kernels.swiglu import swiglu
+    from miles_embedded.kernels.swiglu import swiglu, swiglu_of_halves
 
-    return replace(table, norm=rms_norm, rotation=rotate, gate=swiglu)
+    experts = partial(swiglu_experts, gate=swiglu_of_halves)
+    return replace(table, norm=rms_norm, rotation=rotate, gate=swiglu, experts=experts)
 
 
 def _experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from torch.nn.functional import pad, silu
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.onednn import available, matmul, pad_rows
 
+#: (rows sorted by group [rows, in], matrices [groups, in, out], ``offs``: end of each group's rows) -> [rows, out].
+GroupedProduct = Callable[..., Tensor]
 #: Attribute of a module whose products read rounded rows (``quantized.activation``); usually absent or None.
 INPUT_ROUNDING = "input_rounding"
 
@@ -61,6 +63,7 @@ def swiglu_experts(
     gate_up: Tensor,
     down: Tensor,
     gate: Callable[[Tensor], Tensor] = swiglu_of_halves,
+    multiply: GroupedProduct | None = None,
 ) -> Tensor:
     """Compute standard experts with torch: each row's weighted sum of ``down(silu(gate) * up)`` over its experts (Shazeer 2020).
 
@@ -71,6 +74,7 @@ def swiglu_experts(
         gate_up: [experts, 2 * inner, dim], the gate first.
         down: [experts, dim, inner].
         gate: computes ``swiglu_of_halves`` where one grouped product takes all experts.
+        multiply: the grouped product; torch's by default.
 
     Returns:
         [rows, dim].
@@ -78,8 +82,8 @@ def swiglu_experts(
     if not uses_grouped_product(hidden, index, down):
         return _SwiGLUExperts.apply(hidden, weights, gate_up, down, sort_choices(index, len(down)))
     choices = sort_choices(index, len(down), counted=False)
-    inner = gate(grouped_linear(dispatch(hidden, choices), gate_up, choices))
-    return combine(grouped_linear(inner, down, choices), weights, choices).to(hidden.dtype)
+    inner = gate(grouped_linear(dispatch(hidden, choices), gate_up, choices, multiply=multiply))
+    return combine(grouped_linear(inner, down, choices, multiply=multiply), weights, choices).to(hidden.dtype)
 
 
 def uses_grouped_product(x: Tensor, index: Tensor, weight: Tensor) -> bool:
@@ -122,16 +126,22 @@ def dispatch(hidden: Tensor, choices: SortedChoices) -> Tensor:
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, choices: SortedChoices, bias: Tensor | None = None, transposed: bool = False
+    x: Tensor,
+    weight: Tensor,
+    choices: SortedChoices,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+    multiply: GroupedProduct | None = None,
 ) -> Tensor:
     """Multiply each expert's sorted rows by its matrix.
 
     Args:
         x: [rows * k, in], sorted by expert.
         weight: [experts, out, in], or [experts, in, out] if ``transposed``.
-        choices: the assignment; without ``counts``, torch's grouped product is used.
+        choices: the assignment; without ``counts``, a grouped product is used.
         bias: [experts, out].
         transposed: layout of ``weight``.
+        multiply: the grouped product; torch's by default.
 
     Returns:
         [rows * k, out].
@@ -140,7 +150,7 @@ def grouped_linear(
     if choices.counts is not None:
         out = _GroupedProduct.apply(x, matrix, choices.counts)
     else:
-        out = torch.nn.functional.grouped_mm(x, matrix, offs=choices.ends)
+        out = (multiply or torch.nn.functional.grouped_mm)(x, matrix, offs=choices.ends)
     if bias is None:
         return out
     expert = torch.searchsorted(choices.ends, torch.arange(len(x), device=x.device, dtype=torch.int32), right=True)

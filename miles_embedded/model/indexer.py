@@ -73,7 +73,7 @@ class Indexed:
         return kept.scatter_(2, index.long(), True).logical_and_(seen)
 
     def keys(self) -> Tensor:
-        """Return the indexer keys of these rows, [sequences, queries, dim], without choosing."""
+        """Return the indexer's own keys for these rows, [sequences, queries, dim]; no keys are chosen."""
         found: list[Tensor] = []
 
         def only_first(k: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from miles_core.errors import CheckpointError
 
 
 def complete_rotary(config: Any) -> None:
-    """Add the rotated part of each head where only ``rotary_dim`` gives it.
+    """Add ``partial_rotary_factor`` to configurations that define it only through ``rotary_dim``.
 
     Args:
         config: a Transformers configuration; changed in place.

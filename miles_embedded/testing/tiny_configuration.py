@@ -51,11 +51,21 @@ _SECTIONED = (
 )
 #: Type of a configuration or of one of its parts -> entries that its defaults leave out, or that contradict the sizes above.
 _OWN: dict[str, dict[str, Any]] = {
+    "apertus1p5": {"image_token_offset": 48, "audio_token_offset": 52},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 4, "base_channels": 32},
+    "chameleon": {"vocabulary_map": {"<image>": 50, "IMGIMGAZ": 51, "IMGIMGBZ": 52}},
     "cohere_compass_text": {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
+    "deepseek_ocr2_text": {"n_group": 1, "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse"]},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "emu3": {"vocabulary_map": {"<image>": 50, "<|extra_200|>": 51, "<|visual token 000000|>": 52}},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [0], "downsample_rate": "1/2",
+                        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1,
+                                          "num_attention_heads": 2, "image_size": 28, "patch_size": 14}},
     "molmo2_adapter": {"vision_feature_layer": [0]},
     "muse_spark_audio": {"num_hidden_layers": 4},
+    "wavtokenizer_encoder": {"codebook_size": 4, "codebook_dim": 32},
 }  # fmt: skip
 #: Lists with one entry per layer; the default kinds are distributed over the tiny layers.
 _PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types")

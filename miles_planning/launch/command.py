@@ -68,7 +68,17 @@ def write_file(kind: str, options: argparse.Namespace, argv: Sequence[str]) -> s
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    return f"wrote {path}: {job.machines} x {job.gpus} x {job.gpu}, {job.header}\nstart it with: {module.submit(os.fspath(path))}"
+    said = f"wrote {path}: {job.machines} x {job.gpus} x {job.gpu}, {job.header}\nstart it with: {module.submit(os.fspath(path))}"
+    if elsewhere := paths_outside(argv, job.shared):
+        said += f"\nnot below --shared {job.shared}, so that every machine needs them at the same path: {', '.join(elsewhere)}"
+    return said
+
+
+def paths_outside(argv: Sequence[str], shared: str) -> list[str]:
+    """Return the paths in a command line that are not below the shared directory: absolute ones, and files of this machine."""
+    values = dict.fromkeys(word.rpartition("=")[2].partition(":")[0] for word in argv if "/" in word)
+    paths = (value for value in values if value.startswith("/") or Path(value).exists())
+    return [path for path in paths if not Path(os.path.abspath(path)).is_relative_to(shared)]
 
 
 def make_job(options: argparse.Namespace, argv: Sequence[str]) -> Job:

@@ -16,12 +16,14 @@ from miles_core.contracts.run import Policy, Run
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.options import option
 from miles_core.version import __version__
+from miles_runtime.busy import Busy
 from miles_runtime.engine_worker import EngineWorker
 from miles_runtime.patience import Patience, ignore_error
 from miles_runtime.rank_worker import RankWorker
+from miles_runtime.rollout_worker import RolloutWorker
 from miles_runtime.runtime import RemoteRuntime
 from miles_runtime.worker import Order, Worker
-from miles_runtime.workers import Busy, Workers
+from miles_runtime.workers import Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ plugin = Plugin(
     core=f"=={__version__}",
     config=ApartConfig,
     provides={"runtime": {"apart": "miles_testing.doubles.apart:make_runtime"}},
-    capabilities={"runtime": ("remote",)},
+    capabilities={"runtime": ("remote", "rollout_workers")},
 )
 
 
@@ -143,6 +145,12 @@ class ApartRuntime(RemoteRuntime):
             self.workers |= dict.fromkeys(names, workers)
             made.append(await self.start(workers))
         return made[0], made[1]
+
+    def place_rollouts(self, names: Sequence[str]) -> Workers:
+        policy = self.run.policy.name
+        workers = ApartWorkers(RolloutWorker, names, self.order, policy, self.patience, self.busy)
+        self.workers |= dict.fromkeys(names, workers)
+        return workers
 
     def kill(self, name: str) -> None:
         """End the worker ``name``."""

@@ -23,7 +23,8 @@ def run(argv: Sequence[str]) -> int:
     from miles_tools.demo.inputs import make_inputs, plugins_shown, train_arguments
 
     plugins = plugins_shown(discover())
-    arguments = train_arguments(directory, chosen.seed, plugins, [f"--device={chosen.device}", *extra])
+    given = [f"--device={chosen.device}", *extra]
+    arguments = train_arguments(directory, chosen.seed, plugins, given, gpu=_runs_on_a_gpu(chosen.device))
     config = load(arguments)  # report invalid arguments before creating anything
     prepare(config.replace({"model.hf_checkpoint": None}, origin="made by the demo"))
     _say("two-digit addition: a supervised warm start from a careless teacher, then GRPO on right answers")
@@ -43,6 +44,12 @@ def run(argv: Sequence[str]) -> int:
     result = outcome(directory, report(directory))
     print(result.json() if chosen.json else result.text())
     return 0
+
+
+def _runs_on_a_gpu(device: str) -> bool:
+    import torch
+
+    return device != "cpu" and torch.cuda.is_available()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from miles_tools.demo.task import write_task
 if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
 
-CONFIG = Path(__file__).with_name("demo.yaml")
+CONFIG, ON_A_GPU = (Path(__file__).with_name(name) for name in ("demo.yaml", "gpu.yaml"))
 
 
 def make_inputs(directory: Path, seed: int) -> int:
@@ -31,10 +31,13 @@ def make_inputs(directory: Path, seed: int) -> int:
         raise ConfigError(f"--dir {directory}: cannot write the demo's model and data there ({error})") from error
 
 
-def train_arguments(directory: Path, seed: int, plugins: Sequence[str], extra: Sequence[str] = ()) -> list[str]:
-    """Return the flags of ``miles train`` for the demo with these plugins; ``extra`` flags come last."""
+def train_arguments(
+    directory: Path, seed: int, plugins: Sequence[str], extra: Sequence[str] = (), gpu: bool = False
+) -> list[str]:
+    """Return the flags of ``miles train`` for the demo with these plugins; ``extra`` flags come last. ``gpu``: sizes for a GPU."""
     data = directory / "data"
-    arguments = ["--config", str(CONFIG), "--hf-checkpoint", str(directory / "model"), "--save", str(directory)]
+    arguments = ["--config", str(CONFIG), *(["--config", str(ON_A_GPU)] if gpu else [])]
+    arguments += ["--hf-checkpoint", str(directory / "model"), "--save", str(directory)]
     arguments += ["--sft-data", str(data / "demonstrations.jsonl"), "--prompt-data", str(data / "train.jsonl")]
     arguments += ["--eval-prompt-data", str(data / "held_out.jsonl"), "--seed", str(seed)]
     if plugins and not any(word.split("=")[0] == "--plugins" for word in extra):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 #: Steps of at most this many tokens are written by the driver itself, which takes less time than a process takes to start.
-SMALL = 1 << 14
+SMALL = 1 << 12
 #: Number of tokens for which another writer process is started.
 SHARE = 1 << 17
 #: Maximum number of writer processes. One encodes about 300,000 tokens per second.
@@ -184,7 +184,7 @@ class SampleSaver:
     def _row(self, step: int, sample: Sample, trained: TrainedTokens | None, data_set: str) -> Row:
         """Convert a sample, without the fields of plugins, and look up the texts of its tokens."""
         tokens = np.asarray(sample.tokens, np.int32)
-        self._pieces.learn(tokens[len(tokens) - sample.response_length :])
+        self._pieces.add(tokens[len(tokens) - sample.response_length :])
         plain = {
             "step": step,
             "set": data_set,
@@ -242,7 +242,7 @@ class Pieces(dict[int, str]):
         self.tokenizer = tokenizer
         self._known = np.zeros(0, bool)
 
-    def learn(self, tokens: np.ndarray) -> None:
+    def add(self, tokens: np.ndarray) -> None:
         """Look up the texts of all ``tokens``, int32 [n] of at least 0."""
         if len(tokens) and (largest := int(tokens.max())) >= len(self._known):
             self._known = np.append(self._known, np.zeros(largest + 1 - len(self._known), bool))

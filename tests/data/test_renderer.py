@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from miles_core.data.renderer import CannotExtend, Renderer
 from miles_core.errors import ConfigError, DataError
+from miles_testing import RendererContract
 
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|observation|>", "<|assistant|>", "<|return|>"]
 #: Every message closed, a line break after the end token, tools by their own role.
@@ -55,6 +56,50 @@ def renderer(template, end="<|im_end|>"):
     )
     tokenizer.chat_template = template
     return Renderer(tokenizer)
+
+
+#: Roles whose messages leave earlier text as it is.
+APPENDS = {"user": "appends", "tool": "appends"}
+
+
+class TestChatml(RendererContract):
+    effects = APPENDS
+
+    def make(self):
+        return renderer(CHATML)
+
+
+class TestStrips(RendererContract):
+    effects = APPENDS | {"user": "drops reasoning"}
+
+    def make(self):
+        return renderer(STRIPS)
+
+
+class TestOpeners(RendererContract):
+    effects = APPENDS
+
+    def make(self):
+        return renderer(OPENERS, "<|user|>")
+
+
+class TestEmptyThink(RendererContract):
+    def make(self):
+        return renderer(EMPTY_THINK)
+
+
+class TestLastOnly(RendererContract):
+    effects = APPENDS | {"user": "rewrites", "tool": "drops reasoning"}
+
+    def make(self):
+        return renderer(LAST_ONLY)
+
+
+class TestNoTools(RendererContract):
+    effects = APPENDS | {"tool": "refuses"}
+
+    def make(self):
+        return renderer(NO_TOOLS)
 
 
 def ids(render, text):

@@ -104,7 +104,8 @@ def test_the_plan_refuses_what_was_late_and_no_installed_family_is_wrong():
     found = json.loads(results.read_text(encoding="utf-8"))
     outcomes = {entry["outcome"] for entry in found["families"].values()}
     assert outcomes <= {"exact", "refused", "not tried"} and found["counts"]["exact"] > 100
-    assert review(Facts(config_facts({"model_type": "moshi"})), {"model_type": "moshi"}).problems
+    for kind in ("moshi", "chameleon", "musicgen", "reformer", "diffusion_gemma", "gemma4_assistant"):
+        assert review(Facts(config_facts({"model_type": kind})), {"model_type": kind}).problems, kind
 
 
 def test_the_page_lists_them_and_what_the_plan_refuses():

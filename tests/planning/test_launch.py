@@ -10,7 +10,7 @@ import yaml
 
 from miles_core.plugin import ConfigError, PlanError
 from miles_planning.commands import plan
-from miles_planning.launch.command import run
+from miles_planning.launch.command import paths_outside, run
 from miles_planning.launch.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +109,23 @@ def test_a_missing_shared_directory_stops_the_slurm_script(launch, tmp_path):
     path, _ = launch("slurm", "--shared", "/no/such/directory")
     done = subprocess.run(["bash", str(path)], text=True, capture_output=True, check=False)
     assert done.returncode == 1 and "/no/such/directory is not mounted on" in done.stderr
+
+
+def test_paths_outside_the_shared_directory_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").touch()
+    words = [
+        "--save",
+        "/shared/runs/a",
+        "--prompt-data",
+        "data/a.jsonl",
+        "--custom-rm-path",
+        "data/a.jsonl:rm",
+        "--hf-checkpoint=/models/x",
+    ]
+    assert paths_outside([*words, "--sglang-model", "Qwen/Qwen3"], "/shared") == ["data/a.jsonl", "/models/x"]
+    assert paths_outside(words, "/") == []
 
 
 def test_a_container_is_used_if_an_image_is_given(launch):

@@ -50,6 +50,9 @@ def judged(benchmark, tmp_path_factory):
         "verl-deepseek-v3-96",  # an engine on four machines
         "areal-qwen3-235b-80",  # embedding and output layer count as layers
         "roll-qwen3-235b-64",
+        "slime-kimi-k2",  # names no GPU: H200s
+        "slime-qwen3-30b-fp8",
+        "verl-qwen3-30b-8",
     ],
 )
 def test_a_recipe_that_runs_is_accepted_as_typed(judged, name):
@@ -60,12 +63,16 @@ def test_a_recipe_that_runs_is_accepted_as_typed(judged, name):
     ("name", "reason"),
     [
         ("miles-glm4.5-355b", "92 layers that divide among 8 pipeline stages"),
-        ("slime-kimi-k2", "an engine that fits the model"),
         ("verl-qwen3-235b-32", "110 GB on each GPU"),
     ],
 )
 def test_other_recipes_are_refused_with_the_reason(judged, name, reason):
     assert judged(name)["accepted"] is False and reason in judged(name)["reason"]
+
+
+def test_a_recipe_without_a_gpu_says_why_h100s_do_not_do(judged):
+    found = judged("slime-kimi-k2")
+    assert found["gpu"] == "H200" and "an engine that fits the model" in found["refused_on_h100"]
 
 
 @pytest.mark.parametrize("name", ["verl-deepseek-v3-96", "prime-bench-Qwen3-4B-65536", "prime-bench-Qwen3-0.6B-65536"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 import threading
 
-from miles_runtime.output import Output, last_lines, path_of
+from miles_runtime.output import Output, last_lines, path_of, worker_name
 
 LINES = """WARNING somewhere: a file is missing
 W1122 05:12:08.994000 1377{n} somewhere/else.py:630] an old name
@@ -26,6 +28,13 @@ def test_what_a_library_has_every_worker_say_is_said_once(tmp_path, caplog):
     own = ["miles_thing.work: ready", "Traceback (most recent call last):"]
     assert said[:2] == ["a: somewhere: a file is missing", "a: " + LINES.splitlines()[1].replace("{n}", "0")]
     assert said[2:] == [f"{name}: {line}" for name in "ab" for line in own]
+
+
+def test_a_worker_knows_its_name(tmp_path):
+    code = f"from miles_runtime import worker_name, write_there; write_there({str(tmp_path)!r}, 'engine-3', 'info'); print(worker_name())"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert path_of(tmp_path, "engine-3").read_text().splitlines()[-1] == "engine-3"
+    assert worker_name() == ""
 
 
 def test_only_files_that_have_grown_are_opened_and_not_in_the_event_loop(tmp_path, caplog, monkeypatch):

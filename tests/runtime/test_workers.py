@@ -10,8 +10,10 @@ import time
 import pytest
 
 from miles_core.errors import DataError, MilesError, MismatchError, NonFiniteError, PlanError, SyncError, WorkerLost
+from miles_runtime.busy import Busy
 from miles_runtime.patience import Patience
-from miles_runtime.workers import Busy, Restarts, await_all, require_agreement
+from miles_runtime.restarts import Restarts
+from miles_runtime.workers import await_all, require_agreement
 
 
 def test_a_worker_that_does_not_answer_is_lost(recorded):
@@ -90,6 +92,22 @@ def test_a_worker_that_hangs_is_lost_while_its_call_has_time(recorded):
         workers.answers["learn"] = 3
         workers.hung = set()
         assert await workers.call(1, "learn") == 3
+        await workers.end()
+
+    asyncio.run(main())
+
+
+def test_a_hung_worker_is_found_at_once_when_a_run_is_out_of_time(recorded):
+    async def main():
+        never = asyncio.Event()
+        workers = recorded(["a", "b"], {"is_intact": lambda number: never.wait()}, patience=Patience(60, 60, 60))
+        for number in range(2):
+            await workers.start(number)
+        workers.hung = {1}
+        assert await asyncio.gather(*(workers.await_beat(number, 0.1) for number in range(2))) == [True, False]
+        assert workers.dead == {1}
+        with pytest.raises(WorkerLost, match=r"worker b was lost: it gave no sign of life for 0\.1 s"):
+            await asyncio.wait_for(workers.call(1, "is_intact"), 1)
         await workers.end()
 
     asyncio.run(main())

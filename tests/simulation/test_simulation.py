@@ -100,6 +100,22 @@ def test_lengths_of_a_run(words, tmp_path):
     assert {setup.lengths.prompt(n) for n in range(50)} == {5}
 
 
+def test_lengths_in_the_order_of_a_run(words, tmp_path):
+    saved = tmp_path / "rollouts" / "train"
+    saved.mkdir(parents=True)
+    for step, numbers in ((1, (2, 0, 3, 1)), (2, (5, 4, 7, 6))):  # saved in the order of completion
+        rows = [
+            {"tokens": [0] * (10 + n // 2 + 10 * n + 1), "response_length": 10 * n + 1, "index": n, "group": n // 2}
+            for n in numbers
+        ]
+        with gzip.open(saved / f"{step:08d}.jsonl.gz", "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    run_of = f"replay:{tmp_path}"
+    setup = simulate(words(lengths=run_of, prompt_lengths=run_of, rollout_batch_size=16, num_rollout=3)).setup
+    assert [setup.lengths.response(n) for n in range(10)] == [1, 11, 21, 31, 41, 51, 61, 71, 1, 11]
+    assert [setup.lengths.prompt(n) for n in range(5)] == [10, 11, 12, 13, 10]
+
+
 def test_the_command_compares_and_draws(words, tmp_path, capsys):
     plot, few = tmp_path / "plot.png", words(num_rollout=3)
     compare = ["--compare", "sync,async --no-partial-rollout", "--splits", "2+1"]

@@ -35,6 +35,8 @@ class Played:
         score: the reward.
         win: share of the contest that the role won, 0 to 1 (0.5 is a draw); used for metrics.
         complete: whether the rules end the turns, as in a game with moves of one token; their length limit cuts nothing then.
+        attempt: whether it is one of several attempts at one task. Advantages compare these with each other, instead of with the other games of
+            the group, whose tasks may be easier.
     """
 
     role: str
@@ -43,6 +45,7 @@ class Played:
     score: float
     win: float
     complete: bool = False
+    attempt: bool = False
 
 
 class Game(ABC):
@@ -112,7 +115,35 @@ def sample_of(like: Sample, played: Played, policy: str, ask: Ask, match: Match 
         one.weight_versions = [(first, played.last.response.weight_versions[0][1])]
     past = match is not None and match.against_past
     one.metadata[ENTRY] = {"role": played.role, "score": played.score, "win": played.win, "past": past}
+    if played.attempt:
+        one.metadata[ENTRY]["attempt"] = True
     return one
+
+
+def group_attempts(samples: Sequence[Sample]) -> list[Sample]:
+    """Give the attempts at each task a group of their own, in which each attempt is a rollout.
+
+    Attempts at one task are siblings: they have the rollout id of their game. All other samples keep their groups and siblings.
+
+    Args:
+        samples: the samples that one policy learns from.
+
+    Returns:
+        copies with other group and rollout ids; the samples themselves if there is no attempt among them.
+    """
+    if not any(sample.metadata.get(ENTRY, {}).get("attempt") for sample in samples):
+        return list(samples)
+    groups: dict[object, int] = {}
+    rollouts: dict[object, int] = {}
+    found = []
+    for number, sample in enumerate(samples):
+        attempt = sample.metadata.get(ENTRY, {}).get("attempt", False)
+        group = (sample.group_index, sample.rollout_id) if attempt else sample.group_index
+        one = copy.copy(sample)
+        one.group_index = groups.setdefault(group, len(groups))
+        one.rollout_id = rollouts.setdefault((sample.rollout_id, number if attempt else None), len(rollouts))
+        found.append(one)
+    return found
 
 
 def make_reward() -> Callable[[Any, Sample], Awaitable[float]]:

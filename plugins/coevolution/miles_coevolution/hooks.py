@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from miles_coevolution.config import MUTABLE, CoevolutionConfig
-from miles_coevolution.game import MATCHMAKER
+from miles_coevolution.game import MATCHMAKER, group_attempts
 from miles_coevolution.league import League
 from miles_coevolution.matches import Matchmaker
 from miles_coevolution.population import Side, active_sides, perturb
@@ -71,7 +71,7 @@ class Coevolution:
                 await league.before(policy.name)
                 league.count(policy.name, samples)
                 learns = any(policy.name in side.members for side in self.active(step)) and len(samples) > 0
-                learned = await inner(samples, step) if learns else Learned({}, 0)
+                learned = await inner(group_attempts(samples), step) if learns else Learned({}, 0)
                 if policy.name == last:
                     await league.end_step(step + 1)
                 return learned

@@ -115,15 +115,15 @@ class ProposerGame(Game):
         ask.metrics["proposer/solved"] = solved
         ask.metrics["proposer/level"] = float(chosen[1])
         proposer = Played("proposer", [proposed], proposed, 4.0 * solved * (1.0 - solved), 1.0 - solved)
-        return [proposer, *(self._solved(answer, score) for answer, score in zip(answers, scores, strict=True))]
+        return [proposer, *(self._solved(answer, score, True) for answer, score in zip(answers, scores, strict=True))]
 
     async def evaluate(self, sample: Sample, ask: Ask, player: str) -> Played:
         """See ``Game.evaluate``: the player answers a held-out question."""
         turn = await ask(policy=player)
         return self._solved(turn, make_question(*sample.metadata[TASK]).score(turn.response.text))
 
-    def _solved(self, turn: Turn, score: float) -> Played:
-        return Played("solver", [turn], turn, score, score)
+    def _solved(self, turn: Turn, score: float, attempt: bool = False) -> Played:
+        return Played("solver", [turn], turn, score, score, attempt=attempt)
 
 
 class TaskPrompts(PromptSource):

@@ -39,7 +39,7 @@ def _problems(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "coevolution",
             "at least two members in a population",
-            "selection compares members, and a population of one has none to compare\nleave population_size out for one policy per side",
+            "selection compares members, and a population of one has none to compare; leave population_size out for one policy per side",
             (describe_fact(facts["coevolution.population_size"]),),
             choices=("coevolution.population_size",),
             tries=lambda: [{"coevolution.population_size": 2}],

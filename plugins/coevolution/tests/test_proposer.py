@@ -3,9 +3,12 @@
 import asyncio
 
 import pytest
+import torch
 
 from miles_coevolution import proposer
+from miles_coevolution.game import ENTRY, group_attempts
 from miles_coevolution.proposer import TASKS, ProposerGame, TaskPrompts, make_prompts, make_question, parse
+from miles_core.algorithm.advantage import group_scores
 from miles_core.contracts.engine import Response, Sampling
 from miles_core.data import Sample
 from miles_core.plugin import ConfigError
@@ -79,6 +82,28 @@ def test_text_that_is_no_task_has_no_question(questions):
     (one, other), requests, metrics = play(["what?"])
     assert (one.score, other.role, other.turns) == (0.0, "solver", []) and len(requests) == 1 and not questions
     assert metrics == {"proposer/valid": 0.0}
+
+
+def attempts_at(rollout, scores, group=0):
+    entries = [{"role": "solver", "score": score, "win": score, "past": False, "attempt": True} for score in scores]
+    return [Sample(group_index=group, rollout_id=rollout, reward=e["score"], metadata={ENTRY: e}) for e in entries]
+
+
+def test_attempts_are_compared_with_others_at_the_same_task():
+    never, easy, hard = attempts_at(4, [0.0, 0.0]), attempts_at(5, [1.0, 1.0, 0.0]), attempts_at(6, [0.0, 0.0, 1.0])
+    no_task = Sample(group_index=0, rollout_id=7, reward=0.0, metadata={ENTRY: {"score": 0.0}})
+    samples = [*never, no_task, *easy, *hard]
+    made = group_attempts(samples)
+    ids = [torch.tensor([getattr(one, name) for one in made]) for name in ("group_index", "rollout_id")]
+    scores = group_scores(torch.tensor([one.reward for one in made]).double(), *ids, "center").tolist()
+    assert scores[:3] == [0.0] * 3
+    assert scores[3:] == pytest.approx([1 / 3, 1 / 3, -2 / 3, -1 / 3, -1 / 3, 2 / 3])
+    assert [(one.group_index, one.rollout_id) for one in samples[:3]] == [(0, 4), (0, 4), (0, 7)]  # unchanged
+
+
+def test_games_without_attempts_keep_their_groups():
+    samples = [Sample(group_index=3, rollout_id=8), Sample(group_index=3, rollout_id=8)]
+    assert [(one.group_index, one.rollout_id) for one in group_attempts(samples)] == [(3, 8), (3, 8)]
 
 
 class TestPrompt(PromptSourceContract):

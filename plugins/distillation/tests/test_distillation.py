@@ -9,13 +9,25 @@ import pytest
 import torch
 
 from miles_core.plugin import ConfigError, MilesError, PlanError
-from miles_testing import toy_files, toy_run
+from miles_testing import LearnContract, toy_files, toy_run
 
 #: A runtime with trainer and engines in separate processes, loaded by its path.
 APART = str(files("miles_testing") / "doubles" / "apart.py")
 
 OPTIONS = {"advantage_estimator": "distillation", "custom_rm_path": None, "rm_type": "nothing"}
 KL, TOP = "distillation/reverse_kl", "distillation/top_k_reverse_kl"
+
+
+class TestDistillation(LearnContract):
+    """The frozen teacher is the model at the start."""
+
+    plugins = ("distillation",)
+
+    @property
+    def options(self):
+        file = toy_files() / "distillation.yaml"
+        file.write_text("policies: {student: {}, teacher: {role: frozen}}")
+        return OPTIONS | {"config": file, "lr": 1e-2, "distillation_top_k": 4}
 
 
 @pytest.fixture(scope="module")

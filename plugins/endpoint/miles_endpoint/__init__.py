@@ -25,6 +25,11 @@ plugin = Plugin(
             when="not rollout.generate_key and not rollout.custom_generate_function_path",
             because="agents are run by this rollout function only",
         ),
+        Rule(
+            needs="endpoint.port == 0",
+            when="rollout.workers",
+            because="every rollout worker has a server of its own, and several can share a machine",
+        ),
     ),
     hints=(
         Hint(

@@ -25,6 +25,7 @@ def _check_bias(facts: Facts, model: Mapping[str, Any] | None) -> Iterator[Probl
         f"routers of {family_of(model) or 'this model'} choose experts by their scores alone; families with such a bias are "
         f"{', '.join(WITH_BIAS.values())}; balance others with --aux-loss-coef",
         tuple(describe_fact(fact) for fact in (facts.lookup(rate), moe)),
+        tries=lambda: [{rate: 0.0}],
     )
 
 

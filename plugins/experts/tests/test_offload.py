@@ -11,6 +11,14 @@ from miles_core.trainer import Callbacks, Loss
 from miles_embedded import load_model, routed_blocks
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_experts.offload import HostedExperts, offload_experts
+from miles_testing import WeightsContract
+
+OFFLOADED = {"offload_experts": True}
+
+
+class TestWeights(WeightsContract):
+    plugins = ("experts",)
+    options = OFFLOADED
 
 
 def batch_of(count=6):

@@ -35,6 +35,11 @@ plugin = format_plugin(
             because="with power-of-two scales all forms give the same codes, so the option would have no effect",
         ),
         Rule(
+            needs="not precision.emulated",
+            when="fp8.fixed_order",
+            because="it chooses the kernel of native products, so the option would have no effect on emulated ones",
+        ),
+        Rule(
             needs="fp8.dynamic_scaling",
             because="with scales from earlier batches (delayed scaling), a token's results would depend on earlier computations, and "
             "engine and trainer would disagree: leave --no-fp8-dynamic-scaling out",

@@ -51,3 +51,8 @@ class Fp8Config:
         flag="--fp8-power-of-two-scales",
         help="round block scales up to powers of two (UE8M0), as Blackwell and DeepGEMM require",
     )
+    fixed_order: bool = option(
+        False,
+        flag="--fp8-fixed-order",
+        help="native products use one kernel and tile for any number of rows, so that a row's result does not depend on its batch",
+    )

@@ -68,6 +68,7 @@ class Fp8(Format):
         power_of_two_scales: round scales up to powers of two.
         skip: selectors of weights to leave unquantised.
         activation_form: ``divide`` (this module's rule), or one of ``activation_form.FORMS``.
+        fixed_order: native products add in one order for any number of rows.
     """
 
     name = "fp8"
@@ -78,18 +79,23 @@ class Fp8(Format):
     skip_origin = "--fp8-skip-layers"
 
     def __init__(
-        self, power_of_two_scales: bool = False, skip: tuple[str, ...] = (), activation_form: str = "divide"
+        self,
+        power_of_two_scales: bool = False,
+        skip: tuple[str, ...] = (),
+        activation_form: str = "divide",
+        fixed_order: bool = False,
     ) -> None:
         self.power_of_two_scales = power_of_two_scales
         self.activation_form = activation_form
         self.skip = skip
+        self.fixed_order = fixed_order
         # A tile whose largest value rounds down to 224 would get the next smaller exponent: same values, other codes.
         self.exact = not power_of_two_scales
 
     @classmethod
     def from_config(cls, config: Config) -> Fp8:
         options = config.plugin("fp8")
-        return cls(options.power_of_two_scales, options.skip_layers, options.activation_form)
+        return cls(options.power_of_two_scales, options.skip_layers, options.activation_form, options.fixed_order)
 
     def caution(self, shape: tuple[int, int]) -> str | None:
         if shape[0] % TILE or shape[1] % TILE:
@@ -220,7 +226,7 @@ class Fp8(Format):
             raise NoProduct(f"its kernel divides activations, and --fp8-activation-form is {self.activation_form}")
         from miles_fp8.product import Fp8Product
 
-        return Fp8Product(device, dtype, self.power_of_two_scales)
+        return Fp8Product(device, dtype, self.power_of_two_scales, self.fixed_order)
 
     def scale(self, amax: Tensor) -> Tensor:
         """Return the FP32 scales for the FP32 amax of each tile."""

@@ -11,6 +11,9 @@ codes, the native product has an RMS error of .0017 on N(0, 1), the emulated one
 cuBLAS supports this GEMM only on sm_90 (12.9 and later). It needs a weight's scales in K-major rows padded to a multiple of four, an
 activation's scales M-major with M a multiple of four, and N and K multiples of 16. It takes 17 us or more for any size, so products of few rows,
 and those of experts, have kernels of their own (``product_kernels``), which multiply the same codes and add in the same precision.
+
+The kernel, its tile and the division of K depend on the number of rows, so the last bit of a row does, too. With ``fixed_order`` one kernel with
+one tile computes every product.
 """
 
 from __future__ import annotations
@@ -29,6 +32,12 @@ HOPPER = range(9, 10)
 class Fp8Product(Product):
     """FP8 GEMM on the tensor cores of Hopper GPUs.
 
+    Args:
+        device: a GPU.
+        dtype: BF16.
+        power_of_two_scales: of activations; see ``Fp8``.
+        fixed_order: a row's result does not depend on the number of rows.
+
     Raises:
         NoProduct: the GPU is not sm_90, the dtype is not BF16, or the libraries do not support this GEMM.
     """
@@ -36,10 +45,13 @@ class Fp8Product(Product):
     eps = 0.01
     joint_dim = 1
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, power_of_two_scales: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, power_of_two_scales: bool = False, fixed_order: bool = False
+    ) -> None:
         need_scaled_mm(device, dtype, HOPPER, cuda=(12, 9))
         super().__init__(device, dtype)
         self.power_of_two_scales = power_of_two_scales
+        self.fixed_order = fixed_order
         self._tickets: Tensor | None = None
 
     def takes(self, shape: tuple[int, int]) -> bool:
@@ -52,7 +64,7 @@ class Fp8Product(Product):
         from miles_fp8 import kernels, product_kernels  # need Triton
 
         codes, scales = weight[CODES], weight[SCALES]
-        if len(x) <= product_kernels.FEW:
+        if len(x) <= product_kernels.FEW and not self.fixed_order:
             return product_kernels.linear(
                 convert_for_kernel(x).contiguous(),
                 None,
@@ -63,9 +75,11 @@ class Fp8Product(Product):
                 self.power_of_two_scales,
             )
         row_codes, row_scales = kernels.activation_codes(convert_for_kernel(x), self.power_of_two_scales)
-        if product_kernels.takes(len(x), codes.shape[1]):
+        if self.fixed_order or product_kernels.takes(len(x), codes.shape[1]):
+            tile = product_kernels.FIXED if self.fixed_order else None
+            exact = self.power_of_two_scales
             return product_kernels.linear(
-                row_codes, row_scales, codes.t(), scales.t(), bias, self.tickets, self.power_of_two_scales, rows=len(x)
+                row_codes, row_scales, codes.t(), scales.t(), bias, self.tickets, exact, tile, rows=len(x)
             )
         kinds = torch.nn.functional.ScalingType
         y = torch.nn.functional.scaled_mm(
@@ -101,10 +115,11 @@ class Fp8Product(Product):
         from miles_fp8 import kernels, product_kernels  # need Triton
 
         names, places, exact = (CODES, SCALES), len(row), self.power_of_two_scales
-        inner = product_kernels.expert_product(
-            *kernels.activation_codes(convert_for_kernel(x), exact), gate_up, names, row, ends, places
-        )
-        return product_kernels.expert_product(*kernels.activation_codes(inner, exact), down, names, None, ends, places)
+        tile = product_kernels.FIXED_EXPERTS if self.fixed_order else None
+        codes = kernels.activation_codes(convert_for_kernel(x), exact)
+        inner = product_kernels.expert_product(*codes, gate_up, names, row, ends, places, tile)
+        codes = kernels.activation_codes(inner, exact)
+        return product_kernels.expert_product(*codes, down, names, None, ends, places, tile)
 
 
 def scale_rows(scales: Tensor) -> Tensor:

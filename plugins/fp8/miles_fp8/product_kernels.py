@@ -26,6 +26,8 @@ from miles_fp8.kernels import TILE, _codes, _scale
 FEW = 16
 #: Most rows, and entries of the result of more rows, of a product by these kernels; with more, cuBLAS is faster.
 MANY, MANY_ENTRIES = 64, 655_360
+#: ``config`` of ``linear`` and ``expert_product`` for products whose order may not depend on the number of rows.
+FIXED, FIXED_EXPERTS = (64, 128, 1, 4, 3), (64, 64, 4, 3)
 #: Counters of tiles whose partial sums are complete.
 TICKETS = 4096
 

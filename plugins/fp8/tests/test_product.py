@@ -114,6 +114,36 @@ class TestOnTheGpu:
         exact = Fp8().fake_quantize_activation(x.float()).double() @ Fp8().dequantize(weight).double().T
         assert abs(float(((found - exact) / exact).mean())) < 0.0015
 
+    @pytest.mark.parametrize(("n", "k"), [(256, 512), (1536, 4096), (144, 1040)])
+    def test_a_row_does_not_depend_on_the_number_of_rows_in_a_fixed_order(self, n, k):
+        fixed = product(Fp8(fixed_order=True))
+        weight = fixed.prepare(Fp8().quantize(normal(n, k, seed=1).cuda()))
+        x = normal(5000, k).bfloat16().cuda()
+        whole = fixed(x, weight)
+        assert float((whole - product()(x, weight)).norm() / whole.norm()) < 0.003
+        for first, rows in ((0, 1), (1, 2), (3, 16), (64, 65), (5, 255), (200, 4100)):
+            piece = slice(first, first + rows)
+            assert torch.equal(fixed(x[piece].contiguous(), weight), whole[piece])
+
+    def test_experts_do_not_depend_on_the_number_of_rows_in_a_fixed_order(self):
+        fixed, k, inner, count = product(Fp8(fixed_order=True)), 256, 128, 4
+        parts = [
+            [Fp8().quantize(normal(*s, seed=i + j).cuda()) for i in range(count)]
+            for j, s in enumerate(((2 * inner, k), (k, inner)))
+        ]
+        weights = [{name: torch.stack([p[name] for p in each]) for name in (CODES, SCALES)} for each in parts]
+        x = normal(3000, k).bfloat16().cuda()
+        owner = (torch.arange(3000, device="cuda") * count) // 3000
+
+        def compute(rows):
+            ends = torch.bincount(owner[rows], minlength=count).cumsum(0).int()
+            return fixed.experts(x[rows].contiguous(), torch.arange(len(rows), device="cuda"), ends, *weights)
+
+        whole = compute(torch.arange(3000, device="cuda"))
+        for step in (1, 7, 300):
+            rows = torch.arange(0, 3000, step, device="cuda")
+            assert torch.equal(compute(rows), whole[rows])
+
     def test_a_row_does_not_depend_on_the_others(self):
         weight = product().prepare(Fp8().quantize(normal(256, 512, seed=1).cuda()))
         x = normal(64, 512).bfloat16().cuda()

@@ -14,9 +14,21 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from miles_core.plugin import CheckpointError, ConfigError
-from miles_testing import toy_run
+from miles_testing import WeightsContract, toy_run
 
 EVERY = "all-linear,all-experts"
+MERGED = {"lora_target_modules": EVERY, "lr": 1e-2}
+SEPARATE = {**MERGED, "lora_sync": "adapter"}
+
+
+class TestMerged(WeightsContract):
+    plugins = ("lora",)
+    options = MERGED
+
+
+class TestSeparate(WeightsContract):
+    plugins = ("lora",)
+    options = SEPARATE
 
 
 def checkpoint_of(done, step):

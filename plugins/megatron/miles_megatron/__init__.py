@@ -33,6 +33,9 @@ plugin = Plugin(
         ),
     },
     notes={
+        "trainer == megatron and megatron.sequence_parallel and not megatron.tensor_model_parallel_size > 1": (
+            "--sequence-parallel has no effect without --tensor-model-parallel-size above 1, as in Megatron-LM"
+        ),
         "trainer == megatron and train.precision in {fp8, mxfp8} and megatron.backward_override == none": (
             "the backward pass quantises gradients too (--backward-override none): they are not the exact gradients of the quantised "
             "forward pass, and differ by the format's rounding error in each product"

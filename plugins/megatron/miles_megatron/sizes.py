@@ -143,7 +143,7 @@ def sizes_of(facts: Facts) -> Sizes:
         virtual=value("virtual_pipeline_model_parallel_size", 1),
         first=value("num_layers_in_first_pipeline_stage", 0),
         last=value("num_layers_in_last_pipeline_stage", 0),
-        sequence=bool(value("sequence_parallel", False)),
+        sequence=tp > 1 and bool(value("sequence_parallel", False)),
         embedding=bool(value(_EMBEDDING, False)),
         loss=bool(value(_LOSS, False)),
     )
@@ -164,11 +164,6 @@ def misfits(s: Sizes, a: Architecture) -> Iterator[Misfit]:
             yield Misfit(
                 f"{what} that divide by {s.tp}", "each rank holds the same number", ("tensor_model_parallel_size",), fit
             )
-    if s.sequence and s.tp == 1:
-        yield Misfit(
-            "--tensor-model-parallel-size above 1", "sequence parallelism splits activations across tensor-parallel ranks",
-            ("sequence_parallel",),
-        )  # fmt: skip
     block = s.tp * s.pp * s.cp
     if s.ranks % block:
         yield Misfit(

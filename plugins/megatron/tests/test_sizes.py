@@ -32,7 +32,6 @@ def needs(architecture=QWEN, **sizes):
         ({"ranks": 8, "ep": 3}, "128 experts that divide by 3"),
         ({"ranks": 6, "pp": 4}, "6 ranks that divide by tensor x pipeline x context = 4"),
         ({"ranks": 4, "ep": 8}, "4 ranks that divide by expert x expert-tensor x pipeline = 8"),
-        ({"sequence": True}, "--tensor-model-parallel-size above 1"),
         ({"ranks": 2, "tp": 2}, "--sequence-parallel"),
         ({"virtual": 2}, "--pipeline-model-parallel-size above 1"),
         ({"first": 3}, "--pipeline-model-parallel-size above 1"),
@@ -179,6 +178,20 @@ def test_a_plan_with_replay_and_fp8_on_both_sides(checkpoint, options, override)
     assert accepted.fact("env.NVTE_FP8_BLOCK_SCALING_FP32_SCALES") == "1"
     assert accepted.fact("env.NVTE_BACKWARD_OVERRIDE") == override
     assert [text for text in accepted.advice if "quantises gradients too" in text] == [ANY] * len(options)
+
+
+@pytest.mark.parametrize(("tp", "notes"), [(1, 1), (2, 0)])
+def test_sequence_parallelism_without_tensor_parallelism_has_no_effect(checkpoint, tp, notes):
+    accepted = plan(
+        trainer="megatron",
+        hf_checkpoint=checkpoint(PUBLISHED["QWEN3_8B"]),
+        facts=["gpu=H200", "megatron.ranks=8", "gpu.count=8"],
+        tensor_model_parallel_size=tp,
+        sequence_parallel=True,
+        use_dynamic_batch_size=True,
+        **ELSEWHERE,
+    )
+    assert len([text for text in accepted.advice if "--sequence-parallel has no effect" in text]) == notes
 
 
 def test_what_the_trainer_lacks_is_refused(checkpoint):

@@ -4,9 +4,9 @@
 
 The square keeps the policy near the old one, in both directions and without a clip; the maximum of J_t is at a log-ratio of A / beta.
 
-The paper has one term per response: its log-ratio to a reference policy, and its reward minus a learned value. One term per token, the old
-policy as reference and an advantage are the form of verl's and Tinker's losses of this name. beta = 0.05, the default, is the example in
-Tinker's documentation and no value of the paper.
+In the paper a term belongs to a response: it has the log-ratio to a reference policy, and the reward minus a learned value. verl's and
+Tinker's losses of this name have a term per token, the old policy as reference, and an advantage; so does this one. The default of beta, 0.05,
+is the example in Tinker's documentation; the paper gives no value.
 """
 
 from __future__ import annotations

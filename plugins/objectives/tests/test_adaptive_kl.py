@@ -4,10 +4,16 @@ import pytest
 
 from miles_core.plugin import PlanError
 from miles_objectives.adaptive_kl import next_coefficient
-from miles_testing import plan, toy_run
+from miles_testing import LearnContract, plan, toy_run
 
 #: An estimator that takes a KL in the reward.
 REWARD = {"advantage_estimator": "reinforce_plus_plus"}
+ADAPTIVE = {"kl_target": 1e-6, "kl_loss_coef": 0.5}
+
+
+class TestAdaptiveKl(LearnContract):
+    plugins = ("objectives",)
+    options = ADAPTIVE
 
 
 def test_the_formula():

@@ -5,7 +5,14 @@ import json
 import pytest
 
 from miles_core.plugin import ConfigError, DataError, PlanError
-from miles_testing import plan, toy_run
+from miles_testing import EvaluationContract, plan, toy_run
+
+METRICS = {"eval_pass_at": "1,2,4", "eval_majority_at": "3", "eval_subset_key": "kind"}
+
+
+class TestMetrics(EvaluationContract):
+    plugins = ("pass_at_k",)
+    options = METRICS
 
 
 @pytest.fixture

@@ -10,6 +10,9 @@ from miles_core.plugin import option
 
 #: Weight of the value loss next to the policy loss if both train one trunk (the default of the published code of arXiv 1909.08593).
 VALUE_LOSS_COEF = 0.1
+#: Optimizer steps of a critic of its own on a rollout from which its policy learns in one step. A critic does not need samples of the newest
+#: policy, so it may take more and smaller steps: 12 in Open-Reasoner-Zero (arXiv 2503.24290), 9 passes in Phasic Policy Gradient (arXiv 2009.04416).
+CRITIC_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class PpoConfig:
     steps_per_rollout: int | None = option(
         None,
         flag="--critic-steps-per-rollout",
-        help="optimiser steps of the critic per rollout step (default: the policy's)",
+        help=f"optimiser steps of the critic per rollout step (default: {CRITIC_STEPS}, or the policy's if it makes several)",
         ge=1,
     )
     only_steps: int = option(
@@ -71,8 +74,12 @@ class PpoConfig:
         help="with --critic-trunk policy, the value loss trains the head alone and leaves the trunk to the policy loss",
     )
 
-    def overrides(self) -> Mapping[str, Any]:
-        """Return the options of core that differ between a critic of its own and its policy, by path."""
+    def overrides(self, several: bool) -> Mapping[str, Any]:
+        """Return the options of core that differ between a critic of its own and its policy, by path.
+
+        Args:
+            several: whether the policy makes several optimizer steps per rollout step.
+        """
         found: dict[str, Any] = {
             "train.lr": self.lr,
             "train.lr_schedule": self.lr_schedule,
@@ -87,8 +94,8 @@ class PpoConfig:
             found["train.weight_decay"] = self.weight_decay
         if self.clip_grad is not None:
             found["train.clip_grad"] = self.clip_grad
-        if self.steps_per_rollout is not None:
-            found |= {"train.num_steps_per_rollout": self.steps_per_rollout, "train.global_batch_size": None}
+        if steps := self.steps_per_rollout or (None if several else CRITIC_STEPS):
+            found |= {"train.num_steps_per_rollout": steps, "train.global_batch_size": None}
         if self.checkpoint is not None:
             found |= {"model.hf_checkpoint": self.checkpoint, "model.ref_load": None}
         return found

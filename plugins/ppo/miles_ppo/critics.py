@@ -27,11 +27,13 @@ def add_critics(run: Run) -> None:
     """Add a critic to each policy that trains and has none, with the policy's options and those of ``--critic-*``."""
     trained = [p for p in run.policies if p.role == "train"]
     for policy in trained:
-        options = run.config_of(policy).plugin("ppo")
+        config = run.config_of(policy)
+        options = config.plugin("ppo")
         if options.trunk != "own" or critic_of(policy, run.policies) is not None:
             continue
         inherited = {path: item for path, item in run.config.policies.get(policy.name, {}).items() if "." in path}
-        given = {**inherited, **policy.options, **options.overrides()}
+        several = config.train.global_batch_size is not None or (config.train.num_steps_per_rollout or 1) > 1
+        given = {**inherited, **policy.options, **options.overrides(several)}
         start = given.pop("model.hf_checkpoint", policy.hf_checkpoint)
         name = critic_name(policy.name, alone=len(trained) == 1)
         run.policies.append(Policy(options.checkpoint or start, name, "critic", options=given))

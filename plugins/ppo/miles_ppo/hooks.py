@@ -40,7 +40,7 @@ class Ppo:
     def wrap_learn(self, run: Run, policy: Policy, handles: Mapping[str, LearnerHandle]) -> Callable[[Learn], Learn]:
         critic = critic_of(policy, run.policies)
         step_of = _Step(run, policy, handles[policy.name], None if critic is None else handles[critic.name])
-        return lambda inner: lambda samples, step: step_of.learn(inner, samples, step)
+        return lambda inner: lambda samples, step: step_of(inner, samples, step)
 
     @hookimpl
     def on_batch(self, run: Run, policy: Policy) -> None:
@@ -76,8 +76,9 @@ class Ppo:
         return None if head is None else lambda inner: lambda: head.optimizer_step(inner)
 
     @hookimpl
-    def wrap_weights(self, policy: Policy) -> Callable[[Any], Any] | None:
-        if policy.name not in self.heads:
+    def wrap_weights(self, policy: Policy, purpose: str) -> Callable[[Any], Any] | None:
+        # a snapshot is loaded into the trainer's model, which has the head
+        if policy.name not in self.heads or purpose == "snapshot":
             return None
 
         def wrap(inner: Callable[[], Iterator[Unit]]) -> Callable[[], Iterator[Unit]]:
@@ -116,7 +117,7 @@ class _Step:
         #: the parts of an inline run take turns in one process
         self.concurrent = run.config.run.runtime != "inline"
 
-    async def learn(self, inner: Learn, samples: Sequence[Sample], step: int) -> Any:
+    async def __call__(self, inner: Learn, samples: Sequence[Sample], step: int) -> Any:
         """Attach values, then train the critic, and the policy unless the critic learns alone."""
         await self.attach(samples)
         alone = step < self.options.only_steps

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from miles_core.plugin import ConfigError
-from miles_testing import RunContract, toy_run
+from miles_testing import HeadContract, LearnContract, WeightsContract, toy_run
 
 #: A runtime with trainer and engines in separate processes, loaded by its path.
 APART = str(files("miles_testing") / "doubles" / "apart.py")
@@ -17,12 +17,12 @@ OPTIONS = {"advantage_estimator": "ppo", "critic_lr": 1e-2, "lr": 1e-3, "normali
 SHARED = {**OPTIONS, "critic_trunk": "policy"}
 
 
-class TestCritic(RunContract):
+class TestCritic(LearnContract, HeadContract):
     plugins = ("ppo",)
     options = OPTIONS
 
 
-class TestHeadOnTheTrunk(RunContract):
+class TestHeadOnTheTrunk(LearnContract, HeadContract, WeightsContract):
     plugins = ("ppo",)
     options = SHARED
 
@@ -39,7 +39,7 @@ def test_policy_and_critic_learn_the_toy_task(tmp_path):
     assert mean(losses[-5:]) < 0.5 * mean(losses[:3])
     assert mean(rewards[-8:]) > mean(rewards[:8]) + 0.1
     assert mean(explained[-8:]) > mean(explained[:8])
-    assert done.parts[1].engine is None and done.run.policies[1].trained == 40
+    assert done.parts[1].engine is None and done.run.policies[1].trained == 40 * 8
     names = json.dumps(sorted(p.name for p in (tmp_path / "hf").iterdir()))
     assert "config.json" in names and "critic" not in names  # the policy alone, without a folder of its own
 
@@ -113,6 +113,12 @@ def test_a_kl_in_the_reward_lowers_the_returns():
     assert abs(second["critic/train/returns"] - second["reward/mean"]) > 1e-3
     shared = toy_run(["ppo"], steps=1, kl_coef=10.0, num_steps_per_rollout=2, **SHARED)
     assert shared.metrics[0]["train/returns"] == pytest.approx(first["critic/train/returns"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1, [1, 8]), (2, [2, 2])])
+def test_a_critic_makes_eight_steps_unless_its_policy_makes_several(steps, expected):
+    done = toy_run(["ppo"], steps=1, rollout_batch_size=8, num_steps_per_rollout=steps, **OPTIONS)
+    assert [policy.trained for policy in done.run.policies] == expected
 
 
 def test_the_critic_has_an_optimizer_and_a_schedule_of_its_own():

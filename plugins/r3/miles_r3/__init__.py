@@ -25,6 +25,11 @@ plugin = Plugin(
         "trainer.routing_replay": "the trainer's routers must accept expert indices",
     },
     requires=(
+        Rule(
+            needs="rollout.workers == none",
+            when="r3.buffer_size",
+            because="each worker sends whole records to the driver, where they are kept in memory",
+        ),
         Rule(needs="model.moe", because="there is no router to replay in a dense model"),
         Rule(
             needs="engine == embedded and trainer == embedded",

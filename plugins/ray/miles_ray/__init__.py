@@ -12,7 +12,7 @@ plugin = Plugin(
     core="~=0.1",
     config=RayConfig,
     provides={"runtime": {"ray": "miles_ray.runtime:make_runtime"}},
-    capabilities={"runtime": ("remote",)},
+    capabilities={"runtime": ("remote", "rollout_workers")},
     packages=(Package("ray", ">=2.50", install="pip install 'ray>=2.50'"),),
     review="miles_ray.review:review",
     requires=(

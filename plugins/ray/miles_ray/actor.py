@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import ray
 
 from miles_core.plugin import MilesError
-from miles_runtime import EngineWorker, Order, RankWorker, Worker, write_there
+from miles_runtime import EngineWorker, Order, RankWorker, RolloutWorker, Worker, write_there
 
 #: Thread switch interval in seconds; Python's default of 5 ms would delay every incoming call.
 SWITCH = 0.0005
-KINDS: dict[str, type[Worker]] = {"trainer": RankWorker, "engine": EngineWorker}
+KINDS: dict[str, type[Worker]] = {"trainer": RankWorker, "engine": EngineWorker, "rollout": RolloutWorker}
 
 
 class Found(NamedTuple):

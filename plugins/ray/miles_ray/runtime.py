@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import ray
@@ -97,6 +97,10 @@ class RayRuntime(RemoteRuntime):
         )
         return both[0], both[1]
 
+    def place_rollouts(self, names: Sequence[str]) -> Workers:
+        """Rollout workers are spread over all machines and reserve no CPU: they mostly wait for engines and tools."""
+        return self._workers("rollout", names, [Place(None, 0, {}) for _ in names], self.run.policy)
+
     def _bundle(self, units: int, processes: int) -> dict[str, float]:
         """Return the resources of ``units`` devices and ``processes`` processes, with one CPU per process on GPU clusters."""
         processes *= self.cluster.policies if self.cluster.shared else 1
@@ -118,10 +122,15 @@ class RayRuntime(RemoteRuntime):
         return group
 
     async def _start_workers(self, kind: str, places: list[Place], policy: Policy) -> RayWorkers:
+        workers = self._workers(kind, self.names(policy, kind, len(places)), places, policy)
+        await self.start(workers)
+        return workers
+
+    def _workers(self, kind: str, names: Sequence[str], places: list[Place], policy: Policy) -> RayWorkers:
         run = self.run
-        workers = RayWorkers(
+        return RayWorkers(
             kind,
-            self.names(policy, kind, len(places)),
+            names,
             places,
             self.order,
             policy.name,
@@ -130,8 +139,6 @@ class RayRuntime(RemoteRuntime):
             patience=self.patience,
             busy=self.busy,
         )
-        await self.start(workers)
-        return workers
 
     async def _end_without_ray(self) -> None:
         """End the run when one of Ray's own processes died, because workers can no longer be replaced.

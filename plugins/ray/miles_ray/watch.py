@@ -12,9 +12,10 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
-from pathlib import Path
 
 import ray
+
+from miles_runtime import process_state
 
 #: Seconds between two attempts to connect, and the number of refused attempts in a row after which a process counts as dead.
 LOOK, LOOKS = 0.1, 3
@@ -95,15 +96,6 @@ def raylet_lives() -> bool:
         return True
     except OSError:
         return False
-
-
-def process_state(process: int) -> tuple[str, int] | None:
-    """Return the state letter and CPU time (clock ticks) of a process on this machine; None if it has ended. Source: proc(5)."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else (fields[0], int(fields[11]) + int(fields[12]))
 
 
 @lru_cache

@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from miles_core.plugin import MilesError, WorkerLost
 from miles_ray.actor import BEAT, Actor, Found
-from miles_ray.watch import process_state, raylet_lives
-from miles_runtime import Order, Workers, last_lines, short_of_memory
+from miles_ray.watch import raylet_lives
+from miles_runtime import Order, Workers, last_lines, process_state, short_of_memory
 
 #: Maximum concurrent calls of an actor. Requests to a paused engine stay open until new weights arrive; with Ray's default of 1000, the
 #: call that sends the weights could queue behind them and deadlock.
@@ -34,11 +34,12 @@ class Place:
     """Placement of one actor: a bundle of a placement group and its resources.
 
     Attributes:
+        group: the placement group; None for a process that may run on any machine and reserves nothing.
         devices: indices of GPUs that the actor shares with another actor to which Ray assigned them.
         parts: for an engine on several machines, the places of its actors on the other machines.
     """
 
-    group: PlacementGroup
+    group: PlacementGroup | None
     bundle: int
     resources: Mapping[str, float]
     devices: tuple[str, ...] = ()
@@ -52,7 +53,7 @@ class RayWorkers(Workers):
     others are built and closed with it. If one of them is lost, the worker is lost and all its actors are replaced.
 
     Args:
-        kind: ``trainer`` or ``engine``.
+        kind: ``trainer``, ``engine`` or ``rollout``.
         names: name of each process.
         places: placement of each process.
         order, policy: passed to each worker.
@@ -110,10 +111,11 @@ class RayWorkers(Workers):
 
     async def _make(self, number: int, place: Place, name: str) -> tuple[Any, Found]:
         """Create an actor; return it with its location."""
+        group = place.group
         options: dict[str, Any] = {
             "num_cpus": place.resources.get("CPU", 0),
             "num_gpus": place.resources.get("GPU", 0),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(place.group, place.bundle),
+            "scheduling_strategy": "SPREAD" if group is None else PlacementGroupSchedulingStrategy(group, place.bundle),
             "max_concurrency": CALLS,
         }
         if self.environment:

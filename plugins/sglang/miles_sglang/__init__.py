@@ -33,6 +33,11 @@ plugin = Plugin(
     | {
         "--sglang-cuda-graph-bs": {"**": "--sglang-cuda-graph-bs-decode {list}"},
         "--sglang-enable-ep-moe": {"": ""},
+        "--sglang-enable-deepep-moe": {"": "--sglang-moe-a2a-backend deepep"},
+        "--sglang-expert-parallel-size": {"*": "--sglang-ep-size {}"},
+        "--sglang-data-parallel-size": {"*": "--sglang-dp-size {}"},
+        "--sglang-pipeline-parallel-size": {"*": "--sglang-pp-size {}"},
+        "--sglang-server-concurrency": {"*": "--max-running-requests {}"},
     },
     provides={"engine": {"sglang": "miles_sglang.build:make_engine"}},
     capabilities={
@@ -167,6 +172,7 @@ plugin = Plugin(
             install=f"{INSTALL}; or give --sglang-url with the address of a running server",
         ),
     ),
+    hooks={"": "miles_sglang.spawn:Early"},
     review="miles_sglang.review:review",
     memory="miles_sglang.memory:usage",
 )

@@ -11,8 +11,9 @@ from typing import Any
 
 from miles_core.format import Codec, make_codec
 from miles_core.plugin import CheckpointError, ConfigError, config_facts, model_facts, moe_layers
-from miles_runtime import Restarts
+from miles_runtime import Restarts, worker_name
 from miles_sglang import HEADS, inside, loader, plugin
+from miles_sglang.capture import graph_arguments
 from miles_sglang.config import server_arguments
 from miles_sglang.engine import IN_PLACE, SglangEngine
 from miles_sglang.link import Link
@@ -22,6 +23,7 @@ from miles_sglang.responses import Routing, Translator
 from miles_sglang.server import ServerLink
 from miles_sglang.settings import Settings
 from miles_sglang.shapes import check_blocks
+from miles_sglang.spawn import EARLY, Spawned
 from miles_sglang.weight_names import WeightNames
 from miles_tools.convert import Layout, layout
 
@@ -40,6 +42,8 @@ _COMPILES: dict[str, Any] = {"watchdog_timeout": 3600.0}
 _CONTEXT_SLACK = 8
 
 
+#: Name of the file of SGLang's output.
+LOG = "sglang.log"
 #: Field of the experts that the engine chose; the plugin that replays them declares it.
 ROUTED_EXPERTS = "rollout_routed_experts"
 #: Whether SGLang compiles its FP8 kernels for all 16,384 sizes before the first request, at a few kernels per second. A rollout needs few
@@ -108,11 +112,34 @@ class Choices:
 
 def make_engine(run: Any, policy: Any) -> SglangEngine:
     """Provider of ``--engine sglang``."""
-    config, tokenizer = run.config_of(policy), run.tokenizer
+    tokenizer, early = run.tokenizer, run.stash.get(EARLY, {})
+
+    def detokenize(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    choices, directory = _choices(run, policy), log_file_of(run).parent
+    return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, directory, choices, early)
+
+
+def log_file_of(run: Any) -> Path:
+    """Return the file of SGLang's output. The engines of a run write their files at the same time, each in a directory of its own."""
+    return Path(run.directory) / "sglang" / worker_name() / LOG
+
+
+def environment_of(run: Any, policy: Any) -> dict[str, str | None] | None:
+    """Return the environment variables for SGLang's processes; None if this run does not start SGLang."""
+    choices = _choices(run, policy)
+    if choices.url:
+        return None
+    return _environment(choices.device, _experts(_text_config(Path(policy.hf_checkpoint)), choices))
+
+
+def _choices(run: Any, policy: Any) -> Choices:
+    config = run.config_of(policy)
     options = config.plugin(plugin.name)
     routed = next((f for f in run.fields if f.name == ROUTED_EXPERTS), None)
     device = _device(config.model.device)
-    choices = Choices(
+    return Choices(
         arguments={**_tensor_parallel(config, device), **_adapters(run, config), **server_arguments(options)},
         device=device,
         dtype=config.model.dtype,
@@ -129,11 +156,6 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
         share=default_share(config.run.runtime, config.run.colocate),
         allow_mismatch=config.run.allow_mismatch,
     )
-
-    def detokenize(tokens: list[int]) -> str:
-        return str(tokenizer.decode(tokens, skip_special_tokens=True))
-
-    return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, run.directory / "sglang", choices)
 
 
 def _adapters(run: Any, config: Any) -> dict[str, Any]:
@@ -162,7 +184,12 @@ def _tensor_parallel(config: Any, device: str) -> dict[str, int]:
 
 
 def assemble(
-    checkpoint: str | Path, codec: Codec, detokenize: Callable[[list[int]], str], directory: Path, choices: Choices
+    checkpoint: str | Path,
+    codec: Codec,
+    detokenize: Callable[[list[int]], str],
+    directory: Path,
+    choices: Choices,
+    early: dict[Path, Spawned] | None = None,
 ) -> SglangEngine:
     """Create an engine for a checkpoint without starting it.
 
@@ -172,6 +199,7 @@ def assemble(
         detokenize: converts token ids to text without special tokens.
         directory: where the engine writes its log and the model directory that SGLang starts from.
         choices: how to start SGLang.
+        early: see ``ProcessLink``.
     """
     described, config = layout(checkpoint, codec), _text_config(Path(checkpoint))
     check_blocks(config, codec)
@@ -183,8 +211,8 @@ def assemble(
         if codec.format is not None and codec.format.name not in IN_PLACE:
             model = _COMPILES | model
         arguments = _arguments(choices, model, context)
-        variables = _environment(choices.device, _experts(config, choices))
-        link = ProcessLink(arguments, directory / "sglang.log", choices.startup_timeout, variables)
+        environment = _environment(choices.device, _experts(config, choices))
+        link = ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
     translator = Translator(
         detokenize,
         context,
@@ -216,9 +244,10 @@ def assemble(
 def _arguments(choices: Choices, model: Mapping[str, Any], context: int) -> dict[str, Any]:
     """Return the arguments of ``ServerArgs``; the user's arguments override the engine's defaults."""
     shared = {} if choices.share is None else {"mem_fraction_static": choices.share}
+    graphs = graph_arguments(choices.arguments, choices.max_running_requests)
     return {
         **_DEFAULTS,
-        **(_ON_CPU if choices.device == "cpu" else shared),
+        **(_ON_CPU if choices.device == "cpu" else shared | graphs),
         **model,
         "device": choices.device,
         "dtype": _dtype(choices.dtype, choices.device),

@@ -1,8 +1,9 @@
 """Code that runs inside SGLang's schedulers. SGLang loads it through its plugin entry point ``sglang.srt.plugins`` (name ``miles``).
 
-It is active only in an SGLang that this plugin started, and makes five changes:
+It is active only in an SGLang that this plugin started, and makes these changes:
 
 - Routed experts leave a scheduler as int32 and pass three processes. For models with at most 256 experts they are sent as uint8.
+- The record of routed experts is kept in GPU memory (``routes``). SGLang copies it to host memory in every step.
 - A model that starts without weights is filled with random numbers, including the scales of the cached keys and values. Updates do not
   include these scales, so they are reset to "not set".
 - A checkpoint with tied embeddings stores the embedding only. Models of SGLang that have a separate output layer receive it as well.
@@ -28,6 +29,7 @@ MOST = 256
 WIDE = "int32"
 _READS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 _FILLS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
+_RECORDS = "sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
 _COLLECTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
 
@@ -35,7 +37,7 @@ def digest() -> str:
     """Return a digest of the source of the modules that run inside SGLang's schedulers."""
     texts = [
         Path(__file__).with_name(name).read_bytes()
-        for name in ("inside.py", "loader.py", "coverage.py", "retraction.py")
+        for name in ("inside.py", "loader.py", "coverage.py", "retraction.py", "routes.py")
     ]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
@@ -50,6 +52,7 @@ def install() -> None:
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", cache_eos_token_id, HookType.AFTER)
     HookRegistry.register(_FILLS, unset_cache_scales, HookType.AFTER)
     HookRegistry.register(_READS, read_tied_head, HookType.BEFORE)
+    HookRegistry.register(_RECORDS, keep_routes, HookType.AFTER)
     HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", complete_routes, HookType.AFTER)
     retraction.register(HookRegistry.register, HookType)
     Scheduler.miles_digest = _check_digest
@@ -83,6 +86,13 @@ def unset_cache_scales(_: None, model: Any, *more: Any) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith((".k_scale", ".v_scale")):
             parameter.data.fill_(-1.0)
+
+
+def keep_routes(_: None, runner: Any) -> None:
+    """Keep the record of routed experts in GPU memory."""
+    from miles_sglang.routes import keep_on_gpu
+
+    keep_on_gpu(runner, os.environ[VARIABLE])
 
 
 def complete_routes(_: None, processor: Any, request: Any) -> None:

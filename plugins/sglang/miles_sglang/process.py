@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 from miles_sglang import compiling, frames
 from miles_sglang.answers import Answer
 from miles_sglang.link import Link, SglangError, SglangLost
+from miles_sglang.spawn import WORKER, Spawned, spawn
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class ProcessLink(Link):
         startup_timeout: seconds to wait until SGLang is ready.
         environment: changes to this process's environment variables; None removes a variable.
         worker: the module that the child process runs.
+        early: processes that were started before, by log file; one with the same worker and changes is used.
     """
 
     same_host = True
@@ -89,13 +90,12 @@ class ProcessLink(Link):
         log_file: Path,
         startup_timeout: float = 900.0,
         environment: Mapping[str, str | None] | None = None,
-        worker: str = "miles_sglang.worker",
+        worker: str = WORKER,
+        early: dict[Path, Spawned] | None = None,
     ) -> None:
-        self.worker = worker
+        self.worker, self._early = worker, {} if early is None else early
         self.arguments, self.log_file, self.startup_timeout = dict(arguments), log_file, startup_timeout
-        changes = environment or {}
-        self._environment = {k: v for k, v in os.environ.items() if k not in changes}
-        self._environment |= {k: v for k, v in changes.items() if v is not None}
+        self.changes = dict(environment or {})
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -112,23 +112,16 @@ class ProcessLink(Link):
         self.arguments |= {"nnodes": machines, "node_rank": index, "dist_init_addr": address}
         if index:
             self.log_file = self.log_file.with_name(f"{self.log_file.stem}-part-{index}.log")
-        self._environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # Engine() returns on all machines
+        self.changes["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # Engine() returns on all machines
 
     async def start(self) -> Mapping[str, Any]:
         return await self._start({})
 
     async def _start(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
-        (ours, theirs), (self._asking, asked) = socket.socketpair(), socket.socketpair()
         self._ended, self._written = None, []
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, asked, self.log_file.open("ab") as output:
-            self._since = output.tell()
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", self.worker, str(theirs.fileno()), str(asked.fileno()),
-                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                pass_fds=[theirs.fileno(), asked.fileno()], start_new_session=True, env=self._environment,
-            )  # fmt: skip
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=frames.LIMIT)
+        spawned = self._take_early() or spawn(self.worker, self.changes, self.log_file)
+        self._process, self._asking, self._since = await spawned.starting, spawned.probes, spawned.since
+        reader, self._writer = await asyncio.open_connection(sock=spawned.calls, limit=frames.LIMIT)
         ready = self._pending[0] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.get_running_loop().create_task(self._read(reader))
         self._watching = asyncio.get_running_loop().create_task(compiling.watch(self._process.pid))
@@ -143,6 +136,14 @@ class ProcessLink(Link):
         self._up, self._since = True, self.log_file.stat().st_size
         log.info("SGLang %s is up after %.0f s", info.get("version", ""), time.monotonic() - started)
         return info
+
+    def _take_early(self) -> Spawned | None:
+        """Return the process that was started early for this link, if its worker and environment are those of the link."""
+        spawned = self._early.pop(self.log_file, None)
+        if spawned is None or (spawned.worker, spawned.changes) == (self.worker, self.changes):
+            return spawned
+        spawned.drop()
+        return None
 
     async def _wait_until_ready(self, ready: asyncio.Future[Any], started: float) -> Any:
         """Wait for the worker's first frame and log SGLang's startup progress."""

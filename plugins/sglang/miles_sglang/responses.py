@@ -42,7 +42,9 @@ class Routing:
     def column(self, routes: NDArray[Any]) -> NDArray[Any]:
         """Convert a flattened record [tokens - 1, layers, top_k] to [tokens - 1, MoE layers, top_k]; dense layers are dropped."""
         record = routes.reshape(-1, self.layers, self.top_k)
-        return record[:, list(self.moe_layers)].astype(self.dtype)
+        if len(self.moe_layers) < self.layers:
+            record = record[:, list(self.moe_layers)]
+        return record.astype(self.dtype)
 
 
 @dataclass(frozen=True)

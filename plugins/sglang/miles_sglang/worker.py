@@ -208,11 +208,11 @@ def main(descriptor: int, probes: int, kind: type[Worker] = Worker) -> None:
     """Build the engine from the arguments in the run's first frame and serve it."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the run
     connection = socket.socket(fileno=descriptor)
+    import sglang  # takes seconds, in which the run may build its trainer
+
     first = frames.receive(connection)
     if first is None:
         sys.exit("the run ended before it sent SGLang's arguments")
-    import sglang
-
     try:
         engine = sglang.Engine(**first[0])
         follows = bool(first[0].get("node_rank"))  # only the first machine's part takes calls

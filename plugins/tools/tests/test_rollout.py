@@ -227,3 +227,17 @@ def test_runs_that_the_plan_refuses(plan, options, message):
     plan(["tools"], **given)
     with pytest.raises(PlanError, match=message):
         plan(["tools"], **{**given, **options})
+
+
+def test_tools_run_in_rollout_workers(run, tmp_path):
+    """Conversations, tool calls, rewards and metrics are those of the driver alone."""
+    from miles_testing.doubles import apart
+
+    rows = ({}, {}, {}, {})
+    here = run(rows, rollout_batch_size=4)
+    there = run(rows, rollout_batch_size=4, plugins=[apart.__file__], runtime="apart", rollout_workers=2)
+    assert [(s["tokens"], s["reward"], s["metadata"]) for s in there.samples] == [
+        (s["tokens"], s["reward"], s["metadata"]) for s in here.samples
+    ]
+    turns = [m["rollout/turns"] for m in here.metrics]
+    assert [m["rollout/turns"] for m in there.metrics] == turns and turns[0] >= 1

@@ -23,9 +23,14 @@ plugin = Plugin(
         ),
         Rule(
             needs="precision.emulated",
-            when="model.device != cpu and gpu.sm > 0 and rollout.precision != bf16",
+            when="model.device != cpu and gpu.sm > 0 and rollout.precision not in {bf16, fp8}",
             because="the libraries' products of quantised operands choose their order of additions by the number of rows; emulated formats use "
             "the plugin's products",
+        ),
+        Rule(
+            needs="precision.emulated or fp8.fixed_order",
+            when="model.device != cpu and gpu.sm > 0 and rollout.precision == fp8",
+            because="the kernels of FP8 products depend on the number of rows unless --fp8-fixed-order chooses one",
         ),
         Rule(
             needs="not plugin.cpu_kernels",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,13 @@ from miles_embedded import (
     is_embedded,
     kernels_run,
     use_operations,
+    uses_grouped_product,
     with_row_kernels,
 )
 from miles_true_on_policy.attention import attend
 from miles_true_on_policy.log_probs import log_probs, log_softmax, supported_log_probs
-from miles_true_on_policy.mode import compute_inside
-from miles_true_on_policy.products import check_tiles
+from miles_true_on_policy.mode import compute_inside, skip_mode
+from miles_true_on_policy.products import check_tiles, multiply_groups
 
 
 class TrueOnPolicy:
@@ -70,7 +72,23 @@ def make_operations(device: torch.device) -> Operations:
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return row_norm(x.contiguous(), weight, eps)  # the layout of a block of rows depends on their strides
 
-    return replace(fast, norm=norm)
+    by_rows: Any = fast.experts
+    grouped = skip_mode(partial(by_rows, multiply=multiply_groups))
+
+    def experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        compute = grouped if uses_grouped_product(hidden, index, down) else by_rows
+        found: Tensor = compute(hidden, index, weights, gate_up, down)
+        return found
+
+    assert fast.rotation is not None and fast.gate is not None
+    return replace(
+        fast,
+        norm=skip_mode(norm),
+        rotation=skip_mode(fast.rotation),
+        gate=skip_mode(fast.gate),
+        experts=experts,
+        attention=skip_mode(attend),
+    )
 
 
 def check_device(device: torch.device) -> None:

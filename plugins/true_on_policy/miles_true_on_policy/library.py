@@ -8,7 +8,7 @@ kernel. So every entry has the kernel's bits, whichever computes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from miles_true_on_policy.kernels import compute_product
 
 #: Rows of a piece. Below ``_FULL``, the last piece is padded to the next size.
-SIZES = (16, 32, 48, *range(64, 513, 64), 1024, 2048, 4096, 8192, 16384)
+SIZES = (16, 32, 48, *range(64, 513, 64), *range(1024, 16385, 512))
 _FULL = 512
 #: Largest number of entries of a product that is compared.
 _MOST = 1 << 28
@@ -51,16 +51,17 @@ def multiply_pieces(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def divide(rows: int, sizes: Iterable[int] = SIZES) -> list[tuple[int, int]]:
-    """Divide rows into pieces: (rows, size) of each, the size at least its rows."""
-    pieces, sizes = [], sorted(sizes)
+@cache
+def divide(rows: int, largest: int = SIZES[-1]) -> tuple[tuple[int, int], ...]:
+    """Divide rows into pieces of at most ``largest``: (rows, size) of each, the size at least its rows."""
+    pieces, sizes = [], [size for size in SIZES if size <= largest]
     while rows >= _FULL:
         size = max(size for size in sizes if size <= rows)
         pieces.append((size, size))
         rows -= size
     if rows:
         pieces.append((rows, min(size for size in sizes if size >= rows)))
-    return pieces
+    return tuple(pieces)
 
 
 class _Pieces(torch.autograd.Function):
@@ -70,17 +71,19 @@ class _Pieces(torch.autograd.Function):
         equal = _equal.get((*weight.shape, weight.dtype, weight.device), {})
         if not any(equal.values()) or _FULL not in equal or x.dtype != weight.dtype or not weight.is_contiguous():
             return compute_product(x[None], weight.t()[None])[0]
-        x, start = x.contiguous(), 0
+        if not len(x):
+            return x.new_empty(0, len(weight))
+        pieces = divide(len(x), max(equal))
+        counts = [count for count, _ in pieces]
+        x, transposed = x.contiguous(), weight.t()
         out = x.new_empty(len(x), len(weight))
-        for count, size in divide(len(x), equal):
-            piece = slice(start, start + count)
+        for (count, size), part, target in zip(pieces, x.split(counts), out.split(counts), strict=True):
             if not equal[size]:
-                out[piece] = compute_product(x[None, piece], weight.t()[None])[0]
+                target.copy_(compute_product(part[None], transposed[None])[0])
             elif count < size:  # not torch.mm, which mode.Invariant replaces
-                out[piece] = torch.ops.aten.mm(pad(x[piece], (0, 0, 0, size - count)), weight.t())[:count]
+                target.copy_(torch.ops.aten.mm(pad(part, (0, 0, 0, size - count)), transposed)[:count])
             else:
-                torch.ops.aten.mm.out(x[piece], weight.t(), out=out[piece])
-            start += count
+                torch.ops.aten.mm.out(part, transposed, out=target)
         return out
 
     @staticmethod

@@ -59,4 +59,4 @@ class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (out,) = ctx.saved_tensors
-        return (grads[0] - out.exp() * grads[0].sum(-1, keepdim=True),)
+        return (torch.ops.aten._log_softmax_backward_data(grads[0], out, -1, out.dtype),)

@@ -42,7 +42,7 @@ def attend_by_tiles(
         check_attention(heads, kv_heads, q.shape[2], v.shape[2], q.dtype, q.device)
     keys = _places(call, "k", module.layer_idx, key, k)
     values = _places(call, "v", module.layer_idx, value, v)
-    tile = choose_tile(query.dtype, max(query.shape[3], value.shape[3]), isinstance(call, (StaticCall, DecodeCall)))
+    tile = choose_tile(query.dtype, query.shape[3], value.shape[3], isinstance(call, (StaticCall, DecodeCall)))
     tiles = _tiles(call, queries_of(tile, heads, kv_heads), query.device)
     return attend_tiles(q, keys, values, tiles, scaling, tile, options, kv_heads, sums)[None]
 
@@ -62,7 +62,7 @@ def check_attention(
     q, k, v = (torch.randn(rows, n, d, generator=generator).to(device, dtype) for n, d in shapes)
     found = []
     for decodes in (False, True):
-        tile = choose_tile(dtype, max(dim, value_dim), decodes)
+        tile = choose_tile(dtype, dim, value_dim, decodes)
         step = queries_of(tile, heads, kv_heads)
         start = torch.arange(0, rows, step, device=device)
         none = torch.zeros_like(start)

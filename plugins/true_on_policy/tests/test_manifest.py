@@ -12,7 +12,13 @@ INT4 = {"int4_group_size": 16}
     ("plugins", "options", "facts", "because"),
     [
         ([], {"device": "cuda"}, ["gpu=A100"], "tested on CPUs and on Hopper GPUs only"),
-        (["fp8"], {"device": "cuda", "rollout_fp8": True, "train_fp8": True}, ["gpu=H200"], "by the number of rows"),
+        (["fp8"], {"device": "cuda", "rollout_fp8": True, "train_fp8": True}, ["gpu=H200"], "unless --fp8-fixed-order"),
+        (
+            ["int4"],
+            {"device": "cuda", "rollout_precision": "int4", "train_precision": "int4", **INT4},
+            ["gpu=H200"],
+            "by the number of rows",
+        ),
         (["cpu_kernels"], {"device": "cpu"}, [], "adds? in another order"),
         (["int4"], {"rollout_precision": "int4", **INT4}, [], "than a plain trainer"),
         ([], {"kv_cache_dtype": "float8_e4m3fn"}, [], "rounded keys and values"),
@@ -27,6 +33,11 @@ def test_it_is_refused(plugins, options, facts, because):
 
 def test_a_hopper_gpu_is_accepted():
     assert "true_on_policy" in plan(["true_on_policy"], ["gpu=H200"], device="cuda", dtype="bfloat16").order
+
+
+def test_native_fp8_products_of_one_order_are_accepted():
+    options = {"device": "cuda", "dtype": "bfloat16", "rollout_fp8": True, "train_fp8": True, "fp8_fixed_order": True}
+    assert "fp8" in plan(["true_on_policy", "fp8"], ["gpu=H200"], **options).order
 
 
 def test_its_flag_enables_it():

@@ -13,7 +13,7 @@ from miles_embedded import PromptCall
 from miles_true_on_policy import hooks
 from miles_true_on_policy.attention import attend
 from miles_true_on_policy.elementwise import apply_aligned, whole_vectors
-from miles_true_on_policy.mode import Invariant
+from miles_true_on_policy.mode import REPLACED, Invariant, skip_mode
 from miles_true_on_policy.products import multiply_groups, multiply_rows
 
 SIZES = (1, 5, 7, 31, 33, 1000, 65537)
@@ -75,6 +75,14 @@ def test_the_mode_reaches_every_product_of_a_forward():
     with Invariant():
         found = [functional.linear(x, weight), x @ weight.t(), torch.mm(x, weight.t()), x.matmul(weight.t())]
     assert all(torch.equal(each, multiply_rows(x, weight)) for each in found)
+
+
+def test_the_mode_does_not_see_what_skips_it(monkeypatch):
+    monkeypatch.setitem(REPLACED, torch.neg, torch.abs)
+    x = torch.ones(2)
+    with Invariant():
+        replaced, skipped = torch.neg(x), skip_mode(torch.neg)(x)
+    assert replaced.tolist() == [1, 1] and skipped.tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize("name", OPTIONS)

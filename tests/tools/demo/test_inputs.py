@@ -43,3 +43,12 @@ def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write the demo's model and data"):
         make_inputs(tmp_path / "file", 0)
+
+
+def test_on_a_gpu_there_are_fewer_larger_steps_and_flags_override_them(tmp_path):
+    host, gpu = (load(train_arguments(tmp_path, 0, (), gpu=on), manifests=()) for on in (False, True))
+    assert gpu.sft.steps < host.sft.steps and gpu.sft.batch_size > host.sft.batch_size
+    assert gpu.rollout.num_rollout < host.rollout.num_rollout and gpu.reward == host.reward
+    assert (
+        load(train_arguments(tmp_path, 0, (), ["--num-rollout", "3"], gpu=True), manifests=()).rollout.num_rollout == 3
+    )

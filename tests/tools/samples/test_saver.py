@@ -125,7 +125,7 @@ def test_a_full_disk_is_one_sentence(tmp_path):
 
 def test_a_leading_space_that_decoding_drops_is_shown():
     pieces = Pieces(Letters())
-    pieces.learn(np.array([ord("b"), ord("a"), ord("b")], np.int32))
+    pieces.add(np.array([ord("b"), ord("a"), ord("b")], np.int32))
     assert pieces == {ord("a"): " a", ord("b"): " b"}
 
 

@@ -45,8 +45,10 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
     """Build this process's rank. With several ranks, torch.distributed must be initialised."""
     options = run.config.plugin("megatron")
     given = {field: getattr(options, name) for name, field in _SIZES.items() if getattr(options, name)}
+    tp = given.setdefault("tp", 1)
+    given["sequence"] = tp > 1 and given.get("sequence", False)
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    sizes = Sizes(ranks=ranks, **{"etp": given.get("tp", 1), **given})
+    sizes = Sizes(ranks=ranks, **{"etp": tp, **given})
     with without_cuda():
         world = start_groups(sizes, run.config.train.seed)
         adapt_modules()

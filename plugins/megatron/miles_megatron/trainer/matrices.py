@@ -137,7 +137,7 @@ class Matrix:
 def find_matrices(weights: Weights, chunk: nn.Module) -> Iterator[Matrix]:
     """Yield the matrices of a chunk's linear layers and experts, except experts that the checkpoint has in one tensor.
 
-    Norms, embeddings, the output layer and routers are none."""
+    Norms, embeddings, the output layer and routers are left out."""
     places = {
         id(parameter): (module, name) for module in chunk.modules() for name, parameter in module._parameters.items()
     }

@@ -1,0 +1,65 @@
+"""Workers in other processes of the driver's machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from miles_core.contracts.run import Run
+from miles_runtime.busy import Busy
+from miles_runtime.local_process import LocalProcess, ProcessEnded, process_state
+from miles_runtime.output import last_lines
+from miles_runtime.patience import Patience
+from miles_runtime.worker import Order
+from miles_runtime.workers import Workers
+
+
+def rollout_processes(run: Run, names: Sequence[str], patience: Patience, busy: Busy) -> LocalWorkers:
+    """Return the handle to rollout workers on this machine, which are not started."""
+    kind, level = "miles_runtime.rollout_worker:RolloutWorker", run.config.run.log_level
+    return LocalWorkers(kind, names, Order.of(run), run.policy.name, level, patience=patience, busy=busy)
+
+
+class LocalWorkers(Workers):
+    """Processes on this machine.
+
+    Args:
+        kind: ``module:class`` of the ``Worker``.
+        names: name of each process.
+        order, policy: passed to each worker.
+        level: log level.
+        rest: arguments of ``Workers``.
+    """
+
+    def __init__(self, kind: str, names: Sequence[str], order: Order, policy: str, level: str, **rest: Any) -> None:
+        super().__init__(names, **rest)
+        self.kind, self.order, self.policy, self.level = kind, order, policy, level
+        self._processes: dict[int, LocalProcess] = {}
+
+    async def send(self, number: int, method: str, *args: Any) -> Any:
+        if number not in self._processes:
+            raise self.lost(number, "it was ended")
+        try:
+            return await self._processes[number].call(method, *args)
+        except ProcessEnded as ended:
+            raise self.lost(number, str(ended)) from None
+
+    async def renew(self, number: int) -> None:
+        await self.kill(number)
+        self._processes[number] = LocalProcess(self.order.directory, self.names[number], self.level)
+        await self.send(number, "make", self.kind, self.order, self.policy)
+
+    async def kill(self, number: int) -> None:
+        if (process := self._processes.pop(number, None)) is not None:
+            await process.kill()
+
+    async def computes(self, number: int) -> bool:
+        process = self._processes[number].pid
+        before = process_state(process)
+        await asyncio.sleep(1.0)
+        after = process_state(process)
+        return before is not None and after is not None and after[0] not in "Tt" and after[1] > before[1]
+
+    def lines(self, number: int) -> tuple[str, ...]:
+        return last_lines(self.order.directory, self.names[number])

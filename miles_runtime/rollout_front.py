@@ -1,0 +1,275 @@
+"""The driver's handle to rollout workers: passes groups to them, makes their calls of engines, and replaces lost workers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import cast
+
+from miles_core.contracts.engine import Engine
+from miles_core.contracts.run import Run
+from miles_core.contracts.runtime import PolicyParts, Producer
+from miles_core.data.batch import add
+from miles_core.data.sample import Sample
+from miles_core.errors import WorkerLost, first_line
+from miles_core.plugin.worker import same_plan
+from miles_core.run.parts import await_unless_stopped
+from miles_runtime.least_loaded import LeastLoaded
+from miles_runtime.mailbox import portable
+from miles_runtime.restarts import Restarts
+from miles_runtime.rollout_worker import (
+    Answer,
+    EngineCall,
+    GroupOrder,
+    Letters,
+    News,
+    Packed,
+    RolloutWorker,
+    pack_samples,
+    unpack_samples,
+)
+from miles_runtime.workers import RECORDER, Workers, await_all, close_workers, recorded
+
+#: Records calls to rollout workers.
+ROLLOUT_WORKER = cast(RolloutWorker, RECORDER)
+
+
+class RolloutFront(Producer):
+    """Gives each group to the worker with the fewest groups.
+
+    Which worker produces a group changes nothing: samples, their numbers and the keys of their requests are the driver's. If a worker is
+    lost, its requests are aborted and its groups are produced again, from the same samples and with the same keys.
+
+    Args:
+        run: the driver's run.
+        workers: handle to the processes; each runs a ``RolloutWorker``.
+        parts: the parts of all policies.
+        restarts: limits how many workers are replaced.
+    """
+
+    def __init__(self, run: Run, workers: Workers, parts: Sequence[PolicyParts], restarts: Restarts) -> None:
+        super().__init__()
+        self.run, self.workers, self.restarts = run, workers, restarts
+        self.engines: dict[str, Engine] = {part.policy.name: part.serving for part in parts if part.engine is not None}
+        self._lines: dict[int, _Line] = {}
+        self._alive: set[int] = set()
+        self._load = LeastLoaded()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._failure: Exception | None = None
+        self._changed = asyncio.Event()
+
+    async def start(self) -> None:
+        await await_unless_stopped(self.run, self._start_all())
+
+    async def stop(self) -> None:
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        for line in [*self._lines.values()]:
+            await line.close()
+        self._lines, self._alive = {}, set()
+        await close_workers([self.workers], self.run.stop_requested)
+
+    async def produce(self, samples: list[Sample], evaluation: bool = False) -> list[Sample]:
+        order = GroupOrder(pack_samples(samples), tuple(sample.index for sample in samples), evaluation)
+        while True:
+            line = await self._choose()
+            self._load.add(line.number, 1)
+            try:
+                with self.workers.name_errors(line.number), self.workers.busy.at(line.name):
+                    return unpack_samples(await line.produce(order))
+            except WorkerLost as lost:
+                if lost.worker != line.name:
+                    raise
+            finally:
+                self._load.add(line.number, -1)
+
+    async def abort(self, samples: Collection[int]) -> None:
+        """Wait until workers have dropped the groups whose ``produce`` was cancelled."""
+        await asyncio.gather(*(line.dropped() for line in self._lines.values()))
+
+    async def _choose(self) -> _Line:
+        """Return the line to the worker with the fewest groups; wait for one if all are being replaced."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self._alive:
+                return self._lines[self._load.choose(self._alive)]
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _start_all(self) -> None:
+        await await_all(self._start(number) for number in range(len(self.workers)))
+
+    async def _start(self, number: int) -> None:
+        """Start and build a worker; retry if it dies."""
+        while True:
+            try:
+                await self.workers.start(number)
+                digest = await self.workers.ask(number, ROLLOUT_WORKER.digest())
+                same_plan(self.run.plan.digest, {self.workers.names[number]: digest})
+                await self.workers.ask(number, ROLLOUT_WORKER.build(number, len(self.workers), tuple(self.engines)))
+                break
+            except WorkerLost as lost:
+                self.restarts.spend(lost)
+        self._lines[number] = _Line(self, number, self._lose)
+        self._alive = {*self._alive, number}  # a new set: see ``LeastLoaded.choose``
+        self._changed.set()
+
+    def _lose(self, number: int, lost: WorkerLost) -> None:
+        """Replace a lost worker. Its groups go to others meanwhile."""
+        self._alive.discard(number)
+        del self._lines[number]
+        task = asyncio.create_task(self._replace(number, lost))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _replace(self, number: int, lost: WorkerLost) -> None:
+        try:
+            self.restarts.spend(lost)
+            await self._start(number)
+        except Exception as error:
+            self._failure = error
+            for line in self._lines.values():
+                line.fail(error)
+            self._changed.set()
+
+
+class _Line:
+    """The connection to one running worker.
+
+    Args:
+        front: the front, for its run, workers and engines.
+        number: index of the worker.
+        lose: called with the number and the loss after the worker's requests were aborted.
+    """
+
+    def __init__(self, front: RolloutFront, number: int, lose: Callable[[int, WorkerLost], None]) -> None:
+        self.front, self.number, self.lose, self.name = front, number, lose, front.workers.names[number]
+        self._tickets = itertools.count()
+        self._open: dict[int, asyncio.Future[Packed]] = {}
+        self._calls: dict[int, tuple[EngineCall, asyncio.Task[None]]] = {}
+        self._groups: dict[int, GroupOrder] = {}
+        self._answers: dict[int, Answer] = {}
+        self._drops: set[int] = set()
+        self._posts: set[asyncio.Task[None]] = set()
+        self._collecting = asyncio.create_task(self._collect())
+
+    async def produce(self, order: GroupOrder) -> Packed:
+        """Send a group and return the packed result. Raises the error of the rollout, or the worker's loss."""
+        ticket = next(self._tickets)
+        answer: asyncio.Future[Packed] = asyncio.get_running_loop().create_future()
+        self._open[ticket] = answer
+        self._groups[ticket] = order
+        self._post_soon()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._groups.pop(ticket, None) is None:  # it was sent
+                self._drops.add(ticket)
+            raise
+        finally:
+            del self._open[ticket]
+
+    async def dropped(self) -> None:
+        """Make the worker drop the groups that were cancelled; return when it has."""
+        tickets, self._drops = self._drops, set()
+        if tickets:
+            await asyncio.gather(*self._posts)  # which may contain them
+            await self._call(ROLLOUT_WORKER.drop(tickets))
+
+    def fail(self, error: Exception) -> None:
+        """Fail all groups."""
+        for answer in self._open.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    async def close(self) -> None:
+        """Stop the exchange of messages."""
+        self._collecting.cancel()
+        await asyncio.gather(self._collecting, return_exceptions=True)
+        await self._end_calls()
+
+    async def _collect(self) -> None:
+        """Receive news until the worker is lost; then abort its requests and fail its groups."""
+        workers = self.front.workers
+        try:
+            while True:
+                news: News = await workers.await_result(self.number, workers.send(self.number, "news"), "news")
+                add(self.front.answers, news.answers)
+                for ticket in news.cancelled:
+                    if ticket in self._calls:
+                        self._calls[ticket][1].cancel()
+                for ticket, call in news.calls.items():
+                    self._calls[ticket] = call, asyncio.create_task(self._serve(ticket, call))
+                for ticket, (packed, error) in news.groups.items():
+                    answer = self._open.get(ticket)
+                    if answer is not None and not answer.done():
+                        if error is None:
+                            answer.set_result(packed)
+                        else:
+                            answer.set_exception(error)
+        except Exception as error:
+            lost = (
+                error if isinstance(error, WorkerLost) else await workers.declare_lost(self.number, first_line(error))
+            )
+            try:
+                await self._end_calls()
+            finally:
+                self.lose(self.number, lost)
+                self.fail(lost)
+
+    async def _serve(self, ticket: int, call: EngineCall) -> None:
+        """Make a call of an engine and send its answer to the worker."""
+        try:
+            answer: Answer = await getattr(self.front.engines[call.policy], call.method)(call.argument), None
+        except Exception as error:
+            answer = None, portable(error)
+        self._answers[ticket] = answer
+        self._calls.pop(ticket, None)
+        if call.method == "abort":
+            self._forget_cancelled({*call.argument})
+        self._post_soon()
+
+    def _forget_cancelled(self, keys: Collection[int]) -> None:
+        """Forget the cancelled requests with these keys, which the engine has aborted."""
+        for ticket, (call, task) in [*self._calls.items()]:
+            if task.cancelled() and call.method == "generate" and call.argument.key in keys:
+                del self._calls[ticket]
+
+    async def _end_calls(self) -> None:
+        """Cancel the worker's calls of engines and make the engines abort its requests."""
+        calls, self._calls = self._calls, {}
+        for _, task in calls.values():
+            task.cancel()
+        await asyncio.gather(*(task for _, task in calls.values()), return_exceptions=True)
+        for policy, engine in self.front.engines.items():
+            keys = [c.argument.key for c, _ in calls.values() if (c.policy, c.method) == (policy, "generate")]
+            with suppress(WorkerLost):  # its requests are gone, too; the next request reports the loss
+                await engine.abort(keys)
+
+    def _post_soon(self) -> None:
+        """Send everything that is added in this iteration of the event loop in one call."""
+        if len(self._groups) + len(self._answers) == 1:
+            task = asyncio.create_task(self._post())
+            self._posts.add(task)
+            task.add_done_callback(self._posts.discard)
+
+    async def _post(self) -> None:
+        groups, answers = self._groups, self._answers
+        if groups or answers:
+            self._groups, self._answers = {}, {}
+            policies = {policy.name: (policy.version, policy.trained) for policy in self.front.run.policies}
+            await self._call(ROLLOUT_WORKER.post(Letters(self.front.run.step, policies, groups, answers)))
+
+    async def _call(self, call: object) -> None:
+        """Make a recorded call of the worker. If the worker is lost, ``_collect`` notices; another error fails all groups."""
+        workers, order = self.front.workers, recorded(call)
+        try:
+            await workers.await_result(self.number, workers.send(self.number, order.method, *order.args), order.method)
+        except WorkerLost:
+            pass
+        except Exception as error:
+            self.fail(error)

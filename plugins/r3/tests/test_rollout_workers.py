@@ -1,0 +1,21 @@
+"""Routing records that a rollout worker receives, checks and sends on."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles_core.errors import PlanError
+from miles_testing import plan
+from miles_testing.doubles import apart
+
+
+def test_routes_are_replayed_as_without_workers(toy_run):
+    """With ``--r3-buffer-size`` the driver would keep in memory what the user wants on disk."""
+    here = toy_run(["r3"])
+    there = toy_run(["r3", apart.__file__], runtime="apart", rollout_workers=2)
+    for name in ("reward/mean", "r3/tokens_differing", "r3/routers_differing"):
+        assert [m[name] for m in there.metrics] == [m[name] for m in here.metrics]
+    norms = [[m["train/grad_norm"] for m in run.metrics] for run in (there, here)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    with pytest.raises(PlanError, match=r"(?s)rollout.workers == none.*each worker sends whole records to the driver"):
+        plan(["r3"], rollout_workers=2, r3_buffer_size=3)

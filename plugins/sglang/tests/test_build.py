@@ -1,0 +1,22 @@
+"""How a run makes the engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from miles_core.config.load import load
+from miles_sglang import build
+
+
+@pytest.mark.parametrize(("worker", "below"), [("", "sglang"), ("engine-1", "sglang/engine-1")])
+def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, below):
+    monkeypatch.setattr("miles_runtime.output._worker", worker)
+    monkeypatch.setattr(build, "make_codec", lambda run, policy: None)
+    monkeypatch.setattr(build, "assemble", lambda checkpoint, codec, detokenize, directory, choices, early: directory)
+    config = load(["--hf-checkpoint", str(tmp_path), "--engine", "sglang", "--device", "cpu"])
+    run = SimpleNamespace(
+        config=config, config_of=lambda policy: config, fields=(), tokenizer=None, directory=tmp_path, stash={}
+    )
+    assert build.make_engine(run, SimpleNamespace(hf_checkpoint=str(tmp_path))) == tmp_path / below

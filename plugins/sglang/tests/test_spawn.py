@@ -1,0 +1,91 @@
+"""SGLang's process starts before the trainer is built, and is used if the engine wants the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_links import link
+
+from miles_sglang import build
+from miles_sglang.spawn import EARLY, WORKER, Early, Spawned, spawn
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def until_ended(pid: int) -> None:
+    for _ in range(100):
+        if not is_alive(pid):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"process {pid} still runs")
+
+
+def test_an_engine_uses_the_process_that_was_started_for_it(tmp_path: Path) -> None:
+    async def used() -> None:
+        early: dict[Path, Spawned] = {}
+        one = link(tmp_path, "good", early=early)
+        early[one.log_file] = spawned = spawn(WORKER, one.changes, one.log_file)
+        process = await spawned.starting
+        assert (await one.start())["tp_size"] == 2 and not early
+        assert one._process is process
+        await one.restart({})
+        assert one._process is not process and not is_alive(process.pid)
+        await one.stop()
+
+    asyncio.run(used())
+
+
+def test_a_process_with_another_environment_ends_and_is_not_used(tmp_path: Path) -> None:
+    async def used() -> None:
+        early: dict[Path, Spawned] = {}
+        one = link(tmp_path, "good", early=early)
+        early[one.log_file] = spawned = spawn(WORKER, {**one.changes, "X": "1"}, one.log_file)
+        process = await spawned.starting
+        await one.start()
+        assert one._process is not None and one._process.pid != process.pid
+        await until_ended(process.pid)
+        await one.stop()
+
+    asyncio.run(used())
+
+
+@pytest.mark.parametrize("runtime", ["inline", "ray"])
+def test_a_run_in_one_process_starts_it_and_ends_what_no_engine_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    environment = link(tmp_path, "good").changes
+    monkeypatch.setattr(build, "environment_of", lambda run, policy: environment)
+    policies = [SimpleNamespace(generates=on) for on in (False, True, True)]
+    config = SimpleNamespace(run=SimpleNamespace(runtime=runtime, engine="sglang"))
+
+    class Stash(dict[Any, Any]):
+        pass
+
+    run = SimpleNamespace(config=config, policies=policies, stash=Stash(), directory=tmp_path)
+
+    async def started() -> None:
+        hooks = Early()
+        hooks.on_start(run=run)
+        if runtime == "ray":  # its engines start in other processes
+            assert EARLY not in run.stash
+            return
+        (spawned,) = run.stash[EARLY].values()
+        began = time.monotonic()
+        process = await spawned.starting
+        assert is_alive(process.pid) and build.log_file_of(run).is_file() and time.monotonic() - began < 30
+        hooks.on_stop(run=run)
+        await until_ended(process.pid)
+
+    asyncio.run(started())
