@@ -49,9 +49,10 @@ def make_model(size: str, directory: Path, layers: int | None = None) -> Path:
     import transformers
 
     experts = EXPERTS if size != "tiny" else EXPERTS | {"num_experts": 4, "moe_intermediate_size": 128}
+    sizes: dict[str, Any] = SIZES[size] | ({"num_hidden_layers": layers} if layers else {})
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, tie_word_embeddings=False,
-        intermediate_size=2 * SIZES[size]["hidden_size"], **SIZES[size] | ({"num_hidden_layers": layers} if layers else {}), **experts,
+        intermediate_size=2 * sizes["hidden_size"], **sizes, **experts,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

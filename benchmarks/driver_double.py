@@ -18,10 +18,11 @@ import numpy as np
 
 from miles_core.data import Field
 from miles_core.engine import Engine, Response, SyncReport
-from miles_core.plugin import Plugin, PolicyParts, hookimpl
+from miles_core.plugin import Plugin, PolicyParts, Runtime, hookimpl
 from miles_core.precision.schedule import precisions
 from miles_core.trainer import Learned, LearnerHandle
 from miles_runtime import InlineRuntime
+from miles_runtime.inline_rollouts import InlineRolloutRuntime
 
 #: As the field of ``r3``, whose hook checks it in the same way.
 FIELD = Field("recorded", "int16", "token-1", pad=-1, shape=(None, None))
@@ -148,13 +149,23 @@ class DoubleLearner(LearnerHandle):
     ) = export = nothing
 
 
-class DoubleRuntime(InlineRuntime):
-    """One engine and one learner; rollout workers are real."""
+class _Building(Runtime):
+    """One engine and one learner."""
+
+    run: Any
 
     async def build(self, policy: Any) -> PolicyParts:
         engine = DoubleEngine()
         return PolicyParts(policy, DoubleLearner(self.run, engine), engine, precisions(self.run.config, 0))
 
 
-def make_runtime(run: Any) -> DoubleRuntime:
-    return DoubleRuntime(run)
+class DoubleRuntime(_Building, InlineRuntime):
+    """Everything in this process."""
+
+
+class DoubleRolloutRuntime(_Building, InlineRolloutRuntime):
+    """Rollout workers are real."""
+
+
+def make_runtime(run: Any) -> Runtime:
+    return DoubleRuntime(run) if run.config.rollout.workers is None else DoubleRolloutRuntime(run)

@@ -166,9 +166,7 @@ def everything_installed() -> str:
 #: A part of the error that making a tiny model raised -> the reason in words.
 NOT_TRIED = {
     "requires the timm library": "its vision tower needs the package timm, which is not installed here",
-    "Multiple valid text configs": "it generates audio, from a text encoder and a decoder",
     "validate_architecture": "the sizes that keep other models tiny contradict its defaults",
-    "is_decoder": "it is no decoder by default",
 }
 
 

@@ -135,7 +135,7 @@ def once(shape: Shape, kills: int, seed: int, gap: float, directory: Path, limit
             shutil.rmtree(directory / "run", ignore_errors=True)
         elif "--save" in command:
             command[command.index("--save")] = "--load"
-    return None if code is None else {**judge(directory, steps, code), "unsaved": unsaved}
+    return None if code is None else {**judge(directory, steps, shape.ranks, code), "unsaved": unsaved}
 
 
 def _ended_with_ray(directory: Path) -> str:
@@ -180,12 +180,12 @@ def _drive(command: list[str], directory: Path, limits: Limits) -> int | None:
     return None
 
 
-def judge(directory: Path, steps: int, code: int) -> dict[str, Any]:
+def judge(directory: Path, steps: int, ranks: int, code: int) -> dict[str, Any]:
     """What the files of a run say."""
     from faults import read_lines
 
     faults = read_lines(directory / "faults.jsonl")
-    trained = dict(read_lines(directory / "trained.jsonl"))
+    trained = {(step, rank): pairs for step, rank, pairs in read_lines(directory / "trained.jsonl")}
     samples = Counter(tuple(pair) for pairs in trained.values() for pair in pairs)
     sent = {json.dumps(whole, sort_keys=True) for whole in read_lines(directory / "sent.jsonl")}
     sent |= {json.dumps(merge, sort_keys=True) for merge in _merged(read_lines(directory / "sent.jsonl"))}
@@ -204,7 +204,7 @@ def judge(directory: Path, steps: int, code: int) -> dict[str, Any]:
         "drivers": struck["driver"],
         "ray": sum(struck[name] for name in RAY),
         "stopped": sum(how == "stop" for _, how, *_ in faults),
-        "lost": max(0, GROUPS * SAMPLES * steps - samples.total()) + steps - len(trained),
+        "lost": max(0, GROUPS * SAMPLES * steps - samples.total()) + steps * ranks - len(trained),
         "doubled": sum(n - SAMPLES for n in samples.values() if n > SAMPLES),
         "mixed": len(mixed),
         "innocent": sum(max(0, count - struck[name]) for name, count in blamed.items()),
@@ -230,8 +230,9 @@ def _merged(parts: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def weights_of(checkpoints: Path, step: int) -> str:
-    """Digest of all tensors in the checkpoint of a step; empty without one."""
-    files = sorted((checkpoints / f"step_{step:08d}").rglob("*.safetensors"))
+    """Digest of the ranks' tensors in the checkpoint of a step; empty without one. It excludes the driver's random generators, which
+    libraries use, too."""
+    files = sorted(f for f in (checkpoints / f"step_{step:08d}").rglob("*.safetensors") if f.name != "rng.safetensors")
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else ""
 
 
@@ -261,7 +262,7 @@ class Campaign:
         from faults import read_lines
 
         self.runs = [run for run in (read_lines(self.log) if self.log else []) if run["runtime"] == self.shape.runtime]
-        self.undisturbed: dict[int, tuple[str, dict[int, list[str]]]] = {}
+        self.undisturbed: dict[int, tuple[str, dict[tuple[int, int], list[str]]]] = {}
         self.cut = 0
         self._lock, self._referring, self._flying = threading.Lock(), threading.Lock(), 0
 
@@ -276,7 +277,7 @@ class Campaign:
             if found and not found["failed"]:
                 weights, batches = self._reference(steps_of(count))
                 found["equal"] = found["weights"] == weights
-                different = [step for step, *batch in found.pop("batches") if batch != batches[step]]
+                different = [step for step, rank, *batch in found.pop("batches") if batch != batches[step, rank]]
                 found["different_batches"] = different  # other tokens were sampled in these steps
             with self._lock:
                 self._flying -= count
@@ -294,7 +295,7 @@ class Campaign:
             self._flying += count
             return count
 
-    def _reference(self, steps: int) -> tuple[str, dict[int, list[str]]]:
+    def _reference(self, steps: int) -> tuple[str, dict[tuple[int, int], list[str]]]:
         """The weights after so many steps without a fault, and step -> digests of its batch."""
         with self._referring:
             if steps not in self.undisturbed:
@@ -349,7 +350,7 @@ def many(campaign: Campaign, jobs: int) -> dict[str, Any]:
     return campaign.summary()
 
 
-def reference(shape: Shape, steps: int, directory: Path) -> tuple[str, dict[int, list[str]]]:
+def reference(shape: Shape, steps: int, directory: Path) -> tuple[str, dict[tuple[int, int], list[str]]]:
     """The weights of the last checkpoint of a run of as many steps without a fault and without rollout workers, and step -> digests of
     its batch."""
     from faults import read_lines
@@ -370,5 +371,5 @@ def reference(shape: Shape, steps: int, directory: Path) -> tuple[str, dict[int,
     )
     command = [sys.executable, "-m", "miles_core.cli.main", "train", *words]
     subprocess.run(command, capture_output=True, env={**os.environ, "RAY_TMPDIR": str(directory)}, check=True)
-    batches = {step: batch for step, *batch in read_lines(directory / "batches.jsonl")}
+    batches = {(step, rank): batch for step, rank, *batch in read_lines(directory / "batches.jsonl")}
     return weights_of(directory / "run/checkpoints", steps), batches

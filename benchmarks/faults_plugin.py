@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from miles_core.plugin import hookimpl
 from miles_embedded.engine.engine import EmbeddedEngine
 
@@ -118,8 +120,9 @@ def on_model(run, policy, model, role):
 @hookimpl
 def on_batch(run, batch):
     prompts = batch.tokens[batch.starts].tolist()
-    append("trained.jsonl", [run.step, sorted(zip(batch.group.tolist(), prompts, strict=True))])
-    append("batches.jsonl", [run.step, digest(batch.tokens), digest(batch.scalars["reward"])])
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    append("trained.jsonl", [run.step, rank, sorted(zip(batch.group.tolist(), prompts, strict=True))])
+    append("batches.jsonl", [run.step, rank, digest(batch.tokens), digest(batch.scalars["reward"])])
     perhaps("train", 0.1)
 
 
@@ -130,8 +133,6 @@ def on_save(run, policy):
 
 
 def digest(tensor):
-    import torch
-
     return hashlib.blake2b(
         tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=8
     ).hexdigest()

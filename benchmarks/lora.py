@@ -67,7 +67,7 @@ def learn(given: argparse.Namespace) -> dict[str, Any]:
     trained = [m for m in metrics if "train/loss" in m]
 
     def middle(name: str) -> float:
-        return statistics.median(m[name] for m in trained if name in m)
+        return float(statistics.median(m[name] for m in trained if name in m))
 
     return {
         "accuracy": [m["eval/accuracy"] for m in metrics if "eval/accuracy" in m],

@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="reinforcement-learning steps")
     parser.add_argument("--warm-start", type=int, default=500, help="supervised steps before them")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES, help="modes to run")
     chosen = parser.parse_args()
     modes = list(dict.fromkeys([BASE, *chosen.modes]))
@@ -59,7 +60,7 @@ def main() -> None:
         print(f"{name:<38} {row}", file=sys.stderr)
     result = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start, "modes": rows}
     versions = ("miles-core", "miles-plugin-ppo", "torch", "transformers")
-    finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions))
+    finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions), chosen.variant)
 
 
 def learn(name: str, directory: Path, seed: int, steps: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from miles_core.lookup import make_lazy_exports
 if TYPE_CHECKING:
     from miles_runtime.engine_worker import EngineWorker
     from miles_runtime.inline import InlineRuntime
-    from miles_runtime.local_process import process_state
+    from miles_runtime.local_process import process_state, uses_cpu
     from miles_runtime.output import last_lines, worker_name, write_there
     from miles_runtime.rank_worker import RankWorker
     from miles_runtime.restarts import Restarts
@@ -37,6 +37,7 @@ __all__ = [
     "last_lines",
     "process_state",
     "short_of_memory",
+    "uses_cpu",
     "worker_name",
     "write_there",
 ]
@@ -46,7 +47,7 @@ __getattr__, __dir__ = make_lazy_exports(
     {
         "miles_runtime.engine_worker": "EngineWorker",
         "miles_runtime.inline": "InlineRuntime",
-        "miles_runtime.local_process": "process_state",
+        "miles_runtime.local_process": "process_state uses_cpu",
         "miles_runtime.output": "last_lines worker_name write_there",
         "miles_runtime.rank_worker": "RankWorker",
         "miles_runtime.rollout_worker": "RolloutWorker",

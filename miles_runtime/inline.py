@@ -1,28 +1,19 @@
-"""The runtime that runs trainer, engine and driver in one process; with ``--rollout-workers``, rollouts run in others.
+"""The runtime that runs trainer, engine and driver in one process. ``inline_rollouts`` has rollouts in others.
 
 It has the same interface as other runtimes: the learner consists of one worker, whose methods are called directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Policy, Run
-from miles_core.contracts.runtime import PolicyParts, Producer, Runtime
+from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.trainer import ALL_PARTS
 from miles_core.plugin.detect import gpu_facts, model_facts
 from miles_mismatch.parity import check_sides
 from miles_mismatch.same_model import check_same_model
-from miles_runtime.busy import Busy
 from miles_runtime.learner_front import LearnerFront
-from miles_runtime.local_workers import rollout_processes
-from miles_runtime.output import Output
-from miles_runtime.patience import Patience
 from miles_runtime.rank import Rank, RankHere
-from miles_runtime.restarts import Restarts
-from miles_runtime.rollout_front import RolloutFront
-from miles_runtime.workers import Workers
 
 
 class InlineRuntime(Runtime):
@@ -32,9 +23,6 @@ class InlineRuntime(Runtime):
         self.run = run
         self.engines: list[Engine] = []
         self.ranks: list[Rank] = []
-        self.busy = Busy()
-        self.rollouts: Workers | None = None
-        self.output = Output(run.directory)
 
     async def build(self, policy: Policy) -> PolicyParts:
         run, colocate = self.run, self.run.config.run.colocate and policy.generates
@@ -62,32 +50,8 @@ class InlineRuntime(Runtime):
         engine.resend = learner.resend
         return PolicyParts(policy, learner, engine, rank.precisions, parity)
 
-    def producer(self, local: Producer, parts: Sequence[PolicyParts]) -> Producer:
-        options = self.run.config.run
-        if (count := self.run.config.rollout.workers) is None:
-            return local
-        if self.rollouts is None:
-            self.output.follow()
-            patience = Patience(options.worker_timeout, options.worker_build_timeout, options.worker_heartbeat)
-            names = [f"rollout-{number}" for number in range(count)]
-            self.rollouts = rollout_processes(self.run, names, patience, self.busy)
-        return RolloutFront(self.run, self.rollouts, parts, Restarts(options.max_restarts))
-
-    def metrics(self) -> dict[str, float]:
-        return {} if self.rollouts is None else self.busy.metrics()
-
-    def activity(self) -> Mapping[str, int]:
-        return {} if self.rollouts is None else {name: self.busy.open(name) for name in self.rollouts.names}
-
     async def close(self) -> None:
-        if self.rollouts is not None:
-            await self.output.close()
         for engine in self.engines:
             await engine.stop()
         for rank in self.ranks:
             rank.close()
-
-
-def make_runtime(run: Run) -> InlineRuntime:
-    """The runtime named ``inline``."""
-    return InlineRuntime(run)

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,18 @@ def process_state(process: int) -> tuple[str, int] | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else (fields[0], int(fields[11]) + int(fields[12]))
+
+
+def uses_cpu(process: int) -> bool:
+    """Whether a process on this machine uses the CPU, or waits for a disk, during one second. False at once for a stopped one."""
+    before = process_state(process)
+    if before is None or before[0] in "Tt":
+        return False
+    time.sleep(1.0)
+    after = process_state(process)
+    if after is None or after[0] in "Tt":
+        return False
+    return after[1] > before[1] or after[0] == "D"
 
 
 if __name__ == "__main__":

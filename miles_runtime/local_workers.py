@@ -8,7 +8,7 @@ from typing import Any
 
 from miles_core.contracts.run import Run
 from miles_runtime.busy import Busy
-from miles_runtime.local_process import LocalProcess, ProcessEnded, process_state
+from miles_runtime.local_process import LocalProcess, ProcessEnded, uses_cpu
 from miles_runtime.output import last_lines
 from miles_runtime.patience import Patience
 from miles_runtime.worker import Order
@@ -55,11 +55,7 @@ class LocalWorkers(Workers):
             await process.kill()
 
     async def computes(self, number: int) -> bool:
-        process = self._processes[number].pid
-        before = process_state(process)
-        await asyncio.sleep(1.0)
-        after = process_state(process)
-        return before is not None and after is not None and after[0] not in "Tt" and after[1] > before[1]
+        return await asyncio.to_thread(uses_cpu, self._processes[number].pid)
 
     def lines(self, number: int) -> tuple[str, ...]:
         return last_lines(self.order.directory, self.names[number])

@@ -262,7 +262,7 @@ class _Line:
         if groups or answers:
             self._groups, self._answers = {}, {}
             policies = {policy.name: (policy.version, policy.trained) for policy in self.front.run.policies}
-            await self._call(ROLLOUT_WORKER.post(Letters(self.front.run.step, policies, groups, answers)))
+            await self._call(ROLLOUT_WORKER.post(Letters(self.front.run.step, policies, groups, answers)))  # type: ignore[func-returns-value]
 
     async def _call(self, call: object) -> None:
         """Make a recorded call of the worker. If the worker is lost, ``_collect`` notices; another error fails all groups."""

@@ -220,7 +220,8 @@ class RemoteRuntime(Runtime):
         if count > 1:
             host, limit = await ranks.host(), self.run.config.run.worker_timeout
             port = await ranks.ask(0, RANK_WORKER.listen(host, count, limit))
-            await await_all(ranks.ask(n, RANK_WORKER.join(host, port, n, count, limit)) for n in range(count))
+            joins = [RANK_WORKER.join(host, port, n, count, limit) for n in range(count)]
+            await await_all(ranks.ask(n, join) for n, join in enumerate(joins))
         built = await await_all(ranks.ask(n, RANK_WORKER.build()) for n in range(count))
         worlds = [world for world, _ in built]
         if [(world.rank, world.size) for world in worlds] != [(n, count) for n in range(count)]:

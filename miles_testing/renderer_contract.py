@@ -85,7 +85,7 @@ class RendererContract(ABC):
                 *renderer.render(_QUESTION),
                 *renderer.tokenizer.encode(_ANSWER, add_special_tokens=False),
             ]
-            appended = renderer.tokenizer.decode(renderer.extend(tokens, [following])[len(tokens) :])
+            appended = str(renderer.tokenizer.decode(renderer.extend(tokens, [following])[len(tokens) :]))
             whole = renderer.text([*_QUESTION, answer, following])
             before = "" if role == "tool" else _ANSWER  # calls may be written after the answer
             assert following["content"] in appended and whole.endswith(before + appended), (

@@ -52,9 +52,10 @@ class WeightsContract(RunContract):
         done = self.run(export_hf=tmp_path / "hf")
         start, export = (CheckpointFiles(path).entries for path in (done.run.policy.hf_checkpoint, tmp_path / "hf"))
         assert {n: e.shape for n, e in export.items() if n not in self.added} == {n: e.shape for n, e in start.items()}
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             tmp_path / "hf", dtype=torch.float32, output_loading_info=True
         )
+        model, info = loaded
         assert not info["missing_keys"]
         samples = _samples(done)
         for sample, expected in zip(samples, _rank(done).log_probs(samples), strict=True):

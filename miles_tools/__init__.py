@@ -37,7 +37,7 @@ plugin = Plugin(
     examine="miles_tools.examine:examine",
     hints=HINTS,
     provides={
-        "runtime": {"inline": "miles_runtime.inline:make_runtime"},
+        "runtime": {"inline": "miles_runtime.inline_rollouts:make_runtime"},
         "reward": {
             "exact": "miles_tools.rewards.text_rules:make_exact",
             "boxed": "miles_tools.rewards.text_rules:make_boxed",

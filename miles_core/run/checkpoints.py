@@ -121,7 +121,7 @@ class RunCheckpoints:
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
-            await asyncio.wait([task])
+            await asyncio.gather(task, return_exceptions=True)  # its error has no other reader
 
     async def _save(self, later: bool, copied: asyncio.Event) -> None:
         run, plan, step = self.run, self.run.plan.record(), self.run.step

@@ -45,6 +45,8 @@ UPWARD = ("reward/mean", "eval/accuracy", "eval/reward", "rollout/tokens_per_sec
 #: Plots above the samples.
 OVERVIEW = 3
 DOWNWARD = ("mismatch/abs_log_prob", "mismatch/kl_k3", "sft/loss")
+#: Groups of metrics at the top and at the end of the summary table; other groups are between them.
+FIRST, LAST = ("eval", "reward", "rollout", "train", "mismatch", "verify"), ("time", "busy", "idle")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def report(run_dir: Path | str) -> Path:
         hints=review(records, hints_of(discover().values(), _holds(run_dir / "plan.json"))),
         sections=_sections([*chosen, *(panel for panel, _ in grids)], images, records),
         budget=_budget(run_dir),
-        rows=[_row(name, records) for name in names(records)],
+        rows=[_row(name, records) for name in sorted(names(records), key=_rank)],
         samples=browser(run_dir, _lookup(config, "reward", "reward_key")),
         changed=_list_changed(config),
         version=__version__,
@@ -219,6 +221,13 @@ def _cards(records: Sequence[Mapping[str, Any]], total: int | None) -> list[dict
     if gap:
         cards.append({"label": "mismatch KL", "value": f"{statistics.median(gap):.2g}", "note": "median, nats a token"})
     return cards
+
+
+def _rank(name: str) -> int:
+    """Return the position of a metric's group in the summary table; names may begin with a policy's name."""
+    groups = name.split("/")[:2]
+    first = next((FIRST.index(group) for group in groups if group in FIRST), len(FIRST))
+    return len(FIRST) + 1 if groups[0] in LAST else first
 
 
 def _row(name: str, records: Sequence[Mapping[str, Any]]) -> Row:

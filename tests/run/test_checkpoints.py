@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import shutil
@@ -134,6 +135,26 @@ def test_a_save_that_is_cancelled_leaves_nothing(tmp_path):
         await saving
         await checkpoints.close()
         assert not list((tmp_path / "checkpoints").iterdir())
+
+    asyncio.run(work())
+
+
+def test_the_error_of_an_abandoned_save_is_not_reported_again(tmp_path):
+    async def fail_when_cancelled():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise OSError("its worker has ended") from None
+
+    async def work():
+        reported = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context["message"]))
+        checkpoints = make(tmp_path)
+        checkpoints.parts[0].learner.collect_digests = fail_when_cancelled
+        await checkpoints.save(later=True)
+        await checkpoints.close()
+        gc.collect()
+        assert reported == []
 
     asyncio.run(work())
 

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from miles_core.errors import DataError, WorkerLost
+from miles_runtime import uses_cpu
 from miles_runtime.local_process import process_state
 from miles_runtime.local_workers import LocalWorkers
 from miles_runtime.patience import Patience
@@ -115,3 +116,17 @@ asyncio.run(main())
     while process_state(pid) is not None and time.monotonic() < end:
         time.sleep(0.05)
     assert process_state(pid) is None
+
+
+def test_a_stopped_process_computes_nothing():
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        assert uses_cpu(process.pid)
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        start = time.monotonic()
+        assert not uses_cpu(process.pid) and time.monotonic() - start < 0.5
+    finally:
+        process.kill()
+        process.wait()
+    assert not uses_cpu(process.pid)

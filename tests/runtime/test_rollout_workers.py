@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -267,21 +266,23 @@ plugin = Plugin("lasting", "a function with resources", "0", "~=0.1", provides={
 
 
 @pytest.mark.thorough
-def test_local_processes_generate_and_one_is_killed(toy_run, tmp_path, alone):
+def test_local_processes_generate_and_one_is_killed(toy_run, tmp_path, alone, request):
     """Real processes: the functions run there, one is killed with its rollout in progress, and nothing is lost."""
     (tmp_path / "lasting.py").write_text(LASTING)
-    killed = []
+    killed, over = [], threading.Event()
 
     def kill_one():
         file = tmp_path / "calls.jsonl"
         while not (file.exists() and sum("call" in line for line in file.read_text().splitlines()) > 8):
-            time.sleep(0.01)
+            if over.wait(0.01):
+                return
         pid = json.loads(file.read_text().splitlines()[-1])[1]
         killed.append(pid)
         os.kill(pid, signal.SIGKILL)
 
     thread = threading.Thread(target=kill_one, daemon=True)
     thread.start()
+    request.addfinalizer(over.set)
     done = toy_run(
         [str(tmp_path / "lasting.py")],
         directory=tmp_path / "run",
@@ -293,6 +294,7 @@ def test_local_processes_generate_and_one_is_killed(toy_run, tmp_path, alone):
         rollout_workers=2,
         log_level="info",
     )
+    over.set()
     thread.join()
     calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
     pids = {pid for what, pid in calls if what == "call"}

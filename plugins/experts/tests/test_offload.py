@@ -16,6 +16,7 @@ from miles_testing import WeightsContract
 OFFLOADED = {"offload_experts": True}
 
 
+@pytest.mark.thorough
 class TestWeights(WeightsContract):
     plugins = ("experts",)
     options = OFFLOADED

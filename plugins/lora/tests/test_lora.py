@@ -26,6 +26,7 @@ class TestMerged(WeightsContract):
     options = MERGED
 
 
+@pytest.mark.thorough
 class TestSeparate(WeightsContract):
     plugins = ("lora",)
     options = SEPARATE

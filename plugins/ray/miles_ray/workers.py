@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from miles_core.plugin import MilesError, WorkerLost
 from miles_ray.actor import BEAT, Actor, Found
 from miles_ray.watch import raylet_lives
-from miles_runtime import Order, Workers, last_lines, process_state, short_of_memory
+from miles_runtime import Order, Workers, last_lines, short_of_memory, uses_cpu
 
 #: Maximum concurrent calls of an actor. Requests to a paused engine stay open until new weights arrive; with Ray's default of 1000, the
 #: call that sends the weights could queue behind them and deadlock.
@@ -137,7 +136,7 @@ class RayWorkers(Workers):
 
     async def computes(self, number: int) -> bool:
         found = [self.found[number], *(place for _, place in self.parts[number])]
-        return all([place is not None and await _on(place, _computes) for place in found])
+        return all([place is not None and await _computes(place) for place in found])
 
     def share(self, value: Any) -> Any:
         if not raylet_lives():
@@ -206,15 +205,16 @@ def _end(process: int) -> None:
         os.kill(process, signal.SIGKILL)
 
 
+async def _computes(found: Found) -> bool:
+    """Whether a process computes; for a process on this machine without Ray, which would start another process first."""
+    if found.node == ray.get_runtime_context().get_node_id():
+        return await asyncio.to_thread(uses_cpu, found.process)
+    return bool(await _on(found, _computes_there))
+
+
 @ray.remote(num_cpus=0, max_retries=0)
-def _computes(process: int) -> bool:
-    """Whether a process uses the CPU, or waits for a disk, during one second."""
-    before = process_state(process)
-    time.sleep(1.0)
-    after = process_state(process)
-    if before is None or after is None or after[0] in "Tt":
-        return False
-    return after[1] > before[1] or after[0] == "D"
+def _computes_there(process: int) -> bool:
+    return uses_cpu(process)
 
 
 def _cause(error: Exception) -> str:

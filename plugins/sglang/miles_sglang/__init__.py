@@ -172,7 +172,7 @@ plugin = Plugin(
             install=f"{INSTALL}; or give --sglang-url with the address of a running server",
         ),
     ),
-    hooks={"": "miles_sglang.spawn:Early"},
+    hooks={"": "miles_sglang.early:Early"},
     review="miles_sglang.review:review",
     memory="miles_sglang.memory:usage",
 )

@@ -207,21 +207,10 @@ def assemble(
     if choices.url:
         link: Link = ServerLink(choices.url, choices.startup_timeout, choices.arguments)
     else:
-        model = _model(checkpoint, described, codec, directory)
-        if codec.format is not None and codec.format.name not in IN_PLACE:
-            model = _COMPILES | model
-        arguments = _arguments(choices, model, context)
+        arguments = _arguments(choices, _model(checkpoint, described, codec, directory), context)
         environment = _environment(choices.device, _experts(config, choices))
         link = ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
-    translator = Translator(
-        detokenize,
-        context,
-        int(config["vocab_size"]),
-        routing=_routing(config, choices),
-        supports=not choices.speculative,
-        seed=choices.seed if choices.keyed else None,
-        versioned=choices.versioned,
-    )
+    translator = _translator(detokenize, context, config, choices)
     settings = Settings(
         translator,
         codec,
@@ -239,6 +228,20 @@ def assemble(
     engine = SglangEngine(link, settings)
     engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype
     return engine
+
+
+def _translator(
+    detokenize: Callable[[list[int]], str], context: int, config: Mapping[str, Any], choices: Choices
+) -> Translator:
+    return Translator(
+        detokenize,
+        context,
+        int(config["vocab_size"]),
+        routing=_routing(config, choices),
+        supports=not choices.speculative,
+        seed=choices.seed if choices.keyed else None,
+        versioned=choices.versioned,
+    )
 
 
 def _arguments(choices: Choices, model: Mapping[str, Any], context: int) -> dict[str, Any]:
@@ -286,8 +289,9 @@ def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: P
     Raises:
         ConfigError: the checkpoint is quantised and the rollout precision is BF16.
     """
+    waits = _COMPILES if codec.format is not None and codec.format.name not in IN_PLACE else {}
     if described.stored:
-        return {"model_path": str(checkpoint)}
+        return waits | {"model_path": str(checkpoint)}
     if codec.format is None and not described.names:
         raise ConfigError(
             f"--hf-checkpoint {checkpoint} is quantised, but --rollout-precision is bf16: set --rollout-precision to the checkpoint's "
@@ -295,7 +299,7 @@ def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: P
         )
     model = directory / "model"
     described.write(model)
-    return {"model_path": str(model), "load_format": "dummy"}
+    return waits | {"model_path": str(model), "load_format": "dummy"}
 
 
 def _text_config(checkpoint: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Starts the process in which SGLang will run. It imports SGLang, which takes several seconds, and then waits for its arguments.
 
-A run in one process starts it first (``Early``), so that SGLang is imported while the trainer loads its model. It allocates no memory of the GPU
+A run in one process starts it first (``early``), so that SGLang is imported while the trainer loads its model. It allocates no memory of the GPU
 before it receives its arguments, so the share of the GPU that SGLang takes does not depend on when it was started.
 """
 
@@ -15,9 +15,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from miles_core.plugin import StashKey, hookimpl
+from miles_core.plugin import StashKey
 
 #: The module that the process runs.
 WORKER = "miles_sglang.worker"
@@ -81,23 +80,3 @@ def _kill(starting: asyncio.Task[asyncio.subprocess.Process]) -> None:
 
 #: Processes that were started early, by log file.
 EARLY = StashKey[dict[Path, Spawned]]()
-
-
-class Early:
-    """Starts the process of a run's (first) engine before its trainers are built."""
-
-    @hookimpl
-    def on_start(self, run: Any) -> None:
-        from miles_sglang.build import environment_of, log_file_of
-
-        if run.config.run.runtime != "inline" or run.config.run.engine != "sglang":
-            return
-        policy = next((policy for policy in run.policies if policy.generates), None)
-        if policy is not None and (changes := environment_of(run, policy)) is not None:
-            log_file = log_file_of(run)
-            run.stash[EARLY] = {log_file: spawn(WORKER, changes, log_file)}
-
-    @hookimpl
-    def on_stop(self, run: Any) -> None:
-        for spawned in run.stash.get(EARLY, {}).values():
-            spawned.drop()

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from test_links import link
 
-from miles_sglang import build
-from miles_sglang.spawn import EARLY, WORKER, Early, Spawned, spawn
+from miles_sglang import build, early
+from miles_sglang.early import Early
+from miles_sglang.spawn import EARLY, WORKER, Spawned, spawn
 
 
 def is_alive(pid: int) -> bool:
@@ -34,11 +35,11 @@ async def until_ended(pid: int) -> None:
 
 def test_an_engine_uses_the_process_that_was_started_for_it(tmp_path: Path) -> None:
     async def used() -> None:
-        early: dict[Path, Spawned] = {}
-        one = link(tmp_path, "good", early=early)
-        early[one.log_file] = spawned = spawn(WORKER, one.changes, one.log_file)
+        taken: dict[Path, Spawned] = {}
+        one = link(tmp_path, "good", early=taken)
+        taken[one.log_file] = spawned = spawn(WORKER, one.changes, one.log_file)
         process = await spawned.starting
-        assert (await one.start())["tp_size"] == 2 and not early
+        assert (await one.start())["tp_size"] == 2 and not taken
         assert one._process is process
         await one.restart({})
         assert one._process is not process and not is_alive(process.pid)
@@ -49,9 +50,9 @@ def test_an_engine_uses_the_process_that_was_started_for_it(tmp_path: Path) -> N
 
 def test_a_process_with_another_environment_ends_and_is_not_used(tmp_path: Path) -> None:
     async def used() -> None:
-        early: dict[Path, Spawned] = {}
-        one = link(tmp_path, "good", early=early)
-        early[one.log_file] = spawned = spawn(WORKER, {**one.changes, "X": "1"}, one.log_file)
+        taken: dict[Path, Spawned] = {}
+        one = link(tmp_path, "good", early=taken)
+        taken[one.log_file] = spawned = spawn(WORKER, {**one.changes, "X": "1"}, one.log_file)
         process = await spawned.starting
         await one.start()
         assert one._process is not None and one._process.pid != process.pid
@@ -66,7 +67,7 @@ def test_a_run_in_one_process_starts_it_and_ends_what_no_engine_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
     environment = link(tmp_path, "good").changes
-    monkeypatch.setattr(build, "environment_of", lambda run, policy: environment)
+    monkeypatch.setattr(early, "environment_of", lambda run, policy: environment)
     policies = [SimpleNamespace(generates=on) for on in (False, True, True)]
     config = SimpleNamespace(run=SimpleNamespace(runtime=runtime, engine="sglang"))
 
