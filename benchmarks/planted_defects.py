@@ -67,7 +67,7 @@ def use_double(patch: pytest.MonkeyPatch, make: Callable[[Path], Any]) -> None:
     sglang_double.stand_in_for_sglang(patch)
     patch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, packages=()))
 
-    def link(arguments: Mapping[str, Any], *_: Any) -> Any:
+    def link(arguments: Mapping[str, Any], *_: Any, **__: Any) -> Any:
         return sglang_scheduler_double.SchedulerLink(make, Path(arguments["model_path"]), arguments)
 
     patch.setattr(sglang_build, "ProcessLink", link)

@@ -197,7 +197,10 @@ class SglangEngine(Engine):
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
         wanted = None if keys is None else frozenset(keys)
-        for call in [c for c in self._calls.values() if wanted is None or c.key in wanted]:
+        await self._abort_calls([c for c in self._calls.values() if wanted is None or c.key in wanted])
+
+    async def _abort_calls(self, calls: Iterable[_Call]) -> None:
+        for call in calls:
             call.aborted = True
             call.stirred.set()
             if call.sent:
@@ -217,9 +220,11 @@ class SglangEngine(Engine):
         self._paused = mode
 
     async def _abort_all(self) -> None:
-        """Abort until no request is in flight. Repeats because a request may reach the scheduler after the abort."""
-        while calls := list(self._calls.values()):
-            await self.abort()
+        """Abort until no request of this moment is in flight; later ones wait for ``resume``. Repeats because a request may reach the
+        scheduler after the abort."""
+        calls = list(self._calls.values())
+        while calls := [call for call in calls if not call.done.is_set()]:
+            await self._abort_calls(calls)
             waiting = [asyncio.ensure_future(c.done.wait()) for c in calls]
             _, late = await asyncio.wait(waiting, timeout=0.5)
             for task in late:

@@ -28,7 +28,7 @@ def sglang_with(monkeypatch: Any) -> Callable[[Callable[[Path], Any]], list[Any]
     def use(make: Callable[[Path], Any]) -> list[Any]:
         links: list[Any] = []
 
-        def link(arguments: Any, *_: Any) -> SchedulerLink:
+        def link(arguments: Any, *_: Any, **__: Any) -> SchedulerLink:
             links.append(SchedulerLink(make, Path(arguments["model_path"]), arguments))
             return links[-1]
 

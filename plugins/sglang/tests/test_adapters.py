@@ -28,7 +28,7 @@ def double(monkeypatch: Any) -> types.SimpleNamespace:
     monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, packages=()))
     made = types.SimpleNamespace(link=None, fatal={}, rank=0)
 
-    def make(arguments: Mapping[str, Any], *_: Any) -> DoubleLink:
+    def make(arguments: Mapping[str, Any], *_: Any, **__: Any) -> DoubleLink:
         made.link = DoubleLink(
             Path(arguments["model_path"]), {**arguments, **({"max_lora_rank": made.rank} if made.rank else {})}
         )

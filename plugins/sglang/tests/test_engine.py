@@ -118,7 +118,7 @@ def double(monkeypatch: Any) -> types.SimpleNamespace:
     monkeypatch.setattr(miles_sglang, "plugin", replace(miles_sglang.plugin, packages=()))
     made = types.SimpleNamespace(link=None, fatal={})
 
-    def make(arguments: Mapping[str, Any], *_: Any) -> DoubleLink:
+    def make(arguments: Mapping[str, Any], *_: Any, **__: Any) -> DoubleLink:
         made.link = DoubleLink(Path(arguments["model_path"]), arguments)
         made.link.fatal = made.fatal
         return made.link
