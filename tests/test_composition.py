@@ -143,7 +143,9 @@ CASES = list(list_cases())
 
 
 @pytest.mark.parametrize(
-    ("names", "cell", "family"), CASES, ids=["+".join(n) + f"-{c[0]}x{c[1]}-{f}" for n, c, f in CASES]
+    ("names", "cell", "family"),
+    [pytest.param(*case, marks=pytest.mark.thorough if case[2] == "llama" else ()) for case in CASES],
+    ids=["+".join(n) + f"-{c[0]}x{c[1]}-{f}" for n, c, f in CASES],
 )
 def test_it_is_refused_with_the_reason_expected_or_it_runs(toy_run, tmp_path, names, cell, family):
     rollout, train = cell

@@ -351,8 +351,8 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
     assert made == [
         "sink",
         "reward",
-        "prompts for train",
         "generate",
+        "prompts for train",
         "runtime",
         "trainer",
         "model for train",

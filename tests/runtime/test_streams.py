@@ -103,6 +103,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.thorough
 def test_a_program_that_keeps_the_error_of_its_first_push_exits_as_usual(tmp_path):
     command = [sys.executable, "-c", PROGRAM, *toy_arguments(directory=tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -64,6 +64,7 @@ def test_each_call_has_a_group_of_its_size(ranks):
     assert ranks.run(Doubling(3).apply, torch.ones(2))[1].tolist() == [3, 3]
 
 
+@pytest.mark.thorough
 def test_processes_are_kept_and_ended():
     mine = Ranks(timeout=1.0)
     first = mine.run(process)

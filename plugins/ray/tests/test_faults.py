@@ -162,6 +162,7 @@ def test_the_control_store_dies_and_the_last_step_is_saved(struck):
     assert ended["checkpoint"].endswith(f"step_{ended['step']:08d}")
 
 
+@pytest.mark.thorough
 def test_the_raylet_dies_and_the_run_ends_with_a_sentence(struck):
     code, _, directory = struck("rollout", 2, "SIGKILL", "raylet")
     assert code == 2, (directory / "output").read_text()[-3000:]
