@@ -101,8 +101,6 @@ class SampleSaver:
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
             self._pending = self._thread.submit(self.save, kind, step, rows)
-            if sum(map(count_tokens, rows)) <= SMALL:
-                await self._complete()
 
     def save(self, kind: str, step: int, rows: Sequence[Row]) -> None:
         """Write one file.
