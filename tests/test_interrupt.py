@@ -151,6 +151,7 @@ def test_exit_code_130_and_a_checkpoint(tmp_path):
     assert step >= 2 and [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == [f"step_{step:08d}"]
 
 
+@pytest.mark.thorough
 def test_a_second_ctrl_c_exits_at_once(tmp_path):
     process = started(
         tmp_path,

@@ -235,6 +235,7 @@ def test_a_run_that_is_to_stop_replaces_nothing(survive, tmp_path, monkeypatch):
     assert ended["why"] == "stopped by SIGTERM" and ended["checkpoint"].endswith("step_00000003")
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_to_stop_while_an_engine_hangs_saves_the_last_step(survive, tmp_path, monkeypatch):
     """The rank waits in its push for the engine, and no time-out is near."""
     plain = apart.ApartWorkers.send
