@@ -41,7 +41,7 @@ MODEL = {
     "num_key_value_heads": 2,
 }
 STEPS, WARM_UP, SAMPLES, ROUNDS = 6, 2, 4, 3
-#: (prompts per step, longest response) of the runs that measure and of those that are predicted.
+#: (prompts per step, longest response) of the measured runs and of the predicted runs.
 MEASURED = ((1, 24), (32, 100), (4, 24), (12, 100), (12, 24), (4, 100), (32, 24), (1, 100))
 PREDICTED = ((8, 96), (24, 64), (2, 192), (16, 192), (32, 128))
 #: Batch sizes of the decode curve; between them it is linear.

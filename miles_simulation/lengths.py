@@ -31,7 +31,7 @@ class Distribution(ABC):
         """Return the length that a fraction ``p`` (0 to 1) of all lengths does not exceed."""
 
     def draw(self, number: int, p: float) -> float:
-        """Return the length of sample or prompt ``number``, of which ``p`` is the random quantile."""
+        """Return the length of sample or prompt ``number`` at the random quantile ``p``."""
         return self.quantile(p)
 
 

@@ -1,4 +1,4 @@
-"""Parses JSON and rejects duplicate keys, of which Python's parser would silently keep the last; encodes large data in pieces."""
+"""Parses JSON and rejects duplicate keys (Python's parser silently keeps the last one); encodes large data in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout workers as actors, one of which is killed."""
+"""Rollout workers as actors; the test kills one."""
 
 from __future__ import annotations
 
