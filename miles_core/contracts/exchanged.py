@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +49,7 @@ def _describe_invalid_response(request: Request, response: Any, vocabulary: int)
     if not isinstance(response.log_probs, Column):
         return f"the response has log_probs that are {describe(response.log_probs)}; expected a list of numbers"
     log_probs = np.asarray(response.log_probs)
-    if not bool((np.isfinite(log_probs) & (log_probs <= _ROUNDING)).all()):
+    if count and not -inf < np.minimum.reduce(log_probs) <= np.maximum.reduce(log_probs) <= _ROUNDING:  # NaN included
         worst = next(p for p in response.log_probs if not (isfinite(p) and p <= _ROUNDING))
         return f"the response has the log-probability {worst}; expected finite values of at most 0"
     if response.finish not in ("stop", "length", "abort"):
@@ -68,7 +68,7 @@ def describe_invalid_tokens(tokens: Sequence[Any], vocabulary: int) -> str:
     """Describe tokens that are not all token ids; "" if they are."""
     if isinstance(tokens, Column):
         ids = np.asarray(tokens)
-        if not len(ids) or (ids.min() >= 0 and ids.max() < vocabulary):
+        if not len(ids) or (np.minimum.reduce(ids) >= 0 and np.maximum.reduce(ids) < vocabulary):
             return ""
     wrong = next(t for t in tokens if not isinstance(t, int) or not 0 <= t < vocabulary)
     return f"the token {wrong!r} in {describe(tokens)}; expected token ids, integers from 0 to {vocabulary - 1}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import MismatchError, NonFiniteError
@@ -78,8 +78,8 @@ class Hints:
         for hint in self.known:
             if any(behaviour(self._history.get(metric) or [math.nan]) for metric, behaviour in hint.unless):
                 continue
-            for name in metrics:
-                if name in RESERVED or (hint.name, name) in self._given or not fnmatchcase(name, hint.metric):
+            for name in fnmatch.filter(metrics, hint.metric):
+                if name in RESERVED or (hint.name, name) in self._given:
                     continue
                 if hint.behaviour(self._history[name]):
                     self._given.add((hint.name, name))

@@ -154,9 +154,9 @@ def cut_at_stop(parts: list[Response], stop: Sequence[str], declared: Sequence[F
     the boundary are decoded, so the cost does not depend on the length of the response.
     """
     last = parts[-1]
-    before = join_columns(part.tokens for part in parts[:-1])
-    if not stop or not before or not last.tokens:
+    if not stop or len(parts) == 1 or not last.tokens:
         return
+    before = join_columns(part.tokens for part in parts[:-1])
     reach = max(map(len, stop))
     context = before[-_token_count(before[::-1], reach, decode) :]
     for count in range(1, _token_count(last.tokens, reach, decode) + 1):

@@ -155,6 +155,7 @@ class Generator:
         self.extras, self.keys = extras, RequestKeys()
         self.vocabulary = int(run.plan.fact("model.vocab_size") or len(run.tokenizer))
         self.policies = {policy.name: policy for policy in run.policies}
+        self._trains = {policy.name for policy in run.policies if policy.role == "train"}
         limit = run.config.rollout.max_concurrent_samples
         self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
 
@@ -216,18 +217,9 @@ class Generator:
             key = self.keys.next(number)  # in the order of the calls, however they run
             return self._answer(number, group, as_column(tokens, TOKENS), sampling, policy, key)
 
-        roles = {policy.name: policy.role for policy in self.run.policies}
         tokenizer, renderer = self.run.tokenizer, self.run.render.renderer
-        return Ask(
-            sample,
-            sample.policy,
-            generation,
-            self.sampling,
-            tokenizer,
-            renderer,
-            self._decode,
-            lambda policy: roles.get(policy) == "train",
-        )
+        decode, learns = self._decode, self._trains.__contains__
+        return Ask(sample, sample.policy, generation, self.sampling, tokenizer, renderer, decode, learns)
 
     async def _call_function(self, function: RolloutFunction, name: str, sample: Sample, ask: Ask) -> list[Sample]:
         """Call the rollout function and check the returned samples; errors name the function and the sample."""
@@ -279,13 +271,12 @@ class Generator:
         parts: list[Response] = []
         fruitless = 0
         while fruitless < FRUITLESS:
-            generated = join_columns(part.tokens for part in parts)
-            rest = (
-                dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(generated))
-                if generated
-                else sampling
-            )
-            request = Request(tokens + generated, rest, key=key, group=group, extras=set(self.extras), policy=policy)
+            context, rest = tokens[:], sampling
+            if parts:
+                generated = join_columns(part.tokens for part in parts)
+                context += generated
+                rest = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(generated))
+            request = Request(context, rest, key=key, group=group, extras=set(self.extras), policy=policy)
             self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
             response = await engine.generate(request)
             check_response(self.run, request, response, self.vocabulary)

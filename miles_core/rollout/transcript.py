@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from miles_core.contracts.engine import Response
-from miles_core.data.column import FLOATS, MASK, TOKENS, Column, as_column, join_columns
+from miles_core.data.column import MASK, TOKENS, Column, as_column, join_columns
 from miles_core.data.field import Field
 from miles_core.data.sample import Sample, Status, rows
 from miles_core.errors import DataError
@@ -186,7 +186,8 @@ class Transcript:
         turns = self._turns_of(sample.tokens)
         mine = [turn for turn in turns if turn.policy == (sample.policy or turn.policy)]
         if sample.status not in (Status.ABORTED, Status.FAILED):
-            self._check_whole(sample, turns)
+            if len(turns) < len(self.turns):
+                self._check_whole(sample, turns)
             if not mine and sample.rollout_log_probs is None:
                 raise DataError(
                     f"sample {sample.index}: its tokens do not continue any call of the engine, so they have no "
@@ -194,20 +195,13 @@ class Transcript:
                 )
         if not mine:
             return
-        first = sample.prompt_length
-        mask = np.zeros(sample.response_length, np.int8)
-        logs = np.zeros(sample.response_length, np.float64)
-        for turn in mine:
-            if turn.start < first:
-                raise DataError(
-                    f"sample {sample.index}: the engine generated token {turn.start} of its prompt of {first} tokens"
-                )
-            mask[turn.start - first : turn.end - first] = 1
-            logs[turn.start - first : turn.end - first] = turn.response.log_probs
-        self._set_mask(sample, mask)
+        whole = len(mine) == 1 and (mine[0].start, mine[0].end) == (sample.prompt_length, len(sample.tokens))
+        if whole and sample.loss_mask is None:  # usual case: a turn is the whole response
+            logs = mine[0].response.log_probs[:]
+        else:
+            logs = self._mask_others(sample, mine)
         if sample.rollout_log_probs is None:
-            masked = logs if sample.loss_mask is None else logs * np.asarray(sample.loss_mask)
-            sample.rollout_log_probs = Column.of(masked, FLOATS)
+            sample.rollout_log_probs = logs if sample.loss_mask is None else logs * np.asarray(sample.loss_mask)
         sample.weight_versions = sample.weight_versions or [
             (turn.start + i, version) for turn in mine for i, version in turn.response.weight_versions
         ]
@@ -218,7 +212,18 @@ class Transcript:
             if spec.name not in sample.fields and reporting:
                 sample.fields[spec.name] = _assemble(spec, sample, reporting)
 
-    def _set_mask(self, sample: Sample, generated: np.ndarray) -> None:
+    def _mask_others(self, sample: Sample, mine: list[Turn]) -> np.ndarray:
+        """Set the loss mask of ``sample`` to 0 where no turn of ``mine`` generated the token. Returns the log-probs, 0.0 there."""
+        first = sample.prompt_length
+        generated = np.zeros(sample.response_length, np.int8)
+        logs = np.zeros(sample.response_length, np.float64)
+        for turn in mine:
+            if turn.start < first:
+                raise DataError(
+                    f"sample {sample.index}: the engine generated token {turn.start} of its prompt of {first} tokens"
+                )
+            generated[turn.start - first : turn.end - first] = 1
+            logs[turn.start - first : turn.end - first] = turn.response.log_probs
         if sample.loss_mask is None:
             sample.loss_mask = None if generated.all() else Column.of(generated, MASK)
         elif sample.rollout_log_probs is None and len(sample.loss_mask) == len(generated):
@@ -228,6 +233,7 @@ class Transcript:
                     f"sample {sample.index}: loss_mask trains token {int(foreign[0])} of its response, which the engine of the policy "
                     f"{sample.policy or 'of the run'} did not generate, so it has no log-probability; set 0 there"
                 )
+        return logs
 
     def _turns_of(self, tokens: Sequence[int]) -> list[Turn]:
         """Return all turns that ``tokens`` contain completely."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from miles_core.data.unit import Encoded
 from miles_core.errors import CheckpointError
-from miles_embedded.model.views import Copy, Loader, View, sources
+from miles_embedded.model.views import Copy, Loader, View
 
 
 class SharingLoader(Loader):
@@ -27,7 +27,6 @@ class SharingLoader(Loader):
     def __init__(self, model: nn.Module, shared: set[str]) -> None:
         super().__init__(model)
         self._shared = shared
-        self._sources = sources(model)
         self._lasting: dict[str, list[tuple[View, Tensor]]] = {}
         self.copied = 0
 

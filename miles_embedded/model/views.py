@@ -81,9 +81,13 @@ class View:
         return View(expert.name, self.source, expert.shape, stride, offset)
 
 
-def views(model: nn.Module) -> list[View]:
-    """Return every tensor of the model's checkpoint in module order, tied tensors once. Cached until the modules change."""
-    shapes = tuple((n, tuple(t.shape), t.stride()) for n, t in sources(model).items())
+def views(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> list[View]:
+    """Return every tensor of the model's checkpoint in module order, tied tensors once. Cached until the modules change.
+
+    ``state`` is ``sources(model)`` if the caller has it, which takes longer than the look-up.
+    """
+    state = sources(model) if state is None else state
+    shapes = tuple((n, tuple(t.shape), t.stride()) for n, t in state.items())
     known = _known.get(model)
     if known is None or known[0] != shapes:
         known = _known[model] = (shapes, _derive(model))
@@ -102,19 +106,24 @@ def matrices(model: nn.Module, experts: Callable[[str, tuple[int, ...]], list[Ex
 
 def sources(model: nn.Module) -> dict[str, Tensor]:
     """Return the module tensors that a checkpoint consists of, by name; tied tensors once."""
-    tied = tied_names(model)
-    return {n: t for n, t in model.state_dict(keep_vars=True).items() if n not in tied}
+    return _without_ties(model)[0]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return the names that a checkpoint omits because of shared storage: omitted name -> stored name."""
+    return _without_ties(model)[1]
+
+
+def _without_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return ``sources`` and ``tied_names``."""
     state = model.state_dict(keep_vars=True)
     declared = {
         f"{path}.{a}".lstrip("."): f"{path}.{b}".lstrip(".")
         for path, module in model.named_modules()
         for a, b in (getattr(module, "all_tied_weights_keys", None) or {}).items()
     }
-    return {a: b for a, b in declared.items() if a in state and b in state and state[a] is state[b]}
+    tied = {a: b for a, b in declared.items() if a in state and b in state and state[a] is state[b]}
+    return {n: t for n, t in state.items() if n not in tied}, tied
 
 
 def unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -137,7 +146,7 @@ def export(model: nn.Module) -> Iterator[Unit]:
     A collective operation if parameters are sharded: each is gathered in turn, and every process receives every unit.
     """
     state = sources(model)
-    units = list(group_coupled([view for view in views(model) if is_streamed(state[view.source])]))
+    units = list(group_coupled([view for view in views(model, state) if is_streamed(state[view.source])]))
     last = {view.source: number for number, members in enumerate(units) for view in members}
     gathered: dict[str, Tensor] = {}
     for number, members in enumerate(units):
@@ -158,11 +167,11 @@ class Loader:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        state = sources(model)
+        state, self._tied = _without_ties(model)
+        self._sources = state
         self._shards = {n: local_shard(t) for n, t in state.items()}
         self._encoded = {n for n, t in state.items() if codes_of(t) is not None}
-        self._views = {v.name: v for v in views(model)}
-        self._tied = tied_names(model)
+        self._views = {v.name: v for v in views(model, state)}
         self._missing = dict.fromkeys(n for n, v in self._views.items() if not is_constant(state[v.source]))
         self._parts: dict[str, View] | None = None
         self._inside: dict[str, tuple[str, list[View]]] = {}

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -49,21 +50,33 @@ def pack(rows: Sequence[Row], pieces: Mapping[int, str], secrets: Sequence[str])
     """
     members = []
     for start in range(0, len(rows), _AT_ONCE):
-        text = "".join(_line(row, pieces) for row in rows[start : start + _AT_ONCE])
+        some = rows[start : start + _AT_ONCE]
+        text = "".join(map(_line, some, _plain_columns(some, pieces)))
         for secret in secrets:
             text = text.replace(secret, MARK)
         members.append(gzip.compress(text.encode(), LEVEL, mtime=0))
     return b"".join(members)
 
 
-def _line(row: Row, pieces: Mapping[int, str]) -> str:
+def _plain_columns(rows: Sequence[Row], pieces: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Convert the columns of rows to lists; all rows' columns of one name are rounded at once."""
+    plain: list[dict[str, Any]] = [dict.fromkeys(row.columns) for row in rows]
+    for name in dict.fromkeys(name for row in rows for name in row.columns):
+        there = [n for n, row in enumerate(rows) if row.columns.get(name) is not None]
+        if not there:
+            continue
+        arrays = [rows[n].columns[name] for n in there]
+        ends = list(accumulate(map(len, arrays)))
+        values = _round(np.concatenate(arrays))
+        for n, start, end in zip(there, [0, *ends], ends, strict=False):
+            plain[n][name] = values[start:end]
+            if name == "tokens":
+                plain[n]["pieces"] = [pieces[token] for token in values[end - rows[n].response_length : end]]
+    return plain
+
+
+def _line(row: Row, columns: dict[str, Any]) -> str:
     head = row.plain[""] if "" in row.plain else to_json(row.plain)
-    columns: dict[str, Any] = {}
-    for name, values in row.columns.items():
-        columns[name] = None if values is None else values.tolist() if values.dtype.kind in "iu" else _round(values)
-        if name == "tokens":
-            tokens = columns[name]
-            columns["pieces"] = [pieces[token] for token in tokens[len(tokens) - row.response_length :]]
     if not columns:
         return f"{head}\n"
     return f"{head[:-1]}, {json.dumps(columns)[1:]}\n"
@@ -88,8 +101,10 @@ def _plain(value: Any, depth: int = 0) -> Any:
     return value if value is None or isinstance(value, (str, int)) else str(value)[:1000]
 
 
-def _round(values: np.ndarray) -> list[float | None]:
-    """Round to six decimal places; non-finite values become None."""
+def _round(values: np.ndarray) -> list[Any]:
+    """Convert integers to a list of int, and round others to six decimal places; non-finite values become None."""
+    if values.dtype.kind in "iu":
+        return values.tolist()
     array = np.round(values.astype(np.float64), 6)
     rounded: list[float | None] = array.tolist()
     for bad in np.flatnonzero(~np.isfinite(array)):
