@@ -112,11 +112,21 @@ class Cache:
         self.prefixes, self.own = Store(), Store()
         self.prefix_of = np.zeros(_SLOTS, np.int64)
         self.users = np.zeros(_SLOTS, np.int64)
+        self._grouped: tuple[tuple[bytes, bytes, torch.device], SharedPrompts] | None = None
 
     @property
     def rows(self) -> int:
         """Number of live rows."""
         return self.own.size
+
+    def group(self, slots: np.ndarray, device: torch.device) -> SharedPrompts:
+        """Return how the rows of ``slots`` share prompts. Most steps have the rows of the step before, so the last result is kept."""
+        prompts = self.prefix_of[slots]
+        lengths = self.prefixes.lengths[prompts]
+        key = (prompts.tobytes(), lengths.tobytes(), device)
+        if self._grouped is None or self._grouped[0] != key:
+            self._grouped = key, SharedPrompts.of(prompts, lengths, device)
+        return self._grouped[1]
 
     def add_prefixes(self, lengths: Sequence[int]) -> np.ndarray:
         """Allocate slots for prompts of these lengths, without rows or content."""
@@ -213,6 +223,53 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Rows stacked by prompt: [groups * members], where every group is padded to the size of the largest.
+
+    Attributes:
+        groups, members: number of prompts, and of rows of the prompt with most rows.
+        width: length of the longest prompt.
+        lengths: [rows] prompt length of each row.
+        slots: [groups] slot of each prompt; None if they are the first slots in order.
+        gather: [groups * members] row at each place; None if the rows are in this order.
+        scatter: [rows] place of each row; None likewise.
+    """
+
+    groups: int
+    members: int
+    width: int
+    lengths: np.ndarray
+    slots: Tensor | None
+    gather: Tensor | None
+    scatter: Tensor | None
+
+    @classmethod
+    def of(cls, prompts: np.ndarray, lengths: np.ndarray, device: torch.device) -> SharedPrompts:
+        """Group rows by ``prompts`` [rows], the prompt slot of each row; ``lengths`` [rows]."""
+        rows = np.arange(len(prompts))
+        used, group = np.unique(prompts, return_inverse=True)
+        size = np.bincount(group)
+        order = np.argsort(group, kind="stable")
+        groups, members = len(used), int(size.max())
+        place = group[order] * members + rows - np.repeat(size.cumsum() - size, size)
+        gather = np.zeros(groups * members, np.int64)
+        gather[place] = order
+        scatter = np.empty(len(rows), np.int64)
+        scatter[order] = place
+        straight = len(gather) == len(rows) and bool((gather == rows).all())
+        dense = bool((used == np.arange(groups)).all())
+        return cls(
+            groups,
+            members,
+            int(lengths.max()),
+            lengths,
+            None if dense else to_device(used, device),
+            None if straight else to_device(gather, device),
+            None if straight else to_device(scatter, device),
+        )
+
+
 _NEVER = -1e30
 #: Round the width of own tokens up to a multiple of this: products with very few columns take a slow path on a CPU.
 _STEP = 16
@@ -258,28 +315,10 @@ class CachedRows:
         self.dense = bool((self.slots == np.arange(self.count)).all())
         self.level = bool((self.after == self.after[0]).all())
         self._narrow: dict[tuple[int, int], Tensor] = {}
-        self._groups()
-
-    def _groups(self) -> None:
-        prefixes = self.cache.prefixes
-        used, group = np.unique(self.cache.prefix_of[self.slots], return_inverse=True)
-        size = np.bincount(group)
-        order = np.argsort(group, kind="stable")
-        within = np.arange(self.count) - np.repeat(size.cumsum() - size, size)
-        self.groups, self.members = len(used), int(size.max())
-        lengths = prefixes.lengths[used]
-        self.prefix_width = int(lengths.max())
-        gather = np.zeros(self.groups * self.members, np.int64)
-        place = group[order] * self.members + within
-        gather[place] = order
-        scatter = np.empty(self.count, np.int64)
-        scatter[order] = place
-        straight = len(gather) == self.count and bool((gather == np.arange(self.count)).all())
-        self.gather = None if straight else to_device(gather, self.device)
-        self.scatter = None if straight else to_device(scatter, self.device)
-        dense = bool((used == np.arange(self.groups)).all())
-        self.prefix_slots = None if dense else to_device(used, self.device)
-        self.prefix_lengths = lengths[group]
+        prompts = self.cache.group(self.slots, self.device)
+        self.groups, self.members = prompts.groups, prompts.members
+        self.prefix_width, self.prefix_lengths = prompts.width, prompts.lengths
+        self.prefix_slots, self.gather, self.scatter = prompts.slots, prompts.gather, prompts.scatter
 
     @cached_property
     def mask(self) -> Tensor:

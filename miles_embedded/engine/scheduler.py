@@ -217,7 +217,8 @@ def parameters_of(rows: Sequence[Row], device: torch.device) -> tuple[Params, Te
 def uniform_of(seed: int, rows: Sequence[Row], keys: Tensor, positions: Tensor | None, stream: int) -> Tensor:
     """Call ``sampling.uniform`` at ``positions``, by default the position of each row's next token."""
     if positions is None:
-        positions = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=keys.device)
+        lengths = np.fromiter((len(row.tokens) for row in rows), np.int64, len(rows))
+        positions = torch.from_numpy(lengths).to(keys.device)
     return uniform(seed, keys, positions, stream)
 
 
