@@ -234,6 +234,7 @@ class SharedPrompts:
         slots: [groups] slot of each prompt; None if they are the first slots in order.
         gather: [groups * members] row at each place; None if the rows are in this order.
         scatter: [rows] place of each row; None likewise.
+        hidden: [rows, 1, width] True for columns after the end of a row's prompt.
     """
 
     groups: int
@@ -243,6 +244,7 @@ class SharedPrompts:
     slots: Tensor | None
     gather: Tensor | None
     scatter: Tensor | None
+    hidden: Tensor
 
     @classmethod
     def of(cls, prompts: np.ndarray, lengths: np.ndarray, device: torch.device) -> SharedPrompts:
@@ -259,14 +261,16 @@ class SharedPrompts:
         scatter[order] = place
         straight = len(gather) == len(rows) and bool((gather == rows).all())
         dense = bool((used == np.arange(groups)).all())
+        width = int(lengths.max())
         return cls(
             groups,
             members,
-            int(lengths.max()),
+            width,
             lengths,
             None if dense else to_device(used, device),
             None if straight else to_device(gather, device),
             None if straight else to_device(scatter, device),
+            torch.arange(width, device=device) >= to_device(lengths, device)[:, None, None],
         )
 
 
@@ -315,7 +319,7 @@ class CachedRows:
         self.dense = bool((self.slots == np.arange(self.count)).all())
         self.level = bool((self.after == self.after[0]).all())
         self._narrow: dict[tuple[int, int], Tensor] = {}
-        prompts = self.cache.group(self.slots, self.device)
+        self._prompts = prompts = self.cache.group(self.slots, self.device)
         self.groups, self.members = prompts.groups, prompts.members
         self.prefix_width, self.prefix_lengths = prompts.width, prompts.lengths
         self.prefix_slots, self.gather, self.scatter = prompts.slots, prompts.gather, prompts.scatter
@@ -323,11 +327,8 @@ class CachedRows:
     @cached_property
     def mask(self) -> Tensor:
         """[rows, queries, prefix_width + width] float32, added to scores: 0 where a query attends to a token."""
-        queries = torch.arange(self.queries, device=self.device)
-        last = to_device(self.before, self.device)[:, None] + queries
-        ends = to_device(self.prefix_lengths - 1, self.device)[:, None].expand(-1, self.queries)
-        own = self._columns_after(self.width, last) if self.parents is None else self._tree_hidden(self.parents)
-        hidden = torch.cat([self._columns_after(self.prefix_width, ends), own], -1)
+        own = self._hidden_own() if self.parents is None else self._tree_hidden(self.parents)
+        hidden = torch.cat([self._prompts.hidden.expand(-1, self.queries, -1), own], -1)
         return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, _NEVER)
 
     @cached_property
@@ -352,9 +353,12 @@ class CachedRows:
         column, own = (torch.arange(width, device=self.device) for width in (self.prefix_width, self.width))
         return torch.cat([options.sees(query, column), options.sees(query, prompt + own)], -1)
 
-    def _columns_after(self, width: int, last: Tensor) -> Tensor:
-        """[rows, queries, width] True for columns after ``last`` [rows, queries]."""
-        return torch.arange(width, device=self.device) > last[:, :, None]
+    def _hidden_own(self) -> Tensor:
+        """[rows, queries, width] True for columns after the query's own."""
+        last = to_device(self.before, self.device)[:, None, None]
+        if self.queries > 1:
+            last = last + torch.arange(self.queries, device=self.device)[:, None]
+        return torch.arange(self.width, device=self.device) > last
 
     def _tree_hidden(self, parents: np.ndarray) -> Tensor:
         """[rows, queries, width] True for columns that a tree node does not attend to."""

@@ -95,12 +95,18 @@ class SampleSaver:
             return
         async with self._turn:
             await self._complete()
-            rows = []
-            for number, (sample, trained, data_set) in enumerate(samples):
-                rows.append(self._row(step, sample, trained, data_set))
-                if number % _AT_ONCE == 0:
-                    await asyncio.sleep(0)
-            self._pending = self._thread.submit(self.save, kind, step, rows)
+            rows: list[Row] = []
+            left = iter(samples)
+            while some := [self._row(step, *sample) for sample in islice(left, _AT_ONCE)]:
+                self._pieces.add(np.concatenate([_response_of(row) for row in some]))
+                rows += some
+                await asyncio.sleep(0)
+            if sum(map(count_tokens, rows)) <= SMALL:
+                self.save(
+                    kind, step, rows
+                )  # a thread would take longer: it and the next step wait for each other's bytecode
+            else:
+                self._pending = self._thread.submit(self.save, kind, step, rows)
 
     def save(self, kind: str, step: int, rows: Sequence[Row]) -> None:
         """Write one file.
@@ -180,9 +186,8 @@ class SampleSaver:
                 file.unlink()
 
     def _row(self, step: int, sample: Sample, trained: TrainedTokens | None, data_set: str) -> Row:
-        """Convert a sample, without the fields of plugins, and look up the texts of its tokens."""
+        """Convert a sample, without the fields of plugins."""
         tokens = np.asarray(sample.tokens, np.int32)
-        self._pieces.add(tokens[len(tokens) - sample.response_length :])
         plain = {
             "step": step,
             "set": data_set,
@@ -253,6 +258,12 @@ class Pieces(dict[int, str]):
         text = str(self.tokenizer.decode([token]))
         # SentencePiece marks a leading space, but decoding a single token drops it
         return f" {text}" if str(name).startswith("\u2581") and not text.startswith(" ") else text
+
+
+def _response_of(row: Row) -> np.ndarray:
+    tokens = row.columns["tokens"]
+    assert tokens is not None
+    return tokens[len(tokens) - row.response_length :]
 
 
 def _as_array(values: Sequence[float] | np.ndarray | None, dtype: Any) -> np.ndarray | None:
