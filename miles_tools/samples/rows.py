@@ -62,13 +62,12 @@ def _plain_columns(rows: Sequence[Row], pieces: Mapping[int, str]) -> list[dict[
     """Convert the columns of rows to lists; all rows' columns of one name are rounded at once."""
     plain: list[dict[str, Any]] = [dict.fromkeys(row.columns) for row in rows]
     for name in dict.fromkeys(name for row in rows for name in row.columns):
-        there = [n for n, row in enumerate(rows) if row.columns.get(name) is not None]
-        if not there:
+        arrays = {n: array for n, row in enumerate(rows) if (array := row.columns.get(name)) is not None}
+        if not arrays:
             continue
-        arrays = [rows[n].columns[name] for n in there]
-        ends = list(accumulate(map(len, arrays)))
-        values = _round(np.concatenate(arrays))
-        for n, start, end in zip(there, [0, *ends], ends, strict=False):
+        values = _round(np.concatenate(list(arrays.values())))
+        ends = list(accumulate(map(len, arrays.values())))
+        for n, start, end in zip(arrays, [0, *ends], ends, strict=False):
             plain[n][name] = values[start:end]
             if name == "tokens":
                 plain[n]["pieces"] = [pieces[token] for token in values[end - rows[n].response_length : end]]
@@ -104,7 +103,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 def _round(values: np.ndarray) -> list[Any]:
     """Convert integers to a list of int, and round others to six decimal places; non-finite values become None."""
     if values.dtype.kind in "iu":
-        return values.tolist()
+        return list(values.tolist())
     array = np.round(values.astype(np.float64), 6)
     rounded: list[float | None] = array.tolist()
     for bad in np.flatnonzero(~np.isfinite(array)):
