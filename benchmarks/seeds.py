@@ -36,7 +36,7 @@ def workplace(kept: str, versions: Callable[[], dict[str, str]]) -> Iterator[Pat
     if not (directory / WHERE).exists():
         here = {"commit": own, "hardware": hardware(), "python": platform.python_version(), "versions": versions()}
         (directory / WHERE).write_text(json.dumps(here), encoding="utf-8")
-    there = made_in(directory)["commit"]
+    there = made_in(directory).get("commit", "unknown")
     if there != own and "unknown" not in (there, own):
         raise SystemExit(f"the runs in {kept} were made at commit {there}, this is {own}: give another directory")
     yield directory
