@@ -7,9 +7,11 @@ exact, on models of 0.1 M parameters after a supervised warm start:
   the policies' probabilities (``nim_exact.py``). Self-play with past versions, two policies in alternating and in simultaneous phases, and a
   population of four.
 - Proposer against solver (warm start: valid tasks at random, and a few answers). The solver's accuracy on held-out questions of every task
-  and level, and the proposer's score. The comparison keeps the proposer at random tasks (``--lr 0`` in its table).
+  and level, and the proposer's score; both learn in every step, or in turns. The comparison keeps the proposer at random tasks (``--lr 0`` in
+  its table).
 
 ``curve`` are the means of evaluations at the start and after each quarter of the steps, in which moves and answers are sampled.
+With ``--runs DIR`` the results of finished runs stay in a directory, and a command that was stopped goes on from them.
 The last line of the output is one JSON object: values before and after, and gains paired by seed, with 95 % intervals over seeds.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -27,7 +30,7 @@ from typing import Any
 
 from measure import finish, installed, options
 from nim_exact import exact_score
-from seeds import change_of, mean_of, work_in_processes
+from seeds import change_of, made_in, mean_of, work_in_processes, workplace
 
 PILES = "1-12"
 #: Flags of all runs.
@@ -61,14 +64,17 @@ GAMES: dict[str, dict[str, Any]] = {
 PAST = "past_versions: 16"
 TWO = "policies: {one: {}, two: {}}\n"
 PLAY = "policies: {proposer: {lr: 1.0e-3, entropy_coef: 0.01}, solver: {}}\n"
+#: The comparison for the tasks.
+BASE = "tasks, proposer at random"
 #: Name -> (game, configuration file).
 MODES = {
     "nim, self-play with past versions": ("nim", f"co_evolution: {{{PAST}, interval: 8}}\n"),
     "nim, two policies alternating": ("nim", f"{TWO}co_evolution: {{strategy: alternating, interval: 4, {PAST}}}\n"),
     "nim, two policies simultaneous": ("nim", f"{TWO}co_evolution: {{strategy: simultaneous, interval: 8, {PAST}}}\n"),
     "nim, population of four": ("nim", "co_evolution: {strategy: simultaneous, population_size: 4, interval: 8}\n"),
-    "tasks, proposer learns": ("tasks", f"{PLAY}co_evolution: {{strategy: simultaneous}}\n"),
-    "tasks, proposer at random": (
+    "tasks, simultaneous": ("tasks", f"{PLAY}co_evolution: {{strategy: simultaneous}}\n"),
+    "tasks, alternating": ("tasks", f"{PLAY}co_evolution: {{strategy: alternating, interval: 4}}\n"),
+    BASE: (
         "tasks",
         "policies: {proposer: {lr: 0}, solver: {}}\nco_evolution: {strategy: simultaneous}\n",
     ),
@@ -83,26 +89,37 @@ def main() -> None:
     parser.add_argument("--only", default="", help="modes whose name contains this")
     parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--runs", default="", help="directory that keeps the results of finished runs")
     chosen = parser.parse_args()
     modes = [name for name in MODES if chosen.only in name]
     games = dict.fromkeys(MODES[name][0] for name in modes)
-    with tempfile.TemporaryDirectory() as directory:
-        shared: dict[str, Any] = {"jobs": chosen.jobs, "threads": chosen.threads, "directory": Path(directory)}
+    versions = ["miles-core", "miles-plugin-coevolution", "torch", "transformers"]
+    versions += ["reasoning-gym"] if "tasks" in games else []
+    result: dict[str, Any] = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start}
+    if "nim" in games:
+        result["piles"] = PILES
+    with workplace(chosen.runs, lambda: installed(*versions)) as directory:
+        shared: dict[str, Any] = {"jobs": chosen.jobs, "threads": chosen.threads, "directory": directory}
+        shared |= {"kept": directory if chosen.runs else None}
         seeds = range(chosen.seeds)
         work_in_processes(
             warm_start, [(seed, game) for seed in seeds for game in games], steps=chosen.warm_start, **shared
         )
-        keys = [(seed, name) for name in modes for seed in seeds]
+        keys = [(seed, name) for seed in seeds for name in modes]
         found = work_in_processes(learn, keys, steps=chosen.steps, **shared)
+        result |= made_in(directory)
     runs = {name: [found[seed, name] for seed in seeds] for name in modes}
-    result: dict[str, Any] = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start}
-    if "nim" in games:
-        result["piles"] = PILES
     result["modes"] = {name: {"configuration": MODES[name][1], **summary(found)} for name, found in runs.items()}
-    versions = ["miles-core", "miles-plugin-coevolution", "torch", "transformers"]
-    versions += ["reasoning-gym"] if "tasks" in games else []
+    if BASE in runs:
+        for name in (name for name in runs if MODES[name][0] == "tasks" and name != BASE):
+            result["modes"][name]["minus_baseline"] = mean_of(differences(runs[name], runs[BASE]))
     variant = chosen.variant or chosen.only.replace(" ", "-").replace(",", "")
     finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions), variant)
+
+
+def differences(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> list[float]:
+    """Held-out results at the end minus those of the comparison, by seed."""
+    return [own["held_out"][1] - other["held_out"][1] for own, other in zip(runs, base, strict=True)]
 
 
 def warm_start(seed: int, game: str, directory: Path, steps: int) -> None:
@@ -165,6 +182,7 @@ def learn(seed: int, name: str, directory: Path, steps: int) -> dict[str, Any]:
     metrics = read(save / "metrics.jsonl")
     curve = [round(m["eval/reward"], 4) for m in metrics if "eval/reward" in m]
     ends = [nim_score(directory / game), nim_score(own / "policies")] if game == "nim" else [curve[0], curve[-1]]
+    shutil.rmtree(own)
     trained = [m for m in metrics if any(name.endswith("train/loss") for name in m)]
     last = trained[-max(len(trained) // 5, 1) :]
     names = [

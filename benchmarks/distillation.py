@@ -4,21 +4,21 @@ Run: ``python benchmarks/distillation.py --threads 2 --save`` (some minutes). Th
 model after a supervised warm start and reinforcement learning, and the student a smaller model (half of the experts) after a warm start
 alone. From there, with the same number of samples in each step: rewards alone, the teacher alone (sampled tokens, and its top 16), and
 rewards and teacher together. The last line of the output is one JSON object: held-out accuracy before and after and the divergence from the
-teacher in the first and last fifth of the steps, and their changes paired by seed, with 95 % intervals over seeds.
+teacher in the first and last fifth of the steps, and their changes paired by seed, with 95 % intervals over seeds. With ``--runs DIR`` the results of
+finished runs stay in a directory, and a command that was stopped goes on from them.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from formats_in_the_loop import train
 from measure import finish, installed, options
-from seeds import change_of, work_in_processes
+from seeds import change_of, made_in, mean_of, work_in_processes, workplace
 
 TEACHER, COEF = "--plugins distillation", "--distillation-coef"
 ALONE = f"{TEACHER} --advantage-estimator distillation"
@@ -38,16 +38,19 @@ def main() -> None:
     parser.add_argument("--warm-start", type=int, default=400, help="supervised steps of teacher and student")
     parser.add_argument("--only", default="", help="modes whose name contains this")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--runs", default="", help="directory that keeps the results of finished runs")
     chosen = parser.parse_args()
     modes, seeds = [name for name in MODES if chosen.only in name], range(chosen.seeds)
-    with tempfile.TemporaryDirectory() as directory:
-        shared: dict[str, Any] = {"jobs": chosen.jobs, "threads": chosen.threads, "directory": Path(directory)}
+    versions = ("miles-core", "miles-plugin-distillation", "torch", "transformers")
+    with workplace(chosen.runs, lambda: installed(*versions)) as directory:
+        shared: dict[str, Any] = {"jobs": chosen.jobs, "threads": chosen.threads, "directory": directory}
+        shared |= {"kept": directory if chosen.runs else None}
         sizes = {"teacher": chosen.teacher, "warm": chosen.warm_start}
         starts = [(seed, role) for role in ("teacher", "student") for seed in seeds]
         accuracy = work_in_processes(prepare, starts, **sizes, **shared)
-        found = work_in_processes(
-            learn, [(seed, name) for name in modes for seed in seeds], steps=chosen.steps, **shared
-        )
+        keys = [(seed, name) for seed in seeds for name in modes]
+        found = work_in_processes(learn, keys, steps=chosen.steps, **shared)
+        made = made_in(directory)
     teachers = [accuracy[seed, "teacher"] for seed in seeds]
     runs = {name: [found[seed, name] for seed in seeds] for name in modes}
     settings: dict[str, Any] = {
@@ -58,8 +61,7 @@ def main() -> None:
     }
     settings |= {"accuracy_of_teachers": teachers}
     result = {**settings, "modes": {name: {"options": MODES[name], **summary(found)} for name, found in runs.items()}}
-    versions = ("miles-core", "miles-plugin-distillation", "torch", "transformers")
-    finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions))
+    finish(Path(__file__).stem, result | made, chosen.save, lambda: installed(*versions))
 
 
 def prepare(seed: int, role: str, directory: Path, teacher: int, warm: int) -> float:
@@ -87,13 +89,14 @@ def learn(seed: int, name: str, directory: Path, steps: int) -> dict[str, Any]:
     file = student / f"{name.replace(',', '').replace(' ', '-')}.yaml"
     file.write_text(CONFIG.read_text(encoding="utf-8") + policies, encoding="utf-8")
     more = ["--config", str(file), "--hf-checkpoint", str(student / "student"), "--num-rollout", str(steps)]
-    more += ["--eval-interval", str(steps), "--n-samples-per-eval-prompt", "4", *MODES[name].split()]
+    more += ["--eval-interval", str(max(steps // 4, 1)), "--n-samples-per-eval-prompt", "4", *MODES[name].split()]
     metrics = train(student, name.replace(",", ""), more, seed)
     accuracy = [m["eval/accuracy"] for m in metrics if "eval/accuracy" in m]
     gaps = [m["distillation/reverse_kl"] for m in metrics if "distillation/reverse_kl" in m]
     fifth = max(len(gaps) // 5, 1)
     result = {
         "accuracy": [round(accuracy[0], 4), round(accuracy[-1], 4)],
+        "curve": [round(value, 4) for value in accuracy],
         "reverse_kl": [round(statistics.mean(part), 4) for part in (gaps[:fifth], gaps[-fifth:])],
         "seconds": round(statistics.median(m["time/step"] for m in metrics if "train/loss" in m), 4),
     }
@@ -104,6 +107,7 @@ def learn(seed: int, name: str, directory: Path, steps: int) -> dict[str, Any]:
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means and half-widths of 95 % intervals over seeds."""
     found: dict[str, Any] = {"seconds": round(statistics.mean(r["seconds"] for r in runs), 3)}
+    found["curve"] = [mean_of(values) for values in zip(*(run["curve"] for run in runs), strict=True)]
     return found | {name: change_of([run[name] for run in runs]) for name in ("accuracy", "reverse_kl")}
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def compare(given: argparse.Namespace) -> dict[str, Any]:
-    """Run every mode."""
+def compare(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Run every mode; ``keep`` receives the result after each of them."""
     sizes = {
         "hidden_size": given.hidden,
         "num_hidden_layers": given.layers,
@@ -118,13 +119,13 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
             lines = done.stdout.splitlines()
             # without offloading, a model may not fit into the GPU's memory: that is a result, too
             found[mode] = json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.returncode}
+            here = found[next(m for m in MODES if MODES[m] == (False, MODES[mode][1]))]
+            if MODES[mode][0] and "digest" in here and "digest" in found[mode]:
+                same = (here["digest"], here["norms"]) == (found[mode]["digest"], found[mode]["norms"])
+                found[mode]["bit_equal"] = same
             print(f"{mode:<28}", found[mode], file=sys.stderr, flush=True)
-    for recompute in (False, True):
-        here, there = (found[m] for m in MODES if MODES[m][1] == recompute)
-        if "digest" in here and "digest" in there:
-            there["bit_equal"] = here["digest"] == there["digest"] and here["norms"] == there["norms"]
-    expert_parameters = 3 * given.hidden * given.inner * given.experts * given.layers
-    return {"sizes": sizes, "expert_parameters": expert_parameters, "modes": found}
+            expert_parameters = 3 * given.hidden * given.inner * given.experts * given.layers
+            keep({"sizes": sizes, "expert_parameters": expert_parameters, "modes": found})
 
 
 def main() -> None:
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens per micro-batch")
     parser.add_argument("--micro-batches", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after one more")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     for name in ("--mode", "--checkpoint"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
@@ -146,12 +148,15 @@ def main() -> None:
     if given.worker:
         print(json.dumps(measure(given)))
         return
-    finish(
-        Path(__file__).stem,
-        compare(given),
-        given.save,
-        lambda: installed("miles-core", "miles-plugin-experts", "torch", "transformers"),
-    )
+    versions = ("miles-core", "miles-plugin-experts", "torch", "transformers")
+    result: dict[str, Any] = {}
+
+    def keep(found: dict[str, Any], quiet: bool = True) -> None:
+        result.update(found)
+        finish(Path(__file__).stem, result, given.save, lambda: installed(*versions), given.variant, quiet)
+
+    compare(given, keep)
+    keep({}, quiet=False)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ other prompts and samples, shows what such a difference is worth.
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
 import sys
 import tempfile
@@ -111,6 +112,7 @@ def train(directory: Path, name: str, flags: Sequence[str], seed: int) -> list[d
     save, data = directory / name.replace(" ", "-"), directory / "data"
     words = ["--config", str(CONFIG), "--save", str(save), "--prompt-data", str(data / "train.jsonl")]
     words += ["--eval-prompt-data", str(data / "held_out.jsonl"), "--seed", str(seed), "--log-level", "error", *flags]
+    shutil.rmtree(save, ignore_errors=True)  # of a run that was stopped
     with redirect_stdout(sys.stderr):
         if command.run(words):
             raise SystemExit(f"{name} was stopped")

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -240,27 +240,23 @@ def memory(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) ->
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         found["parameters"] = make_checkpoint("qwen3", Path(directory, "model"), sizes, given.device)
-        for mode in given.memory_modes:
-            words = [
-                sys.executable,
-                __file__,
-                "--worker",
-                "hold",
-                "--mode",
-                mode,
-                "--checkpoint",
-                f"{directory}/model",
-                "--threads",
-                str(given.threads),
-            ]
-            words += ["--device", given.device, "--answer", str(given.answer), "--samples", str(given.samples)]
-            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-            # a mode that does not fit into the memory is a result, too
-            found[mode] = (
-                json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.returncode}
-            )
-            print(f"memory  {mode:<30}", found[mode], file=sys.stderr, flush=True)
-            keep(found)
+        with ThreadPoolExecutor(given.memory_jobs) as pool:
+            waiting = [pool.submit(measure_memory, given, mode, directory) for mode in given.memory_modes]
+            for done in as_completed(waiting):
+                mode, numbers = done.result()
+                found[mode] = numbers
+                print(f"memory  {mode:<30}", numbers, file=sys.stderr, flush=True)
+                keep({"parameters": found["parameters"], **{m: found[m] for m in MEMORY if m in found}})
+
+
+def measure_memory(given: argparse.Namespace, mode: str, directory: str) -> tuple[str, dict[str, Any]]:
+    """Run ``hold`` in a process."""
+    words = [sys.executable, __file__, "--worker", "hold", "--mode", mode, "--checkpoint", f"{directory}/model"]
+    words += ["--threads", str(given.threads), "--device", given.device]
+    words += ["--answer", str(given.answer), "--samples", str(given.samples)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    # a mode that does not fit into the memory is a result, too
+    return mode, json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.returncode}
 
 
 def main() -> None:
@@ -274,6 +270,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--memory", action="store_true", help="measure memory with a larger model too")
     parser.add_argument("--memory-modes", nargs="+", default=list(MEMORY), choices=list(MEMORY), help="modes of it")
+    parser.add_argument(
+        "--memory-jobs", type=int, default=1, help="memory measurements at the same time, which slows each down"
+    )
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size of that model")
     parser.add_argument("--layers", type=int, default=8, help="its layers")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the memory measurement")
@@ -297,7 +296,8 @@ def main() -> None:
         finish(Path(__file__).stem, result, given.save, lambda: installed(*versions), given.variant, quiet)
 
     def keep(found: dict[str, Any]) -> None:
-        result["memory"] = {"hidden": given.hidden, "layers": given.layers, **found}
+        sizes = {name: getattr(given, name) for name in ("hidden", "layers", "answer", "samples", "memory_jobs")}
+        result["memory"] = {**sizes, **found}
         save(quiet=True)
 
     result["modes"] = curves(given) if given.modes else {}

@@ -6,7 +6,7 @@ Run on a CPU: ``python benchmarks/optimizers.py --save``; on a GPU: ``python ben
 - ``step``: a random BF16 model (``--model``, as in ``sglang_engine.py``), each optimizer in a process of its own. Bytes of FP32 masters and
   optimizer state on the device between steps and during a step, bytes in a checkpoint, seconds of the optimizer step and of the whole step
   (medians of ``--turns`` after two that warm up), and on a GPU the largest allocated memory of a whole step.
-  ``offloaded``: with ``--offload-optimizer``.
+  ``offloaded``: with ``--offload-optimizer``; ``fp16``: an FP16 model with loss scaling. A side that fails is a result, too.
 - ``learning``: toy runs in BF16 (the share of even tokens in a response is its reward) with each optimizer at one learning rate; mean reward of the
   first and last five steps, for each seed. The last line of the output is one JSON object.
 """
@@ -20,12 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from measure import finish, installed, options
 
 NAMES = ("adamw", "muon", "adamw8bit", "adamw-offload")
+#: Sides of the part ``step``.
+SIDES = (*tuple(side for name in NAMES for side in (name, f"{name} offloaded")), "adamw fp16")
 #: Learning rate of the part ``learning`` (Muon's default update is as large as AdamW's), and steps whose rewards are averaged.
 RATE, AVERAGED = 1e-3, 5
 
@@ -34,7 +37,8 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--model", choices=["tiny", "dense", "moe", "8b"], default="tiny")
     parser.add_argument("--parts", nargs="+", choices=["step", "learning"], default=["step", "learning"])
-    parser.add_argument("--optimizers", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--optimizers", nargs="+", choices=NAMES, default=list(NAMES), help="of the part learning")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="of the part step")
     parser.add_argument("--turns", type=int, default=5, help="measured steps (default: 5)")
     parser.add_argument(
         "--groups",
@@ -52,28 +56,34 @@ def main() -> None:
         print(json.dumps(measure(given)))
         return
     result: dict[str, Any] = {"model": given.model}
+
+    def save(quiet: bool) -> None:
+        versions = ("miles-core", "miles-plugin-optimizers", "torch", "transformers", "torchao")
+        finish("optimizers", result, given.save, lambda: installed(*versions), given.variant, quiet)
+
     with tempfile.TemporaryDirectory() as directory:
         if "step" in given.parts:
-            result["step"] = every_step(given, Path(directory))
+            result["step"] = {}
+            for side, found in every_step(given, Path(directory)):
+                result["step"][side] = found
+                print(f"{side:<24}", found, file=sys.stderr, flush=True)
+                save(quiet=True)
         if "learning" in given.parts:
             result["learning"] = curves(given)
-    finish("optimizers", result, given.save, lambda: installed("torch", "transformers", "torchao"), given.variant)
+    save(quiet=False)
 
 
-def every_step(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Measure each optimizer, with and without ``--offload-optimizer``, in a process of its own."""
+def every_step(given: argparse.Namespace, directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measure each side in a process of its own."""
     from sglang_engine import make_model
 
     checkpoint = make_model(given.model, directory)
-    found = {}
-    for name in given.optimizers:
-        for side in (name, f"{name} offloaded"):
-            words = [sys.executable, __file__, "--worker", side, "--checkpoint", str(checkpoint)]
-            words += ["--turns", str(given.turns), "--groups", str(given.groups), "--threads", str(given.threads)]
-            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-            found[side] = json.loads(done.stdout.splitlines()[-1])
-            print(f"{side:<24}", found[side], file=sys.stderr, flush=True)
-    return found
+    for side in given.sides:
+        words = [sys.executable, __file__, "--worker", side, "--checkpoint", str(checkpoint)]
+        words += ["--turns", str(given.turns), "--groups", str(given.groups), "--threads", str(given.threads)]
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+        failed = {"failed": done.returncode}
+        yield side, json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else failed
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -89,10 +99,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(given.threads)
     on_gpu = torch.cuda.is_available()
-    name, _, offloaded = given.worker.partition(" ")
-    model = load_model(given.checkpoint, "bfloat16", "cuda" if on_gpu else "cpu")
+    name, _, more = given.worker.partition(" ")
+    model = load_model(given.checkpoint, "float16" if more == "fp16" else "bfloat16", "cuda" if on_gpu else "cpu")
     config = OptimizerConfig(lr=1e-6)
-    settings = TrainerConfig(config, micro_batch_size=None, max_tokens=4096, offload_optimizer=bool(offloaded))
+    settings = TrainerConfig(config, micro_batch_size=None, max_tokens=4096, offload_optimizer=more == "offloaded")
     trainer = EmbeddedTrainer(model, settings, optimizer=lambda groups: make(name, model, groups, config))
     seconds: list[float] = []
 
@@ -107,7 +117,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         if on_gpu and turn == 2:
             torch.cuda.reset_peak_memory_stats()
         with timed(wholes):
-            trainer.step(batch)
+            metrics = trainer.step(batch)
     optimizer = trainer.optimizer
     between = sum(t.untyped_storage().nbytes() for t in optimizer.memory())
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
@@ -123,7 +133,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "optimizer_seconds": round(statistics.median(seconds[2:]), 4),
         "first_optimizer_seconds": round(seconds[0], 4),
         "step_seconds": round(statistics.median(wholes[2:]), 4),
-        **({} if peak is None else {"peak_gb": round(peak / 1e9, 2)}),
+        **{name: metrics[name][0] for name in ("train/loss_scale",) if name in metrics},
+        **({} if peak is None else {"peak_gb": round(peak / 1e9, 2), "gpu": torch.cuda.get_device_name()}),
     }
 
 

@@ -5,21 +5,21 @@ seed one supervised warm start, then reinforcement learning from it with the sam
 each prompt; PPO with one sample of each of 8 times as many prompts, which GRPO cannot do; and PPO with the same prompts as GRPO. The critic is a
 model of its own, or a head on the policy's trunk. ``1 critic step`` trains it as often as the policy, which was the default until 2026-11-24.
 The last line of the output is one JSON object: held-out accuracy over the steps with 95 % intervals over seeds, its difference from GRPO
-paired by seed, tokens, and seconds of a step. One seed has no interval.
+paired by seed, tokens, and seconds of a step. One seed has no interval. With ``--runs DIR`` the results of finished runs stay in a directory, and
+a command that was stopped goes on from them.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from formats_in_the_loop import interval, train, warm_start
 from measure import finish, installed, options
-from seeds import work_in_processes
+from seeds import made_in, mean_of, work_in_processes, workplace
 
 SAMPLES, GROUP = 512, 8
 GROUPS = f"--rollout-batch-size {SAMPLES // GROUP} --n-samples-per-prompt {GROUP}"
@@ -46,21 +46,25 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES, help="modes to run")
+    parser.add_argument("--runs", default="", help="directory that keeps the results of finished runs")
     chosen = parser.parse_args()
     modes = list(dict.fromkeys([BASE, *chosen.modes]))
     seeds = range(chosen.seeds)
-    with tempfile.TemporaryDirectory() as directory:
-        starts = [(Path(directory) / str(seed), seed) for seed in seeds]
-        work_in_processes(warm_start, starts, chosen.jobs, chosen.threads, steps=chosen.warm_start)
-        keys = [(name, *start) for name in modes for start in starts]
-        found = work_in_processes(learn, keys, chosen.jobs, chosen.threads, steps=chosen.steps)
+    versions = ("miles-core", "miles-plugin-ppo", "torch", "transformers")
+    with workplace(chosen.runs, lambda: installed(*versions)) as directory:
+        shared: dict[str, Any] = {"jobs": chosen.jobs, "threads": chosen.threads}
+        shared |= {"kept": directory if chosen.runs else None}
+        starts = [(directory / str(seed), seed) for seed in seeds]
+        work_in_processes(warm_start, starts, steps=chosen.warm_start, **shared)
+        keys = [(name, *start) for start in starts for name in modes]
+        found = work_in_processes(learn, keys, steps=chosen.steps, **shared)
+        made = made_in(directory)
     runs = {name: [found[name, *start] for start in starts] for name in modes}
     rows = {name: {"options": MODES[name], **summary(own, runs[BASE])} for name, own in runs.items()}
     for name, row in rows.items():
         print(f"{name:<38} {row}", file=sys.stderr)
     result = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start, "modes": rows}
-    versions = ("miles-core", "miles-plugin-ppo", "torch", "transformers")
-    finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions), chosen.variant)
+    finish(Path(__file__).stem, result | made, chosen.save, lambda: installed(*versions), chosen.variant)
 
 
 def learn(name: str, directory: Path, seed: int, steps: int) -> dict[str, Any]:
@@ -91,6 +95,7 @@ def summary(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> d
         "minus_grpo": round(statistics.mean(differences), 4),
     }
     if len(runs) > 1:
+        found["curve"] = [mean_of(points) for points in zip(*(r["accuracy"] for r in runs), strict=True)]
         found["accuracy_interval"] = round(interval(last)[1], 4)
         found["minus_grpo_interval"] = round(interval(differences)[1], 4)
     for metric in CRITIC:

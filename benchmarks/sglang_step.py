@@ -1,7 +1,8 @@
 """Seconds of a whole GRPO step with SGLang as the engine, by phase: a random BF16 model on one GPU, 32 prompts of 64 tokens x 8 samples
 of 256 new ones, one optimiser step on all of them.
 
-Each set of plugins (``--plugins``) is a run of ``miles train`` of its own; its first step, which compiles, does not count.
+Each set of plugins (``--plugins``) is a run of ``miles train`` of its own; its first step, which compiles, does not count. Words after the plugins
+are further flags of its run: ``--plugins tis "lora --lora-sync adapter --lora-target-modules all-linear"``.
 ``first_step_after`` is the time from the start of the process to the first step: on one machine the first run also compiles kernels.
 """
 
@@ -46,7 +47,7 @@ def flags_of(given: Any, plugins: str, checkpoint: Path, directory: Path) -> lis
     """Of one run."""
     samples = given.prompts * 8
     flags = f"""--hf-checkpoint {checkpoint} --save {directory / "run"} --engine sglang --rollout-batch-size {given.prompts}
-        --n-samples-per-prompt 8 --rollout-max-response-len {given.tokens} --num-rollout {given.steps + 1} --lr 1e-6
+        --n-samples-per-prompt 8 --rollout-max-response-len {given.tokens} --num-rollout {given.steps + 1} --lr {given.lr}
         --max-running-requests {samples} --use-dynamic-batch-size --max-tokens-per-gpu {given.max_tokens} --seed 0
         --rollout-max-context-len {64 + given.tokens + 8}"""
     if torch.cuda.is_available():
@@ -55,7 +56,7 @@ def flags_of(given: Any, plugins: str, checkpoint: Path, directory: Path) -> lis
             --sglang-cuda-graph-bs-decode {graphs} --sglang-mem-fraction-static 0.3"""
     else:
         flags += " --device cpu --sglang-max-total-tokens 8192"
-    return [*flags.split(), *workload(directory, given.prompts), *(["--plugins", plugins] if plugins else [])]
+    return [*flags.split(), *workload(directory, given.prompts), *(["--plugins", *plugins.split()] if plugins else [])]
 
 
 def measure(given: Any, plugins: str, checkpoint: Path) -> dict[str, Any]:
@@ -91,7 +92,8 @@ def start_of(log: Path, started: datetime) -> dict[str, Any]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--model", choices=sorted(SIZES), default="dense")
-    parser.add_argument("--plugins", nargs="*", default=["tis"], help="sets of plugins, one run each")
+    parser.add_argument("--plugins", nargs="*", default=["tis"], help="sets of plugins and flags, one run each")
+    parser.add_argument("--lr", type=float, default=1e-6, help="learning rate")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5, help="that count")

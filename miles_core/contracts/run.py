@@ -76,6 +76,8 @@ class Policy:
         name: name of the policy's checkpoint folder, and the prefix of its metrics if several policies train.
         role: see ``Role``.
         generates: whether the policy has an engine; by default policies of the role ``train`` do.
+        follows: name of the policy whose states a frozen policy loads, as a past version or a refreshed teacher does; its model then has
+            the same parts, such as adapters.
         options: option -> value, for options that differ from the run's; keys as in a configuration file (``lr`` or
             ``train.lr``). ``Run.config_of`` applies them.
         version: the last weight version that the policy's engine received; -1 before the first.
@@ -89,6 +91,7 @@ class Policy:
     options: Mapping[str, Any] = field(default_factory=dict)
     version: int = -1
     trained: int = 0
+    follows: str = ""
 
     def __post_init__(self) -> None:
         if self.generates is None:

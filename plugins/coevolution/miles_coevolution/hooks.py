@@ -44,7 +44,9 @@ class Coevolution:
                 run.policies.append(Policy(base.hf_checkpoint, name, "train", options=own))
             past = f"{base.name}-past" if options.past_versions else ""
             if past:
-                run.policies.append(Policy(base.hf_checkpoint, past, "frozen", True, dict(base.options)))
+                run.policies.append(
+                    Policy(base.hf_checkpoint, past, "frozen", True, dict(base.options), follows=base.name)
+                )
             sides.append(Side(base.name, tuple(members), past))
         if len(sides) == 1 and len(sides[0].members) == 1 and not sides[0].past:
             raise ConfigError(

@@ -62,7 +62,7 @@ class League:
         for side in self.sides:
             if side.past and side.name not in self.pool.versions:
                 await self._keep(side, side.name, 0)
-                self.slots[side.name] = 0
+                self.slots[side.name] = -1  # the checkpoint, which is not version 0 after a warm start
 
     def count(self, member: str, samples: Sequence[Sample]) -> None:
         """Count the games of a member in this step."""

@@ -4,6 +4,8 @@ import json
 import random
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from miles_coevolution import plugin
 from miles_coevolution.hooks import LEAGUE
@@ -115,6 +117,15 @@ def test_a_policy_plays_its_past(run):
     assert all(0 <= record["coevolution/policy/win_against_past"] <= 1 for record in steps)
     assert all(sample.policy == "policy" for _, sample in done.run.stash["samples"])
     assert [record["step"] for record in done.metrics if "eval/reward" in record] == [0, 2, 4]
+
+
+def test_the_first_past_version_is_that_after_a_warm_start(run, legal):
+    rows = legal.parent / "moves.jsonl"
+    options = {"sft_data": rows, "sft_steps": 2, "sft_batch_size": 8, "sft_lr": 1e-2}
+    done = run("co_evolution: {past_versions: 2, interval: 2}", steps=1, **options)
+    kept = load_file(done.directory / "coevolution" / "policy-00000000" / "trainer" / "model.safetensors")
+    past = dict(done.parts[1].learner.ranks.rank.trainer.model.named_parameters())
+    assert all(torch.equal(past[name], value) for name, value in kept.items())
 
 
 POPULATION = "co_evolution: {strategy: simultaneous, population_size: 3, interval: 2, mutate: [lr, clip_grad]}"

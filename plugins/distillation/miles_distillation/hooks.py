@@ -38,8 +38,11 @@ class Distillation:
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """Refuse a teacher that is missing or reads other tokens; the plan cannot read every tokenizer."""
+        """Refuse a teacher that is missing or reads other tokens (the plan cannot read every tokenizer), and name whom a past student follows."""
+        student = next(policy.name for policy in run.policies if policy.role == "train")
         for teacher in self.teachers(run):
+            if self.options.refresh_interval:
+                teacher.follows = student
             source = teacher.hf_checkpoint or run.config.model.hf_checkpoint
             if source == run.config.model.hf_checkpoint:
                 continue

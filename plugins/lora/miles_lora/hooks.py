@@ -69,16 +69,16 @@ class Lora:
             return
         options: LoraOptions = run.config_of(policy).plugin("lora")
         if hasattr(model, "matrices"):  # of a trainer that splits them among ranks
-            if not policy.learns:
+            if not _has_adapters(policy):
                 return
             if policy.name not in self.sharded:
                 self.sharded[policy.name] = _make_sharded(run, policy, options)
             self.sharded[policy.name].attach(model)
             return
-        separate, trains = options.sync == "adapter", role in ("train", "shared") and policy.learns
+        separate, trains = options.sync == "adapter", role in ("train", "shared") and _has_adapters(policy)
         if trains and not separate:
             mark_constant(model.parameters())
-        if not policy.learns or not (trains or (separate and role == "rollout")):
+        if not _has_adapters(policy) or not (trains or (separate and role == "rollout")):
             return
         format = codec_of(run, policy, role).format
         targets = find_targets(model, options.target_modules)
@@ -184,6 +184,11 @@ class Lora:
         matrices: dict[str, tuple[Tensor, Tensor]],
     ) -> None:
         write_adapter(directory, trained.targets, matrices, trained.options, policy.hf_checkpoint, trained.model)
+
+
+def _has_adapters(policy: Policy) -> bool:
+    """Whether the models of a policy have adapters: it trains them, or loads those of a policy that does."""
+    return policy.learns or bool(policy.follows)
 
 
 def _make_sharded(run: Run, policy: Policy, options: LoraOptions) -> ShardedAdapters:

@@ -132,14 +132,17 @@ def test_signals_are_the_run_s_own_again_after_ray_has_started():
         signal.signal(signal.SIGTERM, before)
 
 
+SHARED = {"share_policy_gpus": True, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}
+OWN = {"actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
+
+
 @pytest.mark.thorough
-def test_a_critic_on_the_gpus_of_its_policy_learns_the_same(cluster):
-    """Apart, two policies take six CPUs (two ranks each, two for engines); here they take the four of one."""
+@pytest.mark.parametrize("places", [SHARED, OWN], ids=["shared", "own"])
+def test_a_critic_learns_the_same_on_gpus_of_its_own_and_on_those_of_its_policy(cluster, places):
+    """Two ranks each and two engines: apart, policy and critic take six CPUs, shared they take four."""
     options = {"advantage_estimator": "ppo", "critic_lr": 1e-2, "lr": 1e-3, "steps": 2}
     here = toy_run(["ppo"], **options)
-    there = toy_run(
-        ["ppo"], runtime="ray", share_policy_gpus=True, actor_num_gpus_per_node=2, rollout_num_gpus=2, **options
-    )
+    there = toy_run(["ppo"], runtime="ray", **places, **options)
     for name in ("critic/train/value_loss", "train/grad_norm", "reward/mean"):
         assert [m[name] for m in there.metrics] == pytest.approx([m[name] for m in here.metrics], rel=1e-3)
 
