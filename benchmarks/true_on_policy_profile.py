@@ -1,8 +1,8 @@
 """Where the time of ``true_on_policy`` goes on a GPU: one training step and one rollout with and without it, in one process, in turns.
 
-Random BF16 models of ``sglang_engine.py`` and the sizes of ``grpo_step.py --gpu``: 32 prompts of 64 tokens x 8 samples of 256 tokens. For each side:
-seconds without a profiler (median of the turns), the sum of the GPU's kernels under one, their number, and the kernels and functions of the host that
-took most. A step whose kernels take much less than its seconds waits for the host.
+Random BF16 models of ``sglang_engine.py`` and the sizes of ``grpo_step.py --gpu``: 32 prompts of 64 tokens x 8 samples of 256 tokens. For each
+side: seconds, the process's CPU seconds and peak memory without a profiler (medians of the turns), the sum of the GPU's kernels under one, their
+number, and the kernels that took most. A step whose kernels take much less than its seconds waits for the host.
 
 The last line is one JSON object; ``--log FILE`` receives the host's functions (``cProfile``).
 """
@@ -15,7 +15,6 @@ import cProfile
 import io
 import pstats
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import finish, installed, options
+from measure import finish, installed, medians, options
 from sglang_engine import VOCABULARY, make_model
 
 from miles_core.contracts.engine import Request, Sampling
@@ -88,6 +87,20 @@ def seconds_of(step: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+def measure_turn(step: Callable[[], Any]) -> dict[str, float]:
+    """Seconds of a step, of the process's threads in it, peak gigabytes, and allocations that the GPU's driver had to make."""
+    before = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    if before:
+        torch.cuda.reset_peak_memory_stats()
+    cpu = time.process_time()
+    found = {"seconds": seconds_of(step), "cpu_seconds": time.process_time() - cpu}
+    if before:
+        after = torch.cuda.memory_stats()
+        found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        found["driver_allocations"] = after["num_device_alloc"] - before["num_device_alloc"]
+    return found
+
+
 def wait() -> None:
     """Wait for the GPU."""
     if torch.cuda.is_available():
@@ -142,16 +155,13 @@ def main() -> None:
     for part in given.parts:
         for side in SIDES:
             print(part, side, "first", round(seconds_of(steps[side][part]), 2), "s", file=sys.stderr, flush=True)
-        taken: dict[str, list[float]] = {side: [] for side in SIDES}
+        taken: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
         for _ in range(given.turns):
             for side in SIDES:
-                taken[side].append(seconds_of(steps[side][part]))
+                taken[side].append(measure_turn(steps[side][part]))
         found: dict[str, Any] = {}
         for side in SIDES:
-            found[side] = {
-                "seconds": round(statistics.median(taken[side]), 4),
-                "turns": [round(s, 4) for s in taken[side]],
-            }
+            found[side] = {**medians(taken[side]), "turns": [round(turn["seconds"], 4) for turn in taken[side]]}
             found[side] |= kernels_of(steps[side][part])
             print(part, side, {k: v for k, v in found[side].items() if k != "largest"}, file=sys.stderr, flush=True)
             if given.log:
