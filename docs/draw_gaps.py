@@ -29,9 +29,9 @@ Means of |Δ log p| in nats per token between SGLang 0.5.17 and the embedded tra
 COLLAPSE = """\
 ## Does the gap matter?
 
-A small mixture of experts learns running sums, first from a careless teacher and then by GRPO without a KL term, with eight optimizer steps per rollout
-(`benchmarks/collapse.py`). Arms differ in the number formats of engine and trainer, and in the correction; FP8 is emulated, and `bf16` has no number
-format. Rewards are means of three seeds with 95 % t-intervals. A seed collapsed if its last tenth is below half of its best tenth.
+A small mixture of experts learns running sums, first from a careless teacher and then by GRPO without a KL term, with eight optimizer steps per
+rollout (`benchmarks/collapse.py`). Arms differ in the number formats of engine and trainer, and in the correction; FP8 is emulated, and `bf16`
+has no number format. Rewards are means of three seeds with 95 % t-intervals. A seed collapsed if its last tenth is below half of its best tenth.
 """
 
 
