@@ -2,15 +2,15 @@
 
 The task: a prompt is a row of digits, and the answer their running sums modulo 10, so a wrong digit spoils what follows. A random
 mixture of experts learns it from a careless teacher (supervised, once per seed), then by GRPO, whose reward is the share of digits before the
-first wrong one. There is no KL term; ``--updates`` optimizer steps per rollout and ``--lr`` decide how stable the run is. Arms differ in the
-engine's and the trainer's number format and in the correction only; the arms of a seed share the warm start, the prompts and the seed of
-the samples.
+first wrong one. There is no KL term; ``--updates`` optimizer steps per rollout and the learning rates ``--lr`` decide how stable the run is. Arms
+differ in the engine's and the trainer's number format and in the correction only; the arms of a seed share the warm start, the prompts and the
+seed of the samples. Arm ``bf16`` has no number format: what it loses, no correction of a rounded rollout can win back.
 
-Every run is one ``miles train`` in ``--out/ARM-SEED``. A run that is complete with the same flags is not repeated, so the command may be stopped
-and given again.
-The table has the mean reward of the last tenth of the steps, the best mean over a tenth of the steps, and how many seeds collapsed (the last
-tenth below half of that seed's best tenth), with 95 % t-intervals over seeds; ``--plot`` draws reward and KL of every seed. The last line is
-one JSON object with the curves.
+Every run is one ``miles train`` in ``--out/LR-ARM-SEED``. A run that is complete with the same flags is not repeated, so the command may be
+stopped and given again.
+For each learning rate the table has the mean reward of the last tenth of the steps, the best mean over a tenth of the steps, and how many seeds
+collapsed (the last tenth below half of that seed's best tenth), with 95 % t-intervals over seeds; ``--plot`` draws reward and KL of every seed. The
+last line is one JSON object with the curves.
 
 Run on a CPU: ``python benchmarks/collapse.py --out collapse --jobs 2 --save --plot collapse.svg``; on one GPU add ``--device cuda --jobs 9``.
 """
@@ -92,13 +92,13 @@ def write_task(place: Path, length: int) -> None:
     (place / "reward.py").write_text(REWARD, encoding="utf-8")
 
 
-def common(given: argparse.Namespace, seed: int) -> str:
+def common(given: argparse.Namespace, seed: int, lr: float = 0.0) -> str:
     """Flags of every run."""
     place = given.out.resolve()
     return (
         f"--prompt-data {place}/task/train.jsonl --input-key prompt --label-key label --custom-rm-path {place}/task/reward.py:reward "
         f"--reward-key score --rollout-shuffle --rollout-batch-size {given.prompts} --n-samples-per-prompt 8 "
-        f"--rollout-max-response-len {given.length + 1} --num-steps-per-rollout {given.updates} --lr {given.lr} --weight-decay 0 "
+        f"--rollout-max-response-len {given.length + 1} --num-steps-per-rollout {given.updates} --lr {lr} --weight-decay 0 "
         f"--adam-beta2 0.95 --clip-grad {given.clip_grad} --eps-clip {given.eps_clip} --eps-clip-high {given.eps_clip_high} "
         f"--use-dynamic-batch-size --max-tokens-per-gpu 32768 --max-running-requests 512 --device {given.device} --dtype bfloat16 "
         f"--log-level error --no-save-rollouts --save-interval 1000000 --no-self-check --seed {seed} {given.more}"
@@ -137,13 +137,11 @@ def warm_start(given: argparse.Namespace, seed: int) -> Path:
     return Path(place / "export")
 
 
-def learn(given: argparse.Namespace, arm: str, seed: int) -> list[dict[str, Any]]:
+def learn(given: argparse.Namespace, lr: float, arm: str, seed: int) -> list[dict[str, Any]]:
     """The metrics of one run, which is started unless it is complete."""
-    run = given.out / f"{arm}-{seed}"
+    run = given.out / f"{lr}-{arm}-{seed}"
     complete = run / "complete"
-    words = (
-        f"--hf-checkpoint {given.out}/start-{seed}/export --num-rollout {given.steps} {common(given, seed)} {ARMS[arm]}"
-    )
+    words = f"--hf-checkpoint {given.out}/start-{seed}/export --num-rollout {given.steps} {common(given, seed, lr)} {ARMS[arm]}"
     if not complete.is_file() or complete.read_text() != words:
         started = time.monotonic()
         shutil.rmtree(run, ignore_errors=True)
@@ -181,25 +179,30 @@ def summarize(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def draw(table: dict[str, Any], path: Path) -> None:
-    """Draw reward and KL of every seed, and the mean of each arm."""
+def draw(tables: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draw reward and KL of every seed, and the mean of each arm; one column per learning rate."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 1, figsize=(8, 8), sharex=True)
-    for number, (arm, row) in enumerate(table.items()):
-        for panel, key in zip(axes, ("reward", "kl"), strict=True):
-            curves = row["curves"][key]
-            for curve in curves:
-                panel.plot(curve, color=f"C{number}", alpha=0.25, linewidth=0.8)
-            means = [statistics.fmean(values) for values in zip(*curves, strict=True)]
-            panel.plot(means, color=f"C{number}", linewidth=1.8, label=arm)
-    axes[0].set(ylabel="reward", ylim=(0, 1))
-    axes[0].legend(ncols=2)
-    axes[1].set(xlabel="rollout", ylabel="KL of engine to trainer (k3)")
-    axes[1].set_yscale("symlog", linthresh=1e-5)
+    figure, axes = pyplot.subplots(
+        2, len(tables), figsize=(7 * len(tables), 8), sharex=True, sharey="row", squeeze=False
+    )
+    for column, (lr, table) in enumerate(tables.items()):
+        for number, (arm, row) in enumerate(table.items()):
+            for panel, key in zip(axes[:, column], ("reward", "kl"), strict=True):
+                curves = row["curves"][key]
+                for curve in curves:
+                    panel.plot(curve, color=f"C{number}", alpha=0.25, linewidth=0.8)
+                means = [statistics.fmean(values) for values in zip(*curves, strict=True)]
+                panel.plot(means, color=f"C{number}", linewidth=1.8, label=arm)
+        axes[0, column].set(title=f"learning rate {lr}", ylim=(0, 1))
+        axes[1, column].set(xlabel="rollout", yscale="symlog")
+    axes[0, 0].set(ylabel="reward")
+    axes[0, 0].legend(ncols=2)
+    axes[1, 0].set(ylabel="KL of engine to trainer (k3)")
+    axes[1, 0].set_yscale("symlog", linthresh=1e-5)
     figure.savefig(path)
 
 
@@ -210,14 +213,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--steps", type=int, default=120, help="rollouts of a run")
+    parser.add_argument("--steps", type=int, default=60, help="rollouts of a run")
     parser.add_argument("--updates", type=int, default=8, help="optimizer steps per rollout")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a rollout, 8 samples each")
     parser.add_argument("--length", type=int, default=16, help="digits of a prompt")
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", nargs="+", type=float, default=[4.5e-4, 6e-4], help="each with every arm and seed")
     parser.add_argument("--eps-clip", type=float, default=0.2)
     parser.add_argument("--eps-clip-high", type=float, default=0.28)
     parser.add_argument("--clip-grad", type=float, default=1.0)
@@ -229,16 +232,21 @@ def main() -> None:
     write_task(given.out / "task", given.length)
     with ThreadPoolExecutor(given.jobs) as pool:
         list(pool.map(lambda seed: warm_start(given, seed), given.seeds))
-        keys = [(arm, seed) for seed in given.seeds for arm in given.arms]
+        # the slow arms first, so that no core waits for the last of them
+        keys = [(lr, arm, seed) for arm in given.arms[::-1] for seed in given.seeds for lr in given.lr]
         found = dict(zip(keys, pool.map(lambda key: learn(given, *key), keys), strict=True))
-    table = {arm: summarize([found[arm, seed] for seed in given.seeds]) for arm in given.arms}
-    for arm, row in table.items():
-        print(f"{arm:<15}", {k: v for k, v in row.items() if k != "curves"}, file=sys.stderr)
-    if given.plot:
-        draw(table, given.plot)
+    tables = {
+        str(lr): {arm: summarize([found[lr, arm, seed] for seed in given.seeds]) for arm in given.arms}
+        for lr in given.lr
+    }
+    for lr, table in tables.items():
+        for arm, row in table.items():
+            print(f"{lr:<8} {arm:<15}", {k: v for k, v in row.items() if k != "curves"}, file=sys.stderr)
+    if given.plot and given.arms:
+        draw(tables, given.plot)
     hidden = ("out", "plot", "save", "variant", "arms", "threads")
     settings = {name: value for name, value in vars(given).items() if name not in hidden}
-    result = {"settings": settings, "flags": {arm: ARMS[arm] for arm in given.arms}, "arms": table}
+    result = {"settings": settings, "flags": {arm: ARMS[arm] for arm in given.arms}, "learning_rates": tables}
     finish("collapse", result, given.save, lambda: installed("miles-core", "torch", "transformers"), given.variant)
 
 

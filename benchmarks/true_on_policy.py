@@ -13,11 +13,14 @@ models ``--models``, and ``--only kernels`` compares the plugin's products and a
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import math
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,34 +136,39 @@ def format_gap(family: str, name: str, dtype: str, device: str, plugins: list[st
     return max(record["mismatch/abs_log_prob"] for record in run.metrics)
 
 
-def measure_time(threads: int, turns: int, warm_up: int, gpu: str = "", micro_batch: int = 0) -> dict[str, Any]:
-    """Seconds of a step of both sides, turn by turn after ``warm_up``; ``gpu``: a model of ``grpo_step.py --gpu``."""
+def measure_time(given: argparse.Namespace, gpu: str = "") -> dict[str, Any]:
+    """Seconds of a step of both sides, turn by turn after the warm-up; ``gpu``: a model of ``grpo_step.py --gpu``. After ``given.limit``
+    seconds no further turn begins, if at least three were measured."""
     from workload import make_workload, random_words
 
     with tempfile.TemporaryDirectory() as directory:
         work = random_words(Path(directory), gpu) if gpu else make_workload(Path(directory))
         command = [sys.executable, str(Path(__file__).with_name("grpo_step.py")), "--worker", "miles"]
         command += ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file), "--steps-a-turn", "1"]
-        command += ["--steps", str(2 * (turns + warm_up) + 1)]  # the first step of a turn is not counted
+        turns = given.turns + given.warm_up
+        command += ["--steps", str(2 * turns + 1)]  # the first step of a turn is not counted
         command += ["--gpu", gpu] if gpu else []
-        command += ["--micro-batch", str(micro_batch)]
+        command += ["--micro-batch", str(given.micro_batch)]
         flags = {"plain": "--num-steps-per-rollout 1", "exact": "--num-steps-per-rollout 1 --plugins true_on_policy"}
-        workers = [Worker(name, [*command, f"--worker-flags={more}"], threads) for name, more in flags.items()]
+        workers = [Worker(name, [*command, f"--worker-flags={more}"], given.threads) for name, more in flags.items()]
         reports: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
+        started = time.monotonic()
         try:
-            for turn in range(turns + warm_up):
+            for turn in range(turns):
+                if len(reports["plain"]) >= 3 and time.monotonic() - started > given.limit:
+                    break
                 for worker in workers if turn % 2 else workers[::-1]:
                     report = worker.turn()
                     print(gpu, "turn", turn, worker.name, json.dumps(report), file=sys.stderr, flush=True)
-                    if turn >= warm_up:
+                    if turn >= given.warm_up:
                         reports[worker.name].append(report)
         finally:
             for worker in workers:
                 worker.close()
     ratios = [b["seconds"] / a["seconds"] for a, b in zip(reports["plain"], reports["exact"], strict=True)]
     return {
-        "threads": threads,
-        "turns": turns,
+        "threads": given.threads,
+        "turns": len(ratios),
         "ratio_median": round(statistics.median(ratios), 3),
         "ratio_median_interval": [round(x, 3) for x in median_interval(ratios)],
         "largest_gap": {name: max(report["gap"] for report in found) for name, found in reports.items()},
@@ -172,6 +180,7 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--turns", type=int, default=20, help="measured steps of each side")
     parser.add_argument("--warm-up", type=int, default=2, help="unmeasured turns of each side")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no turn of a model begins")
     parser.add_argument(
         "--only", nargs="+", choices=("families", "formats", "time", "kernels"), help="measure only these"
     )
@@ -192,15 +201,12 @@ def main() -> int:
     parts: dict[str, Callable[[], Any]] = {
         "families": lambda: measure_families(given.families, given.device),
         "formats": lambda: measure_formats(given.device),
-        "time": lambda: measure_time(given.threads, given.turns, given.warm_up, micro_batch=given.micro_batch),
+        "time": lambda: measure_time(given),
     }
     if given.device == "cuda":
         from true_on_policy_kernels import measure_kernels
 
-        parts["time"] = lambda: {
-            model: measure_time(given.threads, given.turns, given.warm_up, model, given.micro_batch)
-            for model in given.models
-        }
+        parts["time"] = lambda: {model: measure_time(given, model) for model in given.models}
         parts["kernels"] = measure_kernels
     result = {name: measure() for name, measure in parts.items() if given.only is None or name in given.only}
     tables = [

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from miles_embedded.model.extra_layers import add_layer, new_layer, read_layer, run_layer
     from miles_embedded.model.gpu_operations import with_row_kernels
     from miles_embedded.model.grouped_experts import uses_grouped_product
+    from miles_embedded.model.joint_linear import joined_layers
     from miles_embedded.model.load import (
         build_empty,
         checkpoint_config,
@@ -148,6 +149,7 @@ __all__ = [
     "head",
     "is_constant",
     "is_embedded",
+    "joined_layers",
     "kernels_run",
     "load_model",
     "local_shard",
@@ -209,6 +211,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.examine": "examine",
         "miles_embedded.model.gpu_operations": "with_row_kernels",
         "miles_embedded.model.grouped_experts": "uses_grouped_product",
+        "miles_embedded.model.joint_linear": "joined_layers",
         "miles_embedded.model.load": "build_empty checkpoint_config has_windows is_embedded load_model make_model prepare "
         "unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",

@@ -96,6 +96,16 @@ def join_linear(model: nn.Module) -> int:
     return done
 
 
+def joined_layers(model: nn.Module) -> list[list[nn.Linear]]:
+    """Return the groups of layers of ``model`` that ``join_linear`` joined."""
+    found: dict[int, Joint] = {}
+    for module in model.modules():
+        joint = module.__dict__.get(_ATTRIBUTE)
+        if joint is not None:
+            found[id(joint)] = joint
+    return [joint.layers for joint in found.values()]
+
+
 def _plain(layer: Any) -> bool:
     own = type(layer) is nn.Linear and layer.bias is None and "forward" not in layer.__dict__
     return own and layer.weight.is_cuda and codes_of(layer.weight) is None

@@ -1,5 +1,6 @@
 """The page of exact log-probabilities says what the result files say."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -13,3 +14,18 @@ def test_the_page_is_up_to_date():
 def test_a_gap_above_zero_is_shown():
     gaps = {"float32": [2e-6, 0.0], "bfloat16": [0.04, 0.002]}
     assert DRAWN["row"]("qwen3", [gaps, gaps]) == "| qwen3 | 2e-06 | 0.04 | 2e-06 | 0.04 | 0, 0.002 |"
+
+
+def test_training_curves_and_sglang_are_shown_once_they_are_measured(tmp_path, monkeypatch):
+    row = {"reward_last": [0.5, 0.1], "reward_best": [0.9, None], "collapsed": 2, "kl_median": 0.01, "gap_largest": 0.2}
+    curves = {"commit": "abc", "learning_rates": {"0.0006": {"plain": row}}}
+    numbers = {"mean": 0.004, "max": 0.1, "differing": 0.25}
+    names = ("batch", "phase", "engine_rounding", "trainer_rounding", "engine_trainer", "engine_exact_trainer")
+    gaps = {"commit": "abc", "gaps": {"plain": dict.fromkeys(names, numbers), "transformers": {"error": "no"}}}
+    (tmp_path / "collapse-2026-01-01-cpu.json").write_text(json.dumps(curves))
+    (tmp_path / "sglang_exact-2026-01-01-dense.json").write_text(json.dumps(gaps))
+    monkeypatch.setitem(DRAWN["collapse"].__globals__, "RESULTS", tmp_path)
+    assert "| 0.0006 | `plain` | 0.500 ± 0.100 | 0.900 | 2 | 0.01 | 0.2 |" in DRAWN["collapse"]()
+    lines = DRAWN["sglang"]("dense")
+    assert "| `plain` | 0.004 | 0.004 | 0.004 | 0.004 | 0.004 | 0.004 | 25.0% |" in lines
+    assert "| `transformers` | did not run | | | | | | |" in lines

@@ -16,6 +16,7 @@ from miles_embedded import (
     decoder_layers,
     head,
     is_embedded,
+    joined_layers,
     kernels_run,
     use_operations,
     uses_grouped_product,
@@ -48,8 +49,11 @@ def make_invariant(model: nn.Module) -> None:
     check_device(head(model).weight.device)
     check_products(model)
     use_operations(model, make_operations(head(model).weight.device))
+    joined = {
+        layer for layers in joined_layers(model) for layer in layers
+    }  # their forward calls torch's product, which the mode replaces
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and module not in joined:
             module.__dict__.pop("forward", None)  # a product that depends on the number of rows
     # the parts of a layer too: recomputation in the backward pass calls them, but not the backbone
     parts = [part for layer in decoder_layers(model) for part in layer.children()]
@@ -101,11 +105,18 @@ def check_device(device: torch.device) -> None:
 
 
 def check_products(model: nn.Module) -> None:
-    """Try the products of every matrix of a model; ConfigError with the name of the first whose rows depend on each other."""
-    for name, weight in model.named_parameters():
-        if weight.dim() not in (2, 3) or not weight.is_floating_point() or weight.device.type == "meta":
+    """Try the products of every matrix of a model, also of those that are multiplied as one; ConfigError with the name of the first whose rows
+    depend on each other."""
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    matrices = [
+        (name, *weight.shape[-2:], weight) for name, weight in model.named_parameters() if weight.dim() in (2, 3)
+    ]
+    for layers in joined_layers(model):
+        first, columns = layers[0].weight, sum(layer.out_features for layer in layers)
+        matrices.append((f"{names[id(first)]} and its siblings", columns, first.shape[1], first))
+    for name, columns, inner, weight in matrices:
+        if not weight.is_floating_point() or weight.device.type == "meta":
             continue
-        columns, inner = weight.shape[-2:]
         if not has_exact_rows(columns, inner, weight.dtype, weight.device):
             raise ConfigError(
                 f"--true-on-policy-mode: the product with {name} ({columns} x {inner}, {str(weight.dtype).removeprefix('torch.')}) depends "

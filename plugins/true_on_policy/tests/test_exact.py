@@ -112,6 +112,12 @@ def test_engines_and_a_trainer_in_other_processes(toy_run):
     assert gaps(run) == [0.0, 0.0]
 
 
+def test_an_engine_and_a_trainer_that_take_turns_on_one_device(toy_run):
+    run = toy_run(["true_on_policy"], colocate=True, dtype="bfloat16", rollout_max_response_len=9)
+    assert gaps(run) == [0.0, 0.0]
+    assert all("time/colocate" in record for record in run.metrics)  # both sides released and took back their memory
+
+
 def test_a_resumed_run(toy_run):
     whole, first = (toy_run(["true_on_policy"], steps=steps) for steps in (2, 1))
     resumed = toy_run(["true_on_policy"], load=first.directory)

@@ -108,6 +108,17 @@ def test_the_gap_is_zero_with_cuda_graphs(family, temperature, tmp_path):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+def test_the_gap_of_a_run_is_zero(toy_run, family):
+    """Training multiplies query, key and value apart; decoding multiplies them as one matrix."""
+    options = {"family": family, "dtype": "bfloat16", "device": "cuda", "rollout_max_response_len": 24}
+    exact, plain = (toy_run(plugins, **options) for plugins in (["true_on_policy"], []))
+    gaps = [[record["mismatch/abs_log_prob"] for record in run.metrics] for run in (exact, plain)]
+    assert gaps[0] == [0.0, 0.0] and min(gaps[1]) > 0
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_the_gap_is_zero_with_native_fp8_products_of_one_order(toy_run, family):
     sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}

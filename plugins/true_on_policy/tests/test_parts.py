@@ -5,11 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attention_calls import MODULE, OPTIONS, heads, packed
+from torch import nn
 from torch.nn import functional
 
 from miles_core.contracts.trainer import Context
 from miles_core.plugin import ConfigError
-from miles_embedded import PromptCall
+from miles_embedded import PromptCall, load_model
+from miles_embedded.model import joint_linear
+from miles_testing.tiny import tiny_checkpoint
 from miles_true_on_policy import hooks
 from miles_true_on_policy.attention import attend
 from miles_true_on_policy.elementwise import apply_aligned, whole_vectors
@@ -119,6 +122,20 @@ def test_a_product_that_depends_on_the_number_of_rows_is_named(monkeypatch):
         ConfigError, match=r"the product with 1\.weight \(5 x 3, float32\) depends on the number of rows"
     ):
         hooks.check_products(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 5)))
+
+
+def test_layers_that_are_multiplied_as_one_matrix_stay_so_and_the_matrix_is_tried(monkeypatch, tmp_path):
+    model = load_model(tiny_checkpoint("qwen3", tmp_path / "model"), "float32", "cpu")
+    monkeypatch.setattr(joint_linear, "_plain", lambda layer: type(layer) is nn.Linear)  # else on a GPU only
+    assert joint_linear.join_linear(model) == 2 * model.config.num_hidden_layers
+    tried = set()
+    monkeypatch.setattr(hooks, "has_exact_rows", lambda columns, inner, *rest: not tried.add((columns, inner)))
+    hooks.make_invariant(model)
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    for layers in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+        assert all("forward" in layer.__dict__ for layer in layers)
+        assert (sum(layer.out_features for layer in layers), layers[0].in_features) in tried
+    assert "forward" not in attention.o_proj.__dict__
 
 
 def test_keys_that_an_indexer_chose_are_refused():
