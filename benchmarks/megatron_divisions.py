@@ -51,8 +51,8 @@ def make_checkpoint(directory: Path) -> Path:
     return directory / "model"
 
 
-def make_trainer(checkpoint: Path, sizes: dict[str, Any]) -> Any:
-    """A bound trainer of this rank."""
+def make_trainer(checkpoint: Path, sizes: dict[str, Any], **settings: Any) -> Any:
+    """A bound trainer of this rank. settings: fields of ``miles_megatron.trainer.settings.Settings``."""
     import torch
     import torch.distributed as dist
 
@@ -70,11 +70,11 @@ def make_trainer(checkpoint: Path, sizes: dict[str, Any]) -> Any:
         from miles_megatron.trainer.settings import Settings
     from miles_megatron.trainer.trainer import MegatronTrainer
 
-    settings = Settings(
-        adamw=OptimizerConfig(1e-3), dtype=torch.bfloat16 if gpu else torch.float32, micro_batch_size=3, longest=256
-    )
+    fields = {"micro_batch_size": 3, "longest": 256, **settings}
+    dtype = torch.bfloat16 if gpu else torch.float32
+    chosen = Settings(adamw=OptimizerConfig(1e-3), dtype=dtype, **fields)
     architecture = families.read(json.loads((checkpoint / "config.json").read_text()))
-    trainer = MegatronTrainer(architecture, s, world, checkpoint, settings)
+    trainer = MegatronTrainer(architecture, s, world, checkpoint, chosen)
     trainer.bind(Callbacks(trainer.forward, loss, trainer.optimizer_step))
     return trainer
 
