@@ -111,7 +111,11 @@ class ParameterBlocks:
             raise CheckpointError(
                 f"a parameter of shape {list(parameter.shape)} is trained, but the model's sharded state lacks it"
             )
-        return [state] if isinstance(state, ShardedTensor) else list(nested_values(state.build()))
+        found = [state] if isinstance(state, ShardedTensor) else list(nested_values(state.build()))
+        own = parameter.untyped_storage().data_ptr()
+        if any(each.data.untyped_storage().data_ptr() != own for each in found):
+            raise CheckpointError(f"Megatron-Core saves a copy of {found[0].key}, whose elements cannot be located")
+        return found
 
 
 def save_moments(optimizers: Mapping[str, tuple[Optimizer, ParameterBlocks]], directory: Path) -> None:
