@@ -7,12 +7,15 @@ the GPUs' peaks, and the step that ``miles_planning`` and ``miles simulate`` pre
 
     python benchmarks/cluster_run.py --save
 
+``--separate --schedule async`` has one rank and one engine on GPUs of their own, and responses of long-tailed lengths.
+
 ``--size tiny --device cpu`` rehearses it on a machine without GPUs. ``--warm`` runs one step of a model of two layers on one GPU instead, with
 the same options of SGLang, so that later runs find compiled kernels.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cluster_prediction import LONG_TAILED, predict, simulate
 from measure import commit, finish, installed, options
 from sglang_engine import EXPERTS, VOCABULARY, word_tokenizer
 from sglang_step import workload
@@ -35,11 +39,24 @@ from sglang_step import workload
 SIZES: dict[str, dict[str, Any]] = {
     "1b": {"hidden_size": 2048, "num_hidden_layers": 9, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
     "large": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
+    "small": {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
     "tiny": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
 }  # fmt: skip
-#: Options that give the same model and run to the prediction.
+#: Options of SGLang that work without the kernels that it usually brings.
 GPU = """--sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-moe-runner-backend triton
     --sglang-fp8-gemm-backend triton --sglang-disable-prefill-cuda-graph --sglang-mem-fraction-static 0.4"""
+
+
+def make_config(size: str, layers: int | None = None) -> Any:
+    """Return the configuration of the model."""
+    import transformers
+
+    experts = EXPERTS if size != "tiny" else EXPERTS | {"num_experts": 4, "moe_intermediate_size": 128}
+    sizes: dict[str, Any] = SIZES[size] | ({"num_hidden_layers": layers} if layers else {})
+    return transformers.Qwen3MoeConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, tie_word_embeddings=False,
+        intermediate_size=2 * sizes["hidden_size"], **sizes, **experts,
+    )  # fmt: skip
 
 
 def make_model(size: str, directory: Path, layers: int | None = None) -> Path:
@@ -48,15 +65,9 @@ def make_model(size: str, directory: Path, layers: int | None = None) -> Path:
         return directory
     import transformers
 
-    experts = EXPERTS if size != "tiny" else EXPERTS | {"num_experts": 4, "moe_intermediate_size": 128}
-    sizes: dict[str, Any] = SIZES[size] | ({"num_hidden_layers": layers} if layers else {})
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, tie_word_embeddings=False,
-        intermediate_size=2 * sizes["hidden_size"], **sizes, **experts,
-    )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(make_config(size, layers), dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -94,10 +105,15 @@ def flags_of(given: Any, checkpoint: Path, directory: Path) -> list[str]:
         --n-samples-per-prompt 8 --num-rollout {steps} --rollout-max-response-len {tokens} --rollout-max-context-len {given.tokens + 72}
         --max-running-requests {samples} --use-dynamic-batch-size --max-tokens-per-gpu {given.max_tokens} --lr 1e-6 --seed 0
         --save-interval {given.save_interval}"""
+    if given.separate:
+        (directory / "long_tailed.py").write_text(LONG_TAILED)
+        text += f" --custom-generate-function-path {directory / 'long_tailed.py'} --schedule {given.schedule}"
+        text += " --max-weight-staleness 2 --stale-samples train" * (given.schedule == "async")
     if cpu:
         text += " --device cpu --sglang-max-total-tokens 8192"
     else:
-        text += f" {GPU} --sglang-cuda-graph-bs-decode {samples // 8},{samples // 2}"
+        full = samples if given.separate else samples // 2
+        text += f" {GPU} --sglang-cuda-graph-bs-decode {full // 4},{full}"
     if "fp8" in plugins:
         text += " --fp8-recipe blockwise" + " --backward-override dequantized" * (not given.warm)
     return [*text.split(), *workload(directory, given.prompts)]
@@ -110,6 +126,35 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "time/step" in row]
 
 
+class Progress:
+    """The steps of a run as they complete, also those that are computed again after a restart.
+
+    Attributes:
+        at: seconds since the start at which each step was seen, and its number.
+        count: completed steps.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run, self._seen = run, set[float]()
+        self.at: list[tuple[float, int]] = []
+        self.count = 0
+
+    def look(self, now: float) -> None:
+        """Read the metrics."""
+        steps = read_steps(self._run)
+        self.count = len(steps)
+        for row in steps:
+            if row["time/step"] not in self._seen:
+                self._seen.add(row["time/step"])
+                self.at.append((now, int(row["step"])))
+                print(f"step {row['step']} after {now} s", file=sys.stderr, flush=True)
+
+    def after(self, kill: dict[str, Any]) -> dict[str, Any]:
+        """Return what happened after a kill: seconds until the next step was complete, and its number."""
+        later = [(at, step) for at, step in self.at if at > kill["at"]]
+        return {"next_step": later[0][1], "complete_after": round(later[0][0] - kill["at"], 1)} if later else {}
+
+
 def find_worker(run: Path, name: str) -> int | None:
     """Return the process id of a worker from its log, that of the newest process."""
     log = run / "workers" / f"{name}.log"
@@ -119,45 +164,50 @@ def find_worker(run: Path, name: str) -> int | None:
 
 def drive(given: Any, command: list[str], run: Path) -> dict[str, Any]:
     """Run the command, kill an engine and a rank on the way; return what happened, with seconds since the start."""
-    start, kills, peaks = time.monotonic(), [], [0, 0]
+    start, peaks, progress = time.monotonic(), [0, 0], Progress(run)
+    kills: list[dict[str, Any]] = []
     todo = [(given.kill_engine, "engine-1"), (given.kill_rank, "trainer-1")]
     todo = [(step, name) for step, name in todo if step and not given.separate and not given.warm]
     log = run.parent / "output.log"
-    first, seen = None, 0
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
-        while process.poll() is None and time.monotonic() - start < (given.seconds if first else given.first):
-            time.sleep(0.5)
+        while process.poll() is None and time.monotonic() - start < (given.seconds if progress.at else given.first):
+            time.sleep(0.25)
             peaks = [max(pair) for pair in zip(peaks, used_memory(), strict=True)]
-            steps, now = len(read_steps(run)), round(time.monotonic() - start, 1)
-            if steps != seen:
-                print(f"{steps} steps after {now} s", file=sys.stderr, flush=True)
-            first, seen = first or (now if steps else None), steps
-            if todo and steps >= todo[0][0] and (found := find_worker(run, todo[0][1])) is not None:
+            now = round(time.monotonic() - start, 1)
+            progress.look(now)
+            if todo and progress.count >= todo[0][0] and (found := find_worker(run, todo[0][1])) is not None:
                 os.kill(found, signal.SIGKILL)
-                kills.append({"worker": todo.pop(0)[1], "after_steps": steps, "at": now})
+                kills.append({"worker": todo.pop(0)[1], "after_steps": progress.count, "at": now})
                 print(f"killed: {kills[-1]}", file=sys.stderr, flush=True)
         if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop(process)
+        progress.look(round(time.monotonic() - start, 1))
     if given.logs:
         given.logs.write_text(read_logs(log, run))
     text = log.read_text(errors="replace")
+    notices = [line for line in text.splitlines() if re.search(" (WARNING|ERROR) (?!\\S+: megatron)", line)]
     return {
         "exit": process.returncode,
         "seconds": round(time.monotonic() - start, 1),
-        "first_step_after": first,
-        "kills": kills,
+        "first_step_after": progress.at[0][0] if progress.at else None,
+        "kills": [kill | progress.after(kill) for kill in kills],
+        "steps_at": progress.at,
         "peak_gb": [round(peak / 1e9, 2) for peak in peaks],
-        "notices": [line[:300] for line in text.splitlines() if re.search(" (WARNING|ERROR) (?!\\S+: megatron)", line)][
-            :12
-        ],
+        "notices": [line[:300] for line in notices][:20],
+        "phases": re.findall(r"(\S+ begins [\d.]+ s after the start: .*)", text),
         "end_of_log": text[-3000:] if process.returncode else "",
     }
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, and kill it after 20 seconds."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def read_logs(log: Path, run: Path) -> str:
@@ -185,75 +235,19 @@ def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
     return {name: round(statistics.median(row[name] for row in rows if name in row), 4) for name in names}
 
 
+def steps_per_minute(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the mean steps per minute and age of the samples without the first three steps, which compile and fill the buffer."""
+    rows = steps[3:] or steps
+    found = {"steps_per_minute": 60 * len(rows) / sum(row["time/step"] for row in rows)}
+    for name in ("rollout/length_mean", "rollout/staleness_mean", "rollout/dropped_groups"):
+        found[name] = statistics.fmean(row.get(name, 0.0) for row in rows)
+    return {name: round(value, 3) for name, value in found.items()}
+
+
 def lost_seconds(steps: list[dict[str, Any]]) -> list[float]:
     """Return the seconds of the steps that took more than twice the median, less the median: what restarts cost."""
     usual = statistics.median(row["time/step"] for row in steps)
     return [round(row["time/step"] - usual, 1) for row in steps[2:] if row["time/step"] > 2 * usual]
-
-
-def predict(given: Any, flags: list[str], steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the plan's memory and the estimates of a step, for the lengths that the run measured."""
-    from miles_core.config.load import load
-    from miles_core.plugin.check import check
-    from miles_core.plugin.model_config import model_config
-    from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
-    from miles_planning.layout import engine_planner, trainer_planner
-    from miles_planning.model_cost import model_cost
-    from miles_planning.rates import rates_of
-    from miles_planning.rollout_time import rollout_time
-    from miles_planning.step_time import step_time
-    from miles_planning.training_time import training_time
-    from miles_planning.workload import Workload
-
-    config = load([*flags, "--device", "cuda"] if given.device == "cpu" else flags)
-    catalogue = catalogue_for(config)
-    facts = facts_for(config, [f"hardware=1x2x{given.gpu}"])
-    result = check(requested_plugins(config, facts, catalogue), catalogue, facts)
-    model = model_config(config.model.hf_checkpoint)
-    assert model is not None
-    cost, rates = model_cost(model), rates_of(given.gpu, 2)
-    trainer = trainer_planner("megatron").read(result.facts, model)
-    engine = engine_planner("sglang").read(result.facts, model, 1 if given.separate else 2)
-    assert cost is not None and trainer is not None and engine is not None
-    mean = statistics.median(row["rollout/length_mean"] for row in steps)
-    work = Workload(given.prompts * 8, 64.0, mean, given.tokens, 1, 1, 0)
-    generated = rollout_time(rates, cost, engine, work)
-    trained = training_time(rates, cost, trainer, work, not given.separate)
-    step = step_time(rates, generated, trained, engine, work, not given.separate)
-    return {
-        "problems_of_the_plan": [f"{p.who} needs {p.needs}: {p.because}" for p in result.problems],
-        "trainer_gb": round(max(usage.parts.total for usage in trainer.estimate()) / 1e9, 2),
-        "engine_gb": round(max(usage.parts.total for usage in engine.estimate()) / 1e9, 2),
-        "seconds": {
-            "rollout": round(generated.seconds, 3),
-            "train": round(trained.seconds - trained.moved, 3),
-            "moves": round(trained.moved, 3),
-            "sync": round(step.sync, 3),
-            "step": round(step.seconds, 3),
-        },
-    }
-
-
-def simulate(given: Any, checkpoint: Path, run: Path, seconds: dict[str, float]) -> dict[str, Any]:
-    """Return what ``miles simulate`` reports for the lengths that the run saved.
-
-    Args:
-        seconds: the estimates of ``predict``, which has the moves of the memory and the sync of a model of this size.
-    """
-    gpus = ["--trainer-gpus", "1"] if given.separate else ["--trainer-gpus", "2", "--colocate"]
-    command = [
-        sys.executable, "-m", "miles_core", "simulate", "--json", "--model-config", str(checkpoint / "config.json"), "--gpu", given.gpu,
-        "--engine-gpus", "1" if given.separate else "2", *gpus, "--rollout-batch-size", str(given.prompts),
-        "--n-samples-per-prompt", "8", "--rollout-max-response-len", str(given.tokens), "--num-rollout", "6",
-        "--lengths", f"replay:{run}", "--prompt-lengths", "constant:64", "--sync-seconds", str(seconds["sync"]),
-        "--switch-seconds", str(seconds["moves"] / 4),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    try:
-        found = dict(json.loads(done.stdout.strip().splitlines()[-1]))
-    except (ValueError, IndexError, TypeError):
-        return {"failed": done.stderr[-500:], "output": done.stdout[-500:]}
-    return found
 
 
 def parts_of(given: Any, checkpoint: Path, directory: Path) -> Iterator[tuple[str, Any]]:
@@ -267,37 +261,48 @@ def parts_of(given: Any, checkpoint: Path, directory: Path) -> Iterator[tuple[st
         return
     yield "seconds_of_steps", [round(row["time/step"], 2) for row in steps]
     yield "medians", medians(steps)
+    yield "seconds_of_saves", [round(row["time/save"], 2) for row in steps if "time/save" in row]
     yield "restarts_cost", lost_seconds(steps)
+    if given.separate:
+        yield "steps_per_minute", steps_per_minute(steps)
     try:
-        predicted = predict(given, flags, steps)
+        predicted = predict(given, flags, statistics.median(row["rollout/length_mean"] for row in steps))
         yield "predicted", predicted
-        yield "simulated", simulate(given, checkpoint, run, predicted["seconds"])
+        yield "simulated", simulate(given, checkpoint, f"replay:{run}", predicted["seconds"], len(steps))
     except Exception as error:  # a prediction that fails must not lose the measurements
         yield "prediction_failed", f"{type(error).__name__}: {error}"
 
 
-def main() -> None:
-    parser = options(__doc__)
+def run_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options of a run."""
     parser.add_argument("--size", choices=sorted(SIZES), default="1b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--separate", action="store_true", help="one rank and one engine on separate GPUs")
+    parser.add_argument("--schedule", choices=("sync", "ahead", "async"), default="sync", help="with --separate")
     parser.add_argument("--warm", action="store_true", help="one step on one GPU, to compile kernels")
     parser.add_argument("--plugins", default="r3,tis,fp8,zero_copy")
     parser.add_argument("--gpu", default="H100", help="for the predictions")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256, help="longest response")
+    parser.add_argument("--long-tokens", type=int, default=768, help="longest response with --separate")
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--save-interval", type=int, default=10)
+    parser.add_argument("--save-interval", type=int, default=12)
     parser.add_argument("--kill-engine", type=int, default=5, help="after this many steps; 0: no kill")
-    parser.add_argument("--kill-rank", type=int, default=12)
+    parser.add_argument("--kill-rank", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=280, help="then the run is stopped")
     parser.add_argument("--first", type=float, default=200, help="stopped earlier if no step is complete by then")
     parser.add_argument("--checkpoint", type=Path, help="directory of the model; made if it does not exist")
     parser.add_argument("--directory", type=Path, help="for the run's files (default: temporary files)")
     parser.add_argument("--out", type=Path, help="also write the parts here as they are measured")
     parser.add_argument("--logs", type=Path, help="write the logs of the run and its workers here")
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    given = run_options(options(__doc__)).parse_args()
+    if given.separate:
+        given.tokens = given.long_tokens
     with tempfile.TemporaryDirectory(dir=given.directory) as name:
         directory = Path(name)
         checkpoint = make_model(given.size, given.checkpoint or directory / "model", 2 if given.warm else None)
@@ -308,7 +313,8 @@ def main() -> None:
             print(f"{part}: {json.dumps(value)[:2000]}", file=sys.stderr, flush=True)
             if given.out:
                 given.out.write_text(json.dumps(found, indent=1))
-    finish("cluster_run", found, given.save, lambda: installed("torch", "ray", "sglang", "megatron-core"), given.size)
+    variant = f"{given.size}-{given.schedule}" if given.separate else given.size
+    finish("cluster_run", found, given.save, lambda: installed("torch", "ray", "sglang", "megatron-core"), variant)
 
 
 if __name__ == "__main__":

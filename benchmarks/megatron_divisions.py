@@ -51,8 +51,8 @@ def make_checkpoint(directory: Path) -> Path:
     return directory / "model"
 
 
-def make_trainer(checkpoint: Path, sizes: dict[str, Any]) -> Any:
-    """A bound trainer of this rank."""
+def make_trainer(checkpoint: Path, sizes: dict[str, Any], **settings: Any) -> Any:
+    """A bound trainer of this rank. settings: fields of ``miles_megatron.trainer.settings.Settings``."""
     import torch
     import torch.distributed as dist
 
@@ -70,11 +70,11 @@ def make_trainer(checkpoint: Path, sizes: dict[str, Any]) -> Any:
         from miles_megatron.trainer.settings import Settings
     from miles_megatron.trainer.trainer import MegatronTrainer
 
-    settings = Settings(
-        adamw=OptimizerConfig(1e-3), dtype=torch.bfloat16 if gpu else torch.float32, micro_batch_size=3, longest=256
-    )
+    fields = {"micro_batch_size": 3, "longest": 256, **settings}
+    dtype = torch.bfloat16 if gpu else torch.float32
+    chosen = Settings(adamw=OptimizerConfig(1e-3), dtype=dtype, **fields)
     architecture = families.read(json.loads((checkpoint / "config.json").read_text()))
-    trainer = MegatronTrainer(architecture, s, world, checkpoint, settings)
+    trainer = MegatronTrainer(architecture, s, world, checkpoint, chosen)
     trainer.bind(Callbacks(trainer.forward, loss, trainer.optimizer_step))
     return trainer
 
@@ -144,16 +144,14 @@ def compared(sizes: dict[str, Any], found: dict[str, Any], one: dict[str, Any]) 
     }
 
 
-def launch(directory: Path, ranks: int) -> None:
-    """The script again, as so many ranks."""
+def launch(ranks: int, script: Path, flags: list[str]) -> None:
+    """Run a script as so many ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     how = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
     environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    subprocess.run(
-        [sys.executable, *how, __file__, "--directory", str(directory)], check=True, stdout=sys.stderr, env=environment
-    )
+    subprocess.run([sys.executable, *how, str(script), *flags], check=True, stdout=sys.stderr, env=environment)
 
 
 def main() -> None:
@@ -169,7 +167,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         make_checkpoint(Path(scratch))
         for ranks in (1, 2):
-            launch(Path(scratch), ranks)
+            launch(ranks, Path(__file__), ["--directory", scratch])
         rows = json.loads((Path(scratch) / "rows.json").read_text())
     gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     packages = ("megatron-core", *(("transformer-engine",) if gpu else ()), "torch")

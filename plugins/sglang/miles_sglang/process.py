@@ -109,6 +109,8 @@ class ProcessLink(Link):
         self._ended: SglangError | None = SglangError("SGLang is not running: the engine was not started")
 
     def span(self, machines: int, index: int, address: str) -> None:
+        if (spawned := self._early.pop(self.log_file, None)) is not None:  # it has another environment
+            spawned.drop()
         self.arguments |= {"nnodes": machines, "node_rank": index, "dist_init_addr": address}
         if index:
             self.log_file = self.log_file.with_name(f"{self.log_file.stem}-part-{index}.log")

@@ -1,7 +1,8 @@
 """Starts the process in which SGLang will run. It imports SGLang, which takes several seconds, and then waits for its arguments.
 
-A run in one process starts it first (``early``), so that SGLang is imported while the trainer loads its model. It allocates no memory of the GPU
-before it receives its arguments, so the share of the GPU that SGLang takes does not depend on when it was started.
+It is started first (``early``), in the driver or in the worker of each engine, so that SGLang is imported while the trainer loads its model.
+It allocates no memory of the GPU before it receives its arguments, so the share of the GPU that SGLang takes does not depend on when it was
+started.
 """
 
 from __future__ import annotations

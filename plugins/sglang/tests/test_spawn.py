@@ -7,7 +7,6 @@ import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from test_links import link
@@ -62,27 +61,41 @@ def test_a_process_with_another_environment_ends_and_is_not_used(tmp_path: Path)
     asyncio.run(used())
 
 
-@pytest.mark.parametrize("runtime", ["inline", "ray"])
-def test_a_run_in_one_process_starts_it_and_ends_what_no_engine_took(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+@pytest.mark.parametrize(
+    "runtime, worker, policies",
+    [
+        ("inline", "", 3),
+        ("ray", "engine-1", 1),
+        ("ray", "student-engine-0", 3),
+        ("ray", "", 1),
+        ("ray", "trainer-0", 1),
+        ("ray", "judge-engine-0", 3),
+    ],
+)
+def test_the_process_that_will_have_an_engine_starts_it_and_ends_what_no_engine_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, worker: str, policies: int
 ) -> None:
     environment = link(tmp_path, "good").changes
-    monkeypatch.setattr(early, "environment_of", lambda run, policy: environment)
-    policies = [SimpleNamespace(generates=on) for on in (False, True, True)]
+    wanted: list[str] = []
+    monkeypatch.setattr(early, "environment_of", lambda run, policy: wanted.append(policy.name) or environment)
+    for module in (early, build):
+        monkeypatch.setattr(module, "worker_name", lambda: worker)
+    generates = {"judge": False, "student": True, "teacher": True}
+    found = [SimpleNamespace(name=name, generates=on) for name, on in generates.items()][
+        : policies if policies > 1 else 0
+    ]
     config = SimpleNamespace(run=SimpleNamespace(runtime=runtime, engine="sglang"))
-
-    class Stash(dict[Any, Any]):
-        pass
-
-    run = SimpleNamespace(config=config, policies=policies, stash=Stash(), directory=tmp_path)
+    one = [SimpleNamespace(name="policy", generates=True)]
+    run = SimpleNamespace(config=config, policies=found or one, stash={}, directory=tmp_path)
 
     async def started() -> None:
         hooks = Early()
         hooks.on_start(run=run)
-        if runtime == "ray":  # its engines start in other processes
+        if worker in ("trainer-0", "judge-engine-0") or (runtime == "ray" and not worker):
             assert EARLY not in run.stash
             return
         (spawned,) = run.stash[EARLY].values()
+        assert wanted == ["policy" if policies == 1 else "student"]
         began = time.monotonic()
         process = await spawned.starting
         assert is_alive(process.pid) and build.log_file_of(run).is_file() and time.monotonic() - began < 30
@@ -90,3 +103,16 @@ def test_a_run_in_one_process_starts_it_and_ends_what_no_engine_took(
         await until_ended(process.pid)
 
     asyncio.run(started())
+
+
+def test_an_engine_on_several_machines_does_not_use_it(tmp_path: Path) -> None:
+    async def spanned() -> None:
+        taken: dict[Path, Spawned] = {}
+        one = link(tmp_path, "good", early=taken)
+        taken[one.log_file] = spawned = spawn(WORKER, one.changes, one.log_file)
+        process = await spawned.starting
+        one.span(2, 1, "127.0.0.1:9")
+        assert not taken
+        await until_ended(process.pid)
+
+    asyncio.run(spanned())

@@ -17,13 +17,13 @@ from miles_core.data import Unit
 from miles_core.plugin import CheckpointError, Store
 from miles_core.trainer import World, get_rng, put_rng, record_files
 from miles_megatron.trainer.matrices import added_state
+from miles_megatron.trainer.moments import ParameterBlocks, load_moments, save_moments
+from miles_megatron.trainer.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from miles_megatron.trainer.trainer import MegatronTrainer
 
-STATE, STEP, RANDOM = "state", "trainer.json", "random"
-#: Moments and masters are saved unsharded, so that runs with other parallel sizes can load them.
-_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
+STATE, STEP, RANDOM, MOMENTS = "state", "trainer.json", "random", "moments"
 #: Maximum bytes of one file of an export.
 SHARD = 4 << 30
 
@@ -31,15 +31,24 @@ SHARD = 4 << 30
 def save(trainer: MegatronTrainer, directory: Path) -> None:
     """Save weights, optimizer state, random-number states and the step number. A collective of all ranks.
 
+    Weights are a distributed checkpoint of Megatron-Core, without data-parallel copies; see ``moments`` for the optimizer state.
     The caller provides a new directory and is responsible for atomicity."""
-    target, state, moments = directory / STATE, _sharded(trainer, loading=False), trainer.optimizer.steps
+    target, state, optimizers = directory / STATE, _sharded(trainer), _optimizers(trainer)
     if dist.get_rank() == 0:
         target.mkdir(parents=True, exist_ok=True)
+        (directory / MOMENTS).mkdir(exist_ok=True)
         (directory / STEP).write_text(
-            json.dumps({"step": trainer.optimizer.step_number, "moments": moments, "ranks": dist.get_world_size()})
+            json.dumps(
+                {
+                    "step": trainer.optimizer.step_number,
+                    "moments": trainer.optimizer.steps,
+                    "ranks": dist.get_world_size(),
+                }
+            )
         )
     dist.barrier()
     put_rng(Store(directory / RANDOM, trainer.world), sharded=True)
+    save_moments(optimizers, directory / MOMENTS)
     dist_checkpointing.save(state, str(target))
     record_files(target.glob(f"__{dist.get_rank()}_*"))
 
@@ -52,34 +61,38 @@ def load(trainer: MegatronTrainer, directory: Path) -> None:
     if not (directory / STEP).is_file():
         raise CheckpointError(f"{directory}: it has no {STEP}; is this a trainer checkpoint of --trainer megatron?")
     try:
-        found = dist_checkpointing.load(_sharded(trainer, loading=True), str(directory / STATE))
+        found = dist_checkpointing.load(_sharded(trainer), str(directory / STATE))
     except Exception as error:  # Megatron-Core has no exception class for load errors
         why = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{directory}: {STATE} cannot be loaded into this model ({why})") from error
+    noted = json.loads((directory / STEP).read_text())
+    load_moments(_optimizers(trainer), directory / MOMENTS, noted["moments"])
     for number, chunk in enumerate(trainer.chunks):
         chunk.load_state_dict(found[f"model{number}"], strict=False)
-    noted = json.loads((directory / STEP).read_text())
-    trainer.optimizer.load_moments(found["moments"], noted["moments"], _RESHARDABLE)
     if (mtp := trainer.mtp) is not None and mtp.layer.here:
         mtp.layer.load_state_dict(found["mtp"], strict=False)
-        mtp.optimizer.load_moments(found["mtp_moments"], noted["moments"], _RESHARDABLE)
     if dist.get_rank() < noted["ranks"]:
         get_rng(Store(directory / RANDOM, World(dist.get_rank(), noted["ranks"])))
     trainer.optimizer.step_number = int(noted["step"])
 
 
-def _sharded(trainer: MegatronTrainer, loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    trainer.optimizer.allocate()
-    for number, chunk in enumerate(trainer.chunks):
-        state[f"model{number}"] = _state_of(trainer, chunk)
-    plain = state["model0"] if len(trainer.chunks) == 1 else dict(state.items())
-    state["moments"] = trainer.optimizer.sharded_moments(plain, loading, _RESHARDABLE)
+def _sharded(trainer: MegatronTrainer) -> dict[str, Any]:
+    """Return the sharded state of the weights."""
+    state: dict[str, Any] = {f"model{n}": _state_of(trainer, chunk) for n, chunk in enumerate(trainer.chunks)}
     if (mtp := trainer.mtp) is not None and mtp.layer.here:
-        mtp.optimizer.allocate()
         state["mtp"] = mtp.layer.sharded_state_dict()
-        state["mtp_moments"] = mtp.optimizer.sharded_moments(state["mtp"], loading, _RESHARDABLE)
     return state
+
+
+def _optimizers(trainer: MegatronTrainer) -> dict[str, tuple[Optimizer, ParameterBlocks]]:
+    """Return the optimizers of this rank with allocated moments, and the blocks of their parameters."""
+    states = [_state_of(trainer, chunk) for chunk in trainer.chunks]
+    found = {"policy": (trainer.optimizer, ParameterBlocks({str(n): state for n, state in enumerate(states)}))}
+    if (mtp := trainer.mtp) is not None and mtp.layer.here:
+        found["mtp"] = (mtp.optimizer, ParameterBlocks(mtp.layer.sharded_state_dict()))
+    for optimizer, _ in found.values():
+        optimizer.allocate()
+    return found
 
 
 def _state_of(trainer: MegatronTrainer, chunk: Any) -> dict[str, Any]:

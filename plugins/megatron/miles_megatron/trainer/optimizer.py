@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
 
 from miles_core.plugin import NonFiniteError
 from miles_core.trainer import OptimizerConfig
@@ -24,6 +26,31 @@ def _reuse_norm(inner: Any, norm: float) -> Iterator[None]:
         yield
     finally:
         del inner.prepare_grads, inner.get_grad_norm
+
+
+class Shard:
+    """The elements of a parameter that this rank updates.
+
+    Args:
+        part: the optimizer of Megatron-Core that updates them.
+        parameter: the parameter, whole.
+        first, end: the elements, ``end`` exclusive.
+    """
+
+    def __init__(self, part: Any, parameter: Tensor, first: int, end: int) -> None:
+        self._part, self.parameter, self.first, self.end = part, parameter, first, end
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """Master weights ("param") and moments, flat; in float32 also if the optimizer stores them in another type."""
+        part = self._part
+        found = part._get_main_param_and_optimizer_states(self.parameter)
+        return {name: found[name].detach().float().view(-1) for name in ("param", *part.optimizer_state_keys)}
+
+    def store(self, states: dict[str, Tensor]) -> None:
+        """Replace the states by these."""
+        old = self._part._get_main_param_and_optimizer_states(self.parameter)
+        self._part._set_main_param_and_optimizer_states(self.parameter, {**old, **states})
 
 
 class Optimizer:
@@ -116,29 +143,27 @@ class Optimizer:
         groups = self.inner.chained_optimizers[0].state_dict()["optimizer"]["param_groups"]
         return int(groups[0].get("step") or 0)
 
-    def sharded_moments(self, model: Any, loading: bool, how: Mapping[str, Any]) -> dict[str, Any]:
-        """Return moments and masters by parameter name, for a checkpoint that other parallel sizes can load.
+    def shards(self) -> Iterator[Shard]:
+        """Yield the elements that this rank updates; call ``allocate`` first."""
+        for part in self.inner.chained_optimizers:
+            for bucket in (b for buffer in part.gbuf_ranges for buckets in buffer.values() for b in buckets):
+                for parameter, where in bucket["param_map"].items():
+                    yield Shard(part, parameter, where["param"].start, where["param"].end)
 
-        Other entries of Megatron-Core's optimizer state are left out, because only the first rank would save them, for its own shard.
-
-        Args:
-            model: the sharded state of the chunks.
-            loading: whether the state is loaded into, not saved.
-            how: Megatron-Core's metadata.
-        """
-        parts = self.inner.chained_optimizers
-        found = [part.sharded_state_dict(model, is_loading=loading, metadata=how) for part in parts]
-        return {str(i): each["param_state"] for i, each in enumerate(found)}
-
-    def load_moments(self, found: Mapping[str, Any], steps: int, how: Mapping[str, Any]) -> None:
-        """Load what ``sharded_moments`` returned. steps: number of steps in the moments."""
-        for i, part in enumerate(self.inner.chained_optimizers):
+    def set_steps(self, steps: int) -> None:
+        """Set the number of steps in the moments."""
+        for part in self.inner.chained_optimizers:
             state = part.state_dict()
             for group in state["optimizer"]["param_groups"]:
                 group["step"] = steps
-            kind = how["distrib_optim_sharding_type"]
-            part.load_state_dict(state | {"param_state": found[str(i)], "param_state_sharding_type": kind})
+            part.load_state_dict(state)
         self.separate_counts()
+
+    def finish_load(self) -> None:
+        """Pass loaded states to the optimizers of which Megatron-Core's hybrid one consists (``--optimizer-cpu-offload``)."""
+        for part in self.inner.chained_optimizers:
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                part.optimizer._sync_hdo_state_to_sub_optimizers()
 
     def separate_counts(self) -> None:
         """Give each parameter of torch's AdamW its own step count. Megatron-Core loads one shared tensor, which each parameter would
