@@ -6,7 +6,7 @@ Run on a CPU: ``python benchmarks/optimizers.py --save``; on a GPU: ``python ben
 - ``step``: a random BF16 model (``--model``, as in ``sglang_engine.py``), each optimizer in a process of its own. Bytes of FP32 masters and
   optimizer state on the device between steps and during a step, bytes in a checkpoint, seconds of the optimizer step and of the whole step
   (medians of ``--turns`` after two that warm up), and on a GPU the largest allocated memory of a whole step.
-  ``offloaded``: with ``--offload-optimizer``.
+  ``offloaded``: with ``--offload-optimizer``; ``recomputed``: with ``--activation-checkpointing``.
 - ``learning``: toy runs in BF16 (the share of even tokens in a response is its reward) with each optimizer at one learning rate; mean reward of the
   first and last five steps, for each seed. The last line of the output is one JSON object.
 """
@@ -35,6 +35,12 @@ def main() -> None:
     parser.add_argument("--model", choices=["tiny", "dense", "moe", "8b"], default="tiny")
     parser.add_argument("--parts", nargs="+", choices=["step", "learning"], default=["step", "learning"])
     parser.add_argument("--optimizers", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument(
+        "--offloaded", nargs="*", choices=NAMES, default=list(NAMES), help="of these also with --offload-optimizer"
+    )
+    parser.add_argument(
+        "--recomputed", nargs="*", choices=NAMES, default=[], help="of these also with --activation-checkpointing"
+    )
     parser.add_argument("--turns", type=int, default=5, help="measured steps (default: 5)")
     parser.add_argument(
         "--groups",
@@ -42,6 +48,7 @@ def main() -> None:
         default=0,
         help="prompts with 8 samples of 320 tokens in a step; 0: 12 short samples (default)",
     )
+    parser.add_argument("--max-tokens", type=int, default=4096, help="tokens of a micro-batch (default: 4096)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the part learning (default: 3)")
     parser.add_argument("--steps", type=int, default=60, help="steps of the part learning (default: 60)")
     parser.add_argument("--variant", default="", help="end of the result file's name")
@@ -61,15 +68,17 @@ def main() -> None:
 
 
 def every_step(given: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Measure each optimizer, with and without ``--offload-optimizer``, in a process of its own."""
+    """Measure each optimizer in a process of its own, some also with ``--offload-optimizer`` or ``--activation-checkpointing``."""
     from sglang_engine import make_model
 
     checkpoint = make_model(given.model, directory)
     found = {}
     for name in given.optimizers:
-        for side in (name, f"{name} offloaded"):
+        sides = [name, *([f"{name} offloaded"] if name in given.offloaded else [])]
+        for side in [*sides, *([f"{name} recomputed"] if name in given.recomputed else [])]:
             words = [sys.executable, __file__, "--worker", side, "--checkpoint", str(checkpoint)]
             words += ["--turns", str(given.turns), "--groups", str(given.groups), "--threads", str(given.threads)]
+            words += ["--max-tokens", str(given.max_tokens)]
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
             found[side] = json.loads(done.stdout.splitlines()[-1])
             print(f"{side:<24}", found[side], file=sys.stderr, flush=True)
@@ -89,10 +98,16 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(given.threads)
     on_gpu = torch.cuda.is_available()
-    name, _, offloaded = given.worker.partition(" ")
+    name, _, how = given.worker.partition(" ")
     model = load_model(given.checkpoint, "bfloat16", "cuda" if on_gpu else "cpu")
     config = OptimizerConfig(lr=1e-6)
-    settings = TrainerConfig(config, micro_batch_size=None, max_tokens=4096, offload_optimizer=bool(offloaded))
+    settings = TrainerConfig(
+        config,
+        micro_batch_size=None,
+        max_tokens=given.max_tokens,
+        offload_optimizer=how == "offloaded",
+        recompute=how == "recomputed",
+    )
     trainer = EmbeddedTrainer(model, settings, optimizer=lambda groups: make(name, model, groups, config))
     seconds: list[float] = []
 
