@@ -33,14 +33,16 @@ def main() -> None:
             runs.append(measure(Path(directory) / "run", given.arguments))
         print(f"run {number + 1}/{given.runs}: {json.dumps(runs[-1])}", file=sys.stderr, flush=True)
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-    finish("demo", {"device": device, "runs": runs}, given.save, lambda: installed("torch", "transformers"), given.variant)
+    finish(
+        "demo", {"device": device, "runs": runs}, given.save, lambda: installed("torch", "transformers"), given.variant
+    )
 
 
 def measure(directory: Path, arguments: list[str]) -> dict[str, Any]:
     """Run the demo once."""
     command = [sys.executable, "-m", "miles_core.cli.main", "demo", "--json", "--dir", str(directory), *arguments]
     begun, started = time.perf_counter(), datetime.now()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     wall = time.perf_counter() - begun
     if done.returncode:
         raise SystemExit(f"miles demo ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
@@ -55,7 +57,10 @@ def measure(directory: Path, arguments: list[str]) -> dict[str, Any]:
     phases |= {"steps": last - first, "after_steps": wall - last}
     found = {"seconds": wall, **phases}
     rounded = {name: round(seconds, 2) for name, seconds in found.items()}
-    return rounded | {"phases_of_steps": sums(directory), "accuracy": [outcome["accuracy_before"], outcome["accuracy_after"]]}
+    return rounded | {
+        "phases_of_steps": sums(directory),
+        "accuracy": [outcome["accuracy_before"], outcome["accuracy_after"]],
+    }
 
 
 def at(log: str, text: str) -> datetime:

@@ -42,7 +42,9 @@ def main() -> None:
         "--endings", action="store_true", help="also responses of unequal lengths, with the largest batch"
     )
     parser.add_argument("--share", type=float, default=0.3, help="SGLang's share of the GPU's memory (default: .3)")
-    parser.add_argument("--cached-tokens", type=int, default=200_000, help="tokens in SGLang's cache (default: 200,000)")
+    parser.add_argument(
+        "--cached-tokens", type=int, default=200_000, help="tokens in SGLang's cache (default: 200,000)"
+    )
     parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--out", type=Path, help="write results here after every part")
     given = parser.parse_args()

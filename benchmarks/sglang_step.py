@@ -56,11 +56,13 @@ def workload(directory: Path, prompts: int) -> list[str]:
 def flags_of(given: Any, plugins: str, checkpoint: Path, directory: Path) -> list[str]:
     """Of one run."""
     samples = given.prompts * 8
-    flags = f"""--hf-checkpoint {checkpoint} --save {directory / "run"} --engine sglang --rollout-batch-size {given.prompts}
+    flags = f"""--hf-checkpoint {checkpoint} --save {directory / "run"} --engine {given.engine} --rollout-batch-size {given.prompts}
         --n-samples-per-prompt 8 --rollout-max-response-len {given.tokens} --num-rollout {given.steps + 1} --lr 1e-6
         --max-running-requests {samples} --use-dynamic-batch-size --max-tokens-per-gpu {given.max_tokens} --seed 0
         --rollout-max-context-len {64 + given.tokens + 8}"""
-    if torch.cuda.is_available():
+    if given.engine != "sglang":
+        flags += "" if torch.cuda.is_available() else " --device cpu"
+    elif torch.cuda.is_available():
         graphs = ",".join(str(n) for n in (samples // 4, samples))
         flags += f""" --sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-moe-runner-backend triton
             --sglang-cuda-graph-bs-decode {graphs} --sglang-mem-fraction-static 0.3"""
@@ -82,7 +84,8 @@ def measure(given: Any, plugins: str, checkpoint: Path) -> dict[str, Any]:
             return {"plugins": plugins, "failed": done.returncode}
         lines = (run / "metrics.jsonl").read_text().splitlines()
         found = {"plugins": plugins} | start_of(run / "run.log", started)
-        found["sglang_start"] = marks_of(run / "sglang" / "sglang.log", started)
+        if given.engine == "sglang":
+            found["sglang_start"] = marks_of(run / "sglang" / "sglang.log", started)
     steps = [step for step in map(json.loads, lines) if step["step"] > 1]
     names = [n for n in steps[0] if n.startswith(("time/", "mismatch/abs", "r3/", "sync/")) or n.endswith("per_second")]
     return found | {name: round(statistics.median(step[name] for step in steps if name in step), 4) for name in names}
@@ -115,6 +118,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(SIZES), default="dense")
     parser.add_argument("--plugins", nargs="*", default=["tis"], help="sets of plugins, one run each")
     parser.add_argument("--turns", type=int, default=1, help="runs of each set")
+    parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5, help="that count")
@@ -131,7 +135,13 @@ def main() -> None:
                 print(f"step {plugins}: {json.dumps(found[-1])}", file=sys.stderr, flush=True)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     result = {"model": given.model, "gpu": gpu, "commit": commit(), "runs": found}
-    finish("sglang_step", result, given.save, lambda: installed("torch", "transformers", "sglang"), given.model + given.variant)
+    finish(
+        "sglang_step",
+        result,
+        given.save,
+        lambda: installed("torch", "transformers", "sglang"),
+        given.model + given.variant,
+    )
 
 
 if __name__ == "__main__":

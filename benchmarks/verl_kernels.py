@@ -34,7 +34,13 @@ def bounds_of(positions: Tensor) -> tuple[Tensor, int]:
 
 
 def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float | None = None, **more: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence. Shapes [1, heads, tokens, width], result [1, tokens, heads, width]."""
     assert attention_mask is None and query.shape[0] == 1, "one packed row without a mask"

@@ -5,11 +5,12 @@ no sleeping engine, no activation checkpointing, packed micro-batches, a fused A
 model; SGLang's attention and sampling kernels are those of ``sglang_step.py``. Where flash-attn is not installed, ``verl_kernels.py`` provides the
 two kernels that verl takes from it. verl computes old log-probabilities in a phase of its own (``old_log_prob``), which a run with
 ``algorithm.rollout_correction.bypass_mode`` leaves out; ``seconds_without_old_log_prob`` is the step without it. The first steps
-(``--warm-up``), which compile, do not count. The last line is one JSON object.
+(``--warm-up``), which compile, do not count. ``--miles`` also runs the step of miles with these engines. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from measure import ROOT, commit, finish, installed, options
 from sglang_engine import make_model
+from sglang_step import measure as measure_miles
 from sglang_step import workload
 
 REWARD = """
@@ -41,14 +43,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="that count")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
+    parser.add_argument("--miles", nargs="*", choices=("sglang", "embedded"), default=[], help="engines of miles")
     parser.add_argument("--also", nargs="*", default=[], help="further settings of verl, as NAME=VALUE")
     parser.add_argument("--log", type=Path, help="save verl's output here")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         found = measure(given, Path(directory))
+        print(f"verl: {json.dumps(found)}", file=sys.stderr, flush=True)
+        found["miles"] = {engine: miles(given, engine, Path(directory) / "model") for engine in given.miles}
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     result = {"model": given.model, "gpu": gpu, "commit": commit(), **found}
-    finish("verl_step", result, given.save, lambda: installed("verl", "torch", "transformers", "sglang", "ray"), given.model)
+    finish(
+        "verl_step",
+        result,
+        given.save,
+        lambda: installed("verl", "torch", "transformers", "sglang", "ray"),
+        given.model,
+    )
 
 
 def measure(given: Any, work: Path) -> dict[str, Any]:
@@ -68,9 +79,13 @@ def measure(given: Any, work: Path) -> dict[str, Any]:
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     steps = [record["data"] for record in map(json.loads, lines) if "timing_s/step" in record["data"]]
     if done.returncode or len(steps) <= given.warm_up:
-        raise SystemExit(f"verl ended with exit code {done.returncode} after {len(steps)} steps:\n{log.read_text()[-6000:]}")
+        raise SystemExit(
+            f"verl ended with exit code {done.returncode} after {len(steps)} steps:\n{log.read_text()[-6000:]}"
+        )
     counted = steps[given.warm_up :]
-    phases = sorted(name for name in counted[0] if name.startswith(("timing_s/", "perf/throughput", "response_length/mean")))
+    phases = sorted(
+        name for name in counted[0] if name.startswith(("timing_s/", "perf/throughput", "response_length/mean"))
+    )
     medians = {name: round(statistics.median(step[name] for step in counted if name in step), 4) for name in phases}
     without = statistics.median(step["timing_s/step"] - step.get("timing_s/old_log_prob", 0.0) for step in counted)
     first = round(time.time() - started - sum(step["timing_s/step"] for step in steps), 1)
@@ -81,6 +96,12 @@ def measure(given: Any, work: Path) -> dict[str, Any]:
         "start_and_end_seconds": first,
         "medians": medians,
     }
+
+
+def miles(given: Any, engine: str, checkpoint: Path) -> dict[str, Any]:
+    """Run the step of ``sglang_step.py`` with an engine."""
+    same = {"prompts": given.prompts, "tokens": given.tokens, "steps": given.steps, "max_tokens": 32768}
+    return measure_miles(argparse.Namespace(engine=engine, sglang_log=None, **same), "tis", checkpoint)
 
 
 def settings(given: Any, checkpoint: Path, work: Path) -> list[str]:
