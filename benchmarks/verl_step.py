@@ -119,7 +119,7 @@ def settings(given: Any, checkpoint: Path, work: Path) -> list[str]:
         actor_rollout_ref.actor.ppo_mini_batch_size={given.prompts} actor_rollout_ref.actor.use_dynamic_bsz=True
         actor_rollout_ref.actor.ppo_max_token_len_per_gpu={given.max_tokens} actor_rollout_ref.actor.optim.lr=1e-6
         actor_rollout_ref.actor.optim.weight_decay=0.0 actor_rollout_ref.actor.use_kl_loss=False
-        +actor_rollout_ref.actor.optim.override_optimizer_config.fused={cuda}
+        actor_rollout_ref.actor.optim.override_optimizer_config={{fused:{cuda}}}
         actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.tensor_model_parallel_size=1
         actor_rollout_ref.rollout.gpu_memory_utilization=0.3 actor_rollout_ref.rollout.free_cache_engine=False
         actor_rollout_ref.rollout.max_num_seqs={samples} actor_rollout_ref.rollout.calculate_log_probs=True
@@ -135,6 +135,7 @@ def settings(given: Any, checkpoint: Path, work: Path) -> list[str]:
         """.split()
     sglang = {"attention_backend": "triton", "sampling_backend": "pytorch", "moe_runner_backend": "triton"}
     sglang |= {"cuda_graph_bs_decode": f"[{samples // 4},{samples}]", "disable_prefill_cuda_graph": "True"}
+    sglang["max_total_tokens"] = str(2 * samples * (given.tokens + 72))
     if not cuda:
         sglang = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "max_total_tokens": "8192"}
         words += ["trainer.device=cpu", "+ray_kwargs.ray_init.num_gpus=1"]
