@@ -6,7 +6,8 @@ Run on a CPU: ``python benchmarks/optimizers.py --save``; on a GPU: ``python ben
 - ``step``: a random BF16 model (``--model``, as in ``sglang_engine.py``), each optimizer in a process of its own. Bytes of FP32 masters and
   optimizer state on the device between steps and during a step, bytes in a checkpoint, seconds of the optimizer step and of the whole step
   (medians of ``--turns`` after two that warm up), and on a GPU the largest allocated memory of a whole step.
-  ``offloaded``: with ``--offload-optimizer``; ``fp16``: an FP16 model with loss scaling. A side that fails is a result, too.
+  ``offloaded``: with ``--offload-optimizer``; ``recomputed``: with ``--activation-checkpointing``; ``fp16``: an
+  FP16 model with loss scaling. A side that fails is a result, too.
 - ``learning``: toy runs in BF16 (the share of even tokens in a response is its reward) with each optimizer at one learning rate; mean reward of the
   first and last five steps, for each seed. The last line of the output is one JSON object.
 """
@@ -28,7 +29,7 @@ from measure import finish, installed, options
 
 NAMES = ("adamw", "muon", "adamw8bit", "adamw-offload")
 #: Sides of the part ``step``.
-SIDES = (*tuple(side for name in NAMES for side in (name, f"{name} offloaded")), "adamw fp16")
+SIDES = (*tuple(side for name in NAMES for side in (name, f"{name} offloaded")), "adamw recomputed", "adamw fp16")
 #: Learning rate of the part ``learning`` (Muon's default update is as large as AdamW's), and steps whose rewards are averaged.
 RATE, AVERAGED = 1e-3, 5
 
@@ -46,6 +47,7 @@ def main() -> None:
         default=0,
         help="prompts with 8 samples of 320 tokens in a step; 0: 12 short samples (default)",
     )
+    parser.add_argument("--max-tokens", type=int, default=4096, help="tokens of a micro-batch (default: 4096)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the part learning (default: 3)")
     parser.add_argument("--steps", type=int, default=60, help="steps of the part learning (default: 60)")
     parser.add_argument("--variant", default="", help="end of the result file's name")
@@ -81,6 +83,7 @@ def every_step(given: argparse.Namespace, directory: Path) -> Iterator[tuple[str
     for side in given.sides:
         words = [sys.executable, __file__, "--worker", side, "--checkpoint", str(checkpoint)]
         words += ["--turns", str(given.turns), "--groups", str(given.groups), "--threads", str(given.threads)]
+        words += ["--max-tokens", str(given.max_tokens)]
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
         failed = {"failed": done.returncode}
         yield side, json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else failed
@@ -102,7 +105,13 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     name, _, more = given.worker.partition(" ")
     model = load_model(given.checkpoint, "float16" if more == "fp16" else "bfloat16", "cuda" if on_gpu else "cpu")
     config = OptimizerConfig(lr=1e-6)
-    settings = TrainerConfig(config, micro_batch_size=None, max_tokens=4096, offload_optimizer=more == "offloaded")
+    settings = TrainerConfig(
+        config,
+        micro_batch_size=None,
+        max_tokens=given.max_tokens,
+        offload_optimizer=more == "offloaded",
+        recompute=more == "recomputed",
+    )
     trainer = EmbeddedTrainer(model, settings, optimizer=lambda groups: make(name, model, groups, config))
     seconds: list[float] = []
 

@@ -41,6 +41,10 @@ def main() -> None:
     parser.add_argument(
         "--endings", action="store_true", help="also responses of unequal lengths, with the largest batch"
     )
+    parser.add_argument("--share", type=float, default=0.3, help="SGLang's share of the GPU's memory (default: .3)")
+    parser.add_argument(
+        "--cached-tokens", type=int, default=200_000, help="tokens in SGLang's cache (default: 200,000)"
+    )
     parser.add_argument("--variant", default="", help="end of the result file's name")
     parser.add_argument("--out", type=Path, help="write results here after every part")
     given = parser.parse_args()
@@ -61,7 +65,7 @@ async def measure(given: argparse.Namespace, work: Path, result: Result) -> None
     try:
         if "sglang" in given.sides:
             for model, checkpoint in checkpoints.items():
-                servers[model] = engine_for(checkpoint, arguments_for(model, given.batches), work / f"{model}-sglang")
+                servers[model] = engine_for(checkpoint, arguments_for(model, given), work / f"{model}-sglang")
             started = time.perf_counter()
             await asyncio.gather(*(server.start() for server in servers.values()))
             result.put("sglang_start_seconds", round(time.perf_counter() - started, 1))
@@ -72,11 +76,12 @@ async def measure(given: argparse.Namespace, work: Path, result: Result) -> None
         await asyncio.gather(*(server.stop() for server in servers.values()))
 
 
-def arguments_for(model: str, batches: Sequence[int]) -> argparse.Namespace:
+def arguments_for(model: str, asked: argparse.Namespace) -> argparse.Namespace:
     """Arguments of ``sglang_engine.engine_for``, with a CUDA graph for each batch size. SGLang records no routed experts (results until
     2026-11-24: with the mixture of experts it did)."""
     given = argparse.Namespace(model=model, precision="bf16", fp8_gemm=None, bucket=512, routes=False)
-    return argparse.Namespace(**vars(given), eager=False, deterministic=False, batches=sorted(batches))
+    memory = {"share": asked.share, "cached_tokens": asked.cached_tokens}
+    return argparse.Namespace(**vars(given), eager=False, deterministic=False, batches=sorted(asked.batches), **memory)
 
 
 async def measure_model(given: argparse.Namespace, model: str, checkpoint: Path, server: Any, result: Result) -> None:

@@ -295,11 +295,11 @@ def server_arguments(given: argparse.Namespace) -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"max_total_tokens": 8192, "enable_return_routed_experts": routes and given.model in ("moe", "tiny")}
     arguments: dict[str, Any] = {
-        "max_total_tokens": 200_000,
+        "max_total_tokens": getattr(given, "cached_tokens", 200_000),
         "enable_return_routed_experts": routes and given.model == "moe",
         "attention_backend": "triton",
         "sampling_backend": "pytorch",
-        "mem_fraction_static": 0.3,
+        "mem_fraction_static": getattr(given, "share", 0.3),
         "moe_runner_backend": "triton",
         "cuda_graph_bs_decode": getattr(given, "batches", [16, 64, 128, 192, 256]),
         "disable_prefill_cuda_graph": True,

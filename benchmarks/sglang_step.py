@@ -1,14 +1,16 @@
 """Seconds of a whole GRPO step with SGLang as the engine, by phase: a random BF16 model on one GPU, 32 prompts of 64 tokens x 8 samples
 of 256 new ones, one optimiser step on all of them.
 
-Each set of plugins (``--plugins``) is a run of ``miles train`` of its own; its first step, which compiles, does not count. Words after the plugins
-are further flags of its run: ``--plugins tis "lora --lora-sync adapter --lora-target-modules all-linear"``.
+Each set of plugins (``--plugins``) is a run of ``miles train`` of its own, in the order given, ``--turns`` times (A B, then B A); its first step,
+which compiles, does not count. Words after the plugins are further flags of its run: ``--plugins tis "lora --lora-sync adapter"``.
 ``first_step_after`` is the time from the start of the process to the first step: on one machine the first run also compiles kernels.
+``start`` are its latest phases, and ``sglang_start`` the seconds after which SGLang's log reached its marks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import statistics
@@ -23,6 +25,15 @@ import torch
 from measure import commit, finish, installed, options
 from sglang_engine import SIZES, VOCABULARY, make_model
 
+#: Marks in SGLang's log of its start.
+MARKS = {
+    "arguments": r"server_args=",
+    "scheduler": r"Init torch distributed begin",
+    "weights": r"Load weight begin",
+    "weights_loaded": r"Load weight end",
+    "capture": r"Capture .* begin",
+    "captured": r"Capture .* end",
+}
 REWARD = """
 async def rm(args, sample):
     tokens = sample.tokens[-64:]
@@ -46,11 +57,13 @@ def workload(directory: Path, prompts: int) -> list[str]:
 def flags_of(given: Any, plugins: str, checkpoint: Path, directory: Path) -> list[str]:
     """Of one run."""
     samples = given.prompts * 8
-    flags = f"""--hf-checkpoint {checkpoint} --save {directory / "run"} --engine sglang --rollout-batch-size {given.prompts}
+    flags = f"""--hf-checkpoint {checkpoint} --save {directory / "run"} --engine {given.engine} --rollout-batch-size {given.prompts}
         --n-samples-per-prompt 8 --rollout-max-response-len {given.tokens} --num-rollout {given.steps + 1} --lr {given.lr}
         --max-running-requests {samples} --use-dynamic-batch-size --max-tokens-per-gpu {given.max_tokens} --seed 0
         --rollout-max-context-len {64 + given.tokens + 8}"""
-    if torch.cuda.is_available():
+    if given.engine != "sglang":
+        flags += "" if torch.cuda.is_available() else " --device cpu"
+    elif torch.cuda.is_available():
         graphs = ",".join(str(n) for n in (samples // 4, samples))
         flags += f""" --sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-moe-runner-backend triton
             --sglang-cuda-graph-bs-decode {graphs} --sglang-mem-fraction-static 0.3"""
@@ -63,15 +76,17 @@ def measure(given: Any, plugins: str, checkpoint: Path) -> dict[str, Any]:
     """Medians of a run's steps."""
     with tempfile.TemporaryDirectory() as directory:
         command, started = [sys.executable, "-m", "miles_core.cli.main", "train"], datetime.now()
-        done = subprocess.run(
-            [*command, *flags_of(given, plugins, checkpoint, Path(directory))], stdout=sys.stderr, check=False
-        )
+        flags, environment = flags_of(given, plugins, checkpoint, Path(directory)), os.environ | {"SGLANG_LOG_MS": "1"}
+        done = subprocess.run([*command, *flags], stdout=sys.stderr, check=False, env=environment)
+        run = Path(directory) / "run"
+        if given.sglang_log and (run / "sglang" / "sglang.log").exists():
+            given.sglang_log.write_bytes((run / "sglang" / "sglang.log").read_bytes())
         if done.returncode:
-            return {"failed": done.returncode}
-        lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
-        found = start_of(Path(directory) / "run" / "run.log", started)
-        if given.sglang_log:
-            given.sglang_log.write_bytes((Path(directory) / "run" / "sglang" / "sglang.log").read_bytes())
+            return {"plugins": plugins, "failed": done.returncode}
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        found = {"plugins": plugins} | start_of(run / "run.log", started)
+        if given.engine == "sglang":
+            found["sglang_start"] = marks_of(run / "sglang" / "sglang.log", started)
     steps = [step for step in map(json.loads, lines) if step["step"] > 1]
     names = [n for n in steps[0] if n.startswith(("time/", "mismatch/abs", "r3/", "sync/")) or n.endswith("per_second")]
     return found | {name: round(statistics.median(step[name] for step in steps if name in step), 4) for name in names}
@@ -89,26 +104,46 @@ def start_of(log: Path, started: datetime) -> dict[str, Any]:
     return {"first_step_after": round(seconds, 1), "start": phases}
 
 
+def marks_of(log: Path, started: datetime) -> dict[str, float]:
+    """Return the seconds from the start of the process to the first line of SGLang's log with each mark."""
+    found, text = {}, log.read_text(errors="replace")
+    for name, mark in MARKS.items():
+        if (match := re.search(rf"^\[(\S+ [\d:]+)\.(\d+)[^\]\n]*\] .*{mark}", text, re.MULTILINE)) is not None:
+            at = datetime.fromisoformat(f"{match[1]}.{match[2]}")
+            found[name] = round((at - started).total_seconds(), 1)
+    return found
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--model", choices=sorted(SIZES), default="dense")
     parser.add_argument("--plugins", nargs="*", default=["tis"], help="sets of plugins and flags, one run each")
+    parser.add_argument("--turns", type=int, default=1, help="runs of each set")
+    parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang")
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5, help="that count")
     parser.add_argument("--max-tokens", type=int, default=32768, help="of a micro-batch")
     parser.add_argument("--sglang-log", type=Path, help="save SGLang's log of the last run here")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = make_model(given.model, Path(directory) / "model")
-        found = {}
-        for plugins in given.plugins:
-            found[plugins or "none"] = measure(given, plugins, checkpoint)
-            print(f"step {plugins}: {json.dumps(found[plugins or 'none'])}", file=sys.stderr, flush=True)
+        found = []
+        for turn in range(given.turns):
+            for plugins in given.plugins[:: -1 if turn % 2 else 1]:
+                found.append(measure(given, plugins, checkpoint))
+                print(f"step {plugins}: {json.dumps(found[-1])}", file=sys.stderr, flush=True)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     result = {"model": given.model, "gpu": gpu, "commit": commit(), "runs": found}
-    finish("sglang_step", result, given.save, lambda: installed("torch", "transformers", "sglang"), given.model)
+    finish(
+        "sglang_step",
+        result,
+        given.save,
+        lambda: installed("torch", "transformers", "sglang"),
+        given.model + given.variant,
+    )
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from miles_sglang import frames, inside
+from miles_sglang import frames, inside, model_modules
 from miles_sglang.answers import Answer
 from miles_sglang.request_batcher import RequestBatcher
 
@@ -213,6 +214,8 @@ def main(descriptor: int, probes: int, kind: type[Worker] = Worker) -> None:
     first = frames.receive(connection)
     if first is None:
         sys.exit("the run ended before it sent SGLang's arguments")
+    models = Path(sglang.__file__).with_name("srt") / "models"
+    os.environ.update(model_modules.environment(first[0], models))
     try:
         engine = sglang.Engine(**first[0])
         follows = bool(first[0].get("node_rank"))  # only the first machine's part takes calls
