@@ -163,7 +163,8 @@ def main() -> None:
         for side in SIDES:
             found[side] = {**medians(taken[side]), "turns": [round(turn["seconds"], 4) for turn in taken[side]]}
             found[side] |= kernels_of(steps[side][part])
-            print(part, side, {k: v for k, v in found[side].items() if k != "largest"}, file=sys.stderr, flush=True)
+            print(part, side, {k: v for k, v in found[side].items() if k != "largest"}, file=sys.stderr)
+            print(*map(str, found[side]["largest"]), sep="\n", file=sys.stderr, flush=True)
             if given.log:
                 with given.log.open("a") as log:
                     log.write(f"== {given.model} {part} {side}\n{host_profile(steps[side][part])}\n")
