@@ -113,7 +113,7 @@ def settings(given: Any, checkpoint: Path, work: Path) -> list[str]:
         data.train_files={data} data.val_files={data} data.train_batch_size={given.prompts} data.max_prompt_length=72
         data.max_response_length={given.tokens} data.dataloader_num_workers=0 data.shuffle=False data.seed=0
         actor_rollout_ref.model.path={checkpoint} actor_rollout_ref.model.enable_gradient_checkpointing=False
-        actor_rollout_ref.model.external_lib=verl_kernels +actor_rollout_ref.model.override_config.attn_implementation=packed_flash
+        actor_rollout_ref.model.external_lib=verl_kernels +actor_rollout_ref.model.override_config.attn_implementation=packed_rows
         actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.fsdp_config.strategy=fsdp2
         actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False
         actor_rollout_ref.actor.ppo_mini_batch_size={given.prompts} actor_rollout_ref.actor.use_dynamic_bsz=True
