@@ -32,6 +32,8 @@ NAMES = ("adamw", "muon", "adamw8bit", "adamw-offload")
 SIDES = (*tuple(side for name in NAMES for side in (name, f"{name} offloaded")), "adamw recomputed", "adamw fp16")
 #: Learning rate of the part ``learning`` (Muon's default update is as large as AdamW's), and steps whose rewards are averaged.
 RATE, AVERAGED = 1e-3, 5
+#: Most steps that find the loss scale.
+SKIPS = 20
 
 
 def main() -> None:
@@ -122,11 +124,17 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     trainer.bind(Callbacks(trainer.forward, weighted, optimizer_step))
     batch = make_batch(given.groups) if given.groups else small_batch()
     wholes: list[float] = []
-    for turn in range(given.turns + 2):
-        if on_gpu and turn == 2:
+    skipped = 0
+    while len(wholes) < given.turns + 2:
+        if on_gpu and len(wholes) == 2:
             torch.cuda.reset_peak_memory_stats()
         with timed(wholes):
             metrics = trainer.step(batch)
+        if metrics.get("train/skipped_steps", (0.0, 1.0))[0]:  # the loss scale of FP16 is still too large
+            wholes.pop(), seconds.pop()
+            skipped += 1
+            if skipped > SKIPS:
+                raise SystemExit(f"{given.worker}: {skipped} steps overflowed")
     optimizer = trainer.optimizer
     between = sum(t.untyped_storage().nbytes() for t in optimizer.memory())
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
@@ -142,7 +150,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "optimizer_seconds": round(statistics.median(seconds[2:]), 4),
         "first_optimizer_seconds": round(seconds[0], 4),
         "step_seconds": round(statistics.median(wholes[2:]), 4),
-        **{name: metrics[name][0] for name in ("train/loss_scale",) if name in metrics},
+        **({"loss_scale": metrics["train/loss_scale"][0], "skipped_steps": skipped} if more == "fp16" else {}),
         **({} if peak is None else {"peak_gb": round(peak / 1e9, 2), "gpu": torch.cuda.get_device_name()}),
     }
 

@@ -1,20 +1,35 @@
-"""SGLang's recording of routed experts on a machine without CUDA, as a plugin of SGLang (``sglang.srt.plugins``).
+"""SGLang's recording of routed experts and its adapters on a machine without CUDA, as a plugin of SGLang (``sglang.srt.plugins``).
 
-SGLang 0.5.17 keeps the recorded experts in pinned host memory, which torch can only allocate next to an accelerator.
+SGLang 0.5.17 keeps recorded experts, and indices of adapters, in pinned host memory, which torch can only allocate next to an accelerator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 
 
 def install() -> None:
-    """Record into ordinary memory. SGLang calls this in each of its processes before it starts."""
+    """Use ordinary memory. SGLang calls this in each of its processes before it starts."""
     from sglang.srt.state_capturer import base
 
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     base.BaseHostCache.__init__ = allocate_unpinned
+
+
+def without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes the tensors of ``make`` whatever ``pin_memory`` says."""
+
+    @wraps(make)
+    def unpinned(*args: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return make(*args, **options)
+
+    return unpinned
 
 
 def allocate_unpinned(cache: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
