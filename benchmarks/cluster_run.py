@@ -53,7 +53,8 @@ def make_config(size: str, layers: int | None = None) -> Any:
 
     experts = EXPERTS if size != "tiny" else EXPERTS | {"num_experts": 4, "moe_intermediate_size": 128}
     sizes: dict[str, Any] = SIZES[size] | ({"num_hidden_layers": layers} if layers else {})
-    return transformers.Qwen3MoeConfig(
+    make: Any = transformers.Qwen3MoeConfig
+    return make(
         vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, tie_word_embeddings=False,
         intermediate_size=2 * sizes["hidden_size"], **sizes, **experts,
     )  # fmt: skip
