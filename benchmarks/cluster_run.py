@@ -314,6 +314,8 @@ def main() -> None:
             print(f"{part}: {json.dumps(value)[:2000]}", file=sys.stderr, flush=True)
             if given.out:
                 given.out.write_text(json.dumps(found, indent=1))
+    if given.warm:
+        return
     variant = f"{given.size}-{given.schedule}" if given.separate else given.size
     finish("cluster_run", found, given.save, lambda: installed("torch", "ray", "sglang", "megatron-core"), variant)
 
