@@ -20,7 +20,6 @@ from miles_core.plugin.manifest import Plugin
         ("--moe-capacity-factor", "does not exist here: "),
         ("--rollout_batch_size", "it is spelt --rollout-batch-size"),
         ("--use-kl-loss", "--kl-loss-coef"),
-        ("--update-weight-mode", "--use-zero-copy-sync"),
         ("--batch-size", "did you mean"),
         ("--learning_rate", "--learning_rate, an option of TRL; here: --lr X"),
         ("--report-to", "here: --use-wandb, --use-tensorboard"),
