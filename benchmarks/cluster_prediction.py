@@ -125,13 +125,13 @@ def simulate(
     return {name: round(found[name], 4) for name in names}
 
 
-def parameters_of_config(config: dict[str, Any]) -> int:
+def parameters_of_config(c: Any) -> int:
     """Return the number of parameters of a Qwen3 mixture of experts."""
-    hidden, heads = config["hidden_size"], config["head_dim"]
-    attention = hidden * heads * 2 * (config["num_attention_heads"] + config["num_key_value_heads"]) + 2 * heads
-    experts = config["num_experts"] * (3 * config["moe_intermediate_size"] + 1) * hidden
-    layers = config["num_hidden_layers"] * (attention + experts + 2 * hidden)
-    return int(layers + 2 * config["vocab_size"] * hidden + hidden)
+    hidden = c.hidden_size
+    attention = hidden * c.head_dim * 2 * (c.num_attention_heads + c.num_key_value_heads) + 2 * c.head_dim
+    experts = c.num_experts * (3 * c.moe_intermediate_size + 1) * hidden
+    layers = c.num_hidden_layers * (attention + experts + 2 * hidden)
+    return int(layers + 2 * c.vocab_size * hidden + hidden)
 
 
 def main() -> None:
@@ -156,9 +156,13 @@ def main() -> None:
             predicted = predict(one, flags_of(one, checkpoint, directory), statistics.fmean(lengths))
             simulated = simulate(one, checkpoint, form, predicted["seconds"], 20)
             rows[name] = {"lengths": form, "predicted": predicted, "simulated": simulated}
-            shape = config.to_dict() | {"head_dim": config.head_dim}
         print(f"{name:10} {json.dumps(rows[name])}", file=sys.stderr, flush=True)
-    result = {"size": given.size, "parameters": parameters_of_config(shape), "gpu": given.gpu, "runs": rows}
+    result = {
+        "size": given.size,
+        "parameters": parameters_of_config(make_config(given.size)),
+        "gpu": given.gpu,
+        "runs": rows,
+    }
     finish("cluster_prediction", result, given.save, lambda: installed("torch"), given.size)
 
 

@@ -53,7 +53,8 @@ def make_config(size: str, layers: int | None = None) -> Any:
 
     experts = EXPERTS if size != "tiny" else EXPERTS | {"num_experts": 4, "moe_intermediate_size": 128}
     sizes: dict[str, Any] = SIZES[size] | ({"num_hidden_layers": layers} if layers else {})
-    return transformers.Qwen3MoeConfig(
+    make: Any = transformers.Qwen3MoeConfig
+    return make(
         vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, tie_word_embeddings=False,
         intermediate_size=2 * sizes["hidden_size"], **sizes, **experts,
     )  # fmt: skip
@@ -313,6 +314,8 @@ def main() -> None:
             print(f"{part}: {json.dumps(value)[:2000]}", file=sys.stderr, flush=True)
             if given.out:
                 given.out.write_text(json.dumps(found, indent=1))
+    if given.warm:
+        return
     variant = f"{given.size}-{given.schedule}" if given.separate else given.size
     finish("cluster_run", found, given.save, lambda: installed("torch", "ray", "sglang", "megatron-core"), variant)
 

@@ -269,8 +269,8 @@ def _formats(facts: Facts, pairs: Sequence[tuple[str, str]]) -> Iterator[dict[st
 
 def _placements(task: Task) -> list[tuple[bool, int]]:
     """Return (colocated, ranks of the trainer) for each placement to try."""
-    given = task.facts.lookup("colocate")
-    found = [(True, task.gpus)] if not given.chosen or given.value else []
+    given, schedule = task.facts.lookup("colocate"), task.facts.value("schedule")
+    found = [(True, task.gpus)] if (given.value if given.chosen else schedule == "sync") else []
     if not given.chosen or not given.value:
         found += [(False, ranks) for ranks in sorted({_share(task, share) for share in _SPLITS}) if ranks < task.gpus]
     return found

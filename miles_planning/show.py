@@ -40,7 +40,7 @@ def describe(
         lines += [f"  {why}" for why in result.misfits]
         lines += [f"  {problem} (the reason for {times} combinations)" for problem, times in result.refused.items()]
     for number, (found, command) in enumerate(zip(result.best, commands, strict=True), 1):
-        lines += [*_paragraph(number, found), f"    {command}", ""]
+        lines += [*_paragraph(number, found, task), f"    {command}", ""]
     return "\n".join(lines).rstrip()
 
 
@@ -75,19 +75,23 @@ def _heading(task: Task, result: Result) -> str:
     )
 
 
-def _paragraph(number: int, found: Found) -> list[str]:
+def _describe_turns(found: Found, task: Task) -> str:
+    """Describe whether engines generate while the trainer trains, and how old their samples are."""
+    lag = task.work.lag or int(found.changes.get("schedule") == "ahead")
+    if found.colocated or not lag:
+        return "in turns"
+    most = "at most " if task.facts.value("schedule") == "async" else ""
+    return f"at the same time, samples {most}{lag} step{'s' * (lag > 1)} old"
+
+
+def _paragraph(number: int, found: Found, task: Task) -> list[str]:
     t, e, s = found.trainer, found.engine, found.time
     where = f"colocated on {t.ranks} GPUs" if found.colocated else f"trainer {t.ranks} GPUs, engines {e.count * e.gpus}"
     experts = f", EP {t.ep}, ETP {t.etp}" if t.ep * t.etp > 1 else ""
     saved = ["recompute"] * (t.recompute == 1) + ["optimizer on the host"] * bool(t.offloaded)
-    turns = (
-        "in turns"
-        if found.colocated or found.changes.get("schedule") is None
-        else "at the same time, samples one step old"
-    )
     peak = max(u.parts.total for u in t.estimate()) / GB
     rows = [
-        f"{number}. {s.seconds:,.0f} s per step: {where}, {turns}",
+        f"{number}. {s.seconds:,.0f} s per step: {where}, {_describe_turns(found, task)}",
         f"   trainer: TP {t.tp}, PP {t.pp}, CP {t.cp}{experts}, {t.dp} replicas, {t.precision}, micro-batches of {t.tokens:,} tokens"
         f"{''.join(', ' + word for word in saved)}; peak {peak:.0f} GB",
         f"   engines: {e.count} x TP {e.tp}{f', attention DP {e.dp}' if e.dp > 1 else ''}, {e.precision}; "

@@ -11,14 +11,15 @@ from miles_tools.rewards.remote import RemoteReward
 from miles_tools.sinks import check_sinks
 
 
-def examine(config: Config, manifests: Mapping[str, Plugin]) -> None:
-    """See ``Plugin.examine``: packages of the metric sinks, the weights of the checkpoint in the run's number formats, and the address
-    of a remote reward.
+def examine(config: Config, weights: bool, manifests: Mapping[str, Plugin]) -> None:
+    """See ``Plugin.examine``: packages and logins of the metric sinks (not for a plan, which may be made on another machine), the weights
+    of the checkpoint in the run's number formats, and the address of a remote reward.
 
     Raises:
         CheckpointError, ConfigError: a weight cannot be stored, or the address cannot be used.
     """
-    check_sinks(config.run)
+    if weights:
+        check_sinks(config.run)
     storable.examine(config, manifests)
     if config.reward.rm_type == "remote":
         RemoteReward(config.reward.rm_url)

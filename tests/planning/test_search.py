@@ -33,6 +33,17 @@ def test_every_proposed_command_is_a_run_that_the_plan_accepts(checkpoint, capsy
     assert {row["colocated"] for row in result["best"]} == {True, False}
 
 
+def test_a_schedule_that_the_user_sets_is_possible_with_every_proposal(checkpoint, capsys):
+    given = ["--hf-checkpoint", checkpoint("qwen3-30b-a3b"), *BATCH]
+    argv = [*given, "--schedule", "async", "--max-weight-staleness", "2", "--plugins", "tis", "--hardware", "24xH100"]
+    _, result = run_search(capsys, *argv)
+    assert result["best"] and not any(row["colocated"] for row in result["best"])
+    for row in result["best"]:
+        prepare(load(shlex.split(row["command"])[2:]), ["hardware=24xH100"])
+    assert plan(["--search", *argv, "--top", "1"]) == 0
+    assert "at the same time, samples at most 2 steps old" in capsys.readouterr().out
+
+
 def test_what_the_user_sets_is_kept(checkpoint, capsys):
     fixed = [
         "--tensor-model-parallel-size",

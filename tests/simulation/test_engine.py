@@ -130,6 +130,28 @@ def test_slots_and_cache_bound_the_batch():
     assert generated == pytest.approx(400, abs=0.1)  # a request that gave way keeps its tokens
 
 
+def test_a_full_cache_ends_waits_shorter_than_the_clock_can_tell():
+    """The time until the cache is full is rounded: what is left may take less than the resolution of the event loop's clock."""
+    choose = random.Random(3)
+    responses = [choose.randrange(5_000, 60_000) for _ in range(200)]
+
+    async def count():
+        engine, ledger = make(responses, slots=64, unit=1000, cache=700_037.0, per_token=3.7e-8)
+        settle, calls = engine._settle, 0
+
+        def counted():
+            nonlocal calls
+            calls += 1
+            assert calls < 5_000, f"the engine stands still at {engine._context!r} of {engine.speed.cache!r} tokens"
+            settle()
+
+        engine._settle = counted
+        await asyncio.gather(*(engine.generate(request(key, ledger)) for key in range(len(responses))))
+        return ledger.generated
+
+    assert run(count()) == pytest.approx(sum(responses), rel=1e-6)
+
+
 def test_an_engine_that_stops_cancels_its_requests():
     async def stopped():
         engine, ledger = make([100])

@@ -4,7 +4,10 @@ import types
 
 import pytest
 
-from miles_core.errors import MilesError
+from miles_core.config.load import load
+from miles_core.errors import ConfigError, MilesError
+from miles_tools import sinks
+from miles_tools.examine import examine
 from miles_tools.sinks import TensorBoard, WeightsAndBiases, check_wandb_login
 
 
@@ -118,3 +121,11 @@ def test_a_run_whose_sink_fails_records_how_it_ended(tmp_path, monkeypatch):
     assert "report: miles report" in "".join(raised.value.__notes__)
     page = report(done).read_text()
     assert "1 of 3 steps are complete" in page and "No API key configured" in page and "It finished" not in page
+
+
+def test_a_plan_needs_no_package_of_a_sink(monkeypatch):
+    monkeypatch.setattr(sinks, "find_spec", lambda package: None)
+    config = load(["--use-wandb", "--prompt-data", "none.jsonl"])
+    examine(config, False, {})
+    with pytest.raises(ConfigError, match="--use-wandb needs the package 'wandb', which is not installed"):
+        examine(config, True, {})

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from miles_core.format import Codec, Format, Stored, store
-from miles_core.plugin import ConfigError
+from miles_core.plugin import CheckpointError, ConfigError
 from miles_core.train.share import merge_metrics
 from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Callbacks, OptimizerConfig
 from miles_megatron.sizes import Sizes
@@ -236,26 +236,77 @@ def test_gradients_are_summed_over_replicas(ranks, four_layers, alone):
     assert all(f["metrics"][norm][0] != pytest.approx(alone["metrics"][norm][0], rel=1e-3) for f in found)
 
 
-def saved(checkpoint, directory):
+def stepping(checkpoint, **sizes):
     may_have_children()
-    trainer = make(checkpoint, Setup(), pp=2)
+    trainer = make(checkpoint, Setup(), **sizes)
     trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
-    trainer.step(make_batch())
-    trainer.save(directory)
-    trainer.step(make_batch())
+    return trainer
+
+
+def own_part(trainer):
+    batch = make_batch()
+    world = trainer.world
+    return batch.select([i for i, group in enumerate(batch.group.tolist()) if group % world.replicas == world.replica])
+
+
+def everything(trainer):
     return {n: t.clone() for unit in trainer.units(everywhere=True) for n, t in unit.tensors.items()}
 
 
+def saved(checkpoint, directory, sizes):
+    """The weights after two steps; the state after the first one is saved."""
+    trainer = stepping(checkpoint, **sizes)
+    trainer.step(own_part(trainer))
+    trainer.save(directory)
+    trainer.step(own_part(trainer))
+    return everything(trainer)
+
+
+def resumed(checkpoint, directory, sizes):
+    """The weights after the second step of a trainer that loads the state."""
+    trainer = stepping(checkpoint, **sizes)
+    trainer.load(directory)
+    trainer.step(own_part(trainer))
+    return everything(trainer)
+
+
 @pytest.mark.thorough
-def test_a_checkpoint_of_two_stages_goes_on_in_one(ranks, four_layers, tmp_path):
-    expected = ranks.run(saved, four_layers, tmp_path)[0]
-    trainer = make(four_layers, Setup())
-    trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
-    trainer.load(tmp_path)
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("pipeline", None),
+        ("tensor", "expert"),
+        ("expert", "tensor"),
+        ("tensor", None),
+        ("virtual", "data"),
+        (None, "tensor"),
+    ],
+)
+def test_a_checkpoint_goes_on_with_other_sizes(ranks, four_layers, tmp_path, before, after):
+    def run(function, name):
+        if name is None:
+            return function(four_layers, tmp_path, {})
+        return ranks.run(function, four_layers, tmp_path, SIZES[name])[0]
+
+    expected, found = run(saved, before), run(resumed, after)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=5e-5)
+
+
+def test_a_checkpoint_without_a_part_of_the_moments_is_refused(four_layers, tmp_path):
+    trainer = stepping(four_layers)
     trainer.step(make_batch())
-    for unit in trainer.units():
-        for name, tensor in unit.tensors.items():
-            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5)
+    trainer.save(tmp_path)
+    index = tmp_path / "moments" / "index.json"
+    entries = json.loads(index.read_text())
+    lost = entries.pop(3)
+    index.write_text(json.dumps(entries))
+    with pytest.raises(CheckpointError, match=f"0 of .* elements of {lost['blocks'][0]['key']} .* were saved"):
+        trainer.load(tmp_path)
+    index.unlink()
+    with pytest.raises(CheckpointError, match="older version of miles-core"):
+        trainer.load(tmp_path)
 
 
 def test_the_embedded_trainer_computes_the_same(alone, four_layers):

@@ -5,6 +5,13 @@ from miles_zero_copy.config import ZeroCopyConfig
 
 __version__ = "0.1.0"
 
+#: Flags of slime's weight differences, which this plugin sends by itself between machines.
+_ELSEWHERE = {
+    "--update-weight-mode": {"delta": "--use-zero-copy-sync", "full": ""},
+    "--delta-compression": {"*": ""},
+    "--delta-dtype": {"*": ""},
+    "--delta-full-interval": {"*": ""},
+}
 _INSIDE = "runtime == inline and engine == embedded"
 
 plugin = Plugin(
@@ -18,6 +25,7 @@ plugin = Plugin(
     capabilities={"transport": ("buckets",)},
     sets={"transport": "buckets"},
     measures="miles_zero_copy.limits:limits",
+    elsewhere=_ELSEWHERE,
     requires=(
         Rule(
             needs="schedule != sync",

@@ -6,10 +6,12 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -49,8 +51,15 @@ def save(trainer: MegatronTrainer, directory: Path) -> None:
     dist.barrier()
     put_rng(Store(directory / RANDOM, trainer.world), sharded=True)
     save_moments(optimizers, directory / MOMENTS)
+    _write_in_this_process()
     dist_checkpointing.save(state, str(target))
     record_files(target.glob(f"__{dist.get_rank()}_*"))
+
+
+def _write_in_this_process() -> None:
+    """Let Megatron-Core collect the results of its writers without a process of its own, which takes seconds to start: they are threads."""
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = SimpleQueue()
 
 
 def load(trainer: MegatronTrainer, directory: Path) -> None:

@@ -47,6 +47,7 @@ class Shard:
         found = part._get_main_param_and_optimizer_states(self.parameter)
         return {name: found[name].detach().float().view(-1) for name in ("param", *part.optimizer_state_keys)}
 
+    @torch.no_grad()
     def store(self, states: dict[str, Tensor]) -> None:
         """Replace the states by these."""
         old = self._part._get_main_param_and_optimizer_states(self.parameter)
