@@ -6,6 +6,7 @@ The step reads no number from the host, so a CUDA graph can replay it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,10 @@ class Shape:
     draws: bool
     mixed: bool = False
     names: frozenset[str] = frozenset()
+
+    #: Tokens that a step appends to each row, and columns of the cache that it writes.
+    appended: ClassVar[int] = 1
+    reach: ClassVar[int] = 1
 
 
 def padded_rows(count: int) -> int:
