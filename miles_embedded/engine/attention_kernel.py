@@ -198,9 +198,7 @@ def attend_rows(
     return out
 
 
-def append_rows(
-    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, queries: int = 1
-) -> None:
+def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, queries: int = 1) -> None:
     """Append the keys and the values of each row's fed tokens to its slot.
 
     Args:

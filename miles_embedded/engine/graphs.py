@@ -27,9 +27,7 @@ class Graphs(Generic[S]):
         weights: returns the tensors whose addresses the graphs contain.
     """
 
-    def __init__(
-        self, runner: Runner, step: Callable[[S], Tensor], weights: Callable[[], Iterable[Tensor]]
-    ) -> None:
+    def __init__(self, runner: Runner, step: Callable[[S], Tensor], weights: Callable[[], Iterable[Tensor]]) -> None:
         self.runner, self.step, self.weights = runner, step, weights
         self.records = runner.device.type == "cuda"
         self._recorded: dict[S, tuple[torch.cuda.CUDAGraph, Tensor]] = {}

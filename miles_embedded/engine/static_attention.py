@@ -6,6 +6,7 @@ torch implementation reads the whole capacity and serves as the reference of the
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from miles_core.contracts.trainer import Context
 from miles_embedded.engine.attention import product
 from miles_embedded.engine.cache import Cache
+from miles_embedded.engine.runner import field_slab
 from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys
@@ -104,6 +106,12 @@ class StaticCall:
     def write(self, slab: Tensor, entries: Tensor) -> None:
         """Store the fed tokens' entries [count * queries, heads, ...] in ``slab`` of the own store."""
         slab[self.slots, :, self.columns] = entries
+
+    def keep_recorded(self, names: Set[str]) -> None:
+        """Store the fields ``names`` that modules recorded for the fed tokens."""
+        for name in names & self.ctx.extras.keys():
+            recorded = self.ctx.extras[name]
+            self.write(field_slab(self.cache.own, name, recorded), recorded.unsqueeze(1))
 
     def slabs(self, kind: str, layer: int, fed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slabs of the prompts and of the rows for the fed tokens' keys or values [1, heads, count * queries, dim]."""

@@ -82,7 +82,9 @@ class StaticBatch:
         self._integers[:, count:] = 0
         self.temperature[count:] = 1
 
-    def params(self, count: int, mixed: bool) -> Params:
-        """Return the sampling parameters of the first ``count`` rows; ``mixed``: some of them may be greedy."""
-        greedy = self.greedy[:count, None].bool() if mixed else False
-        return Params(self.temperature[:count], greedy=greedy)
+    def params(self, count: int, mixed: bool, queries: int = 1) -> Params:
+        """Return the sampling parameters of the first ``count`` rows, each repeated ``queries`` times; ``mixed``: some rows may be greedy."""
+        greedy, temperature = self.greedy[:count, None], self.temperature[:count]
+        if queries > 1:
+            greedy, temperature = (x.expand(-1, queries).reshape(-1, 1) for x in (greedy, temperature))
+        return Params(temperature, greedy=greedy.bool() if mixed else False)

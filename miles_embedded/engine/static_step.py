@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from miles_embedded.engine.cache import round_up
-from miles_embedded.engine.runner import Runner, field_slab
+from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.sampling import sample_on_device, stream_start, uniform
 from miles_embedded.engine.static_attention import StaticCall
 from miles_embedded.engine.static_batch import StaticBatch
@@ -66,9 +66,7 @@ class StaticStep:
         runner, batch, count = self.runner, self.batch, shape.rows
         call = StaticCall(runner.context(count), runner.cache, batch, count)
         hidden = runner.run(batch.tokens[:count], call.positions, call)
-        for name in shape.names & call.ctx.extras.keys():
-            recorded = call.ctx.extras[name]
-            call.write(field_slab(runner.cache.own, name, recorded), recorded.unsqueeze(1))
+        call.keep_recorded(shape.names)
         logits: Tensor = runner.head(hidden)
         if shape.draws and self._by_kernel(logits):
             self._draw(logits)
