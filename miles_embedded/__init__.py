@@ -8,8 +8,9 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to hook modules: ``load_model``, ``decoder_layers``, ``is_embedded``, ``routed_blocks`` and ``find_routed`` (both return ``Routed``), and
   inside a layer ``active_context``;
 - to wrap an engine or a trainer: ``make_engine``, ``make_trainer``;
-- to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``; steps in static buffers, which CUDA graphs replay:
-  ``Ahead``, ``Launched``, ``StaticBatch``, ``StaticCall``, ``fill_rows``, ``padded_rows``, ``distribution``, ``uniform``, ``check_finite``;
+- to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``; with steps in static buffers, which CUDA graphs
+  replay: ``Ahead``, ``Launched``, ``StaticBatch``, ``StaticCall``, ``fill_rows``, ``padded_rows``, ``distribution``,
+  ``stream_start``, ``uniform_from``, ``check_finite``;
 - to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``; a value head next to
   the output layer: ``new_value_head``, ``add_value_head``, ``VALUE_HEAD``;
 - to build a second model: ``checkpoint_config``, ``unloaded_model``, ``prepare``;
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from miles_embedded.engine.cache import CachedRows
     from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
     from miles_embedded.engine.prompts import Prompts
-    from miles_embedded.engine.sampling import check_finite, distribution, pick, uniform
+    from miles_embedded.engine.sampling import check_finite, distribution, pick, stream_start, uniform_from
     from miles_embedded.engine.static_attention import StaticCall
     from miles_embedded.engine.static_batch import StaticBatch
     from miles_embedded.engine.static_step import padded_rows
@@ -184,13 +185,14 @@ __all__ = [
     "run_layer",
     "share_weights",
     "size_of",
+    "stream_start",
     "sum_over_ranks",
     "text_configuration",
     "to_emitted",
     "trainer_parts",
     "trainer_usage",
     "training_of",
-    "uniform",
+    "uniform_from",
     "unloaded_model",
     "use_operations",
     "uses_grouped_product",
@@ -208,7 +210,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.engine.cache": "CachedRows",
         "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
         "miles_embedded.engine.prompts": "Prompts",
-        "miles_embedded.engine.sampling": "check_finite distribution pick uniform",
+        "miles_embedded.engine.sampling": "check_finite distribution pick stream_start uniform_from",
         "miles_embedded.engine.static_attention": "StaticCall",
         "miles_embedded.engine.static_batch": "StaticBatch",
         "miles_embedded.engine.static_step": "padded_rows",

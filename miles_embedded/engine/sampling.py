@@ -65,7 +65,12 @@ def uniform(seed: int, keys: Tensor, positions: Tensor, stream: int = 0) -> Tens
     Returns:
         [n] float64, multiples of 2**-49: at least 2**-49 and at most 1 - 2**-49.
     """
-    state = _mix(keys * _GOLDEN + stream_start(seed, stream))
+    return uniform_from(stream_start(seed, stream), keys, positions)
+
+
+def uniform_from(start: int | Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """Return ``uniform`` for the streams that start from ``start`` (see ``stream_start``); the arguments are broadcast."""
+    state = _mix(keys * _GOLDEN + start)
     state = _mix(state + positions * _GOLDEN)
     top = (state >> 16) & ((1 << 48) - 1)
     return (top.double() + 0.5) * 2.0**-48

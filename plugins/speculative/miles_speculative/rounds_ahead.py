@@ -139,6 +139,9 @@ class RoundsAhead(Ahead[RoundShape]):
         fill_rows(self.batch, self.runner.cache, rows, unread, room)
 
     def _compare(self, rows: list[Any], shape: RoundShape) -> None:
+        """See ``Ahead``; compares the policy's logits for drafts. The draft itself only affects acceptance."""
+        if not shape.drafts:
+            shape = self._shape(rows, 1, self._most_unread(rows))
         self._fill(rows)
         self.graphs.prepare(shape)
         self._fill(rows)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_embedded import StaticCall, distribution, operations_of, pick, uniform
+from miles_embedded import StaticCall, distribution, operations_of, pick, stream_start, uniform_from
 from miles_speculative.round_batch import RoundBatch
 from miles_speculative.verify import DRAFT, DRAW, KEEP, verify
 
@@ -67,30 +67,43 @@ class StaticRound:
         count, batch = shape.rows, self.batch
         # read before the batch advances
         length = batch.lengths[:count].clone()
+        uniforms = self._uniforms(shape, length)
         chain = [batch.tokens[:count]]
         probs: list[Tensor] = []
         if shape.drafts:
-            self._draft(shape, length, chain, probs)
+            self._draft(shape, length, uniforms[DRAFT], chain, probs)
         fed = torch.stack(chain, 1)
         batch.chain[:count, : shape.drafts + 1] = fed
         call, hidden = self._feed(fed, length)
         call.keep_recorded(shape.names)
         logits: Tensor = self.runner.head(hidden)
-        kept, tokens, log_probs = self._accept(shape, logits, fed, probs)
+        kept, tokens, log_probs = self._accept(shape, logits, fed, probs, uniforms)
         self._write_results(shape, kept, tokens, log_probs)
         self._advance(shape, length, kept, tokens, hidden)
         return logits
 
-    def _draft(self, shape: RoundShape, length: Tensor, chain: list[Tensor], probs: list[Tensor]) -> None:
-        """Draft tokens; appends them [rows] to ``chain``, and the distributions [rows, vocab] that they were drawn from to ``probs``."""
+    def _uniforms(self, shape: RoundShape, length: Tensor) -> dict[int, Tensor]:
+        """Return the random numbers of every stream, [rows, drafts + 1] for the tokens after the last one; computed together, because each of
+        the operations takes as long for one number as for all."""
+        batch, count, device = self.batch, shape.rows, length.device
+        depth = torch.arange(shape.drafts + 1, device=device)
+        at = (batch.prompt_lengths[:count] + length + 1)[:, None] + depth
+        streams = (DRAW, KEEP, DRAFT)
+        starts = [torch.full_like(at, stream_start(self.seed, stream)) for stream in streams]
+        found = uniform_from(torch.stack(starts), batch.keys[:count, None], at)
+        return dict(zip(streams, found, strict=True))
+
+    def _draft(
+        self, shape: RoundShape, length: Tensor, draws: Tensor, chain: list[Tensor], probs: list[Tensor]
+    ) -> None:
+        """Draft tokens with the random numbers ``draws``. Appends the tokens [rows] to ``chain`` and the distributions [rows, vocab] that they
+        were drawn from to ``probs``."""
         batch, count, draft = self.batch, shape.rows, self.draft()
-        params, keys = batch.params(count, shape.mixed), batch.keys[:count]
-        normalize = operations_of(self.runner.model).log_softmax
-        at = batch.prompt_lengths[:count] + length + 1
+        params, normalize = batch.params(count, shape.mixed), operations_of(self.runner.model).log_softmax
         out = self._read(shape, length, draft)
         for depth in range(shape.drafts):
             probs.append(distribution(draft.logits(out), params, normalize).log_probs.exp())
-            drawn = pick(probs[-1], uniform(self.seed, keys, at + depth, DRAFT))
+            drawn = pick(probs[-1], draws[:, depth])
             chain.append(self._valid(drawn))
             if depth + 1 < shape.drafts:
                 call = self._call(count, 1, length + 1 + depth)
@@ -109,7 +122,7 @@ class StaticRound:
         states = hidden.gather(1, _as_index(places, hidden))
         call = self._call(count, shape.read, first)
         tokens = batch.following[:count].gather(1, places)
-        out = draft(tokens.flatten(), states.flatten(0, 1), self._positions(call), call).view_as(states)
+        out = draft(tokens.flatten(), states.flatten(0, 1), self._positions(call), call).view(count, shape.read, -1)
         last = (unread - 1).clamp(min=0)[:, None]  # padding rows have none
         return out.gather(1, _as_index(last, out)).squeeze(1)
 
@@ -126,7 +139,7 @@ class StaticRound:
         return call.positions.clamp(max=self.longest - 1)
 
     def _accept(
-        self, shape: RoundShape, logits: Tensor, chain: Tensor, probs: list[Tensor]
+        self, shape: RoundShape, logits: Tensor, chain: Tensor, probs: list[Tensor], uniforms: dict[int, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Accept drafts and draw the token after them; returns the numbers of accepted drafts [rows], the emitted tokens [rows, drafts + 1],
         which repeat the last token, and their log-probabilities."""
@@ -135,15 +148,13 @@ class StaticRound:
         dist = distribution(logits, batch.params(count, shape.mixed, k + 1), normalize)
         p = dist.log_probs.exp().view(count, k + 1, -1)
         depth = torch.arange(k + 1, device=p.device)
-        at = (batch.prompt_lengths[:count] + batch.lengths[:count] + 1)[:, None] + depth
-        keys = batch.keys[:count, None]
-        draws = uniform(self.seed, keys, at, DRAW)
         if k:
             room = batch.room[:count].clamp(0, k)
-            keep = uniform(self.seed, keys, at[:, :k], KEEP)
-            kept, following = verify(p, torch.stack(probs, 1), chain[:, 1:], room, keep, draws)
+            kept, following = verify(
+                p, torch.stack(probs, 1), chain[:, 1:], room, uniforms[KEEP][:, :k], uniforms[DRAW]
+            )
         else:
-            kept, following = torch.zeros_like(batch.lengths[:count]), pick(p[:, 0], draws[:, 0])
+            kept, following = torch.zeros_like(batch.lengths[:count]), pick(p[:, 0], uniforms[DRAW][:, 0])
         drafted = torch.cat([chain[:, 1:], following[:, None]], 1)
         tokens = torch.where(depth < kept[:, None], drafted, following[:, None])
         index = self._valid(tokens).unsqueeze(-1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_embedded import pick
 
-#: Random streams, see ``miles_embedded.uniform``: the token after the accepted drafts, acceptance of drafts, the drafts.
+#: Random streams, see ``miles_embedded.stream_start``: the token after the accepted drafts, acceptance of drafts, the drafts.
 DRAW, KEEP, DRAFT = 0, 1, 2
 
 
