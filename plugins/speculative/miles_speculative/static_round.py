@@ -176,8 +176,8 @@ class StaticRound:
         states = hidden.view(count, k + 1, -1)
         batch.hidden[:count].scatter_(1, _as_index(places, states), states)
         batch.tokens[:count] = emitted[:, -1]
-        batch.lengths[:count] += kept + 1
-        batch.room[:count] -= kept + 1
+        batch.lengths[:count].add_(kept + 1)
+        batch.room[:count].sub_(kept + 1)
         unread = batch.unread[:count]
         unread.copy_(kept + 1 if k else (unread + 1).clamp(max=batch.waiting))
 
