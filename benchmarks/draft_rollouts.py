@@ -3,7 +3,7 @@ and steps without them are CUDA graphs. A side whose name ends with ``-launched`
 
 The model is a random dense one that learns a small synthetic language first, and its MTP layer with it (``drafting_model.py``). Every request
 gets ``--tokens`` tokens at temperature 1. The first turn of each side, which records graphs, is not counted; the second ``plain`` shows the
-noise. ``tokens_per_step`` is the number that a step of the side emits per row. The last line is one JSON object.
+noise. ``tokens_per_step`` is the number that a step with K drafts emits per row. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from measure import finish, installed, options
 from miles_core.engine import Request, Sampling
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
-from miles_speculative.decoder import SpeculativeDecoder
+from miles_speculative.lookahead import Auto
 
 
 def main() -> None:
@@ -88,8 +88,8 @@ def make_engine(model: Any, head: Any, side: str) -> EmbeddedEngine:
 def steps_of(engine: EmbeddedEngine) -> dict[str, Any]:
     """What the last rollouts of an engine with drafts show of acceptance, and why it uses no graphs if it should."""
     found: dict[str, Any] = {"refused": engine.ahead.refused}
-    if isinstance(engine.decoder, SpeculativeDecoder):
-        lookahead = engine.decoder.lookahead
+    lookahead = getattr(engine.decoder, "lookahead", None)
+    if lookahead is not None and not isinstance(lookahead, Auto):
         found["tokens_per_step"] = round(lookahead.acceptance.length(lookahead.most), 2)
     return found
 

@@ -54,6 +54,8 @@ class StepShape(Protocol):
     @property
     def reach(self) -> int: ...
 
+    def __hash__(self) -> int: ...
+
 
 S = TypeVar("S", bound=StepShape)
 

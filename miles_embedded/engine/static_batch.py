@@ -67,7 +67,7 @@ class StaticBatch:
         count = len(tokens)
         integers = np.zeros((len(self.INTEGERS), self.size), np.int64)
         greedy = [temperature == 0 for temperature in temperatures]
-        integers[:, :count] = (tokens, lengths, prompt_slots, prompt_lengths, keys, greedy, *more)
+        integers[:, :count] = np.array([tokens, lengths, prompt_slots, prompt_lengths, keys, greedy, *more])
         temperature = np.ones((self.size, 1), np.float32)
         temperature[:count, 0] = [temperature or 1.0 for temperature in temperatures]
         self._integers.copy_(torch.from_numpy(integers))

@@ -128,7 +128,8 @@ class StaticRound:
 
     def _feed(self, chain: Tensor, length: Tensor) -> tuple[StaticCall, Tensor]:
         """Feed the chains to the policy; returns the call and the hidden states [rows * (drafts + 1), hidden]."""
-        call = self._call(*chain.shape, length)
+        count, queries = chain.shape
+        call = self._call(count, queries, length)
         return call, self.runner.run(chain.flatten(), self._positions(call), call)
 
     def _call(self, count: int, queries: int, length: Tensor) -> StaticCall:
