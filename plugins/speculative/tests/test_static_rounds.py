@@ -151,7 +151,7 @@ def test_auto_chooses_among_static_rounds(mtp_checkpoint):
     got = generate(engine, sent)
     assert [r.tokens for r in got] == [r.tokens for r in expected]
     assert engine.decoder.lookahead.costs[2].known.keys() > {0}
-    assert all(r.metrics["lookahead"] > 0 and r.metrics["plain_seconds"] > 0 for r in got)
+    assert sum(r.metrics["lookahead"] for r in got) > 0 and sum(r.metrics["plain_seconds"] for r in got) > 0
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
