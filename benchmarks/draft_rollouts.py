@@ -1,9 +1,9 @@
-"""Tokens per second of whole rollouts with drafts and without, in turns, on the embedded engine as a run has it: on a GPU, steps without drafts
-are CUDA graphs, and steps with drafts are launched from Python.
+"""Tokens per second of whole rollouts with drafts and without, in turns, on the embedded engine as a run has it: on a GPU, steps with drafts
+and steps without them are CUDA graphs. A side whose name ends with ``-launched`` launches every operation from Python.
 
 The model is a random dense one that learns a small synthetic language first, and its MTP layer with it (``drafting_model.py``). Every request
 gets ``--tokens`` tokens at temperature 1. The first turn of each side, which records graphs, is not counted; the second ``plain`` shows the
-noise. The last line is one JSON object.
+noise. ``tokens_per_step`` is the number that a step with K drafts emits per row. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from drafting_model import drafting_model, pretrained
-from drafting_sides import AGAIN, PLAIN, decoder
+from drafting_sides import AGAIN, PLAIN, decoder, use
 from embedded_rollout import in_turns
 from languages import Language
 from measure import finish, installed, options
@@ -23,6 +23,7 @@ from measure import finish, installed, options
 from miles_core.engine import Request, Sampling
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
+from miles_speculative.lookahead import Auto
 
 
 def main() -> None:
@@ -37,7 +38,12 @@ def main() -> None:
         ("turns", 3),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--sides", nargs="+", default=["2", "4", "auto"], help="K or auto")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        default=["2", "4", "auto", "2-launched", "plain-launched"],
+        help="K, auto or plain; K-launched and plain-launched do not use CUDA graphs",
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256], help="requests in flight")
     parser.add_argument("--state", help="as in speculative.py")
     parser.add_argument("--lr", type=float, default=4e-4)
@@ -61,20 +67,31 @@ def main() -> None:
         prompts = [list(map(int, prompt)) for prompt in language.batch(rows, 16)]
         asked = [Request(p, Sampling(given.tokens, ignore_eos=True), key=i) for i, p in enumerate(prompts)]
         found = in_turns(engines, asked, given.turns)
-        for value in found.values():
+        for side, value in found.items():
+            value |= steps_of(engines[side])
             value["speedup"] = round(value["tokens_per_second"] / found[PLAIN]["tokens_per_second"], 3)
         result[f"batch_{rows}"] = found
         print(json.dumps({rows: found}), file=sys.stderr, flush=True)
-    finish("draft_rollouts", result, given.save, lambda: installed("torch", "transformers"), given.device)
+        # a run that is cut off leaves what it measured
+        last = rows == given.batches[-1]
+        finish("draft_rollouts", result, given.save, lambda: installed("torch", "transformers"), given.device, not last)
 
 
 def make_engine(model: Any, head: Any, side: str) -> EmbeddedEngine:
-    """An engine of the shared model; ``side``: as in ``drafting_sides``."""
-    made = decoder(head, side)
-    settings = Settings(lambda tokens: "", eos=[1])
-    if made is not None:
-        settings.decoder = made
-    return EmbeddedEngine(model, settings)
+    """An engine of the shared model; ``side``: as in ``drafting_sides``, with ``-launched`` without CUDA graphs."""
+    name, _, launched = side.partition("-")
+    engine = EmbeddedEngine(model, Settings(lambda tokens: "", eos=[1], cuda_graphs=not launched))
+    use(decoder(head, name), engine)
+    return engine
+
+
+def steps_of(engine: EmbeddedEngine) -> dict[str, Any]:
+    """What the last rollouts of an engine with drafts show of acceptance, and why it uses no graphs if it should."""
+    found: dict[str, Any] = {"refused": engine.ahead.refused}
+    lookahead = getattr(engine.decoder, "lookahead", None)
+    if lookahead is not None and not isinstance(lookahead, Auto):
+        found["tokens_per_step"] = round(lookahead.acceptance.length(lookahead.most), 2)
+    return found
 
 
 if __name__ == "__main__":

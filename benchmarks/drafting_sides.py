@@ -20,6 +20,7 @@ from miles_speculative.decoder import SpeculativeDecoder
 from miles_speculative.head import Head
 from miles_speculative.lookahead import Auto, Lookahead
 from miles_speculative.report import rates
+from miles_speculative.rounds_ahead import use_rounds
 from miles_speculative.tree import TreeDecoder
 
 #: Sides without drafts; what two of them differ by is the noise of the others' numbers.
@@ -33,6 +34,14 @@ def decoder(draft: Any, name: str) -> SpeculativeDecoder | None:
     depth, _, width = name.partition("x")
     lookahead = Auto() if name == "auto" else Lookahead(int(depth))
     return TreeDecoder(draft, lookahead, int(width)) if width else SpeculativeDecoder(draft, lookahead)
+
+
+def use(made: SpeculativeDecoder | None, engine: EmbeddedEngine) -> None:
+    """Let an engine decode as a side does, as a run has it: chains of drafts in CUDA graphs on a GPU."""
+    if isinstance(made, TreeDecoder):
+        engine.decoder = made
+    elif made is not None:
+        use_rounds(engine, made, engine.ahead.used)
 
 
 class Flat:
@@ -105,9 +114,8 @@ def generate(
     engines, steps = {}, {}
     for name, made in random.Random(seed).sample(list(decoders.items()), len(decoders)):
         settings = Settings(lambda tokens: "", eos=[1], max_running_requests=len(prompts))
-        if made is not None:
-            settings.decoder = made
         engines[name] = EmbeddedEngine(model, settings)
+        use(made, engines[name])
         steps[name] = timed(engines[name], given)
 
     async def run() -> list[Any]:

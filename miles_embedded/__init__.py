@@ -8,7 +8,9 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to hook modules: ``load_model``, ``decoder_layers``, ``is_embedded``, ``routed_blocks`` and ``find_routed`` (both return ``Routed``), and
   inside a layer ``active_context``;
 - to wrap an engine or a trainer: ``make_engine``, ``make_trainer``;
-- to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``;
+- to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``; with steps in static buffers, which CUDA graphs
+  replay: ``Ahead``, ``Launched``, ``StaticBatch``, ``StaticCall``, ``fill_rows``, ``padded_rows``, ``distribution``,
+  ``stream_start``, ``uniform_from``, ``check_finite``;
 - to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``; a value head next to
   the output layer: ``new_value_head``, ``add_value_head``, ``VALUE_HEAD``;
 - to build a second model: ``checkpoint_config``, ``unloaded_model``, ``prepare``;
@@ -36,13 +38,16 @@ for _noisy in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
+    from miles_embedded.engine.ahead import Ahead, Launched, fill_rows
     from miles_embedded.engine.attention import DecodeCall, PromptCall
     from miles_embedded.engine.build import make_engine
     from miles_embedded.engine.cache import CachedRows
     from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
     from miles_embedded.engine.prompts import Prompts
-    from miles_embedded.engine.sampling import pick
+    from miles_embedded.engine.sampling import check_finite, distribution, pick, stream_start, uniform_from
     from miles_embedded.engine.static_attention import StaticCall
+    from miles_embedded.engine.static_batch import StaticBatch
+    from miles_embedded.engine.static_step import padded_rows
     from miles_embedded.kernels.available import kernels_run
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
@@ -71,6 +76,7 @@ if TYPE_CHECKING:
         is_embedded,
         load_model,
         make_model,
+        mask_for,
         prepare,
         unloaded_model,
     )
@@ -107,6 +113,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VALUE_HEAD",
+    "Ahead",
     "Attention",
     "AttentionOptions",
     "CachedRows",
@@ -117,6 +124,7 @@ __all__ = [
     "EncodedParameter",
     "ExpertLoads",
     "Experts",
+    "Launched",
     "LogProbs",
     "ModelSize",
     "Operations",
@@ -127,6 +135,7 @@ __all__ = [
     "Prompts",
     "Released",
     "Routed",
+    "StaticBatch",
     "StaticCall",
     "active_context",
     "add_layer",
@@ -134,14 +143,17 @@ __all__ = [
     "available",
     "backbone",
     "build_empty",
+    "check_finite",
     "checkpoint_config",
     "codes_of",
     "decoder_layers",
+    "distribution",
     "encode_weights",
     "engine_usage",
     "engines_gpus",
     "examine",
     "export_checkpoint",
+    "fill_rows",
     "find_routed",
     "full_values",
     "gather_tensor",
@@ -160,11 +172,13 @@ __all__ = [
     "make_trainer",
     "mark_constant",
     "mark_hosted",
+    "mask_for",
     "model_size",
     "new_layer",
     "new_value_head",
     "operations_of",
     "optimizer_group",
+    "padded_rows",
     "pick",
     "plugin",
     "prepare",
@@ -173,12 +187,14 @@ __all__ = [
     "run_layer",
     "share_weights",
     "size_of",
+    "stream_start",
     "sum_over_ranks",
     "text_configuration",
     "to_emitted",
     "trainer_parts",
     "trainer_usage",
     "training_of",
+    "uniform_from",
     "unloaded_model",
     "use_operations",
     "uses_grouped_product",
@@ -190,13 +206,16 @@ __all__ = [
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
+        "miles_embedded.engine.ahead": "Ahead Launched fill_rows",
         "miles_embedded.engine.attention": "DecodeCall PromptCall",
         "miles_embedded.engine.build": "make_engine",
         "miles_embedded.engine.cache": "CachedRows",
         "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
         "miles_embedded.engine.prompts": "Prompts",
-        "miles_embedded.engine.sampling": "pick",
+        "miles_embedded.engine.sampling": "check_finite distribution pick stream_start uniform_from",
         "miles_embedded.engine.static_attention": "StaticCall",
+        "miles_embedded.engine.static_batch": "StaticBatch",
+        "miles_embedded.engine.static_step": "padded_rows",
         "miles_embedded.kernels.available": "kernels_run",
         "miles_embedded.memory.model_size": "ModelSize model_size",
         "miles_embedded.memory.usage": "engine_usage engines_gpus longest_sample size_of trainer_parts trainer_usage training_of "
@@ -212,7 +231,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.gpu_operations": "with_row_kernels",
         "miles_embedded.model.grouped_experts": "uses_grouped_product",
         "miles_embedded.model.joint_linear": "joined_layers",
-        "miles_embedded.model.load": "build_empty checkpoint_config has_windows is_embedded load_model make_model prepare "
+        "miles_embedded.model.load": "build_empty checkpoint_config has_windows is_embedded load_model make_model mask_for prepare "
         "unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",

@@ -233,6 +233,7 @@ CIRCLES: dict[tuple[str, ...], str] = {
     ): "the trainer's own checkpoints, on a page of their own, and the memory that it gives back",
     ("precision.format", "precision.product"): "a format offers its product, a product multiplies a format's codes",
     (
+        "engine.ahead",
         "engine.decoder",
         "engine.engine",
         "engine.scheduler",

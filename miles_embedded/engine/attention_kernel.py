@@ -1,8 +1,9 @@
-"""Triton attention kernels for a decode step: one query per row attends to the row's prompt and own tokens, directly in the cache.
+"""Triton attention kernels for a decode step: queries attend to their row's prompt and own tokens, directly in the cache.
 
-The keys of a row are divided into splits of fixed size (Dao et al. 2023, Flash-Decoding). A program handles one split of one row for
+The keys of a row are divided into splits of fixed size (Dao et al. 2023, Flash-Decoding). A program handles one split of one query for
 the query heads that share a key/value head; a second kernel merges the splits by their sums of exponentials. The split of a key
-depends on its position only, so the result of a row depends neither on the batch nor on where its prompt ends.
+depends on its position only, so the result of a query depends neither on the batch, nor on where its prompt ends, nor on the number of
+queries of its row.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ WARPS, STAGES = 2, 3
 class Rows(Protocol):
     """Tokens that each row attends to. All tensors are [rows] int64.
 
-    A row attends to the first ``prompt_lengths`` tokens of prompt slot ``prompt_slots``, then to its own first ``lengths`` tokens
-    and the one being fed. ``longest`` is an upper bound on the tokens of any row.
+    Each row feeds ``queries`` tokens. They attend to the first ``prompt_lengths`` tokens of prompt slot ``prompt_slots``, then to the row's
+    own first ``lengths`` tokens and, among those being fed, to the ones in front of them and themselves. ``longest`` is an upper bound on the
+    tokens of any row.
     """
+
+    queries: int
 
     prompt_slots: Tensor
     prompt_lengths: Tensor
@@ -40,39 +44,41 @@ class Rows(Protocol):
 # fmt: off
 @triton.jit
 def _append(  # type: ignore[no-untyped-def]
-    fed, fed_head, fed_row, slab, row, length, width, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    fed, fed_head, fed_row, slab, query, row, length, width, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Store the entries of all heads of one row in its slot, behind ``length`` tokens."""
+    """Store the entries of all heads of one fed token in its row's slot, after ``length`` tokens."""
     at = tl.arange(0, BLOCK)
     head, dim = at // DIM, at % DIM
-    entry = tl.load(fed + head * fed_head + row * fed_row + dim, mask=head < HEADS)
+    entry = tl.load(fed + head * fed_head + query * fed_row + dim, mask=head < HEADS)
     tl.store(slab + ((row * HEADS + head) * width + length) * DIM + dim, entry, mask=head < HEADS)
 
 
 @triton.jit
 def _append_row(  # type: ignore[no-untyped-def]
     key, value, keys, values, lengths, key_head, key_row, value_head, value_row, width,
-    HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + row)
+    query = tl.program_id(0).to(tl.int64)
+    row = query // QUERIES
+    length = tl.load(lengths + row) + query % QUERIES
     if tl.program_id(1) == 0:
-        _append(key, key_head, key_row, keys, row, length, width, HEADS, DIM, BLOCK)
+        _append(key, key_head, key_row, keys, query, row, length, width, HEADS, DIM, BLOCK)
     else:
-        _append(value, value_head, value_row, values, row, length, width, HEADS, VALUE_DIM, BLOCK_VALUE)
+        _append(value, value_head, value_row, values, query, row, length, width, HEADS, VALUE_DIM, BLOCK_VALUE)
 
 
 @triton.jit
 def _attend_split(  # type: ignore[no-untyped-def]
     q, prompt_keys, prompt_values, own_keys, own_values, prompt_slots, prompt_lengths, own_lengths, partial, sums,
     scaling, cap, prompt_width, own_width, split_size,
-    KV_HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    token, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row = token // QUERIES
     prompt = tl.load(prompt_lengths + row)
-    last = prompt + tl.load(own_lengths + row)  # position of the query, whose own key is already in the cache
+    last = prompt + tl.load(own_lengths + row) + token % QUERIES  # position of the query, whose own key is already in the cache
     if split * split_size > last:
         return  # the merge does not read this split
     first = last * 0
@@ -84,7 +90,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     of_row = (row * KV_HEADS + kv_head) * own_width - prompt
 
     head, dim, value_dim = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
-    real, query_head = head < SHARED, (row * KV_HEADS + kv_head) * SHARED + head
+    real, query_head = head < SHARED, (token * KV_HEADS + kv_head) * SHARED + head
     query = tl.load(q + query_head[:, None] * DIM + dim, mask=real[:, None] & (dim < DIM), other=0.0)
     highest = tl.full([BLOCK_HEADS], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_HEADS], tl.float32)
@@ -117,11 +123,12 @@ def _attend_split(  # type: ignore[no-untyped-def]
 @triton.jit
 def _merge_splits(  # type: ignore[no-untyped-def]
     partial, sums, sinks, out, prompt_lengths, own_lengths, split_size, splits, heads,
-    VALUE_DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    QUERIES: tl.constexpr, VALUE_DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
-    row = row_head // heads
-    used = (tl.load(prompt_lengths + row) + tl.load(own_lengths + row)) // split_size + 1
+    token = row_head // heads
+    row = token // QUERIES
+    used = (tl.load(prompt_lengths + row) + tl.load(own_lengths + row) + token % QUERIES) // split_size + 1
     dim = tl.arange(0, BLOCK_VALUE)
     known = dim < VALUE_DIM
     highest = tl.load(sums + row_head * splits * 2)
@@ -154,14 +161,14 @@ def attend_rows(
     """Compute the attention of one layer, including the windows, soft caps and sinks of ``options``.
 
     Args:
-        q: [rows, heads, dim], contiguous.
+        q: [rows * queries, heads, dim], contiguous.
         keys: slabs of the prompts and of the rows, [slots, kv heads, width, dim], contiguous.
         values: slabs of the prompts and of the rows, [slots, kv heads, width, value dim], contiguous.
         call: tokens that each row attends to, including the query's own.
         scaling: factor on the scores.
 
     Returns:
-        [rows, heads, value dim] in the type of the values.
+        [rows * queries, heads, value dim] in the type of the values.
     """
     options = options or AttentionOptions()
     rows, heads, dim = q.shape
@@ -171,7 +178,7 @@ def attend_rows(
     partial = q.new_empty(rows, heads, splits, value_dim, dtype=torch.float32)
     sums = q.new_empty(rows, heads, splits, 2, dtype=torch.float32)
     out = own_values.new_empty(rows, heads, value_dim)
-    wide: dict[str, Any] = {"VALUE_DIM": value_dim, "BLOCK_VALUE": _block(value_dim)}
+    wide: dict[str, Any] = {"QUERIES": call.queries, "VALUE_DIM": value_dim, "BLOCK_VALUE": _block(value_dim)}
     tokens = (call.prompt_slots, call.prompt_lengths, call.lengths)
     slabs = (prompt_keys, prompt_values, own_keys, own_values)
     numbers = (scaling, options.cap or 1.0, prompt_keys.shape[2], own_keys.shape[2], size)
@@ -191,21 +198,22 @@ def attend_rows(
     return out
 
 
-def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
-    """Append the key and the value of each row's fed token to its slot.
+def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, queries: int = 1) -> None:
+    """Append the keys and the values of each row's fed tokens to its slot.
 
     Args:
-        key: [1, kv heads, rows, dim], the last dimension contiguous.
-        value: [1, kv heads, rows, value dim], likewise.
+        key: [1, kv heads, rows * queries, dim], the last dimension contiguous.
+        value: [1, kv heads, rows * queries, value dim], likewise.
         keys: slab of the rows, [slots, kv heads, width, dim], contiguous.
         values: likewise.
         lengths: [rows] int64 tokens that each row has.
+        queries: tokens fed to each row.
     """
-    heads, rows, dim = key.shape[1:]
-    blocks = {"DIM": dim, "BLOCK": triton.next_power_of_2(heads * dim)}
+    heads, tokens, dim = key.shape[1:]
+    blocks = {"QUERIES": queries, "DIM": dim, "BLOCK": triton.next_power_of_2(heads * dim)}
     blocks |= {"VALUE_DIM": value.shape[3], "BLOCK_VALUE": triton.next_power_of_2(heads * value.shape[3])}
     strides = (*key.stride()[1:3], *value.stride()[1:3])
-    _append_row[(rows, 2)](key, value, keys, values, lengths, *strides, keys.shape[2], HEADS=heads, **blocks)
+    _append_row[(tokens, 2)](key, value, keys, values, lengths, *strides, keys.shape[2], HEADS=heads, **blocks)
 
 
 def _split(longest: int) -> tuple[int, int]:

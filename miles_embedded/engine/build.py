@@ -10,7 +10,7 @@ from torch import nn
 from miles_core.errors import CheckpointError
 from miles_core.precision.product import Products
 from miles_core.sync.push import make_codec
-from miles_embedded.engine.decoder import PlainDecoder
+from miles_embedded.engine.decoder import PlainDecoder, StepsAhead
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.self_check import self_check
@@ -45,12 +45,8 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
     engine.decoder = run.hooks.make("decoder", name, run=run, policy=policy, engine=engine)
     if not isinstance(engine.decoder, PlainDecoder):
         check_rope_switch(model, engine.max_context)
-        if engine.ahead.used:
-            log.info(
-                "the decoder %s feeds several tokens per row and step, whose number depends on what it accepts: it decodes without CUDA "
-                "graphs",
-                name,
-            )
+        if engine.ahead.used and isinstance(engine.ahead, StepsAhead):
+            log.info("the decoder %s has no steps in static buffers: it decodes without CUDA graphs", name)
     return engine
 
 

@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from miles_embedded.engine.cache import Cache
-from miles_embedded.engine.static_step import Shape, StaticStep
+from miles_embedded.engine.runner import Runner
+
+S = TypeVar("S", bound=Hashable)
 
 
-class Graphs:
+class Graphs(Generic[S]):
     """Run static steps; on a GPU by replaying CUDA graphs.
 
     A graph contains the addresses of the weights, of the cache's slabs and of the batch. The batch never moves. When a slab moves, or
     an update moves weights, all graphs are dropped and recorded again on their next use.
 
     Args:
-        step: the step to record.
+        runner: the model and its cache.
+        step: runs the step of a shape and returns logits.
         weights: returns the tensors whose addresses the graphs contain.
     """
 
-    def __init__(self, step: StaticStep, weights: Callable[[], Iterable[Tensor]]) -> None:
-        self.step, self.weights = step, weights
-        self.records = step.runner.device.type == "cuda"
-        self._recorded: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+    def __init__(self, runner: Runner, step: Callable[[S], Tensor], weights: Callable[[], Iterable[Tensor]]) -> None:
+        self.runner, self.step, self.weights = runner, step, weights
+        self.records = runner.device.type == "cuda"
+        self._recorded: dict[S, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._cache: tuple[weakref.ref[Cache], int, int] | None = None
         self._weights: tuple[int, ...] = ()
 
-    def ready(self, shape: Shape) -> bool:
+    def ready(self, shape: S) -> bool:
         """Whether ``run`` needs no recording. Recording runs the step and advances the batch, so fill the batch again afterwards."""
         return not self.records or (self._current() and shape in self._recorded)
 
-    def prepare(self, shape: Shape) -> None:
+    def prepare(self, shape: S) -> None:
         """Record a step that is not ready, with the current content of its batch."""
         if self.ready(shape):
             return
@@ -53,8 +57,8 @@ class Graphs:
             logits = self.step(shape)
         self._recorded[shape] = graph, logits
 
-    def run(self, shape: Shape) -> Tensor:
-        """Run one step; returns its logits [rows, vocab], which the next step may overwrite."""
+    def run(self, shape: S) -> Tensor:
+        """Run one step; returns its logits, which the next step may overwrite."""
         if not self.records:
             return self.step(shape)
         graph, logits = self._recorded[shape]
@@ -69,14 +73,14 @@ class Graphs:
     def clear(self) -> None:
         """Drop all graphs and their memory."""
         self._recorded.clear()
-        cache = self.step.runner.cache
+        cache = self.runner.cache
         self._weights = self._addresses() if self.records else ()
         self._cache = weakref.ref(cache), cache.prefixes.generation, cache.own.generation
         if self.records:
             self._pool = torch.cuda.graph_pool_handle()
 
     def _current(self) -> bool:
-        cache = self.step.runner.cache
+        cache = self.runner.cache
         if self._cache is None or self._cache[0]() is not cache:
             return False
         return self._cache[1:] == (cache.prefixes.generation, cache.own.generation)

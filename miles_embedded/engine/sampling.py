@@ -69,14 +69,18 @@ def uniform(seed: int, keys: Tensor, positions: Tensor, stream: int = 0) -> Tens
     Returns:
         [n] float64, multiples of 2**-49: at least 2**-49 and at most 1 - 2**-49.
     """
-    start = stream_start(seed, stream)
-    if keys.is_cpu:  # numpy needs a third of the time for few numbers
+    return uniform_from(stream_start(seed, stream), keys, positions)
+
+
+def uniform_from(start: int | Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """Return ``uniform`` for the streams that start from ``start`` (see ``stream_start``); the arguments are broadcast."""
+    if keys.is_cpu and isinstance(start, int):  # numpy needs a third of the time for few numbers
         return torch.from_numpy((_top(keys.numpy(), positions.numpy(), start).astype(np.float64) + 0.5) * 2.0**-48)
     return (_top(keys, positions, start).double() + 0.5) * 2.0**-48
 
 
-def _top(keys: Integers, positions: Integers, start: int) -> Integers:
-    """The upper 48 bits of the hash, [n] int64."""
+def _top(keys: Integers, positions: Integers, start: int | Integers) -> Integers:
+    """The upper 48 bits of the hash, int64."""
     state = _mix(keys * _GOLDEN + start)
     state = _mix(state + positions * _GOLDEN)
     return (state >> 16) & ((1 << 48) - 1)

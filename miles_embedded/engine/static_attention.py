@@ -6,6 +6,7 @@ torch implementation reads the whole capacity and serves as the reference of the
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from miles_core.contracts.trainer import Context
 from miles_embedded.engine.attention import product
 from miles_embedded.engine.cache import Cache
+from miles_embedded.engine.runner import field_slab
 from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys
@@ -28,26 +30,48 @@ class CannotBeStatic(Exception):
 
 
 class StaticCall:
-    """A call that feeds one token to each of the first ``count`` rows of a ``StaticBatch``.
+    """A call that feeds ``queries`` tokens to each of the first ``count`` rows of a ``StaticBatch``, row by row.
 
     Args:
         ctx: context of this call.
-        cache: cache with at least ``count`` slots and room for one more token in each.
+        cache: cache with at least ``count`` slots and room for the fed tokens in each.
         batch: the rows.
         count: number of rows, padding included.
+        queries: tokens fed to each row.
+        lengths: [count] own tokens in front of the fed ones, on the device; those of the batch by default.
+
+    Attributes:
+        slots, columns: [count * queries] where the fed tokens are stored among the own tokens.
+        positions: [count * queries] index of each fed token in its sequence.
     """
 
-    def __init__(self, ctx: Context, cache: Cache, batch: StaticBatch, count: int) -> None:
-        self.ctx, self.cache, self.batch, self.count = ctx, cache, batch, count
-        self.lengths, self.index = batch.lengths[:count], batch.index[:count]
+    def __init__(
+        self,
+        ctx: Context,
+        cache: Cache,
+        batch: StaticBatch,
+        count: int,
+        queries: int = 1,
+        lengths: Tensor | None = None,
+    ) -> None:
+        self.ctx, self.cache, self.count, self.queries = ctx, cache, count, queries
+        self.lengths = batch.lengths[:count] if lengths is None else lengths
         self.prompt_lengths, self.prompt_slots = batch.prompt_lengths[:count], batch.prompt_slots[:count]
-        self.positions = self.prompt_lengths + self.lengths
+        self.slots, self.columns = batch.index[:count], self.lengths
+        if queries > 1:
+            self.slots = self.per_token(self.slots)
+            self.columns = (self.lengths[:, None] + torch.arange(queries, device=self.lengths.device)).flatten()
+        self.positions = self.per_token(self.prompt_lengths) + self.columns
         self._hidden: dict[tuple[int, int], Tensor] = {}
 
     @property
     def longest(self) -> int:
         """Number of keys that fit in the cache, an upper bound for every row."""
         return self.cache.prefixes.width + self.cache.own.width
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """Repeat a value of each row for each of its fed tokens: [count] -> [count * queries]."""
+        return values if self.queries == 1 else values[:, None].expand(-1, self.queries).reshape(-1)
 
     @property
     def spans(self) -> Any:
@@ -73,18 +97,24 @@ class StaticCall:
         if _kernels_support(q, key, value):
             from miles_embedded.engine.attention_kernel import append_rows, attend_rows
 
-            append_rows(key, value, keys[1], values[1], self.lengths)
+            append_rows(key, value, keys[1], values[1], self.lengths, self.queries)
             return attend_rows(q.contiguous(), keys, values, self, scaling, options)[None]
         self.write(keys[1], key[0].transpose(0, 1))
         self.write(values[1], value[0].transpose(0, 1))
         return self._attend_with_torch(q, keys, values, scaling, options)[None]
 
     def write(self, slab: Tensor, entries: Tensor) -> None:
-        """Store the fed tokens' entries [count, heads, ...] in ``slab`` of the own store."""
-        slab[self.index, :, self.lengths] = entries
+        """Store the fed tokens' entries [count * queries, heads, ...] in ``slab`` of the own store."""
+        slab[self.slots, :, self.columns] = entries
+
+    def keep_recorded(self, names: Set[str]) -> None:
+        """Store the fields ``names`` that modules recorded for the fed tokens."""
+        for name in names & self.ctx.extras.keys():
+            recorded = self.ctx.extras[name]
+            self.write(field_slab(self.cache.own, name, recorded), recorded.unsqueeze(1))
 
     def slabs(self, kind: str, layer: int, fed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the slabs of the prompts and of the rows for the fed tokens' keys or values [1, heads, count, dim]."""
+        """Return the slabs of the prompts and of the rows for the fed tokens' keys or values [1, heads, count * queries, dim]."""
         stores = self.cache.prefixes, self.cache.own
         prompts, own = (store.slab((kind, layer), fed.shape[1], fed.shape[3:], fed) for store in stores)
         return prompts, own
@@ -97,31 +127,33 @@ class StaticCall:
         scaling: float,
         options: AttentionOptions | None,
     ) -> Tensor:
-        """Attend q [rows, heads, dim] -> [rows, heads, value dim]; scores and softmax are float32."""
+        """Attend q [count * queries, heads, dim] -> [count * queries, heads, value dim]; scores and softmax are float32."""
         options = options or AttentionOptions()
         k, v = (torch.cat([p.index_select(0, self.prompt_slots), o[: self.count]], 2) for p, o in (keys, values))
         rows, kv_heads, width, dim = k.shape
+        # One matrix per (row, kv head). Its rows are the row's queries for each query head of the kv head.
+        q = q.view(rows, self.queries, kv_heads, -1, dim).transpose(1, 2)
         scores = product(q.reshape(rows * kv_heads, -1, dim), k.flatten(0, 1).transpose(1, 2)) * scaling
         if options.cap:
             scores = torch.tanh(scores / options.cap) * options.cap
-        scores = scores.view(rows, kv_heads, -1, width).masked_fill(
-            self._find_hidden(options)[:, None, None], -torch.inf
-        )
+        scores = scores.view(rows, kv_heads, self.queries, -1, width)
+        scores = scores.masked_fill(self._find_hidden(options)[:, None, :, None], -torch.inf)
         if options.sinks is not None:
-            sinks = options.sinks.to(scores.dtype).view(1, kv_heads, -1, 1).expand(rows, -1, -1, 1)
-            scores = torch.cat([scores, sinks], -1)
-        weights = scores.softmax(-1)[..., :width].to(v.dtype).flatten(0, 1)
-        return product(weights, v.flatten(0, 1)).view(rows, q.shape[1], -1).to(v.dtype)
+            sinks = options.sinks.to(scores.dtype).view(1, kv_heads, 1, -1, 1)
+            scores = torch.cat([scores, sinks.expand(rows, -1, self.queries, -1, -1)], -1)
+        weights = scores.softmax(-1)[..., :width].to(v.dtype).reshape(rows * kv_heads, -1, width)
+        out = product(weights, v.flatten(0, 1)).view(rows, kv_heads, self.queries, -1, v.shape[3]).transpose(1, 2)
+        return out.reshape(rows * self.queries, -1, v.shape[3]).to(v.dtype)
 
     def _find_hidden(self, options: AttentionOptions) -> Tensor:
-        """[rows, prompt width + own width] True for columns that a row does not attend to."""
+        """[count, queries, prompt width + own width] True for columns that a query does not attend to."""
         if options.hides not in self._hidden:
-            device, prompt = self.positions.device, self.prompt_lengths[:, None]
+            device, prompt = self.positions.device, self.prompt_lengths[:, None, None]
             column = torch.arange(self.cache.prefixes.width, device=device)
             own = prompt + torch.arange(self.cache.own.width, device=device)
-            query = self.positions[:, None]
+            query = self.positions.view(self.count, self.queries, 1)
             seen = [(column < prompt) & options.sees(query, column), options.sees(query, own)]
-            self._hidden[options.hides] = ~torch.cat(seen, 1)
+            self._hidden[options.hides] = ~torch.cat(seen, 2)
         return self._hidden[options.hides]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -10,8 +11,6 @@ from torch import Tensor
 
 from miles_embedded.engine.cache import to_device
 from miles_embedded.engine.sampling import Params
-
-_INTEGERS = ("tokens", "lengths", "prompt_slots", "prompt_lengths", "keys", "greedy")
 
 
 class StaticBatch:
@@ -34,6 +33,9 @@ class StaticBatch:
         results: [2, size] float64, tokens sampled by a step and their log-probabilities.
     """
 
+    #: Integers of a row, one buffer each.
+    INTEGERS: ClassVar[tuple[str, ...]] = ("tokens", "lengths", "prompt_slots", "prompt_lengths", "keys", "greedy")
+
     tokens: Tensor
     lengths: Tensor
     prompt_slots: Tensor
@@ -43,8 +45,8 @@ class StaticBatch:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
-        self._integers = torch.zeros(len(_INTEGERS), size, dtype=torch.int64, device=device)
-        for name, buffer in zip(_INTEGERS, self._integers, strict=True):
+        self._integers = torch.zeros(len(self.INTEGERS), size, dtype=torch.int64, device=device)
+        for name, buffer in zip(self.INTEGERS, self._integers, strict=True):
             setattr(self, name, buffer)
         self.temperature = torch.ones(size, 1, device=device)
         self.index = torch.arange(size, device=device)
@@ -58,13 +60,14 @@ class StaticBatch:
         prompt_lengths: np.ndarray,
         keys: Sequence[int],
         temperatures: Sequence[float],
+        *more: Sequence[int],
     ) -> None:
-        """Write the inputs of a step; temperature 0 means greedy. The remaining rows are padding: token 0 without a prompt, with one slot
-        per row."""
+        """Write the inputs of a step; temperature 0 means greedy, and ``more`` are the integers that a subclass adds. The remaining rows are
+        padding: token 0 without a prompt, with one slot per row."""
         count = len(tokens)
-        integers = np.zeros((len(_INTEGERS), self.size), np.int64)
+        integers = np.zeros((len(self.INTEGERS), self.size), np.int64)
         greedy = [temperature == 0 for temperature in temperatures]
-        integers[:, :count] = (tokens, lengths, prompt_slots, prompt_lengths, keys, greedy)
+        integers[:, :count] = np.array([tokens, lengths, prompt_slots, prompt_lengths, keys, greedy, *more])
         temperature = np.ones((self.size, 1), np.float32)
         temperature[:count, 0] = [temperature or 1.0 for temperature in temperatures]
         self._integers.copy_(torch.from_numpy(integers))
@@ -79,7 +82,9 @@ class StaticBatch:
         self._integers[:, count:] = 0
         self.temperature[count:] = 1
 
-    def params(self, count: int, mixed: bool) -> Params:
-        """Return the sampling parameters of the first ``count`` rows; ``mixed``: some of them may be greedy."""
-        greedy = self.greedy[:count, None].bool() if mixed else False
-        return Params(self.temperature[:count], greedy=greedy)
+    def params(self, count: int, mixed: bool, queries: int = 1) -> Params:
+        """Return the sampling parameters of the first ``count`` rows, each repeated ``queries`` times; ``mixed``: some rows may be greedy."""
+        greedy, temperature = self.greedy[:count, None], self.temperature[:count]
+        if queries > 1:
+            greedy, temperature = (x.expand(-1, queries).reshape(-1, 1) for x in (greedy, temperature))
+        return Params(temperature, greedy=greedy.bool() if mixed else False)

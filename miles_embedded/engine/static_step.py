@@ -6,12 +6,13 @@ The step reads no number from the host, so a CUDA graph can replay it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from miles_embedded.engine.cache import round_up
-from miles_embedded.engine.runner import Runner, field_slab
+from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.sampling import sample_on_device, stream_start, uniform
 from miles_embedded.engine.static_attention import StaticCall
 from miles_embedded.engine.static_batch import StaticBatch
@@ -34,6 +35,10 @@ class Shape:
     draws: bool
     mixed: bool = False
     names: frozenset[str] = frozenset()
+
+    #: Tokens that a step appends to each row, and columns of the cache that it writes.
+    appended: ClassVar[int] = 1
+    reach: ClassVar[int] = 1
 
 
 def padded_rows(count: int) -> int:
@@ -61,9 +66,7 @@ class StaticStep:
         runner, batch, count = self.runner, self.batch, shape.rows
         call = StaticCall(runner.context(count), runner.cache, batch, count)
         hidden = runner.run(batch.tokens[:count], call.positions, call)
-        for name in shape.names & call.ctx.extras.keys():
-            recorded = call.ctx.extras[name]
-            call.write(field_slab(runner.cache.own, name, recorded), recorded.unsqueeze(1))
+        call.keep_recorded(shape.names)
         logits: Tensor = runner.head(hidden)
         if shape.draws and self._by_kernel(logits):
             self._draw(logits)

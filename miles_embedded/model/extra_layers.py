@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from miles_core.errors import CheckpointError
 from miles_embedded.model.onednn import use_fast_linear
+from miles_embedded.model.operations import operations_of, use_operations
 from miles_embedded.model.parts import backbone, decoder_layers, text_configuration
 from miles_embedded.model.views import Loader
 from miles_tools.convert.decode import open_quantized
@@ -56,10 +57,11 @@ def new_layer(model: nn.Module) -> nn.Module:
 
 
 def add_layer(model: nn.Module, layer: nn.Module) -> str:
-    """Append ``layer``, made by ``new_layer``, to the model's layers; returns the prefix of its tensor names."""
+    """Append ``layer``, made by ``new_layer``, to the model's layers, with the model's operations; returns the prefix of its tensor names."""
     layers: Any = backbone(model).layers
     layers.append(layer)
     use_fast_linear(layer)
+    use_operations(layer, operations_of(model))
     return next(name for name, module in model.named_modules() if module is layer) + "."
 
 

@@ -12,6 +12,7 @@ from miles_speculative.draft import Draft
 from miles_speculative.draft_model import draft_on
 from miles_speculative.head import head_of
 from miles_speculative.lookahead import Auto, Lookahead
+from miles_speculative.rounds_ahead import use_rounds
 from miles_speculative.tree import TreeDecoder
 
 log = logging.getLogger(__name__)
@@ -22,19 +23,22 @@ _PLAIN = 64
 
 def make_decoder(run: Any, policy: Any, engine: Any) -> SpeculativeDecoder:
     """Provider of the decoder ``speculative``."""
-    if engine.ahead.used:
-        log.warning(
-            "drafts make the embedded engine slower on a GPU: steps with drafts are launched from Python, steps without the plugin speculative "
-            "are CUDA graphs"
-        )
     options = run.config.plugin("speculative").on("embedded")
     if options.lookahead == "auto":
         lookahead: Lookahead = Auto()
     else:
         lookahead = Lookahead(int(options.lookahead), _PLAIN if options.profile else 0)
     draft: Draft = draft_on(engine.model) if options.draft_model_path else head_of(engine.model)
+    if engine.ahead.used and (options.topk > 1 or options.profile):
+        log.warning(
+            "drafts make the embedded engine slower on a GPU: its steps with drafts decode without CUDA graphs, because %s",
+            "--spec-topk drafts trees" if options.topk > 1 else "--profile-speculative measures the parts of a step",
+        )
     if options.topk == 1:
-        return SpeculativeDecoder(draft, lookahead, options.profile)
+        decoder = SpeculativeDecoder(draft, lookahead, options.profile)
+        if engine.ahead.used and not options.profile:
+            use_rounds(engine, decoder, used=True)
+        return decoder
     if any(map(has_windows, (engine.model, getattr(engine.model, "draft", engine.model)))):
         raise ConfigError(  # the plan checks only the run's own checkpoint; a policy may have another
             f"--spec-topk {options.topk}: {type(engine.model).__name__} or its draft has sliding-window layers, which do not support tree "

@@ -22,10 +22,8 @@ from miles_embedded import Decoder, Emitted, Prompts, pick, to_emitted
 from miles_speculative.draft import Draft
 from miles_speculative.ledger import Ledger
 from miles_speculative.lookahead import Lookahead
-from miles_speculative.verify import verify
+from miles_speculative.verify import DRAFT, DRAW, KEEP, verify
 
-#: Random streams, see ``engine.uniform``: the token after the accepted drafts, acceptance of drafts, the drafts.
-DRAW, KEEP, DRAFT = 0, 1, 2
 #: Number of steps without drafts whose hidden states are kept, in case drafting resumes; older ones are discarded.
 UNREAD = 16
 
@@ -48,6 +46,8 @@ class SpeculativeDecoder(Decoder):
         self._passed: deque[tuple[list[list[Tensor]], Tensor]] = deque()
         #: rows whose prompt the draft has not processed
         self._blind: set[Any] = set()
+        #: static rounds, which replace ``_drafted`` and ``_plain`` where they are possible; see ``rounds_ahead.use_rounds``
+        self.rounds: Any = None
         # on a CPU, thread time excludes other load on the same processor
         self._clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
 
@@ -72,52 +72,91 @@ class SpeculativeDecoder(Decoder):
         self._blind.difference_update(rows)
 
     def step(self, engine: Any, rows: list[Any]) -> Emitted:
+        if self.rounds is not None:
+            emitted: Emitted | None = self.rounds.step(rows)
+            if emitted is not None:
+                return emitted
+            self._fresh.update({row: [hidden] for row, hidden in self.rounds.release(rows).items()})
         k = self.lookahead.choose(len(rows))
         if k:
-            k = min(k, max(map(_room, rows)))
+            k = min(k, max(map(room_of, rows)))
         return self._drafted(engine, rows, k) if k > 0 else self._plain(engine, rows)
+
+    def count_fresh(self, row: Any) -> int:
+        """Return the number of the last tokens of a row that the draft has not processed, as far as their hidden states are kept."""
+        self._append_passed()
+        return sum(map(len, self._fresh[row]))
+
+    def take_fresh(self, row: Any) -> Tensor:
+        """Return the hidden states [n, hidden] that are kept for the last n tokens of a row, and keep them no longer."""
+        self._append_passed()
+        pieces, self._fresh[row] = self._fresh[row], []
+        return torch.cat(pieces)
+
+    def count_round(
+        self, rows: Sequence[Any], k: int, kept: Sequence[int], seconds: float, steady: bool, **parts: float
+    ) -> None:
+        """Count a step with k drafts, or one without. Call it before the rows' tokens are extended.
+
+        Args:
+            rows: the rows of the step.
+            k: number of drafts.
+            kept: number of accepted drafts of each row.
+            seconds: duration of the step.
+            steady: whether the duration is representative.
+            parts: seconds of parts of the step, by name.
+        """
+        if not k:
+            self.lookahead.record(len(rows), 0, seconds)
+            self.ledger.plain(len(rows), seconds)
+            return
+        drafted = [max(min(k, room_of(row)), 0) for row in rows]
+        tried, held = self.ledger.count(rows, k, drafted, kept, self._blind)
+        self.lookahead.record(len(rows), k, seconds, steady, tried, held)
+        self.ledger.spend(rows, seconds, self.lookahead.plain_seconds(len(rows)), kept, **parts)
 
     def _drafted(self, engine: Any, rows: list[Any], k: int) -> Emitted:
         """Run a step with k drafts."""
         # after steps without drafts, the draft has more tokens to process than usual
         steady = not self._passed and max(len(piece) for row in rows for piece in self._fresh[row]) <= k + 1
-        start = self._now()
+        start = self.now()
         drafts = self._draft(engine, rows, k)
-        middle = self._now()
+        middle = self.now()
         emitted = self._verify(engine, rows, drafts)
-        end = self._now()
-        drafted, kept = [min(k, _room(row)) for row in rows], [len(tokens) - 1 for tokens in emitted.tokens]
-        tried, held = self.ledger.count(rows, k, drafted, kept, self._blind)
-        self.lookahead.record(len(rows), k, end - start, steady, tried, held)
+        end = self.now()
+        kept = [len(tokens) - 1 for tokens in emitted.tokens]
         parts = {"draft": middle - start, "verify": end - middle} if self.profile else {}
-        self.ledger.spend(rows, end - start, self.lookahead.plain_seconds(len(rows)), kept, **parts)
+        self.count_round(rows, k, kept, end - start, steady, **parts)
         return emitted
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Return the time in seconds; with ``profile``, after the GPU has finished."""
         if self.profile and torch.cuda.is_available():
             torch.cuda.synchronize()
         return self._clock()
 
     def _plain(self, engine: Any, rows: list[Any]) -> Emitted:
         """Run a step without drafts. Performance-critical: overhead beyond the policy's forward pass adds to every plain step."""
-        start = self._now()
+        start = self.now()
         fed = engine.forward(rows, [row.tokens[-1:] for row in rows])
         emitted = to_emitted(engine.sample(fed.logits, rows))
         self._passed.append(([self._fresh[row] for row in rows], fed.hidden))
         if len(self._passed) > UNREAD:
             for pieces in self._passed.popleft()[0]:
                 pieces.clear()
-        seconds = self._now() - start
-        self.lookahead.record(len(rows), 0, seconds)
-        self.ledger.plain(len(rows), seconds)
+        self.count_round(rows, 0, [], self.now() - start, True)
         return emitted
 
-    def _read(self, engine: Any, rows: list[Any]) -> Tensor:
-        """Let the draft process each row's pending tokens; returns [rows, hidden], its output for the last token."""
+    def _append_passed(self) -> None:
+        """Append the hidden states of steps without drafts to those of their rows."""
         for entries, hidden in self._passed:
             for pieces, state in zip(entries, hidden.split(1), strict=True):
                 pieces.append(state)
         self._passed.clear()
+
+    def _read(self, engine: Any, rows: list[Any]) -> Tensor:
+        """Let the draft process each row's pending tokens; returns [rows, hidden], its output for the last token."""
+        self._append_passed()
         fresh = torch.cat([piece for row in rows for piece in self._fresh[row]])
         counts = [sum(map(len, self._fresh[row])) for row in rows]
         lengths, device = lengths_of(rows), fresh.device
@@ -144,7 +183,7 @@ class SpeculativeDecoder(Decoder):
         """Verify what ``_draft`` returned, and truncate the cache to the accepted tokens."""
         drafts, q = drafted
         k, device = drafts.shape[1], drafts.device
-        room = [min(k, _room(row)) for row in rows]
+        room = [min(k, room_of(row)) for row in rows]
         chains = [[row.tokens[-1], *d[:n]] for row, d, n in zip(rows, drafts.tolist(), room, strict=True)]
         fed = engine.forward(rows, chains)
         counts = torch.tensor([len(chain) for chain in chains], device=device)
@@ -176,7 +215,7 @@ class SpeculativeDecoder(Decoder):
         )
 
 
-def _room(row: Any) -> int:
+def room_of(row: Any) -> int:
     """Return the maximum number of useful drafts for a row; the step emits one more token."""
     return int(row.limit - len(row.tokens) - 1)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from miles_embedded import backbone, load_model, logits_of
+from miles_embedded import backbone, load_model, logits_of, mask_for
 from miles_speculative.draft import Draft
 from miles_speculative.draft_files import is_eagle
 from miles_speculative.eagle import Eagle, attach_eagle
@@ -24,7 +24,11 @@ class DraftModel(Draft):
         """See ``Draft``; ignores ``hidden``."""
         run: Any = backbone(self.module)
         out: Tensor = run(
-            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, call=call
+            input_ids=tokens.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            attention_mask=mask_for(run),
+            use_cache=False,
+            call=call,
         ).last_hidden_state[0]
         return out
 

@@ -24,6 +24,7 @@ from miles_embedded import (
     checkpoint_config,
     decoder_layers,
     load_model,
+    mask_for,
     prepare,
     text_configuration,
     unloaded_model,
@@ -42,7 +43,11 @@ class Eagle(Draft):
         embedded = self.policy.get_input_embeddings()(tokens).detach()
         joined = self.module.fc(torch.cat([embedded, hidden], -1))
         out: Tensor = self.module(
-            inputs_embeds=joined.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, call=call
+            inputs_embeds=joined.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            attention_mask=mask_for(self.module),
+            use_cache=False,
+            call=call,
         ).last_hidden_state[0]
         return out
 

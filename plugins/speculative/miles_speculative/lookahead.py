@@ -47,6 +47,11 @@ class Lookahead:
         return 0 if self.plain and self.steps % self.plain == 0 else self.k
 
     @property
+    def rests(self) -> bool:
+        """Whether some steps may run without drafts."""
+        return self.plain > 0
+
+    @property
     def idle(self) -> bool:
         """Whether rows that join now will probably not use drafts, at this batch size or at smaller sizes that were tried."""
         return False
@@ -91,6 +96,10 @@ class Auto(Lookahead):
         self.size = 0
         #: batch size (bit length) -> its trials
         self.trials: dict[int, Trials] = {}
+
+    @property
+    def rests(self) -> bool:
+        return True
 
     @property
     def idle(self) -> bool:

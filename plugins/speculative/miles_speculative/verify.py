@@ -12,6 +12,9 @@ from torch import Tensor
 
 from miles_embedded import pick
 
+#: Random streams, see ``miles_embedded.stream_start``: the token after the accepted drafts, acceptance of drafts, the drafts.
+DRAW, KEEP, DRAFT = 0, 1, 2
+
 
 def verify(p: Tensor, q: Tensor, drafts: Tensor, room: Tensor, keep: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
     """Accept a prefix of each row's drafts and draw the next token.

@@ -113,9 +113,9 @@ def _tiles(call: Call, queries: int, device: torch.device) -> Tensor:
 def _compute_tiles(call: Call, queries: int, device: torch.device) -> Tensor:
     """The records of ``attend_tiles``."""
     if isinstance(call, StaticCall):
-        one = torch.ones_like(call.index)
-        fields = (call.index, one, call.positions, call.prompt_lengths, call.prompt_slots, call.index)
-        return torch.stack(fields, 1)
+        one, each = torch.ones_like(call.slots), torch.arange(len(call.slots), device=device)
+        prompts = call.per_token(call.prompt_lengths), call.per_token(call.prompt_slots)
+        return torch.stack((each, one, call.positions, *prompts, call.slots), 1)
     start, count, front, front_slot, own_slot, before = _segments(call)
     tiles = -(-count // queries)
     segment = np.repeat(np.arange(len(count)), tiles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,8 +23,9 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_a_row_attends_to_its_prompt_and_its_own_tokens(triton, case):
+def test_a_row_attends_to_its_prompt_and_its_own_tokens(triton, case, queries):
     from miles_embedded.engine.attention_kernel import append_rows, attend_rows
 
     rows, heads, kv_heads, dim, value_dim, prompt_width, own_width, given = case
@@ -33,7 +35,7 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(triton, case):
     cache.own.reserve(rows, own_width)
     batch.prompt_slots.copy_(torch.randint(0, 4, (rows,), generator=generator))
     batch.prompt_lengths.copy_(torch.randint(1, prompt_width + 1, (rows,), generator=generator))
-    batch.lengths.copy_(torch.randint(0, own_width, (rows,), generator=generator))
+    batch.lengths.copy_(torch.randint(0, own_width - queries + 1, (rows,), generator=generator))
     batch.lengths[0] = batch.prompt_lengths[-1] = 0  # as the first token of a row, and as padding
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's bfloat16 products are wrong
 
@@ -45,12 +47,12 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(triton, case):
             cache.own.slots, kv_heads, cache.own.width, width
         )
 
-    keys, values, q = slabs(dim), slabs(value_dim), normal(rows, heads, dim)
+    keys, values, q = slabs(dim), slabs(value_dim), normal(rows * queries, heads, dim)
     options = AttentionOptions(**{**given, "sinks": torch.randn(4, generator=generator) if "sinks" in given else None})
-    call = StaticCall(None, cache, batch, rows)
+    call = StaticCall(None, cache, batch, rows, queries)
     doubled = [[x.double() for x in pair] for pair in (keys, values)]
     expected = call._attend_with_torch(q.double(), *doubled, dim**-0.5, options)
-    fed = [pair[1][torch.arange(rows), :, batch.lengths].transpose(0, 1)[None] for pair in (keys, values)]
+    fed = [pair[1][call.slots, :, call.columns].transpose(0, 1)[None] for pair in (keys, values)]
     for row, length in enumerate(batch.lengths.tolist()):  # what a row does not have is never read
         keys[1][row, :, length:] = values[1][row, :, length:] = torch.nan
     there = StaticBatch(rows, torch.device(DEVICE))
@@ -58,7 +60,28 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(triton, case):
     moved = [tuple(x.to(DEVICE) for x in pair) for pair in (keys, values)]
     if options.sinks is not None:
         options = AttentionOptions(**{**given, "sinks": options.sinks.to(DEVICE)})
-    append_rows(*(x.to(DEVICE) for x in fed), moved[0][1], moved[1][1], there.lengths)
-    there_call = StaticCall(None, cache, there, rows)
+    append_rows(*(x.to(DEVICE) for x in fed), moved[0][1], moved[1][1], there.lengths, queries)
+    there_call = StaticCall(None, cache, there, rows, queries)
     found = attend_rows(q.to(DEVICE), *moved, there_call, dim**-0.5, options).double().cpu()
     assert (found - expected).norm() < (1e-2 if DEVICE == "cuda" else 1e-3) * expected.norm()
+
+
+def test_a_query_has_the_same_bits_alone_and_beside_others_of_its_row(triton):
+    from miles_embedded.engine.attention_kernel import attend_rows
+
+    generator = torch.Generator().manual_seed(0)
+    cache, batch = Cache(), StaticBatch(2, torch.device(DEVICE))
+    cache.prefixes.reserve(2, 160)
+    cache.own.reserve(2, 64)
+    batch.fill([0, 0], np.array([20, 0]), np.array([1, 0]), np.array([150, 7]), [0, 1], [1.0, 1.0])
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    keys, values = ((normal(cache.prefixes.slots, 2, 160, 16), normal(cache.own.slots, 2, 64, 16)) for _ in range(2))
+    q = normal(2, 3, 4, 16)
+    together = attend_rows(q.flatten(0, 1), keys, values, StaticCall(None, cache, batch, 2, 3), 0.25).view(2, 3, 4, 16)
+    for i in range(3):
+        call = StaticCall(None, cache, batch, 2, 1, batch.lengths[:2] + i)
+        assert torch.equal(attend_rows(q[:, i].contiguous(), keys, values, call, 0.25), together[:, i])
