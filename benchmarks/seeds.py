@@ -28,8 +28,8 @@ def workplace(kept: str, versions: Callable[[], dict[str, str]]) -> Iterator[Pat
     fewer seeds or other modes may work in it one after another. It records where its runs were made: ``made_in``.
     """
     if not kept:
-        with tempfile.TemporaryDirectory() as directory:
-            yield Path(directory)
+        with tempfile.TemporaryDirectory() as temporary:
+            yield Path(temporary)
         return
     directory, own = Path(kept).resolve(), commit()
     directory.mkdir(parents=True, exist_ok=True)
