@@ -139,6 +139,7 @@ def open_large(tmp_path, rows, longest=None, context=None):
 def test_rows_that_were_not_checked_are_left_out_with_a_warning_that_names_the_line(tmp_path, stored, caplog):
     rows = ["a", '{"input": 7}\n', "c", '{"input": \n', "e" * 9, "f"]
     prompts = open_large(tmp_path, rows, context=5)
+    caplog.clear()  # another test may have set a level at which opening is logged
     with caplog.at_level(logging.WARNING):
         assert [p.text for p in prompts.next(4)] == ["a", "c", "f", "a"]
     assert [record.getMessage().partition("a.jsonl:")[2][:30] for record in caplog.records] == [
@@ -154,6 +155,7 @@ def test_rows_that_were_not_checked_are_left_out_with_a_warning_that_names_the_l
 
 def test_long_prompts_that_were_not_examined_are_left_out_when_they_are_read(tmp_path, stored, caplog):
     prompts = open_large(tmp_path, ["a", "b" * 7, "c", "d", "e" * 9, "f"], longest=5)
+    caplog.clear()
     assert [p.text for p in prompts.next(5)] == ["a", "c", "d", "f", "a"] and prompts.left_out == 2
     assert not caplog.records
 
