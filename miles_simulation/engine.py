@@ -156,7 +156,8 @@ class VirtualEngine:
                 and self._rest(flight) <= _EPSILON
             ):
                 self._return(flight)
-        while len(self._batch) > 1 and self._context >= self.speed.cache:  # as SGLang: the youngest request gives way
+        # as SGLang: the youngest request gives way; a fraction of a token from the limit, the timer would not advance the clock
+        while len(self._batch) > 1 and self._context >= self.speed.cache - _EPSILON * len(self._batch):
             youngest = next(reversed(self._batch.values()))
             self._leave(youngest)
             self._queue.appendleft(youngest)

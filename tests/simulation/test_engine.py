@@ -130,6 +130,32 @@ def test_slots_and_cache_bound_the_batch():
     assert generated == pytest.approx(400, abs=0.1)  # a request that gave way keeps its tokens
 
 
+def test_a_cache_that_fills_up_does_not_stop_the_clock():
+    """Rounding leaves the batch less than a millionth of a token from the limit, and a timer for that would not advance a late clock."""
+
+    async def finish():
+        await asyncio.sleep(1e6 / 3)
+        engine, ledger = make([97 + 13 * number for number in range(8)], cache=430.7)
+        settle, calls = engine._settle, 0
+
+        def count():
+            nonlocal calls
+            calls += 1
+            if calls > 1000:
+                for task in tasks:
+                    task.cancel()
+            else:
+                settle()
+
+        engine._settle = count
+        tasks = [asyncio.create_task(engine.generate(request(key, ledger))) for key in range(8)]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        return calls, [len(response.tokens) for response in found if not isinstance(response, BaseException)]
+
+    calls, lengths = run(finish())
+    assert calls < 1000 and lengths == [97 + 13 * number for number in range(8)]
+
+
 def test_an_engine_that_stops_cancels_its_requests():
     async def stopped():
         engine, ledger = make([100])
