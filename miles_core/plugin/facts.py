@@ -109,7 +109,8 @@ class Facts(Mapping[str, Fact]):
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return the value of a known fact, else ``default``."""
-        defined = name in self._facts or name.startswith("plugin.")  # for other names, ``lookup`` searches for similar ones
+        # for other names, ``lookup`` searches for similar ones
+        defined = name in self._facts or name.startswith("plugin.")
         fact = self.lookup(name) if defined else None
         return fact.value if fact is not None and fact.state is State.KNOWN else default
 
