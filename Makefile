@@ -38,7 +38,7 @@ MARKS ?= thorough or not thorough
 # Where pytest writes what it skipped; tests/skipped.py reads these files.
 REPORTS ?= build/tests
 
-.PHONY: demo test oldest engines test-engines skipped lint types wheels docs install clean
+.PHONY: demo test oldest engines test-engines test-megatron test-sglang skipped lint types wheels docs install clean
 
 install: $(STAMP)
 
@@ -76,7 +76,8 @@ test: lint types
 # The parts that touch Transformers' modules, on the oldest version supported (SGLang's pin), which shadows the installed one.
 oldest: install $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; assert transformers.__version__ == '5.12.1', transformers.__version__"
-	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/embedded --ignore tests/embedded/trainer/test_data_parallel.py \
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKS)" tests/embedded \
+		$(foreach t,kernels trainer/test_data_parallel.py trainer/test_fully_shard.py trainer/test_loss_scale.py trainer/test_nonfinite.py,--ignore tests/embedded/$(t)) \
 		tests/test_loop.py::test_it_learns tests/tools/commands/test_convert.py plugins/r3/tests/test_routers.py \
 		plugins/r3/tests/test_embedded.py plugins/cpu_kernels/tests/test_models.py plugins/cpu_kernels/tests/test_experts.py
 
@@ -91,11 +92,16 @@ $(OLDEST)/.installed: Makefile
 # Packages that only need to be importable have stand-ins. SGLang pins its Transformers; Megatron-Core runs with the newest.
 engines: install $(ENGINES)/.installed
 
-test-engines: engines
+test-engines: test-megatron test-sglang
+
+test-megatron: engines
 	PYTHONPATH=$(abspath $(ENGINES)/megatron):$(abspath $(ENGINES)/common) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" --junit-xml $(REPORTS)/megatron.xml $(MEGATRON_TESTS)
+
+# In one process: most of these tests share one SGLang.
+test-sglang: engines
 	PYTHONPATH=$(abspath tests/engines/stand_ins):$(abspath $(ENGINES)/sglang):$(abspath $(ENGINES)/common) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" --junit-xml $(REPORTS)/sglang.xml $(SGLANG_TESTS)
+		$(BIN)/python -m pytest -m "$(MARKS)" --junit-xml $(REPORTS)/sglang.xml $(SGLANG_TESTS)
 
 # Every test that no run so far could execute, by reason; 1 if a reason is not in docs/skipped-tests.md.
 skipped:

@@ -5,12 +5,15 @@ import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from miles_core import __version__
 from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fact, option
+
+#: The installed version of a distribution. Cached, because the search for changes of a refused run reviews many of them.
+version = functools.cache(metadata.version)
 
 _STATE = (
     "its layers keep a recurrent state (linear attention, Mamba, convolutions), but the embedded backend caches keys and values only, "

@@ -82,7 +82,7 @@ class EngineWorker(Worker):
             rows = response.extras.get(spec.name)
             if isinstance(rows, np.ndarray) and rows.dtype != spec.dtype:
                 converted = rows.astype(spec.dtype)
-                if np.array_equal(converted, rows):  # otherwise the driver describes the value
+                if np.array_equal(converted, rows):  # if values would change, the driver raises the error
                     response.extras[spec.name] = converted
         return response
 

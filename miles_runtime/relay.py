@@ -27,7 +27,7 @@ Call = tuple[str, tuple[Any, ...]]
 
 
 def is_relayed(senders: int, engines: int) -> bool:
-    """Return whether the calls of so many senders pass through the relay."""
+    """Return whether calls pass through the relay, given the numbers of senders and engines."""
     return senders * engines >= RELAYED and min(senders, engines) > 1
 
 
@@ -121,7 +121,7 @@ class Relay:
         except asyncio.CancelledError:
             _fail(batch, SyncError(f"push {self.push} of the weights was given up"))
             raise
-        except Exception as error:  # a lost engine: every sender learns of it
+        except Exception as error:  # e.g. an engine was lost: every sender raises this error
             _fail(batch, error)
             return
         for answer, errors in zip(batch.answers, zip(*found, strict=True), strict=True):

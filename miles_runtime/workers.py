@@ -118,8 +118,8 @@ class Workers(ABC):
         """End a worker's process in whatever state it is, so that calls to it fail."""
 
     async def beat(self, number: int) -> Sequence[str]:
-        """Return the names of the workers that this one waits for. The runtime responds in a separate thread while the worker
-        computes."""
+        """Send a heartbeat to a worker; return the names of the workers that it waits for. The worker's process answers from a separate
+        thread, so also while it computes."""
         found: Sequence[str] = await self.send(number, "beat")
         return found
 

@@ -42,7 +42,7 @@ class FileDigest:
         return cls(int(data["size"]), str(data["blake2b"]), int(data.get("chunk", 0)))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a manifest."""
+        """Return this digest as a manifest stores it: a dict with one key per attribute."""
         return asdict(self)
 
 

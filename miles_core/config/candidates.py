@@ -1,21 +1,22 @@
-"""Find the plugins of a command line before its options are parsed: installed plugins and single files."""
+"""Find the plugins of a command line and collect their options: installed plugins and single files."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from miles_core.config import file
-from miles_core.config.schema import ROOT, collect
+from miles_core.config.schema import ROOT, Schema, collect
 from miles_core.errors import PluginError
 
 if TYPE_CHECKING:
     from miles_core.plugin.discovery import Catalogue
 
 
-def discover_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> Catalogue:
-    """Return the manifests of all installed plugins and of the single files named by ``--plugins``.
+def collect_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]]) -> Schema:
+    """Return the schema of core, all installed plugins and the single files named by ``--plugins``.
 
     Excludes other plugins that cannot be imported or conflict with the named ones.
 
@@ -26,21 +27,17 @@ def discover_plugins(argv: Sequence[str], files: Mapping[str, list[file.Entry]])
 
     catalogue = discover()
     wanted = [catalogue.request(n) for n in _named_plugins(argv, files) if is_local(n) or n in catalogue]
-    _exclude_conflicting(catalogue, wanted)
-    return catalogue
+    return _collect_compatible(catalogue, wanted)
 
 
-def _exclude_conflicting(catalogue: Catalogue, wanted: Sequence[str] = ()) -> None:
-    """Exclude plugins that declare a flag, alias or variable of another plugin differently.
+def _collect_compatible(catalogue: Catalogue, wanted: Sequence[str]) -> Schema:
+    """Collect the schema without plugins whose declaration of a flag, alias or environment variable contradicts that of another plugin.
 
-    Keeps the ``wanted`` plugins first, then the first by name. ``Catalogue.broken`` records the reason for each excluded plugin, so
-    that an installed conflicting plugin is an error only if a run uses it.
+    The ``wanted`` plugins are kept. The others are added by name, and a plugin that conflicts with one that was added before is excluded.
+    ``Catalogue.broken`` records the reason, so an installed plugin with a conflict is an error only if a run uses it.
     """
-    try:
-        collect(catalogue)
-        return
-    except PluginError:
-        pass  # at least two plugins conflict
+    with suppress(PluginError):  # at least two plugins conflict
+        return collect(catalogue)
     compatible = [catalogue[name] for name in wanted]
     collect(compatible)
     for plugin in [p for name, p in catalogue.items() if name not in wanted]:
@@ -49,6 +46,7 @@ def _exclude_conflicting(catalogue: Catalogue, wanted: Sequence[str] = ()) -> No
             compatible.append(plugin)
         except PluginError as error:
             catalogue.exclude(plugin.name, str(error))
+    return collect(catalogue)
 
 
 def peek(argv: Sequence[str], flag: str) -> list[str]:

@@ -139,13 +139,10 @@ def build_parser(
         shown.add(spelling)
         return True
 
+    tables = [(flag, {option.group for option in flag.options}) for flag in schema.distinct_flags()]
     for table, group in schema.groups.items():
         owner = schema.owners[table]
-        flags = [
-            flag
-            for flag in schema.distinct_flags()
-            if any(option.group == table for option in flag.options) and taken(flag.spelling)
-        ]
+        flags = [flag for flag, places in tables if table in places and taken(flag.spelling)]
         aliases = [
             alias.spelling
             for alias in schema.aliases.values()
@@ -236,8 +233,12 @@ def parse(schema: Schema, argv: Sequence[str]) -> CommandLine:
     line = CommandLine()
     rest = _extract_passthrough(schema, argv, line)
     namespace = argparse.Namespace(given=line.assignments)
+    # a parser of the flags in ``rest`` only; adding all of them takes longer than the rest of the parsing
+    words = {word.partition("=")[0] for word in rest}
+    words |= {f"--{word[5:]}" for word in words if word.startswith("--no-")}
+    words |= {schema.flags[word].spelling for word in words & schema.flags.keys()}
     try:
-        namespace, extras = build_parser(schema).parse_known_args(rest, namespace)
+        namespace, extras = build_parser(schema, chosen=words).parse_known_args(rest, namespace)
     except argparse.ArgumentError as error:
         line.problems.append(_explain_argument_error(error))
         return line

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.config import elsewhere, file, policies, value
-from miles_core.config.candidates import discover_plugins, is_local, peek
+from miles_core.config.candidates import collect_plugins, is_local, peek
 from miles_core.config.config import Config
 from miles_core.config.flags import Assignment, Source, parse
 from miles_core.config.rules import find_rule_violations
@@ -89,7 +89,7 @@ def _load(
     """Implement ``load``; raises ``_InvalidConfiguration``."""
     files = {path: file.read(path) for path in peek(argv, "--config")}
     before = _read_continued_run(argv)
-    schema = collect(discover_plugins(argv, {**files, **before}) if manifests is None else manifests)
+    schema = collect_plugins(argv, {**files, **before}) if manifests is None else collect(manifests)
     line = parse(schema, argv)
     problems = line.problems
     for path, entries in before.items():
@@ -145,7 +145,7 @@ def _filter_continued(entries: list[file.Entry], schema: Schema, argv: Sequence[
 
 def schema_for(argv: Sequence[str]) -> Schema:
     """Return the schema of core, all installed plugins and the single-file plugins of a command line, as ``--help`` shows it."""
-    return collect(discover_plugins(argv, {path: file.read(path) for path in peek(argv, "--config")}))
+    return collect_plugins(argv, {path: file.read(path) for path in peek(argv, "--config")})
 
 
 def _from_environment(schema: Schema, environment: Mapping[str, str]) -> list[Assignment]:

@@ -191,7 +191,7 @@ class LearnerHandle(ABC):
     async def collect_digests(self) -> Mapping[str, FileDigest] | None:
         """Return the digests of the files that the last ``save`` wrote, by path in its directory; None while they are being written.
 
-        The driver computes the digests of all files that are missing. Raises the error of a file that cannot be written.
+        The driver reads files without a digest here and computes it. Raises the error of a file that could not be written.
         """
         return {}
 

@@ -238,7 +238,7 @@ def _check_setting(
 ) -> Iterator[Setting | Problem]:
     """Yield the setting if it is the first for its path, a problem if it conflicts, and nothing if it repeats a value."""
     path, value = setting.path, setting.value
-    user, other = facts.lookup(path), first.get(path)
+    user, other = facts.get(path), first.get(path)
     needs = f"{path} == {show(value)}"
     if other is not None:
         if not same(other.value, value):
@@ -248,7 +248,7 @@ def _check_setting(
             )
             reason = because or "one option has one value"
             yield Problem(setting.plugin, needs, reason, values)
-    elif user.chosen and not same(user.value, value):
+    elif user is not None and user.chosen and not same(user.value, value):
         reason = because or f"{setting.plugin} sets this value itself and does not work with another"
         yield Problem(setting.plugin, needs, reason, (describe_fact(user),), choices=(path,))
     else:

@@ -13,6 +13,8 @@ from typing import Any
 from miles_core.plugin.manifest import Plugin, Rule
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: The types of a manifest's fields.
+_HINTS = typing.get_type_hints(Plugin)
 #: The kinds of parts that core and its backends use. Plugins may define further kinds.
 PARTS = (
     *("runtime", "model", "head", "trainer", "optimizer", "engine", "decoder", "transport", "schedule", "prompts"),
@@ -22,14 +24,13 @@ PARTS = (
 
 def find_mistakes(plugin: Plugin) -> Iterator[str]:
     """Yield an error message for each wrong type, invalid name and missing reason in a manifest."""
-    hints = typing.get_type_hints(Plugin)
     wrong = False
     for entry in dataclasses.fields(Plugin):
         value = getattr(plugin, entry.name)
-        if not _fits(value, hints[entry.name]):
+        if not _fits(value, _HINTS[entry.name]):
             wrong = True
-            comma = "; a tuple of one needs a comma: (x,)" if typing.get_origin(hints[entry.name]) is tuple else ""
-            yield f"its {entry.name} is {value!r:.80}, and must be {_describe_type(hints[entry.name])}{comma}"
+            comma = "; a tuple of one needs a comma: (x,)" if typing.get_origin(_HINTS[entry.name]) is tuple else ""
+            yield f"its {entry.name} is {value!r:.80}, and must be {_describe_type(_HINTS[entry.name])}{comma}"
     if wrong:
         return
     if not NAME.fullmatch(plugin.name):

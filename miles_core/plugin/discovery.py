@@ -196,7 +196,8 @@ def name_of_file(path: str | Path) -> str:
 
 
 def _source(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
+    # name and version from one parse of the metadata
+    return "{Name} {Version}".format_map(point.dist.metadata) if point.dist is not None else point.value
 
 
 def _import_file(path: Path, name: str) -> ModuleType:

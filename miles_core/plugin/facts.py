@@ -109,8 +109,10 @@ class Facts(Mapping[str, Fact]):
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return the value of a known fact, else ``default``."""
-        fact = self.lookup(name)
-        return fact.value if fact.state is State.KNOWN else default
+        # for other names, ``lookup`` searches for similar ones
+        defined = name in self._facts or name.startswith("plugin.")
+        fact = self.lookup(name) if defined else None
+        return fact.value if fact is not None and fact.state is State.KNOWN else default
 
     @property
     def elsewhere(self) -> bool:

@@ -93,8 +93,7 @@ def find_fixes(
     if drops and not found:
         dropping = [Change(_describe_drop(name, why), drop=(name,)) for name, why in origins.items()]
         found = list(search.follow(dropping, drops - 1))
-    unique = {fix.text: fix for fix in found}
-    return list(unique.values())[:SHOWN]
+    return list({fix.text: fix for fix in found}.values())[:SHOWN]
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,8 @@ class _Search:
     before: set[str]
 
     def attempt(self, change: Change) -> tuple[Fix, set[str]]:
-        """Apply a change; returns the changed request and the headlines of the remaining problems."""
+        """Apply a change; returns the changed request and the headlines of the remaining problems, with those that ``startable`` adds
+        if the change may be accepted or lead to an accepted one."""
         requested = {name: why for name, why in self.origins.items() if name not in change.drop}
         requested |= {name: "--plugins" for name in change.add if name not in requested}
         changed = []
@@ -119,7 +119,10 @@ class _Search:
             changed.append(replace(fact, value=value, origin=origin, state=State.KNOWN, chosen=True))
         fix = Fix(change.text, requested, self.facts.with_facts(changed))
         checked = check(fix.requested, self.manifests, fix.facts)
-        return fix, {p.headline for p in checked.problems} | set(self.startable(checked.facts))
+        left = {p.headline for p in checked.problems}
+        # other changes are neither accepted nor followed, whatever ``startable`` reports
+        counts = left < self.before or left.isdisjoint(self.before)
+        return fix, left | set(self.startable(checked.facts) if counts else ())
 
     def combine(self, partial: list[Change]) -> tuple[list[tuple[Change, Fix]], list[Change]]:
         """Return the accepted combinations of two changes or, if there are none, of three; and those that lead to other problems only."""
@@ -131,8 +134,7 @@ class _Search:
                 if len(values) < sum(len(change.values) for change in group):
                     continue  # two values for one option
                 add = tuple(name for change in group for name in change.add)
-                texts = [change.text for change in group]
-                change = Change(_join(texts), add=add, values=values, keeps=True)
+                change = Change(_join([change.text for change in group]), add=add, values=values, keeps=True)
                 fix, left = self.attempt(change)
                 if not left:
                     accepted.append((change, fix))

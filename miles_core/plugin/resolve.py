@@ -32,6 +32,6 @@ def resolve(
     """
     result = check(requested, manifests, facts)
     if result.problems:
-        suggestions = [fix.text for fix in find_fixes(requested, manifests, facts, result, startable=startable)]
+        suggestions = [fix.text for fix in find_fixes(requested, dict(manifests), facts, result, startable=startable)]
         raise PlanError(refusal(result.problems, suggestions), tuple(result.problems))
     return result.plan()

@@ -108,7 +108,7 @@ class Expert:
     interleaved: bool
 
     def within(self, stride: tuple[int, ...]) -> tuple[tuple[int, int], int]:
-        """Return strides and offset (in elements) of the matrix in its expert's slab, which has ``stride``."""
+        """Return the matrix's strides and its offset in the expert's slab, in elements. ``stride``: strides of the slab."""
         row, column = (stride[1], stride[0]) if self.transposed else (stride[0], stride[1])
         if self.half is None:
             return (row, column), 0

@@ -162,7 +162,7 @@ class Generator:
     def wrap(self) -> Generate:
         """Return this generator with the plugins' ``wrap_generate`` hooks, which may call it several times per sample.
 
-        Their samples are checked, and the keys of the sample are reset afterwards.
+        Checks the samples that the hooks return, then resets the count of the sample's engine calls.
         """
         wrappers = self.run.hooks.chain("wrap_generate", run=self.run)
         generate, plugins = compose(self, wrappers), ", ".join(w.plugin for w in wrappers)

@@ -122,7 +122,7 @@ def open_prompts(config: Config, paths: Any, flag: str, shuffle: bool = False, l
         metadata_key=data.metadata_key,
         shuffle=shuffle,
         seed=config.train.seed,
-        open_parquet=find_part("prompt_file", "parquet"),
+        open_parquet=lambda *file: find_part("prompt_file", "parquet")(*file),  # only if a file is Parquet
     )
 
 

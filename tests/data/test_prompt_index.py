@@ -139,7 +139,7 @@ def open_large(tmp_path, rows, longest=None, context=None):
 def test_rows_that_were_not_checked_are_left_out_with_a_warning_that_names_the_line(tmp_path, stored, caplog):
     rows = ["a", '{"input": 7}\n', "c", '{"input": \n', "e" * 9, "f"]
     prompts = open_large(tmp_path, rows, context=5)
-    caplog.clear()
+    caplog.clear()  # another test may have set a level at which opening is logged
     with caplog.at_level(logging.WARNING):
         assert [p.text for p in prompts.next(4)] == ["a", "c", "f", "a"]
     assert [record.getMessage().partition("a.jsonl:")[2][:30] for record in caplog.records] == [

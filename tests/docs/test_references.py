@@ -1,18 +1,24 @@
 """Modules and files that texts name exist."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXTS = [
-    path
-    for kind in ("py", "md", "toml")
-    for path in sorted(ROOT.rglob(f"*.{kind}"))
-    if not any(part.startswith(".") or part in ("build", "dist") for part in path.relative_to(ROOT).parts)
-    and path.name not in ("CHANGELOG.md", "test_references.py")
-]
+
+
+def folders():
+    """The folders of the repository with files of text, and these files; without environments and what is built."""
+    for folder, inner, names in os.walk(ROOT):
+        inner[:] = sorted(name for name in inner if not name.startswith(".") and name not in ("build", "dist"))
+        texts = [Path(folder, name) for name in sorted(names) if name.endswith((".py", ".md", ".toml"))]
+        if texts := [text for text in texts if text.name not in ("CHANGELOG.md", "test_references.py")]:
+            yield Path(folder).relative_to(ROOT).as_posix(), texts
+
+
+FOLDERS = dict(folders())
 #: ``miles_core.precision.format.Format``, and ``miles_core/loop.py``.
 DOTTED = re.compile(r"(?<!api/)\b(miles_(?:core|embedded)(?:\.[A-Za-z]\w*)+)")
 PATH = re.compile(r"(?<![\w./-])((?:miles_core|miles_embedded|docs|benchmarks)/[\w./-]*\w)")
@@ -33,9 +39,10 @@ def _module(parts):
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_what_a_text_names_exists(path):
-    assert list(missing(path.read_text(encoding="utf-8"))) == []
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_the_texts_of_a_folder_name_exists(folder):
+    found = {path.name: list(missing(path.read_text(encoding="utf-8"))) for path in FOLDERS[folder]}
+    assert {name: gone for name, gone in found.items() if gone} == {}
 
 
 def test_a_name_that_is_gone_is_found():

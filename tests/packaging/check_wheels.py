@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,16 +84,17 @@ class Checks:
 
 
 def build(checks: Checks, builder: Path, wheels: Path) -> dict[str, Path]:
-    """Build a wheel of core and of each plugin; name of the distribution's folder -> wheel."""
+    """Build a wheel of core and of each plugin, in one call of pip; name of the distribution's folder -> wheel."""
+    projects = {"core": ROOT, **{p.parent.name: p.parent for p in sorted(ROOT.glob("plugins/*/pyproject.toml"))}}
+    command = [builder, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", wheels]
+    checks.run(f"wheels of {', '.join(projects)}", [*command, *projects.values()], silent=True)
     made = {}
-    for project in [ROOT, *sorted(p.parent for p in ROOT.glob("plugins/*/pyproject.toml"))]:
-        before = set(wheels.glob("*.whl"))
-        name = "core" if project == ROOT else project.name
-        command = [builder, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", wheels, project]
-        checks.run(f"wheel of {name}", command, silent=True)
-        new = set(wheels.glob("*.whl")) - before
-        checks.check(f"one file for {name}", len(new) == 1, f"{[p.name for p in new]}")
-        made[name] = next(iter(new), wheels / "missing")
+    for name, project in projects.items():
+        distribution = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+        found = list(wheels.glob(f"{distribution.replace('-', '_')}-*.whl"))
+        checks.check(f"one file for {name}", len(found) == 1, f"{[p.name for p in found]}")
+        made[name] = next(iter(found), wheels / "missing")
+    checks.check("no other file", len(list(wheels.iterdir())) == len(projects), f"{[p.name for p in wheels.iterdir()]}")
     return made
 
 

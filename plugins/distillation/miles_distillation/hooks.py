@@ -162,8 +162,9 @@ class Distillation:
 
 
 def sampled_loss(output: Output, batch: Batch, gap: Tensor) -> Tensor:
-    """A loss [tokens] whose gradient is that of the divergence at the sampled tokens: the log-ratio ``gap`` as a cost, with the ratio to
-    the policy that sampled (1 at the first optimiser step) and the run's corrections."""
+    """Return the loss [tokens] of a policy-gradient step that lowers the divergence: at each sampled token, ``gap`` (the log-ratio of
+    student to teacher) is the cost. It is multiplied by the importance ratio to the policy that sampled the token (1 in the first optimiser
+    step) and by the run's correction weights, if there are any."""
     assert output.log_probs is not None
     old = batch.column("old_log_probs") if "old_log_probs" in batch.columns else output.log_probs.detach()
     ratio = torch.where(batch.mask.bool(), (output.log_probs - old).clamp(-20.0, 20.0).exp(), 0.0)

@@ -27,7 +27,7 @@ HEAD = "lm_head.weight"
 
 
 class Coverage:
-    """Marks in the parameters of a model before its first update.
+    """Writes marks to all parameters of a model when created, and finds the parameters that the first update did not write.
 
     Args:
         model: SGLang's model; parameters that share memory count once, under the first name.

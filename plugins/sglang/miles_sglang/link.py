@@ -1,4 +1,4 @@
-"""The interface between the engine and SGLang: calls by the name and with the body of an endpoint of SGLang's HTTP server.
+"""The interface between the engine and SGLang. A call has the name of an endpoint of SGLang's HTTP server, and the body of a request to it.
 
 ``process`` implements it with an ``sglang.Engine`` in a separate process, ``server`` with a running HTTP server.
 """

@@ -33,7 +33,7 @@ class Versions:
         return StandingSlot(self._halves[0]) if self._halves else None
 
     def after(self, slot: StandingSlot) -> StandingSlot:
-        """Return the slot after a filled slot."""
+        """Return the slot that follows ``slot``, which is filled, in the same half."""
         return StandingSlot(self._halves[0], slot.start + round_to_blocks(slot.bucket.end))
 
     def in_force(self) -> None:
