@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
+    from miles_runtime.blob import Blob, Stored
     from miles_runtime.engine_worker import EngineWorker
     from miles_runtime.inline import InlineRuntime
     from miles_runtime.local_process import process_state, uses_cpu
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from miles_runtime.workers import Workers, short_of_memory
 
 __all__ = [
+    "Blob",
     "EngineWorker",
     "InlineRuntime",
     "Order",
@@ -32,6 +34,7 @@ __all__ = [
     "RemoteRuntime",
     "Restarts",
     "RolloutWorker",
+    "Stored",
     "Worker",
     "Workers",
     "last_lines",
@@ -45,6 +48,7 @@ __all__ = [
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
+        "miles_runtime.blob": "Blob Stored",
         "miles_runtime.engine_worker": "EngineWorker",
         "miles_runtime.inline": "InlineRuntime",
         "miles_runtime.local_process": "process_state uses_cpu",

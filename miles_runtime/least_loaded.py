@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection
 
 
@@ -14,15 +14,15 @@ class LeastLoaded:
     are too many.
 
     Attributes:
-        load: requests in flight by worker.
+        load: requests in flight by worker, plus a fraction below 1 that decides between equal numbers.
     """
 
     def __init__(self) -> None:
-        self.load: Counter[int] = Counter()
-        self._heap: list[tuple[int, int]] = []
+        self.load: defaultdict[int, float] = defaultdict(int)
+        self._heap: list[tuple[float, int]] = []
         self._among: Collection[int] = ()
 
-    def add(self, number: int, change: int) -> None:
+    def add(self, number: int, change: float) -> None:
         """Change the requests in flight of a worker."""
         self.load[number] += change
         if number in self._among:
