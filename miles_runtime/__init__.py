@@ -5,7 +5,8 @@ sides share devices. ``inline`` is the runtime of one process: the same handle o
 entry point of another process, which then holds a ``rank_worker``, an ``engine_worker`` or a ``rollout_worker``. A runtime implements only
 ``workers``: calls to a process, and the replacement of a dead process; ``local_workers`` does it on one machine. The package adds the
 driver's fronts (``learner_front``, ``engine_front``, ``rollout_front``), the order of building and checking parts, and the recovery of
-lost workers (``runtime``). Only plain data and bytes are sent between processes.
+lost workers (``runtime``). Only plain data and bytes are sent between processes. Rollout workers send requests straight to engines
+(``direct_engines``), and their samples stay where they were produced until a rank reads them (``blob``, ``remote_sample``).
 """
 
 from typing import TYPE_CHECKING

@@ -17,6 +17,9 @@ from miles_runtime.mailbox import Mailbox
 from miles_runtime.patience import Patience
 from miles_runtime.workers import Workers
 
+#: Cause of the loss of requests that were in flight when the driver replaced their engine.
+REPLACED = "it was replaced"
+
 
 @dataclass(frozen=True)
 class EngineState:
@@ -117,6 +120,8 @@ class DirectEngines(EngineFront):
         """Report a lost engine. Its requests fail with ``lost`` and are sent again."""
         if lost.worker not in self.engines.names:
             raise lost
+        if lost.cause == REPLACED:
+            return
         number = self.engines.names.index(lost.worker)
         if number in self._alive:
             self._alive.discard(number)
@@ -125,8 +130,16 @@ class DirectEngines(EngineFront):
             self._mail[number].close(lost)
             self._lost(LostEngine(self.policy, number, self.replaced[number], lost.cause))
 
+    async def _call(self, number: int, call: object) -> None:
+        replaced = self.replaced[number]
+        try:
+            await self.engines.ask(number, call)
+        except WorkerLost as lost:
+            if self.replaced[number] == replaced:
+                self.replace_lost(lost)
+
     def _forget_engine(self, number: int) -> None:
         """Fail the requests in flight at an engine that was replaced."""
         name = self.engines.names[number]
-        self._mail[number].close(WorkerLost(name, "it was replaced"))
+        self._mail[number].close(WorkerLost(name, REPLACED))
         self._sent = {key: engine for key, engine in self._sent.items() if engine != number}

@@ -63,6 +63,7 @@ class EngineFront(Engine):
         self._mail = [Mailbox(engines, number, client) for number in range(len(engines))]
         self.replaced: Counter[int] = Counter()
         self.watchers: list[Callable[[], None]] = []
+        self._reports: set[tuple[int, int]] = set()
         self._in_flight = LeastLoaded()
         self._groups: dict[int, list[int]] = {}
         self._sent: dict[int, int] = {}  # key -> engine, of requests in flight and of cancelled ones until ``abort``
@@ -270,7 +271,9 @@ class EngineFront(Engine):
 
     async def report_lost(self, number: int, replaced: int, cause: str) -> None:
         """Start the replacement of an engine that a rollout worker lost, unless it was ``replaced`` more often since."""
-        if number in self._alive and self.replaced[number] == replaced:
+        report = number, replaced
+        if number in self._alive and self.replaced[number] == replaced and report not in self._reports:
+            self._reports.add(report)  # another worker may report it while its process is ended
             self.replace_lost(await self.engines.declare_lost(number, cause))
 
     @property

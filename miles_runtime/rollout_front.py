@@ -16,6 +16,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import WorkerLost, first_line
 from miles_core.plugin.worker import same_plan
 from miles_core.run.parts import await_unless_stopped
+from miles_runtime.blob import Stored
 from miles_runtime.direct_engines import EngineState, LostEngine
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.least_loaded import LeastLoaded
@@ -223,6 +224,8 @@ class _Line:
         """Stop the exchange of messages."""
         self._collecting.cancel()
         await asyncio.gather(self._collecting, return_exceptions=True)
+        if any(self._busy.values()):
+            await self._forget_requests()
         await self._end_calls()
 
     async def _collect(self) -> None:
@@ -231,34 +234,35 @@ class _Line:
         try:
             while True:
                 coming = workers.send_stored(self.number, "news")
-                news: News
-                news, blobs = await workers.await_result(self.number, coming, "news")
-                add(self.front.answers, news.answers)
-                self._take_reports(news)
-                for ticket in news.cancelled:
-                    if ticket in self._calls:
-                        self._calls[ticket][1].cancel()
-                for ticket, call in news.calls.items():
-                    self._calls[ticket] = call, asyncio.create_task(self._serve(ticket, call))
-                for ticket, (value, error) in news.groups.items():
-                    answer = self._open.get(ticket)
-                    if answer is not None and not answer.done():
-                        if error is None:
-                            answer.set_result(refer(value[0], blobs[value[1]]))
-                        else:
-                            answer.set_exception(error)
-                del news, blobs  # this method waits with its variables, and dropped groups must be freed
+                self._receive(*await workers.await_result(self.number, coming, "news"))
         except Exception as error:
             lost = (
                 error if isinstance(error, WorkerLost) else await workers.declare_lost(self.number, first_line(error))
             )
             try:
+                await self._forget_requests()
                 await self._end_calls()
             finally:
                 self.lose(self.number, lost)
                 self.fail(lost)
 
-    def _take_reports(self, news: News) -> None:
+    def _receive(self, news: News, blobs: Sequence[Stored]) -> None:
+        add(self.front.answers, news.answers)
+        self._receive_reports(news)
+        for ticket in news.cancelled:
+            if ticket in self._calls:
+                self._calls[ticket][1].cancel()
+        for ticket, call in news.calls.items():
+            self._calls[ticket] = call, asyncio.create_task(self._serve(ticket, call))
+        for ticket, (value, error) in news.groups.items():
+            answer = self._open.get(ticket)
+            if answer is not None and not answer.done():
+                if error is None:
+                    answer.set_result(refer(value[0], blobs[value[1]]))
+                else:
+                    answer.set_exception(error)
+
+    def _receive_reports(self, news: News) -> None:
         """Receive what the worker reports of engines."""
         for name, change in news.busy:
             self._busy[name] = self._busy.get(name, 0) + change
@@ -292,14 +296,17 @@ class _Line:
             if task.cancelled() and call.method == "generate" and call.argument.key in keys:
                 del self._calls[ticket]
 
-    async def _end_calls(self) -> None:
-        """Cancel the worker's calls of engines and make the engines abort its requests."""
+    async def _forget_requests(self) -> None:
+        """Make the engines abort the requests that the worker sent them."""
         for name, count in self._busy.items():
             self.front.workers.busy.add(name, -count)
         self._busy = {}
-        for direct in self.front.direct.values():
-            with suppress(WorkerLost):
-                await direct.forget(self.client)
+        for engine in self.front.direct.values():
+            with suppress(WorkerLost):  # its requests are gone, too
+                await engine.forget(self.client)
+
+    async def _end_calls(self) -> None:
+        """Cancel the calls of engines that the driver makes for the worker, and make the engines abort them."""
         calls, self._calls = self._calls, {}
         for _, task in calls.values():
             task.cancel()

@@ -157,6 +157,7 @@ def test_reports_of_workers_replace_an_engine_once(recorded, said):
 
         async def replace(number, lost):
             replaced.append((number, lost.cause))
+            await workers.start(number)
 
         front.replace_with(replace, lambda: None)
         front.watchers.append(lambda: changes.append(sorted(front.serving)))

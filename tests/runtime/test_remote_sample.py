@@ -97,7 +97,8 @@ def test_what_the_driver_does_reads_nothing():
         assert [getattr(s, name) for s in found] == [getattr(s, name) for s in samples]
     assert [s.prompt_length for s in found] == [5] * 3
     assert shares(found, [0, 0, 0], 2) == shares(samples, [0, 0, 0], 2)
-    found[1].reward, found[1].remove_sample, copied = 5.0, True, copy.copy(found[1])
+    found[1].reward, found[1].remove_sample = 5.0, True
+    copied = copy.copy(found[1])
     assert stored.count == 0
     assert copied.tokens == samples[1].tokens and (copied.reward, copied.remove_sample) == (5.0, True)
     assert stored.count == 1 and type(copied) is Sample and type(found[1]) is RemoteSample
@@ -143,6 +144,9 @@ def test_messages_pass_descriptors_and_the_memory_is_freed_with_the_last_holder(
     samples = group()
     (sent, blob), size = send((heads(samples), pack_samples(samples)))
     assert size < 1200 and not blob._buffers, "neither the message nor the receiver contains the data"
+    assert send((heads(group(3, 60_000)), pack_samples(group(3, 60_000))))[1] < size + 30, (
+        "nothing grows with the tokens"
+    )
     assert open_files() == before + 1
     (again, _), size = send((refer(sent, blob), 0))
     assert size < 1500 and open_files() == before + 2
