@@ -23,7 +23,7 @@ REPLACED = "it was replaced"
 
 @dataclass(frozen=True)
 class EngineState:
-    """What the driver knows of the engines of a policy.
+    """The driver's view of the engines of a policy.
 
     Attributes:
         engines: handle to their processes.

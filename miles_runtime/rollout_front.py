@@ -1,4 +1,4 @@
-"""The driver's handle to rollout workers: passes groups to them, tells them which engines serve, and replaces lost workers."""
+"""The driver's handle to rollout workers: passes groups and the set of serving engines to them, and replaces lost ones."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class RolloutFront(Producer):
         self._changed.set()
 
     def _send_engines(self) -> None:
-        """Tell all workers which engines serve now."""
+        """Send all workers the set of serving engines."""
         for line in [*self._lines.values()]:
             line.send_engines()
 
@@ -206,7 +206,7 @@ class _Line:
             await self._call(ROLLOUT_WORKER.drop(tickets))
 
     def send_engines(self) -> None:
-        """Tell the worker which engines serve; fail all groups if none can any more."""
+        """Send the worker the set of serving engines; fail all groups if lost engines cannot be replaced."""
         for engine in self.front.direct.values():
             if (failure := engine.failure) is not None:
                 self.fail(failure)
@@ -263,7 +263,7 @@ class _Line:
                     answer.set_exception(error)
 
     def _receive_reports(self, news: News) -> None:
-        """Receive what the worker reports of engines."""
+        """Receive the reports on engines."""
         for name, change in news.busy:
             self._busy[name] = self._busy.get(name, 0) + change
             self.front.workers.busy.add(name, change)

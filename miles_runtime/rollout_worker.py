@@ -90,7 +90,7 @@ class News:
         groups: for each, the ``heads`` of its samples and the number of its blob, which is sent next to the news.
         answers: see ``Producer.answers``.
         lost: engines that the worker lost.
-        busy: engines that have become busy (1) or idle (-1) with its requests, in order.
+        busy: engine and 1 when its first request is sent, -1 when the last one is complete; in order.
     """
 
     calls: dict[int, EngineCall] = dataclasses.field(default_factory=dict)
