@@ -61,7 +61,7 @@ class Blob:
     def read(self) -> Any:
         """Return the deserialized object. Its large arrays are views of the buffers."""
         data, *arrays = self.buffers
-        return pickle.loads(data, buffers=arrays)
+        return pickle.loads(data.data, buffers=arrays)
 
     @property
     def buffers(self) -> list[np.ndarray]:
@@ -80,7 +80,7 @@ class Blob:
         """Return the descriptor; the first call writes the buffers to shared memory."""
         with self._writing:
             if self.descriptor is None:
-                self.descriptor = write_buffers([memoryview(buffer) for buffer in self._buffers])
+                self.descriptor = write_buffers([buffer.data for buffer in self._buffers])
             return self.descriptor
 
     def __reduce__(self) -> tuple[Any, ...]:
