@@ -68,7 +68,7 @@ class Blob:
         """The buffers, uint8 [n] each."""
         if not self._buffers:
             assert self.descriptor is not None
-            self._buffers = split_buffers(self.descriptor, self.sizes)
+            self._buffers = split_buffers(self.descriptor, self.sizes, whole=False)  # a reader may need few of them
         return self._buffers
 
     @property
@@ -121,12 +121,13 @@ def write_buffers(buffers: Sequence[memoryview]) -> int:
     return memory
 
 
-def split_buffers(descriptor: int, sizes: Sequence[int]) -> list[np.ndarray]:
+def split_buffers(descriptor: int, sizes: Sequence[int], whole: bool = True) -> list[np.ndarray]:
     """Map memory that ``write_buffers`` wrote and return its buffers, uint8 [n] each. Changes of them are not visible to other
-    processes."""
+    processes. whole: map all pages at once."""
     mapped = mmap.mmap(descriptor, sum(sizes), mmap.MAP_PRIVATE)
-    with suppress(OSError):  # an older kernel
-        mapped.madvise(_POPULATE_READ)
-    whole = np.frombuffer(mapped, np.uint8)
+    if whole:
+        with suppress(OSError):  # an older kernel
+            mapped.madvise(_POPULATE_READ)
+    memory = np.frombuffer(mapped, np.uint8)
     ends = np.cumsum(sizes).tolist()
-    return [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return [memory[end - size : end] for end, size in zip(ends, sizes, strict=True)]

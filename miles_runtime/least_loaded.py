@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection
 
 
@@ -18,13 +18,13 @@ class LeastLoaded:
     """
 
     def __init__(self) -> None:
-        self.load: defaultdict[int, float] = defaultdict(int)
+        self.load: Counter[int] = Counter()
         self._heap: list[tuple[float, int]] = []
         self._among: Collection[int] = ()
 
     def add(self, number: int, change: float) -> None:
         """Change the requests in flight of a worker."""
-        self.load[number] += change
+        self.load[number] += change  # type: ignore[assignment]  # counters are annotated with whole numbers only
         if number in self._among:
             heapq.heappush(self._heap, (self.load[number], number))
 
