@@ -1,9 +1,10 @@
 """A runtime whose engine and trainer cost nothing, to measure the driver: responses arrive as messages of another process.
 
 A single-file plugin (``--plugins benchmarks/driver_double.py --runtime driver_double``). The engine's response is unpickled, and its large
-arrays are views of the message, as Ray delivers them from shared memory. The trainer's share is pickled and its arrays are copied, as
-Ray stores them. The environment variable ``DRIVER_TOKENS`` is the number of tokens of a response, and ``DRIVER_ROUTES`` the number of
-layers with a routing record of 8 of 128 experts (``r3``), or 0.
+arrays are views of the message, as Ray delivers them from shared memory. With ``--rollout-workers`` a worker receives it, as it does from
+an engine in another process. The trainer's share is serialized for another process of this machine; its arrays are copied to shared
+memory, unless it refers to memory of a worker. The environment variable ``DRIVER_TOKENS`` is the number of tokens of a response, and
+``DRIVER_ROUTES`` the number of layers with a routing record of 8 of 128 experts (``r3``), or 0.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from miles_core.engine import Engine, Response, SyncReport
 from miles_core.plugin import Plugin, PolicyParts, Runtime, hookimpl
 from miles_core.precision.schedule import precisions
 from miles_core.trainer import Learned, LearnerHandle
-from miles_runtime import InlineRuntime
+from miles_runtime import InlineRuntime, Workers, local_channel
+from miles_runtime.blob import write_buffers
+from miles_runtime.engine_front import EngineFront
 from miles_runtime.inline_rollouts import InlineRolloutRuntime
+from miles_runtime.mailbox import Inbox
 
 #: As the field of ``r3``, whose hook checks it in the same way.
 FIELD = Field("recorded", "int16", "token-1", pad=-1, shape=(None, None))
@@ -114,10 +118,34 @@ class DoubleEngine(Engine):
     async def resume(self) -> None: ...
 
 
+class DoubleEngines(Workers):
+    """An engine in another process, which every process has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__(["engine-0"])
+        self.engine = DoubleEngine()
+        self._inboxes: dict[str, Inbox] = {}
+
+    async def send(self, number: int, method: str, *args: Any) -> Any:
+        if method in ("post_of", "answers_of"):
+            inbox = self._inboxes.setdefault(args[0], Inbox(self.engine.generate))
+            return inbox.post(args[1]) if method == "post_of" else await inbox.answers()
+        if method == "update":
+            await self.engine.update_weights((), args[1])
+        return self.engine.version if method == "version" else None
+
+    async def renew(self, number: int) -> None: ...
+
+    async def kill(self, number: int) -> None: ...
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DoubleEngines, ()
+
+
 class DoubleLearner(LearnerHandle):
     """Sends the shares of two replicas and receives what training recorded."""
 
-    def __init__(self, run: Any, engine: DoubleEngine) -> None:
+    def __init__(self, run: Any, engine: Engine) -> None:
         self.run, self.engine = run, engine
         self._seen: dict[int, Message] = {}
 
@@ -127,18 +155,22 @@ class DoubleLearner(LearnerHandle):
 
         shares = split_by_replica(samples, self.run.config.train, 2)
         for share in shares:
-            Message(share)
+            sent = local_channel.Message(share)
+            if sent.buffers:
+                os.close(write_buffers(sent.buffers))
         seen = []
         for share in shares:
             count = len(share.samples)
             if count not in self._seen:
-                values = np.zeros(self.engine.size, np.float32)
+                values = np.zeros(int(os.environ["DRIVER_TOKENS"]), np.float32)
                 self._seen[count] = Message([TrainedTokens(values.copy(), values.copy()) for _ in range(count)])
             seen.append(self._seen[count].read())
         return Learned({"train/loss": 0.0}, 1, merge_recorded(shares, seen))
 
     async def push(self, version: int, plain: bool = False) -> SyncReport:
         await self.engine.update_weights((), version)
+        if isinstance(self.engine, EngineFront):
+            await self.engine.check_served(version)
         return SyncReport(version, 0, 0, 0.001)
 
     async def nothing(self, *_: Any) -> Any:
@@ -154,8 +186,12 @@ class _Building(Runtime):
 
     run: Any
 
+    def make_engine(self) -> Engine:
+        """Return the engine."""
+        return DoubleEngine()
+
     async def build(self, policy: Any) -> PolicyParts:
-        engine = DoubleEngine()
+        engine = self.make_engine()
         return PolicyParts(policy, DoubleLearner(self.run, engine), engine, precisions(self.run.config, 0))
 
 
@@ -164,7 +200,11 @@ class DoubleRuntime(_Building, InlineRuntime):
 
 
 class DoubleRolloutRuntime(_Building, InlineRolloutRuntime):
-    """Rollout workers are real."""
+    """Rollout workers are real, and call the engine themselves."""
+
+    def make_engine(self) -> Engine:
+        facts = {"kv_cache_dtype": "", "native_products": False, "model_facts": {}}
+        return EngineFront(DoubleEngines(), {"capabilities": DoubleEngine.capabilities, **facts})
 
 
 def make_runtime(run: Any) -> Runtime:

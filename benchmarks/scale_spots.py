@@ -122,7 +122,7 @@ def run_async(size: int, directory: Path) -> None:
     _simulate(size, "async", directory)
 
 
-def run_steps(samples: int, length: int, directory: Path, saves: bool, layers: int) -> None:
+def run_steps(samples: int, length: int, directory: Path, saves: bool, layers: int, workers: int | None = None) -> None:
     """Measure the third of three steps with ``samples`` responses of ``length`` tokens, without the steps that fill caches."""
     directory.mkdir(parents=True)
     (directory / "reward.py").write_text("async def reward(args, sample):\n    return float(sample.index % 2)\n")
@@ -132,6 +132,7 @@ def run_steps(samples: int, length: int, directory: Path, saves: bool, layers: i
         directory=directory / "run",
         steps=3,
         runtime="driver_double",
+        rollout_workers=workers,
         rollout_batch_size=samples // 8,
         n_samples_per_prompt=8,
         rollout_max_response_len=length,
@@ -153,17 +154,17 @@ def run_steps(samples: int, length: int, directory: Path, saves: bool, layers: i
         loop.step = plain
 
 
-def measure_steps(name: str, saves: bool, layers: int) -> None:
+def measure_steps(name: str, saves: bool, layers: int, workers: int | None = None) -> None:
     """Register the curves of whole steps: more samples, and longer ones."""
-    sizes = (4096, 16384) if layers else (4096, 16384, 65536)
+    sizes = (4096, 16384) if layers else (4096, 16384, 65536)  # all routes are in memory at once
 
     @spot(f"step, {name}, responses of 256 tokens", "samples", *sizes)
     def grow_samples(size: int, directory: Path) -> None:
-        run_steps(size, 256, directory, saves, layers)
+        run_steps(size, 256, directory, saves, layers, workers)
 
     @spot(f"step, {name}, 64 responses", "tokens of a response", 2048, 8192, 32768)
     def grow_lengths(size: int, directory: Path) -> None:
-        run_steps(64, size, directory, saves, layers)
+        run_steps(64, size, directory, saves, layers, workers)
 
 
 #: Tokens of a step per unit of its size.
@@ -172,6 +173,7 @@ _TOKENS = {"samples": 256, "tokens of a response": 64}
 measure_steps("plain", saves=False, layers=0)
 measure_steps("saved", saves=True, layers=0)
 measure_steps("saved with routes of 48 layers", saves=True, layers=48)
+measure_steps("saved with routes of 48 layers, a rollout worker", saves=True, layers=48, workers=1)
 
 
 def main() -> None:

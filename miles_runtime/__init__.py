@@ -5,7 +5,8 @@ sides share devices. ``inline`` is the runtime of one process: the same handle o
 entry point of another process, which then holds a ``rank_worker``, an ``engine_worker`` or a ``rollout_worker``. A runtime implements only
 ``workers``: calls to a process, and the replacement of a dead process; ``local_workers`` does it on one machine. The package adds the
 driver's fronts (``learner_front``, ``engine_front``, ``rollout_front``), the order of building and checking parts, and the recovery of
-lost workers (``runtime``). Only plain data and bytes are sent between processes.
+lost workers (``runtime``). Only plain data and bytes are sent between processes. Rollout workers send requests straight to engines
+(``direct_engines``), and their samples stay where they were produced until a rank reads them (``blob``, ``remote_sample``).
 """
 
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
+    from miles_runtime.blob import Blob, Stored
     from miles_runtime.engine_worker import EngineWorker
     from miles_runtime.inline import InlineRuntime
     from miles_runtime.local_process import process_state, uses_cpu
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from miles_runtime.workers import Workers, short_of_memory
 
 __all__ = [
+    "Blob",
     "EngineWorker",
     "InlineRuntime",
     "Order",
@@ -32,6 +35,7 @@ __all__ = [
     "RemoteRuntime",
     "Restarts",
     "RolloutWorker",
+    "Stored",
     "Worker",
     "Workers",
     "last_lines",
@@ -45,6 +49,7 @@ __all__ = [
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
+        "miles_runtime.blob": "Blob Stored",
         "miles_runtime.engine_worker": "EngineWorker",
         "miles_runtime.inline": "InlineRuntime",
         "miles_runtime.local_process": "process_state uses_cpu",

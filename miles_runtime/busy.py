@@ -19,16 +19,20 @@ class Busy:
     @contextmanager
     def at(self, name: str) -> Iterator[None]:
         """Context of a call to a worker; overlapping calls count once."""
-        now = time.perf_counter()
-        if not self._open.get(name):
-            self._since[name] = now
-        self._open[name] = self._open.get(name, 0) + 1
+        self.add(name, 1)
         try:
             yield
         finally:
-            self._open[name] -= 1
-            if not self._open[name]:
-                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - self._since[name]
+            self.add(name, -1)
+
+    def add(self, name: str, change: int) -> None:
+        """Change the number of calls in flight at a worker."""
+        now = time.perf_counter()
+        if not self._open.get(name):
+            self._since[name] = now
+        self._open[name] = self._open.get(name, 0) + change
+        if not self._open[name]:
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since[name]
 
     def open(self, name: str) -> int:
         """Return the number of calls in flight at a worker."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,14 +37,19 @@ class EngineFront(Engine):
         said: the engines' common result of ``build``.
         bucket_size: bytes of weights that an engine receives at a time; the ranks that send share them.
         world: position of the rank that sends weights through this front, among those that send.
+        client: see ``Mailbox``.
 
     Attributes:
         serving: indexes of the engines that accept generation requests.
         renewed: number of replaced engines; after each replacement, ranks must be connected again.
         push: number of the current push; the front of a rank receives it from the driver's front.
+        replaced: engine -> how often it was replaced.
+        watchers: called when ``serving`` or ``failure`` has changed.
     """
 
-    def __init__(self, engines: Workers, said: Mapping[str, Any], bucket_size: int, world: World = ALONE) -> None:
+    def __init__(
+        self, engines: Workers, said: Mapping[str, Any], bucket_size: int = 1, world: World = ALONE, client: str = ""
+    ) -> None:
         self.engines, self.said, self.world = engines, said, world
         self.bucket_size = world.bucket_bytes(bucket_size)
         self.capabilities = said["capabilities"]
@@ -54,7 +60,10 @@ class EngineFront(Engine):
         self.renewed = self.push = 0
         self._alive = set(self.serving)
         self._version = -1
-        self._mail = [Mailbox(engines, number) for number in range(len(engines))]
+        self._mail = [Mailbox(engines, number, client) for number in range(len(engines))]
+        self.replaced: Counter[int] = Counter()
+        self.watchers: list[Callable[[], None]] = []
+        self._reports: set[tuple[int, int]] = set()
         self._in_flight = LeastLoaded()
         self._groups: dict[int, list[int]] = {}
         self._sent: dict[int, int] = {}  # key -> engine, of requests in flight and of cancelled ones until ``abort``
@@ -257,6 +266,32 @@ class EngineFront(Engine):
             self._check_mending()
             if self._mending is None or self._mending.done():
                 self._mending = asyncio.create_task(self._mend())
+                self._mending.add_done_callback(lambda _: self._notify())
+            self._notify()
+
+    async def report_lost(self, number: int, replaced: int, cause: str) -> None:
+        """Start the replacement of an engine that a rollout worker lost, unless it was ``replaced`` more often since."""
+        report = number, replaced
+        if number in self._alive and self.replaced[number] == replaced and report not in self._reports:
+            self._reports.add(report)  # another worker may report it while its process is ended
+            self.replace_lost(await self.engines.declare_lost(number, cause))
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error that requests raise because no engine can serve them, if any."""
+        mending = self._mending
+        ended = mending is not None and mending.done() and not mending.cancelled()
+        if ended and isinstance(error := mending.exception(), Exception):  # type: ignore[union-attr]
+            return error
+        return None if self.serving else self._unsent
+
+    async def forget(self, client: str) -> None:
+        """Make the engines drop the requests of a client that has ended."""
+        await self._all(ENGINE_WORKER.forget(client))
+
+    def _notify(self) -> None:
+        for watcher in self.watchers:
+            watcher()
 
     async def whole(self) -> None:
         """Wait until all lost engines are replaced; raise the error that prevents it."""
@@ -277,6 +312,7 @@ class EngineFront(Engine):
             )
         self._version, self.serving, self._unsent = version, set(self._alive), None
         self._news.set()
+        self._notify()
 
     def _check_mending(self) -> None:
         """Raise the error that ended the replacement of engines, if any."""
@@ -305,6 +341,7 @@ class EngineFront(Engine):
         assert self._replace is not None
         await self._replace(number, lost)
         self.renewed += 1
+        self.replaced[number] += 1
         self._alive.add(number)
         for call in (*self._state.values(), ENGINE_WORKER.begin_push(self.push, self._senders)):
             await self._call(number, call)

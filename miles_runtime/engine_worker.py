@@ -38,6 +38,7 @@ class EngineWorker(Worker):
         self._span: tuple[int, int, str] | None = None
         self._begin_empty()
         self._inbox = Inbox(self._generate)
+        self._inboxes: dict[str, Inbox | None] = {}  # of other clients than the driver; None after ``forget``
 
     def _begin_empty(self) -> None:
         self._buckets: dict[int, list[bytearray]] = {}
@@ -76,13 +77,13 @@ class EngineWorker(Worker):
         return check_side(self.run, self.policy, "engine", precision, self.part.quantizer, layer)
 
     async def _generate(self, request: Request) -> Response:
-        """Generate, and convert recorded fields to their declared types here, so that the driver passes them on as they are."""
+        """Generate, and convert recorded fields to their declared types here, so that they are passed on as they are."""
         response = await self.part.generate(request)
         for spec in self.run.fields:
             rows = response.extras.get(spec.name)
             if isinstance(rows, np.ndarray) and rows.dtype != spec.dtype:
                 converted = rows.astype(spec.dtype)
-                if np.array_equal(converted, rows):  # if values would change, the driver raises the error
+                if np.array_equal(converted, rows):  # if values would change, the receiver raises the error
                     response.extras[spec.name] = converted
         return response
 
@@ -93,6 +94,26 @@ class EngineWorker(Worker):
     async def answers(self) -> Answers:
         """See ``Inbox.answers``."""
         return await self._inbox.answers()
+
+    def post_of(self, client: str, letters: Letters) -> None:
+        """See ``Inbox.post``, for another client than the driver: a rollout worker."""
+        if (inbox := self._inbox_of(client)) is not None:
+            inbox.post(letters)
+
+    async def answers_of(self, client: str) -> Answers:
+        """See ``Inbox.answers``."""
+        inbox = self._inbox_of(client)
+        return {} if inbox is None else await inbox.answers()
+
+    async def forget(self, client: str) -> None:
+        """Drop the requests of a client that has ended, also those that arrive later."""
+        inbox = self._inboxes.get(client)
+        self._inboxes[client] = None
+        if inbox is not None and (keys := inbox.close()):
+            await self.part.abort(keys)
+
+    def _inbox_of(self, client: str) -> Inbox | None:
+        return self._inboxes.setdefault(client, Inbox(self._generate))
 
     def beat(self) -> tuple[str, ...]:
         """Return the names of ranks with incomplete weights while other ranks wait for them."""

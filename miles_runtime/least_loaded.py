@@ -14,17 +14,17 @@ class LeastLoaded:
     are too many.
 
     Attributes:
-        load: requests in flight by worker.
+        load: requests in flight by worker, plus a fraction below 1 that decides between equal numbers.
     """
 
     def __init__(self) -> None:
         self.load: Counter[int] = Counter()
-        self._heap: list[tuple[int, int]] = []
+        self._heap: list[tuple[float, int]] = []
         self._among: Collection[int] = ()
 
-    def add(self, number: int, change: int) -> None:
+    def add(self, number: int, change: float) -> None:
         """Change the requests in flight of a worker."""
-        self.load[number] += change
+        self.load[number] += change  # type: ignore[assignment]  # counters are annotated with whole numbers only
         if number in self._among:
             heapq.heappush(self._heap, (self.load[number], number))
 

@@ -1,32 +1,63 @@
 """Pickled messages between two processes of one machine, whose large arrays travel in shared memory.
 
-A message is a pickle on a pair of sockets that no other process can open. Arrays of ``SHARED`` bytes or more are written next to it: one
-copy, into anonymous memory (memfd_create(2)) whose descriptor goes with the message (SCM_RIGHTS, unix(7)). The receiver maps it, so its
-arrays are views; the memory is freed when the last of them is. Nothing is left if a process is killed. Without such memory (not Linux)
-arrays are part of the pickle.
+A message is a pickle on a pair of sockets that no other process can open. Arrays of ``SHARED`` bytes or more, and the pickle if it is as
+large, are written next to it: one copy, into anonymous memory (memfd_create(2)) whose descriptor goes with the message (SCM_RIGHTS,
+unix(7)). The receiver maps it, so its arrays are views; the memory is freed when the last of them is. Blobs have such memory of their own,
+which the receiver maps only when it reads them. Nothing is left if a process is killed. Without such memory (not Linux) everything
+is part of the pickle.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
+import io
 import os
 import pickle
 import queue
+import resource
 import socket
 import struct
 import threading
 from collections.abc import Callable
 from typing import Any
 
-#: Arrays of at least this many bytes travel in shared memory.
-SHARED = 16 << 10
-#: Bytes of the pickle, and number of shared arrays; then the size of each array.
-_HEAD, _SIZE = struct.Struct(">QI"), struct.Struct(">Q")
-#: Pages are mapped at once: a fault for each of them would take longer than the copy.
-_MAP = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-#: Buffers of one ``writev``: IOV_MAX of Linux.
-_PIECES = 1024
+import numpy as np
+
+from miles_core.errors import MilesError
+from miles_runtime.blob import SHARED, Blob, split_buffers, take_large, write_buffers
+
+#: Bytes of the pickle, number of large arrays, and number of blobs; then the size of each array.
+_HEAD, _SIZE = struct.Struct(">QII"), struct.Struct(">Q")
+#: Largest number of descriptors in one message of a socket: SCM_MAX_FD of Linux.
+_DESCRIPTORS = 253
+#: Limit of open files that ``raise_file_limit`` sets at most.
+MOST_FILES = 1 << 20
+
+
+class _Pickler(pickle.Pickler):
+    """Takes blobs out of the pickle."""
+
+    def __init__(self, file: io.BytesIO, take: Callable[[memoryview], object] | None) -> None:
+        super().__init__(file, 5, buffer_callback=None if take is None else take_large(take))
+        self.blobs: dict[Blob, int] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is not Blob or not value.shareable:
+            return None
+        return self.blobs.setdefault(value, len(self.blobs)), value.sizes
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: memoryview, buffers: list[np.ndarray], descriptors: list[int]) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
+        self._blobs: dict[int, Blob] = {}
+        self._descriptors = descriptors
+
+    def persistent_load(self, found: Any) -> Blob:
+        number, sizes = found
+        if number not in self._blobs:
+            self._blobs[number] = Blob([], self._descriptors[number], sizes)
+        return self._blobs[number]
 
 
 class Message:
@@ -38,42 +69,35 @@ class Message:
 
     def __init__(self, value: Any) -> None:
         self.buffers: list[memoryview] = []
-        share = self._share if hasattr(os, "memfd_create") else None
-        self.data = pickle.dumps(value, 5, buffer_callback=share)
-
-    def _share(self, buffer: pickle.PickleBuffer) -> bool:
-        """Take a buffer out of the pickle; return whether it stays there."""
-        raw = buffer.raw()
-        if raw.nbytes >= SHARED:
-            self.buffers.append(raw)
-        return raw.nbytes < SHARED
+        data = io.BytesIO()
+        pickler = _Pickler(data, self.buffers.append if hasattr(os, "memfd_create") else None)
+        pickler.dump(value)
+        self.data, self.blobs = data.getbuffer(), [*pickler.blobs]
 
     def send(self, connection: socket.socket) -> None:
         """Write it to a blocking socket. Raises OSError if the other process has ended."""
-        head = _HEAD.pack(len(self.data), len(self.buffers))
-        if not self.buffers:
+        descriptors = [blob.share() for blob in self.blobs]
+        buffers, data = [*self.buffers], self.data
+        if len(data) >= SHARED and hasattr(os, "memfd_create"):  # a socket takes 200 KB at a time
+            buffers, data = [*buffers, data], memoryview(b"")
+        sizes = b"".join(_SIZE.pack(buffer.nbytes) for buffer in buffers)
+        head = _HEAD.pack(len(data), len(buffers), len(self.blobs))
+        if not buffers and not descriptors:
+            connection.sendall(head + data)
+            return
+        if not buffers:
             connection.sendall(head)
         else:
-            memory = os.memfd_create("miles-message")
+            memory = write_buffers(buffers)
             try:
-                _write(memory, self.buffers)
                 sent = socket.send_fds(connection, [head], [memory])
                 connection.sendall(head[sent:])
             finally:
                 os.close(memory)
-            connection.sendall(b"".join(_SIZE.pack(buffer.nbytes) for buffer in self.buffers))
-        connection.sendall(self.data)
-
-
-def _write(memory: int, buffers: list[memoryview]) -> None:
-    """Write all buffers one after the other."""
-    left = [*buffers]
-    while left:
-        written = os.writev(memory, left[:_PIECES])
-        while left and written >= left[0].nbytes:
-            written -= left.pop(0).nbytes
-        if written:
-            left[0] = left[0][written:]
+        for start in range(0, len(descriptors), _DESCRIPTORS):
+            socket.send_fds(connection, [b" "], descriptors[start : start + _DESCRIPTORS])
+        if rest := sizes + data:
+            connection.sendall(rest)
 
 
 def receive(connection: socket.socket) -> Any:
@@ -82,23 +106,42 @@ def receive(connection: socket.socket) -> Any:
     Raises:
         EOFError: the other process has closed the connection.
         OSError: the connection or the shared memory failed.
+        MilesError: this process may open no more files.
     """
-    head, descriptors, _, _ = socket.recv_fds(connection, _HEAD.size, 1)
+    head, memory, _, _ = socket.recv_fds(connection, _HEAD.size, 1)
     head += _read(connection, _HEAD.size - len(head))
-    size, count = _HEAD.unpack(head)
-    if not count:
-        return pickle.loads(_read(connection, size))
-    (memory,) = descriptors
-    try:
-        sizes = [each for (each,) in _SIZE.iter_unpack(_read(connection, count * _SIZE.size))]
-        whole = memoryview(mmap.mmap(memory, sum(sizes), _MAP))
-    finally:
-        os.close(memory)
-    buffers, start = [], 0
-    for each in sizes:
-        buffers.append(whole[start : start + each])
-        start += each
-    return pickle.loads(_read(connection, size), buffers=buffers)
+    size, count, blobs = _HEAD.unpack(head)
+    if count and not memory:
+        raise _missing()
+    descriptors: list[int] = []
+    while len(descriptors) < blobs:
+        _, more, _, _ = socket.recv_fds(connection, 1, _DESCRIPTORS)
+        if len(more) < min(blobs - len(descriptors), _DESCRIPTORS):
+            raise _missing()
+        descriptors += more
+    rest = memoryview(_read(connection, count * _SIZE.size + size))
+    buffers: list[np.ndarray] = []
+    if count:
+        try:
+            buffers = split_buffers(memory[0], [each for (each,) in _SIZE.iter_unpack(rest[: count * _SIZE.size])])
+        finally:
+            os.close(memory[0])
+    data = rest[count * _SIZE.size :] if size else buffers.pop().data
+    return _Unpickler(data, buffers, descriptors).load()
+
+
+def _missing() -> MilesError:
+    """Return the error for descriptors that did not arrive."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MilesError(f"this process may open {limit} files and needs one per group of samples; raise ulimit -n")
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those that it starts, open as many files as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, MOST_FILES) if hard != resource.RLIM_INFINITY else MOST_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _read(connection: socket.socket, size: int) -> bytearray:

@@ -8,6 +8,7 @@ from typing import Any
 
 from miles_core.contracts.run import Run
 from miles_runtime.busy import Busy
+from miles_runtime.local_channel import raise_file_limit
 from miles_runtime.local_process import LocalProcess, ProcessEnded, uses_cpu
 from miles_runtime.output import last_lines
 from miles_runtime.patience import Patience
@@ -17,6 +18,7 @@ from miles_runtime.workers import Workers
 
 def rollout_processes(run: Run, names: Sequence[str], patience: Patience, busy: Busy) -> LocalWorkers:
     """Return the handle to rollout workers on this machine, which are not started."""
+    raise_file_limit()
     kind, level = "miles_runtime.rollout_worker:RolloutWorker", run.config.run.log_level
     return LocalWorkers(kind, names, Order.of(run), run.policy.name, level, patience=patience, busy=busy)
 

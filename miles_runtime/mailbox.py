@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import traceback
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from miles_core.contracts.engine import Request, Response
 from miles_core.errors import MilesError
@@ -26,10 +27,11 @@ class Mailbox:
     Args:
         engines: handle to the engine workers.
         number: index of this engine.
+        client: distinguishes the processes with requests to the same engine (``EngineWorker.post_of``); "" is the driver.
     """
 
-    def __init__(self, engines: Workers, number: int) -> None:
-        self._engines, self._number = engines, number
+    def __init__(self, engines: Workers, number: int, client: str = "") -> None:
+        self._engines, self._number, self._client = engines, number, client
         self._tickets = itertools.count()
         self._outgoing: Letters = {}
         self._open: dict[int, asyncio.Future[Response]] = {}
@@ -66,9 +68,7 @@ class Mailbox:
         letters, self._outgoing = self._outgoing, {}
         try:
             if letters:
-                await self._engines.await_result(
-                    self._number, self._engines.send(self._number, "post", letters), "generate"
-                )
+                await self._engines.await_result(self._number, self._send("post", letters), "generate")
         except Exception as error:
             self._fail(list(letters), error)
 
@@ -76,8 +76,7 @@ class Mailbox:
         try:
             # the timeout restarts with each response: an engine that responds is not lost, however long its queue
             while self._open:
-                coming = self._engines.send(self._number, "answers")
-                answers: Answers = await self._engines.await_result(self._number, coming, "generate")
+                answers: Answers = await self._engines.await_result(self._number, self._send("answers"), "generate")
                 for ticket, (response, error) in answers.items():
                     if response is None:
                         self._fail([ticket], error or RuntimeError("an answer without a response"))
@@ -85,6 +84,11 @@ class Mailbox:
                         answer.set_result(response)
         except Exception as error:
             self._fail(list(self._open), error)
+
+    def _send(self, method: str, *args: Letters) -> Awaitable[Any]:
+        if self._client:
+            return self._engines.send(self._number, f"{method}_of", self._client, *args)
+        return self._engines.send(self._number, method, *args)
 
     def _fail(self, tickets: list[int], error: Exception) -> None:
         for ticket in tickets:
@@ -102,7 +106,7 @@ class Inbox:
 
     def __init__(self, generate: Callable[[Request], Awaitable[Response]]) -> None:
         self._generate = generate
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], int] = {}  # with the keys of their requests
         self._answers: Answers = {}
         self._answered = asyncio.Event()
 
@@ -110,8 +114,17 @@ class Inbox:
         """Start generating responses to these requests."""
         for ticket, request in letters.items():
             task = asyncio.create_task(self._answer(ticket, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = request.key
+            task.add_done_callback(self._tasks.pop)
+
+    def close(self) -> list[int]:
+        """Drop all requests, whose client has ended; return their keys, which the engine must abort."""
+        keys = [*self._tasks.values()]
+        for task in self._tasks:
+            task.cancel()
+        self._answers = {}
+        self._answered.set()
+        return keys
 
     async def answers(self) -> Answers:
         """Wait until a request is complete; return all complete responses. Only one call may be active."""

@@ -1,4 +1,4 @@
-"""The driver's handle to rollout workers: passes groups to them, makes their calls of engines, and replaces lost workers."""
+"""The driver's handle to rollout workers: passes groups and the set of serving engines to them, and replaces lost ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from miles_core.data.sample import Sample
 from miles_core.errors import WorkerLost, first_line
 from miles_core.plugin.worker import same_plan
 from miles_core.run.parts import await_unless_stopped
+from miles_runtime.blob import Stored
+from miles_runtime.direct_engines import EngineState, LostEngine
+from miles_runtime.engine_front import EngineFront
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import portable
+from miles_runtime.remote_sample import pack_samples, refer
 from miles_runtime.restarts import Restarts
 from miles_runtime.rollout_worker import (
     Answer,
@@ -25,10 +29,8 @@ from miles_runtime.rollout_worker import (
     GroupOrder,
     Letters,
     News,
-    Packed,
     RolloutWorker,
-    pack_samples,
-    unpack_samples,
+    Seat,
 )
 from miles_runtime.workers import RECORDER, Workers, await_all, close_workers, recorded
 
@@ -53,6 +55,8 @@ class RolloutFront(Producer):
         super().__init__()
         self.run, self.workers, self.restarts = run, workers, restarts
         self.engines: dict[str, Engine] = {part.policy.name: part.serving for part in parts if part.engine is not None}
+        self.direct = {name: engine for name, engine in self.engines.items() if isinstance(engine, EngineFront)}
+        self._clients = itertools.count()
         self._lines: dict[int, _Line] = {}
         self._alive: set[int] = set()
         self._load = LeastLoaded()
@@ -61,9 +65,13 @@ class RolloutFront(Producer):
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
+        for engine in self.direct.values():
+            engine.watchers.append(self._send_engines)
         await await_unless_stopped(self.run, self._start_all())
 
     async def stop(self) -> None:
+        for engine in self.direct.values():
+            engine.watchers.remove(self._send_engines)
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
@@ -76,10 +84,13 @@ class RolloutFront(Producer):
         order = GroupOrder(pack_samples(samples), tuple(sample.index for sample in samples), evaluation)
         while True:
             line = await self._choose()
+            for engine in self.direct.values():
+                if engine.failure is not None:
+                    raise engine.failure
             self._load.add(line.number, 1)
             try:
                 with self.workers.name_errors(line.number), self.workers.busy.at(line.name):
-                    return unpack_samples(await line.produce(order))
+                    return await line.produce(order)
             except WorkerLost as lost:
                 if lost.worker != line.name:
                     raise
@@ -105,18 +116,26 @@ class RolloutFront(Producer):
 
     async def _start(self, number: int) -> None:
         """Start and build a worker; retry if it dies."""
+        engines = {name: (engine.engines, engine.said) for name, engine in self.direct.items()}
         while True:
+            client = f"{self.workers.names[number]}-{next(self._clients)}"
             try:
                 await self.workers.start(number)
                 digest = await self.workers.ask(number, ROLLOUT_WORKER.digest())
                 same_plan(self.run.plan.digest, {self.workers.names[number]: digest})
-                await self.workers.ask(number, ROLLOUT_WORKER.build(number, len(self.workers), tuple(self.engines)))
+                seat = Seat(number, len(self.workers), client, tuple(self.engines), engines)
+                await self.workers.ask(number, ROLLOUT_WORKER.build(seat))
                 break
             except WorkerLost as lost:
                 self.restarts.spend(lost)
-        self._lines[number] = _Line(self, number, self._lose)
+        self._lines[number] = _Line(self, number, client, self._lose)
         self._alive = {*self._alive, number}  # a new set: see ``LeastLoaded.choose``
         self._changed.set()
+
+    def _send_engines(self) -> None:
+        """Send all workers the set of serving engines."""
+        for line in [*self._lines.values()]:
+            line.send_engines()
 
     def _lose(self, number: int, lost: WorkerLost) -> None:
         """Replace a lost worker. Its groups go to others meanwhile."""
@@ -143,24 +162,30 @@ class _Line:
     Args:
         front: the front, for its run, workers and engines.
         number: index of the worker.
+        client: name under which the worker sends requests to engines.
         lose: called with the number and the loss after the worker's requests were aborted.
     """
 
-    def __init__(self, front: RolloutFront, number: int, lose: Callable[[int, WorkerLost], None]) -> None:
-        self.front, self.number, self.lose, self.name = front, number, lose, front.workers.names[number]
+    def __init__(self, front: RolloutFront, number: int, client: str, lose: Callable[[int, WorkerLost], None]) -> None:
+        self.front, self.number, self.client, self.lose = front, number, client, lose
+        self.name = front.workers.names[number]
         self._tickets = itertools.count()
-        self._open: dict[int, asyncio.Future[Packed]] = {}
+        self._open: dict[int, asyncio.Future[list[Sample]]] = {}
         self._calls: dict[int, tuple[EngineCall, asyncio.Task[None]]] = {}
         self._groups: dict[int, GroupOrder] = {}
         self._answers: dict[int, Answer] = {}
         self._drops: set[int] = set()
         self._posts: set[asyncio.Task[None]] = set()
+        self._posting = self._engines_changed = False
+        self._busy: dict[str, int] = {}
+        self._reports: set[asyncio.Task[None]] = set()
+        self.send_engines()
         self._collecting = asyncio.create_task(self._collect())
 
-    async def produce(self, order: GroupOrder) -> Packed:
-        """Send a group and return the packed result. Raises the error of the rollout, or the worker's loss."""
+    async def produce(self, order: GroupOrder) -> list[Sample]:
+        """Send a group and return references to its samples. Raises the error of the rollout, or the worker's loss."""
         ticket = next(self._tickets)
-        answer: asyncio.Future[Packed] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[Sample]] = asyncio.get_running_loop().create_future()
         self._open[ticket] = answer
         self._groups[ticket] = order
         self._post_soon()
@@ -180,6 +205,15 @@ class _Line:
             await asyncio.gather(*self._posts)  # which may contain them
             await self._call(ROLLOUT_WORKER.drop(tickets))
 
+    def send_engines(self) -> None:
+        """Send the worker the set of serving engines; fail all groups if lost engines cannot be replaced."""
+        for engine in self.front.direct.values():
+            if (failure := engine.failure) is not None:
+                self.fail(failure)
+        if self.front.direct:
+            self._engines_changed = True
+            self._post_soon()
+
     def fail(self, error: Exception) -> None:
         """Fail all groups."""
         for answer in self._open.values():
@@ -190,6 +224,8 @@ class _Line:
         """Stop the exchange of messages."""
         self._collecting.cancel()
         await asyncio.gather(self._collecting, return_exceptions=True)
+        if any(self._busy.values()):
+            await self._forget_requests()
         await self._end_calls()
 
     async def _collect(self) -> None:
@@ -197,29 +233,50 @@ class _Line:
         workers = self.front.workers
         try:
             while True:
-                news: News = await workers.await_result(self.number, workers.send(self.number, "news"), "news")
-                add(self.front.answers, news.answers)
-                for ticket in news.cancelled:
-                    if ticket in self._calls:
-                        self._calls[ticket][1].cancel()
-                for ticket, call in news.calls.items():
-                    self._calls[ticket] = call, asyncio.create_task(self._serve(ticket, call))
-                for ticket, (packed, error) in news.groups.items():
-                    answer = self._open.get(ticket)
-                    if answer is not None and not answer.done():
-                        if error is None:
-                            answer.set_result(packed)
-                        else:
-                            answer.set_exception(error)
+                coming = workers.send_stored(self.number, "news")
+                self._receive(*await workers.await_result(self.number, coming, "news"))
         except Exception as error:
             lost = (
                 error if isinstance(error, WorkerLost) else await workers.declare_lost(self.number, first_line(error))
             )
             try:
+                await self._forget_requests()
                 await self._end_calls()
             finally:
                 self.lose(self.number, lost)
                 self.fail(lost)
+
+    def _receive(self, news: News, blobs: Sequence[Stored]) -> None:
+        add(self.front.answers, news.answers)
+        self._receive_reports(news)
+        for ticket in news.cancelled:
+            if ticket in self._calls:
+                self._calls[ticket][1].cancel()
+        for ticket, call in news.calls.items():
+            self._calls[ticket] = call, asyncio.create_task(self._serve(ticket, call))
+        for ticket, (value, error) in news.groups.items():
+            answer = self._open.get(ticket)
+            if answer is not None and not answer.done():
+                if error is None:
+                    answer.set_result(refer(value[0], blobs[value[1]]))
+                else:
+                    answer.set_exception(error)
+
+    def _receive_reports(self, news: News) -> None:
+        """Receive the reports on engines."""
+        for name, change in news.busy:
+            self._busy[name] = self._busy.get(name, 0) + change
+            self.front.workers.busy.add(name, change)
+        for lost in news.lost:
+            report = asyncio.create_task(self._report(lost))
+            self._reports.add(report)
+            report.add_done_callback(self._reports.discard)
+
+    async def _report(self, lost: LostEngine) -> None:
+        try:
+            await self.front.direct[lost.policy].report_lost(lost.number, lost.replaced, lost.cause)
+        except Exception as error:  # the engine is not replaced
+            self.fail(error)
 
     async def _serve(self, ticket: int, call: EngineCall) -> None:
         """Make a call of an engine and send its answer to the worker."""
@@ -239,8 +296,17 @@ class _Line:
             if task.cancelled() and call.method == "generate" and call.argument.key in keys:
                 del self._calls[ticket]
 
+    async def _forget_requests(self) -> None:
+        """Make the engines abort the requests that the worker sent them."""
+        for name, count in self._busy.items():
+            self.front.workers.busy.add(name, -count)
+        self._busy = {}
+        for engine in self.front.direct.values():
+            with suppress(WorkerLost):  # its requests are gone, too
+                await engine.forget(self.client)
+
     async def _end_calls(self) -> None:
-        """Cancel the worker's calls of engines and make the engines abort its requests."""
+        """Cancel the calls of engines that the driver makes for the worker, and make the engines abort them."""
         calls, self._calls = self._calls, {}
         for _, task in calls.values():
             task.cancel()
@@ -252,17 +318,21 @@ class _Line:
 
     def _post_soon(self) -> None:
         """Send everything that is added in this iteration of the event loop in one call."""
-        if len(self._groups) + len(self._answers) == 1:
+        if not self._posting:
+            self._posting = True
             task = asyncio.create_task(self._post())
             self._posts.add(task)
             task.add_done_callback(self._posts.discard)
 
     async def _post(self) -> None:
-        groups, answers = self._groups, self._answers
-        if groups or answers:
-            self._groups, self._answers = {}, {}
-            policies = {policy.name: (policy.version, policy.trained) for policy in self.front.run.policies}
-            await self._call(ROLLOUT_WORKER.post(Letters(self.front.run.step, policies, groups, answers)))  # type: ignore[func-returns-value]
+        self._posting = False
+        run, direct = self.front.run, self.front.direct if self._engines_changed else {}
+        if self._groups or self._answers or direct:
+            policies = {policy.name: (policy.version, policy.trained) for policy in run.policies}
+            engines = {name: EngineState.of(engine) for name, engine in direct.items()}
+            letters = Letters(run.step, policies, self._groups, self._answers, engines)
+            self._groups, self._answers, self._engines_changed = {}, {}, False
+            await self._call(ROLLOUT_WORKER.post(letters))  # type: ignore[func-returns-value]
 
     async def _call(self, call: object) -> None:
         """Make a recorded call of the worker. If the worker is lost, ``_collect`` notices; another error fails all groups."""

@@ -1,8 +1,8 @@
 """A worker that generates and scores groups of samples (``--rollout-workers``).
 
-It runs what the driver runs without such workers: the rollout functions, the hooks of requests and samples, the rewards. Its requests to
-engines pass through the driver, which knows the engines and replaces lost ones. Groups and requests travel in both directions in few
-calls: ``post`` brings all that the driver has at a time, and ``news`` returns all that the worker has.
+It runs what the driver runs without such workers: the rollout functions, the hooks of requests and samples, the rewards. It sends requests
+to engines in other processes itself (``direct_engines``); an engine in the driver's process is called by the driver. Groups and calls
+travel in both directions in few messages: ``post`` brings all that the driver has at a time, and ``news`` returns all that the worker has.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import pickle
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -18,16 +17,19 @@ from typing import Any, Literal
 import numpy as np
 
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
-from miles_core.data.sample import Sample
 from miles_core.data.unit import Encoded
-from miles_core.errors import DataError, MilesError, first_line
+from miles_core.errors import MilesError
 from miles_core.rollout.generate import LocalProducer
 from miles_core.run.inputs import RolloutCode
 from miles_core.run.parts import freeze_gc
 from miles_core.run.problems import Problems
-from miles_runtime.local_channel import SHARED
+from miles_runtime.blob import Blob
+from miles_runtime.direct_engines import DirectEngines, EngineState, LostEngine, ReportedBusy
 from miles_runtime.mailbox import portable
+from miles_runtime.patience import Patience
+from miles_runtime.remote_sample import heads, pack_samples, read_samples
 from miles_runtime.worker import Order, Worker
+from miles_runtime.workers import Workers
 
 #: Seconds after which ``news`` returns nothing, so that a worker whose rollouts take long still answers.
 WAIT = 5.0
@@ -36,19 +38,6 @@ LIMITS = ("reward.concurrency", "rollout.max_concurrent_samples")
 
 #: A result, or the error raised instead.
 Answer = tuple[Any, Exception | None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Packed:
-    """Serialized samples.
-
-    Attributes:
-        data: a pickle without large arrays.
-        arrays: the bytes of these arrays, uint8 [n] each, which the workers' channel passes on without another copy.
-    """
-
-    data: bytes
-    arrays: list[np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +50,7 @@ class GroupOrder:
         evaluation: see ``Producer.produce``.
     """
 
-    samples: Packed
+    samples: Blob
     indexes: tuple[int, ...]
     evaluation: bool
 
@@ -82,27 +71,53 @@ class Letters:
     Attributes:
         step: the driver's ``run.step``.
         policies: name -> (``version``, ``trained``).
+        engines: policy -> its engines, if they are in other processes and have changed.
     """
 
     step: int
     policies: Mapping[str, tuple[int, int]]
-    groups: dict[int, GroupOrder]
-    answers: dict[int, Answer]
+    groups: dict[int, GroupOrder] = dataclasses.field(default_factory=dict)
+    answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
+    engines: Mapping[str, EngineState] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class News:
-    """What a worker sends: calls of engines and finished groups (``Packed``), by ticket, and statistics.
+    """What a worker sends: calls of engines and finished groups, by ticket, and statistics.
 
     Attributes:
         cancelled: tickets of calls whose answer the worker no longer waits for.
+        groups: for each, the ``heads`` of its samples and the number of its blob, which is sent next to the news.
         answers: see ``Producer.answers``.
+        lost: engines that the worker lost.
+        busy: engine and 1 when its first request is sent, -1 when the last one is complete; in order.
     """
 
     calls: dict[int, EngineCall] = dataclasses.field(default_factory=dict)
     cancelled: list[int] = dataclasses.field(default_factory=list)
     groups: dict[int, Answer] = dataclasses.field(default_factory=dict)
     answers: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    lost: list[LostEngine] = dataclasses.field(default_factory=list)
+    busy: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """Position of a worker.
+
+    Attributes:
+        number: index of the worker.
+        count: number of workers.
+        client: name under which it sends requests to engines.
+        policies: names of the policies that generate.
+        engines: policy -> handle to its engines and the result of ``EngineWorker.build``, if they are in other processes.
+    """
+
+    number: int
+    count: int
+    client: str
+    policies: Sequence[str]
+    engines: Mapping[str, tuple[Workers, Mapping[str, Any]]]
 
 
 class RolloutWorker(Worker):
@@ -116,31 +131,48 @@ class RolloutWorker(Worker):
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._groups: dict[int, tuple[asyncio.Task[None], GroupOrder]] = {}
         self._news, self._happened = News(), asyncio.Event()
+        self._blobs: list[Blob] = []
+        self._direct: dict[str, DirectEngines] = {}
 
-    async def build(self, number: int, count: int, policies: Sequence[str]) -> None:
-        """Load the code of rollouts and rewards, and start the rollout functions.
-
-        Args:
-            number: index of this worker.
-            count: number of workers.
-            policies: names of the policies that generate.
-        """
+    async def build(self, seat: Seat) -> None:
+        """Load the code of rollouts and rewards, and start the rollout functions."""
         config = self.run.config
-        shares = {path: share_limit(whole, number, count) for path in LIMITS if (whole := config.get(path)) is not None}
+        limits = {path: whole for path in LIMITS if (whole := config.get(path)) is not None}
+        shares = {path: share_limit(whole, seat.number, seat.count) for path, whole in limits.items()}
         self.run.config = config.replace(shares, "share of one of several rollout workers")
         problems = Problems()
         code = RolloutCode(self.run.config, problems)
         problems.raise_all()
         code.make(self.run)
-        self.part = code.producer(self.run, {name: _DriversEngine(name, self._call) for name in policies})
+        self._direct = {name: self._connect(seat, name) for name in seat.engines}
+        engines = {name: self._direct.get(name) or _DriversEngine(name, self._call) for name in seat.policies}
+        self.part = code.producer(self.run, engines)
         await self.part.start()
         freeze_gc()
+
+    def _connect(self, seat: Seat, policy: str) -> DirectEngines:
+        engines, said = seat.engines[policy]
+        options, place = self.run.config.run, (seat.number, seat.count)
+        patience = Patience(options.worker_timeout, options.worker_build_timeout)
+        return DirectEngines(
+            policy, engines, said, seat.client, place, patience, ReportedBusy(self._report_busy), self._report_lost
+        )
+
+    def _report_busy(self, engine: str, change: int) -> None:
+        self._news.busy.append((engine, change))
+        self._happened.set()
+
+    def _report_lost(self, lost: LostEngine) -> None:
+        self._news.lost.append(lost)
+        self._happened.set()
 
     def post(self, letters: Letters) -> None:
         """Receive new groups and the answers to calls."""
         self.run.step = letters.step
         for policy in self.run.policies:
             policy.version, policy.trained = letters.policies[policy.name]
+        for name, state in letters.engines.items():
+            self._direct[name].update(state)
         for ticket, (value, error) in letters.answers.items():
             answer = self._calls.get(ticket)
             if answer is None or answer.done():  # the group was dropped meanwhile
@@ -152,18 +184,20 @@ class RolloutWorker(Worker):
         for ticket, order in letters.groups.items():
             self._groups[ticket] = asyncio.create_task(self._produce(ticket, order)), order
 
-    async def news(self) -> News:
-        """Wait for a call or a finished group, at most ``WAIT`` seconds; return all of them. Only one call may be active."""
+    async def news(self) -> tuple[News, list[Blob]]:
+        """Wait for a call or a finished group, at most ``WAIT`` seconds; return all of them, and the samples of the groups. Only one call
+        may be active."""
         with suppress(TimeoutError):
             async with asyncio.timeout(WAIT):
                 await self._happened.wait()
         await asyncio.sleep(0)  # include what happens in the same iteration of the event loop
         self._happened.clear()
         found, self._news = self._news, News()
+        blobs, self._blobs = self._blobs, []
         if self.part is not None:
             found.answers = dict(self.part.answers)
             self.part.answers.clear()
-        return found
+        return found, blobs
 
     async def drop(self, tickets: Collection[int]) -> None:
         """Cancel these groups, and make the engines abort their requests; return when rollout functions have released everything."""
@@ -173,9 +207,13 @@ class RolloutWorker(Worker):
         await asyncio.gather(*(task for task, _ in dropped), return_exceptions=True)
         await self.part.abort([index for _, order in dropped if not order.evaluation for index in order.indexes])
 
-    async def close(self) -> None:
+    def cancel_groups(self) -> None:
+        """Cancel all groups."""
         for task, _ in self._groups.values():
             task.cancel()
+
+    async def close(self) -> None:
+        self.cancel_groups()
         await asyncio.gather(*(task for task, _ in self._groups.values()), return_exceptions=True)
         if self.part is not None:
             await self.part.stop()
@@ -183,8 +221,10 @@ class RolloutWorker(Worker):
 
     async def _produce(self, ticket: int, order: GroupOrder) -> None:
         try:
-            samples = await self.part.produce(unpack_samples(order.samples), order.evaluation)
-            answer: Answer = pack_samples(samples), None
+            samples = await self.part.produce(read_samples(order.samples), order.evaluation)
+            packed = pack_samples(samples)
+            answer: Answer = (heads(samples), len(self._blobs)), None
+            self._blobs.append(packed)
         except Exception as error:
             answer = None, portable(error)
         self._groups.pop(ticket, None)
@@ -251,55 +291,3 @@ class _DriversEngine(Engine):
 def share_limit(whole: int, number: int, count: int) -> int:
     """Return the part of a limit that worker ``number`` of ``count`` may use; the parts add up to ``whole``."""
     return whole // count + (number < whole % count)
-
-
-def pack_samples(samples: Sequence[Sample]) -> Packed:
-    """Serialize samples for another process.
-
-    Raises:
-        DataError: a value cannot be serialized; names the sample and the entry.
-    """
-    arrays: list[np.ndarray] = []
-
-    def take_out(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes >= SHARED:
-            arrays.append(np.frombuffer(raw, np.uint8))
-        return raw.nbytes < SHARED
-
-    try:
-        return Packed(pickle.dumps(list(samples), 5, buffer_callback=take_out), arrays)
-    except Exception as error:
-        for sample in samples:
-            for place, value in _entries(sample):
-                try:
-                    pickle.dumps(value, 5)
-                except Exception as cause:
-                    raise DataError(
-                        f"sample {sample.index}: {place} is a {type(value).__name__}, which cannot be sent between the driver and a "
-                        f"rollout worker ({first_line(cause)}); keep plain data there, or leave --rollout-workers out"
-                    ) from error
-        raise
-
-
-def _entries(sample: Sample) -> list[tuple[str, Any]]:
-    """Return (name, value) of every entry of a sample."""
-    named = [(field.name, getattr(sample, field.name)) for field in dataclasses.fields(sample)]
-    inner = [(f"metadata[{key!r}]", value) for key, value in sample.metadata.items()]
-    return inner + [(f"its {name}", value) for name, value in named]
-
-
-def unpack_samples(packed: Packed) -> list[Sample]:
-    """Inverse of ``pack_samples``.
-
-    Raises:
-        DataError: the samples contain an object of a class that this process cannot import.
-    """
-    try:
-        samples: list[Sample] = pickle.loads(packed.data, buffers=packed.arrays)
-    except Exception as error:
-        raise DataError(
-            f"samples cannot be read in the other process ({type(error).__name__}: {first_line(error)}): a prompt source, a rollout "
-            "function or a reward stored an object of a class of its own in them; keep plain data there, or leave --rollout-workers out"
-        ) from error
-    return samples

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from miles_core.errors import MilesError, WorkerLost
+from miles_runtime.blob import Stored
 from miles_runtime.busy import Busy
 from miles_runtime.patience import PIECES, Patience, TimeoutExpired, wait_for
 
@@ -107,6 +108,13 @@ class Workers(ABC):
     @abstractmethod
     async def send(self, number: int, method: str, *args: Any) -> Any:
         """Call ``Worker.answer(method, *args)`` in that process; return its result or raise its error. WorkerLost if it died."""
+
+    async def send_stored(self, number: int, method: str, *args: Any) -> tuple[Any, Sequence[Stored]]:
+        """Call a method that returns (value, blobs); return the value and references to the blobs.
+
+        The blobs are not read here. They exist until the last reference is dropped, also if the worker ends before."""
+        value, blobs = await self.send(number, method, *args)
+        return value, blobs
 
     @abstractmethod
     async def renew(self, number: int) -> None:

@@ -93,7 +93,7 @@ def shares(samples: Sequence[Sample], step_of: Sequence[int], replicas: int) -> 
     tokens: dict[int, Counter[int]] = {group: Counter() for group in members}
     for group, positions in members.items():
         for position in positions:
-            tokens[group][step_of[position]] += len(samples[position].tokens)
+            tokens[group][step_of[position]] += samples[position].prompt_length + samples[position].response_length
     load = [Counter[int]() for _ in range(replicas)]
     mine: list[list[int]] = [[] for _ in range(replicas)]
     for group in sorted(members, key=lambda g: (min(tokens[g]), -tokens[g].total(), g)):

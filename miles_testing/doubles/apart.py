@@ -106,6 +106,8 @@ class ApartWorkers(Workers):
         process = _ALIVE.pop((self.number, self.names[number]), None)
         if process is not None:
             process.killed.set_result(None)
+            if isinstance(process.worker, RolloutWorker):  # its functions would continue to send requests to engines
+                process.worker.cancel_groups()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self.number, self.names)

@@ -30,9 +30,11 @@ class Recorded(Workers):
         await asyncio.sleep(0)
         if number in self.dead:
             raise self.lost(number, "it was killed")
-        if method in ("post", "answers"):
-            inbox = self.inboxes.setdefault(number, Inbox(lambda request: self._said("generate", number, request)))
-            result = getattr(inbox, method)(*args)
+        if method.removesuffix("_of") in ("post", "answers"):
+            client, *args = args if method.endswith("_of") else ("", *args)
+            answer = Inbox(lambda request: self._said("generate", number, request))
+            inbox = self.inboxes.setdefault((number, client), answer)
+            result = getattr(inbox, method.removesuffix("_of"))(*args)
             return await result if asyncio.iscoroutine(result) else result
         return await self._said(method, number, *args)
 
@@ -43,7 +45,7 @@ class Recorded(Workers):
 
     async def renew(self, number):
         self.dead.discard(number)
-        self.inboxes.pop(number, None)
+        self.inboxes = {place: inbox for place, inbox in self.inboxes.items() if place[0] != number}
 
     async def kill(self, number):
         self.dead.add(number)

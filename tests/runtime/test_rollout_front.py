@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.errors import WorkerLost
+from miles_runtime.blob import Blob
 from miles_runtime.rollout_front import _Line
-from miles_runtime.rollout_worker import EngineCall, GroupOrder, News, Packed
+from miles_runtime.rollout_worker import EngineCall, GroupOrder, News
 from miles_runtime.workers import Workers
 
 
@@ -24,7 +25,7 @@ class Scripted(Workers):
             found = await self.news.get()
             if isinstance(found, Exception):
                 raise found
-            return found
+            return found, []
         self.calls.append((method, *args))
 
     async def renew(self, number):
@@ -63,10 +64,10 @@ def test_requests_of_a_worker_are_answered_cancelled_and_aborted():
         workers, engine, losses = Scripted(), SlowEngine(), []
         policy = SimpleNamespace(name="policy", version=3, trained=2)
         run = SimpleNamespace(step=5, policies=[policy])
-        front = SimpleNamespace(run=run, workers=workers, engines={"policy": engine}, answers={})
-        line = _Line(front, 0, lambda *found: losses.append(found))
-        group = asyncio.ensure_future(line.produce(GroupOrder(Packed(b"", []), (0,), False)))
-        dropped = asyncio.ensure_future(line.produce(GroupOrder(Packed(b"", []), (1,), False)))
+        front = SimpleNamespace(run=run, workers=workers, engines={"policy": engine}, direct={}, answers={})
+        line = _Line(front, 0, "rollout-0-0", lambda *found: losses.append(found))
+        group = asyncio.ensure_future(line.produce(GroupOrder(Blob([]), (0,), False)))
+        dropped = asyncio.ensure_future(line.produce(GroupOrder(Blob([]), (1,), False)))
         await asyncio.sleep(0.01)
         (method, letters), *_ = workers.calls
         assert (method, letters.step, letters.policies, [*letters.groups]) == ("post", 5, {"policy": (3, 2)}, [0, 1])

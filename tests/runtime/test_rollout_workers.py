@@ -8,13 +8,13 @@ import re
 import shutil
 import signal
 import threading
+import traceback
 
-import numpy as np
 import pytest
 
-from miles_core.data import Sample
 from miles_core.errors import ConfigError, DataError, PlanError, WorkerLost
-from miles_runtime.rollout_worker import Packed, pack_samples, share_limit, unpack_samples
+from miles_runtime import remote_sample
+from miles_runtime.rollout_worker import share_limit
 from miles_testing.doubles import apart
 
 STEPS = 3
@@ -118,6 +118,39 @@ def test_a_worker_that_hangs_is_replaced(run_apart, alone):
     assert apart.latest().restarts.used == 2
 
 
+def test_the_driver_receives_no_tokens(run_apart, monkeypatch):
+    """Requests go from the workers to the engines, and samples from the workers to the ranks."""
+    sent, kinds = [], []
+    plain, read = apart.ApartWorkers.send, remote_sample.read_samples
+
+    async def send(self, number, method, *args):
+        sent.append((self.names[number].partition("-")[0], method))
+        return await plain(self, number, method, *args)
+
+    def read_samples(stored):
+        kinds.append(any(frame.filename.endswith("train/learner.py") for frame in traceback.extract_stack()))
+        return read(stored)
+
+    monkeypatch.setattr(apart.ApartWorkers, "send", send)
+    monkeypatch.setattr(remote_sample, "read_samples", read_samples)
+    run_apart(2, save_rollouts=False, save_interval=None, eval_interval=None, eval_prompt_data=None)
+    assert ("engine", "post_of") in sent and ("engine", "post") not in sent
+    assert kinds and all(kinds), "something read samples outside of training"
+
+
+def test_engines_are_replaced_while_workers_use_them(run_apart, alone):
+    faults = [(1, "engine-1"), (9, "engine-0"), (10, "rollout-1"), (17, "-engine-1")]
+    done = run_apart(2, faults, apart_engines=2, max_restarts=5, worker_heartbeat=0.5)
+    check_equal(done, alone)
+    assert apart.latest().restarts.used == 4
+    assert all(f"busy/engine-{number}" in m for m in done.metrics if m["step"] for number in range(2))
+
+
+def test_an_engine_that_cannot_be_replaced_ends_the_run(run_apart):
+    with pytest.raises(WorkerLost, match=r"engine-0 was lost: it was killed.*--max-restarts 0"):
+        run_apart(2, [(1, "engine-0")], max_restarts=0)
+
+
 def test_an_engine_and_a_rank_are_replaced_while_workers_wait(run_apart, alone):
     done = run_apart(2, [(9, "engine-0"), (17, "trainer-0")])
     assert rows(done) == rows(alone) and checkpoints(done) == checkpoints(alone)
@@ -195,26 +228,6 @@ def test_a_runtime_without_rollout_workers_is_refused(tmp_path):
     )
     with pytest.raises(PlanError, match=r"(?s)rollout_workers.*it starts the processes"):
         plan([str(tmp_path / "own.py")], runtime="own", rollout_workers=2)
-
-
-def test_samples_that_cannot_be_sent_are_named():
-    sample = Sample(index=7, metadata={"lock": threading.Lock()})
-    with pytest.raises(DataError, match=r"sample 7: metadata\['lock'\] is a lock, which cannot be sent"):
-        pack_samples([sample])
-    with pytest.raises(DataError, match="keep plain data there"):
-        unpack_samples(Packed(b"\x80\x04cmissing_module\nThing\n.", []))
-
-
-def test_large_fields_are_packed_next_to_the_samples():
-    routes, small = np.arange(60_000, dtype=np.int16).reshape(-1, 3, 2), np.arange(4.0)
-    packed = pack_samples([Sample(index=3, tokens=[1, 2], fields={"routes": routes, "small": small})])
-    assert len(packed.data) < 2000 and [array.nbytes for array in packed.arrays] == [routes.nbytes]
-    assert np.shares_memory(packed.arrays[0], routes)  # no copy
-    (sample,) = unpack_samples(packed)
-    assert sample.index == 3 and sample.tokens == [1, 2]
-    for name, array in (("routes", routes), ("small", small)):
-        assert sample.fields[name].dtype == array.dtype and np.array_equal(sample.fields[name], array)
-    assert np.shares_memory(sample.fields["routes"], routes)
 
 
 def test_errors_name_the_worker(run_apart, tmp_path):

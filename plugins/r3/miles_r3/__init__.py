@@ -28,7 +28,7 @@ plugin = Plugin(
         Rule(
             needs="rollout.workers == none",
             when="r3.buffer_size",
-            because="each worker sends whole records to the driver, where they are kept in memory",
+            because="workers keep whole records in shared memory until they are trained on",
         ),
         Rule(needs="model.moe", because="there is no router to replay in a dense model"),
         Rule(

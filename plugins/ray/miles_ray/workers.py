@@ -18,8 +18,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from miles_core.plugin import MilesError, WorkerLost
 from miles_ray.actor import BEAT, Actor, Found
+from miles_ray.stored import StoredBlobs
 from miles_ray.watch import raylet_lives
-from miles_runtime import Order, Workers, last_lines, short_of_memory, uses_cpu
+from miles_runtime import Order, Stored, Workers, last_lines, short_of_memory, uses_cpu
 
 #: Maximum concurrent calls of an actor. Requests to a paused engine stay open until new weights arrive; with Ray's default of 1000, the
 #: call that sends the weights could queue behind them and deadlock.
@@ -88,6 +89,11 @@ class RayWorkers(Workers):
             return await self._answer(number, first)
         others = [actor.answer.remote(method, *args) for actor, _ in self.parts[number]]
         return (await asyncio.gather(*(self._answer(number, answer) for answer in (first, *others))))[0]
+
+    async def send_stored(self, number: int, method: str, *args: Any) -> tuple[Any, Sequence[Stored]]:
+        call = self.actors[number].answer.options(num_returns=2)
+        value, blobs = call.remote(method, *args)  # results belong to the caller, so they survive the actor
+        return await self._answer(number, value), StoredBlobs(blobs)
 
     async def renew(self, number: int) -> None:
         await self.kill(number)

@@ -1,0 +1,194 @@
+"""Samples whose data stays where it was produced."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import os
+import pickle
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from miles_core.data import Field, Sample
+from miles_core.data.batch import collate
+from miles_core.data.sample import Status
+from miles_core.errors import DataError
+from miles_core.train.share import shares
+from miles_runtime.blob import Blob
+from miles_runtime.local_channel import Message, receive
+from miles_runtime.remote_sample import SENT, RemoteSample, heads, pack_samples, read_samples, refer
+
+ROUTES = Field("routes", "int16", "token-1", pad=-1, shape=(None, None))
+
+
+def group(size=3, length=3000):
+    random = np.random.default_rng(0)
+    return [
+        Sample(
+            prompt="a question",
+            tokens=random.integers(0, 99, 5 + length).tolist(),
+            response="an answer",
+            response_length=length,
+            reward={"a": 1.0, "b": float(number)},
+            loss_mask=[1] * length,
+            status=Status.COMPLETED,
+            metadata={"n": number},
+            rollout_log_probs=(-random.exponential(1.0, length)).tolist(),
+            weight_versions=[(0, 4)],
+            group_index=7,
+            index=20 + number,
+            rollout_id=20,
+            policy="one",
+            fields={"routes": random.integers(0, 9, (4 + length, 3, 2)).astype(np.int16)},
+        )
+        for number in range(size)
+    ]
+
+
+def same(left, right):
+    """Compare all attributes; arrays of fields have no truth value."""
+    for one, other in zip(left, right, strict=True):
+        for each in dataclasses.fields(Sample):
+            if each.name != "fields":
+                assert getattr(one, each.name) == getattr(other, each.name), each.name
+        assert one.fields.keys() == other.fields.keys()
+        for name, value in one.fields.items():
+            assert value.dtype == other.fields[name].dtype and np.array_equal(value, other.fields[name])
+
+
+def send(value):
+    """Send a value through the sockets of two processes of one machine."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        message = Message(value)
+        thread = threading.Thread(target=message.send, args=(ours,))
+        thread.start()
+        found = receive(theirs)
+        thread.join()
+    return found, len(message.data)
+
+
+def open_files():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+class Reading:
+    """A blob that counts how often it is read."""
+
+    def __init__(self, blob):
+        self.blob, self.count = blob, 0
+
+    def read(self):
+        self.count += 1
+        return self.blob.read()
+
+
+def test_what_the_driver_does_reads_nothing():
+    samples = group()
+    stored = Reading(pack_samples(samples))
+    found = refer(heads(samples), stored)
+    assert all(type(sample) is RemoteSample for sample in found)
+    for name in SENT:
+        assert [getattr(s, name) for s in found] == [getattr(s, name) for s in samples]
+    assert [s.prompt_length for s in found] == [5] * 3
+    assert shares(found, [0, 0, 0], 2) == shares(samples, [0, 0, 0], 2)
+    found[1].reward, found[1].remove_sample = 5.0, True
+    copied = copy.copy(found[1])
+    assert stored.count == 0
+    assert copied.tokens == samples[1].tokens and (copied.reward, copied.remove_sample) == (5.0, True)
+    assert stored.count == 1 and type(copied) is Sample and type(found[1]) is RemoteSample
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Sample) if f.name not in SENT])
+def test_any_other_attribute_makes_it_a_plain_sample(name):
+    samples = group()
+    stored = Reading(pack_samples(samples))
+    found = refer(heads(samples), stored)
+    getattr(found[0], name)
+    setattr(found[1], name, getattr(samples[1], name))
+    assert [type(s) for s in found] == [Sample, Sample, RemoteSample]
+    assert found[2].routes.shape == (3004, 3, 2), "a field is read like an attribute"
+    same(found, samples)
+    assert stored.count == 1
+    assert vars(found[0]).keys() == vars(samples[0]).keys()
+    with pytest.raises(AttributeError, match="no attribute or field 'nothing'"):
+        refer(heads(samples), stored)[0].nothing  # noqa: B018
+
+
+def test_copies_comparisons_and_batches_are_those_of_plain_samples():
+    samples = group()
+    for sample in samples:
+        sample.fields = {}
+
+    def made():
+        return refer(heads(samples), pack_samples(samples))
+
+    assert made() == samples and samples == made() and made() == made() and made()[0] != samples[1]
+    assert dataclasses.replace(made()[0], index=3) == dataclasses.replace(samples[0], index=3)
+    assert copy.deepcopy(made()) == samples == pickle.loads(pickle.dumps(made()))
+    samples = group()
+    left, right = collate(refer(heads(samples), pack_samples(samples)), [ROUTES]), collate(samples, [ROUTES])
+    assert left.columns.keys() == right.columns.keys()
+    for name, column in right.columns.items():
+        assert column.equal(left.columns[name])
+    assert left.tokens.equal(right.tokens)
+
+
+def test_messages_pass_descriptors_and_the_memory_is_freed_with_the_last_holder():
+    before = open_files()
+    samples = group()
+    (sent, blob), size = send((heads(samples), pack_samples(samples)))
+    assert size < 1200 and not blob._buffers, "neither the message nor the receiver contains the data"
+    assert send((heads(group(3, 60_000)), pack_samples(group(3, 60_000))))[1] < size + 30, (
+        "nothing grows with the tokens"
+    )
+    assert open_files() == before + 1
+    (again, _), size = send((refer(sent, blob), 0))
+    assert size < 1500 and open_files() == before + 2
+    del blob
+    assert open_files() == before + 1, "a process that passed the group on is not needed any more"
+    same(again, samples)
+    assert not np.shares_memory(again[0].routes, samples[0].routes)
+    again[0].routes[0] = 3  # memory of this process only
+    del again
+    assert open_files() == before
+
+
+def test_one_message_may_hold_hundreds_of_groups():
+    before = open_files()
+    blobs = [pack_samples(group(1, 1000 + number)) for number in range(300)]
+    found, _ = send([*blobs, blobs[0]])
+    assert [len(blob.read()[0].tokens) for blob in found] == [*range(1005, 1305), 1005]
+    assert found[0] is found[300]
+    del found, blobs
+    assert open_files() == before
+
+
+def test_small_groups_are_part_of_the_message():
+    before = open_files()
+    blob, _ = send(pack_samples([Sample(index=3, tokens=[1, 2])]))
+    assert open_files() == before and read_samples(blob) == [Sample(index=3, tokens=[1, 2])]
+
+
+def test_samples_that_cannot_be_sent_are_named():
+    sample = Sample(index=7, metadata={"lock": threading.Lock()})
+    with pytest.raises(DataError, match=r"sample 7: metadata\['lock'\] is a lock, which cannot be sent"):
+        pack_samples([sample])
+    with pytest.raises(DataError, match="keep plain data there"):
+        read_samples(Blob([np.frombuffer(b"\x80\x04cmissing_module\nThing\n.", np.uint8)]))
+
+
+def test_large_fields_are_not_copied():
+    routes, small = np.arange(60_000, dtype=np.int16).reshape(-1, 3, 2), np.arange(4.0)
+    packed = pack_samples([Sample(index=3, tokens=[1, 2], fields={"routes": routes, "small": small})])
+    assert packed.sizes[0] < 2000 and packed.sizes[1:] == (routes.nbytes,)
+    assert np.shares_memory(packed.buffers[1], routes)
+    (sample,) = read_samples(packed)
+    for name, array in (("routes", routes), ("small", small)):
+        assert sample.fields[name].dtype == array.dtype and np.array_equal(sample.fields[name], array)
+    assert np.shares_memory(sample.fields["routes"], routes)
