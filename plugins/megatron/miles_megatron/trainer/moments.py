@@ -50,8 +50,8 @@ class Block:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Block:
         """Inverse of ``dataclasses.asdict``."""
-        rest = (tuple(data[name]) for name in ("offset", "size", "strides"))
-        return cls(data["key"], *rest, data["start"])
+        offset, size, strides = (tuple(data[name]) for name in ("offset", "size", "strides"))
+        return cls(data["key"], offset, size, strides, data["start"])
 
     def view(self, flat: Tensor, low: list[int], high: list[int]) -> Tensor:
         """Return the elements of the tensor from ``low`` to ``high``, as a view of the flattened parameter."""
@@ -124,7 +124,9 @@ def save_moments(optimizers: Mapping[str, tuple[Optimizer, ParameterBlocks]], di
     Args:
         optimizers: name -> optimizer with allocated moments, and the model that it trains.
     """
-    file, tensors, entries = f"{dist.get_rank()}-of-{dist.get_world_size()}.safetensors", {}, []
+    file = f"{dist.get_rank()}-of-{dist.get_world_size()}.safetensors"
+    tensors: dict[str, Tensor] = {}
+    entries: list[dict[str, Any]] = []
     for name, (optimizer, model) in optimizers.items():
         for shard in optimizer.shards():
             if model.is_saved(shard.parameter):
