@@ -29,3 +29,17 @@ def test_training_curves_and_sglang_are_shown_once_they_are_measured(tmp_path, m
     lines = DRAWN["sglang"]("dense")
     assert "| `plain` | 0.004 | 0.004 | 0.004 | 0.004 | 0.004 | 0.004 | 25.0% |" in lines
     assert "| `transformers` | did not run | | | | | | |" in lines
+
+
+def test_step_times_are_shown_once_they_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setitem(DRAWN["times"].__globals__, "RESULTS", tmp_path)
+    assert DRAWN["times"]() == []
+    sides = {
+        "plain": {"seconds": 1.0, "rollout": 0.5, "train": 0.4},
+        "exact": {"seconds": 1.3, "rollout": 0.6, "train": 0.6},
+    }
+    row = {"turns": 3, "ratio_median": 1.31, "ratio_median_interval": [1.1, 1.5], "sides": sides}
+    row["largest_gap"] = {"plain": 0.0125, "exact": 0.0}
+    written = json.dumps({"commit": "abc", "time": {"dense": row}})
+    (tmp_path / "true_on_policy-2026-01-01-time-gpu.json").write_text(written)
+    assert "| dense | 3 | 1.00 | 1.30 | 1.31 | 1.10 to 1.50 | 1.20 | 1.50 | 0.013 | 0 |" in DRAWN["times"]()
