@@ -84,6 +84,7 @@ MODES = {
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each mode")
+    parser.add_argument("--seed-numbers", type=int, nargs="+", help="these seeds, instead of the first --seeds")
     parser.add_argument("--steps", type=int, default=200, help="steps of each run")
     parser.add_argument("--warm-start", type=int, default=300, help="supervised steps of the common start")
     parser.add_argument("--only", default="", help="modes whose name contains this")
@@ -92,16 +93,16 @@ def main() -> None:
     parser.add_argument("--runs", default="", help="directory that keeps the results of finished runs")
     chosen = parser.parse_args()
     modes = [name for name in MODES if chosen.only in name]
+    seeds = chosen.seed_numbers or list(range(chosen.seeds))
     games = dict.fromkeys(MODES[name][0] for name in modes)
     versions = ["miles-core", "miles-plugin-coevolution", "torch", "transformers"]
     versions += ["reasoning-gym"] if "tasks" in games else []
-    result: dict[str, Any] = {"seeds": chosen.seeds, "steps": chosen.steps, "warm_start": chosen.warm_start}
+    result: dict[str, Any] = {"seeds": seeds, "steps": chosen.steps, "warm_start": chosen.warm_start}
     if "nim" in games:
         result["piles"] = PILES
     with workplace(chosen.runs, lambda: installed(*versions)) as directory:
         shared: dict[str, Any] = {"jobs": chosen.jobs, "threads": chosen.threads, "directory": directory}
         shared |= {"kept": directory if chosen.runs else None}
-        seeds = range(chosen.seeds)
         work_in_processes(
             warm_start, [(seed, game) for seed in seeds for game in games], steps=chosen.warm_start, **shared
         )
@@ -112,7 +113,7 @@ def main() -> None:
     result["modes"] = {name: {"configuration": MODES[name][1], **summary(found)} for name, found in runs.items()}
     if BASE in runs:
         for name in (name for name in runs if MODES[name][0] == "tasks" and name != BASE):
-            result["modes"][name]["minus_baseline"] = mean_of(differences(runs[name], runs[BASE]))
+            result["modes"][name] |= above(differences(runs[name], runs[BASE]))
     variant = chosen.variant or chosen.only.replace(" ", "-").replace(",", "")
     finish(Path(__file__).stem, result, chosen.save, lambda: installed(*versions), variant)
 
@@ -120,6 +121,11 @@ def main() -> None:
 def differences(runs: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> list[float]:
     """Held-out results at the end minus those of the comparison, by seed."""
     return [own["held_out"][1] - other["held_out"][1] for own, other in zip(runs, base, strict=True)]
+
+
+def above(values: Sequence[float]) -> dict[str, Any]:
+    """The differences of all seeds, and their mean."""
+    return {"minus_baseline": mean_of(values), "minus_baseline_of_each_seed": [round(value, 4) for value in values]}
 
 
 def warm_start(seed: int, game: str, directory: Path, steps: int) -> None:

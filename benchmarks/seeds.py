@@ -25,20 +25,18 @@ def workplace(kept: str, versions: Callable[[], dict[str, str]]) -> Iterator[Pat
     """A directory for runs: ``kept``, or a temporary one if that is empty.
 
     A kept directory has the result of every run that ended, in a file. A command that was stopped goes on with the others, and commands with
-    fewer seeds or other modes may work in it one after another. It records where its runs were made: ``made_in``.
+    fewer seeds or other modes may work in it one after another. It records where its runs were made: ``made_in``. Other commits may read its
+    runs, and add none.
     """
     if not kept:
         with tempfile.TemporaryDirectory() as temporary:
             yield Path(temporary)
         return
-    directory, own = Path(kept).resolve(), commit()
+    directory = Path(kept).resolve()
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / WHERE).exists():
-        here = {"commit": own, "hardware": hardware(), "python": platform.python_version(), "versions": versions()}
+        here = {"commit": commit(), "hardware": hardware(), "python": platform.python_version(), "versions": versions()}
         (directory / WHERE).write_text(json.dumps(here), encoding="utf-8")
-    there = made_in(directory).get("commit", "unknown")
-    if there != own and "unknown" not in (there, own):
-        raise SystemExit(f"the runs in {kept} were made at commit {there}, this is {own}: give another directory")
     yield directory
 
 
@@ -67,6 +65,8 @@ def _call(
     file = kept and kept / f"{name_of(function.__name__, key, fixed)}.json"
     if file and file.exists():
         return json.loads(file.read_text(encoding="utf-8"))
+    if kept:
+        refuse_another_commit(kept)
     import torch
 
     torch.set_num_threads(threads)
@@ -76,6 +76,16 @@ def _call(
         part.write_text(json.dumps(result, default=str), encoding="utf-8")
         part.replace(file)
     return result
+
+
+def refuse_another_commit(directory: Path) -> None:
+    """Stop before a run of this commit is added to those of another one."""
+    there, own = made_in(directory).get("commit", "unknown"), commit()
+    if there != own and "unknown" not in (there, own):
+        raise SystemExit(
+            f"a run is missing in {directory.name}, whose runs were made at commit {there}, and this is {own}: "
+            "choose seeds and modes that are complete, or give another directory"
+        )
 
 
 def name_of(function: str, key: tuple[Any, ...], fixed: Mapping[str, Any]) -> str:
