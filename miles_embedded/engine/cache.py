@@ -196,26 +196,9 @@ class Cache:
                 slab[where, :, to] = slab[where, :, source]
         self.own.lengths[slots] = front + counts
 
-    def tensors(self) -> list[Tensor]:
-        """Return every slab, to count memory."""
-        return [*self.prefixes.slabs.values(), *self.own.slabs.values()]
-
-    @property
-    def nbytes(self) -> int:
-        """Total size of the slabs in bytes."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
-
 
 def _extend(values: np.ndarray, length: int) -> np.ndarray:
     return np.concatenate([values, np.zeros(max(length - len(values), 0), values.dtype)])
-
-
-def move_items(items: list, where: np.ndarray, sources: np.ndarray, size: int) -> None:
-    """Apply slot moves to ``items``, a list with one object per slot, and update their ``slot`` attributes."""
-    for to, source in zip(where.tolist(), sources.tolist(), strict=True):
-        items[to] = items[source]
-        items[to].slot = to
-    del items[size:]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -260,18 +243,10 @@ class SharedPrompts:
         scatter = np.empty(len(rows), np.int64)
         scatter[order] = place
         straight = len(gather) == len(rows) and bool((gather == rows).all())
-        dense = bool((used == np.arange(groups)).all())
-        width = int(lengths.max())
-        return cls(
-            groups,
-            members,
-            width,
-            lengths,
-            None if dense else to_device(used, device),
-            None if straight else to_device(gather, device),
-            None if straight else to_device(scatter, device),
-            torch.arange(width, device=device) >= to_device(lengths, device)[:, None, None],
-        )
+        there, back = (None, None) if straight else (to_device(gather, device), to_device(scatter, device))
+        slots = None if bool((used == np.arange(groups)).all()) else to_device(used, device)
+        hidden = torch.arange(int(lengths.max()), device=device) >= to_device(lengths, device)[:, None, None]
+        return cls(groups, members, hidden.shape[-1], lengths, slots, there, back, hidden)
 
 
 _NEVER = -1e30
@@ -327,7 +302,12 @@ class CachedRows:
     @cached_property
     def mask(self) -> Tensor:
         """[rows, queries, prefix_width + width] float32, added to scores: 0 where a query attends to a token."""
-        own = self._hidden_own() if self.parents is None else self._tree_hidden(self.parents)
+        if self.parents is None:
+            last = to_device(self.before, self.device)[:, None, None]
+            queries = torch.arange(self.queries, device=self.device)[:, None]
+            own = torch.arange(self.width, device=self.device) > last + queries
+        else:
+            own = self._tree_hidden(self.parents)
         hidden = torch.cat([self._prompts.hidden.expand(-1, self.queries, -1), own], -1)
         return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, _NEVER)
 
@@ -352,13 +332,6 @@ class CachedRows:
         query = prompt + before + torch.arange(self.queries, device=self.device)[:, None]
         column, own = (torch.arange(width, device=self.device) for width in (self.prefix_width, self.width))
         return torch.cat([options.sees(query, column), options.sees(query, prompt + own)], -1)
-
-    def _hidden_own(self) -> Tensor:
-        """[rows, queries, width] True for columns after the query's own."""
-        last = to_device(self.before, self.device)[:, None, None]
-        if self.queries > 1:
-            last = last + torch.arange(self.queries, device=self.device)[:, None]
-        return torch.arange(self.width, device=self.device) > last
 
     def _tree_hidden(self, parents: np.ndarray) -> Tensor:
         """[rows, queries, width] True for columns that a tree node does not attend to."""

@@ -23,9 +23,8 @@ from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.attention import DecodeCall
-from miles_embedded.engine.cache import move_items
 from miles_embedded.engine.decoder import StepsAhead, to_emitted
-from miles_embedded.engine.runner import Fed, Key, Prefix, Prefixes, Runner, chunks, missing_fields_error
+from miles_embedded.engine.runner import Fed, Key, Prefix, Prefixes, Runner, chunks, missing_fields_error, move_items
 from miles_embedded.engine.scheduler import Row, Scheduler, parameters_of, slots_of, uniform_of
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.weights import Weights
@@ -123,7 +122,8 @@ class EmbeddedEngine(Engine):
             self._retract(list(self.rows))
         elif mode != "in_place":
             raise ValueError(f"pause mode {mode!r} must be abort, retract or in_place")
-        self.ahead.settle()
+        if self.ahead.used:
+            self.ahead.settle()
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
         meant = [row for row in (*self.rows, *self.scheduler.waiting) if keys is None or row.request.key in keys]
@@ -334,12 +334,14 @@ class EmbeddedEngine(Engine):
         if not rows:
             return
         self.decoder.leave(rows)
-        self.ahead.leave(rows)
+        if self.ahead.used:
+            self.ahead.leave(rows)
         where, sources, prefixes = self.runner.cache.remove_rows(np.sort(slots_of(rows)))
         for row in rows:
             row.slot = -1
         move_items(self.rows, where, sources, self.runner.cache.rows)
-        self.ahead.apply_moves(where, sources)
+        if self.ahead.used:
+            self.ahead.apply_moves(where, sources)
         self._prefixes.apply_moves(*prefixes)
         self._invalidate_batch()
 
@@ -360,16 +362,13 @@ class EmbeddedEngine(Engine):
         self._invalidate_batch()
         for row in rows:
             if not row.future.done():
-                if isinstance(error, Exception):
-                    row.future.set_exception(error)
-                else:
-                    row.future.cancel()
+                row.future.set_exception(error) if isinstance(error, Exception) else row.future.cancel()
 
     def _invalidate_weights(self) -> None:
         """Invalidate state that depends on the weights, which changed or will change."""
         self._prefixes.retire()
-        self.ahead.settle()
         if self.ahead.used:
+            self.ahead.settle()
             self.ahead.graphs.weights_changed()
 
     def _clear(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from miles_core.contracts.trainer import Context
 from miles_core.errors import MilesError
 from miles_embedded.engine.attention import DecodeCall, PromptCall
-from miles_embedded.engine.cache import Cache, CachedRows, Store, move_items, to_device
+from miles_embedded.engine.cache import Cache, CachedRows, Store, to_device
 from miles_embedded.engine.prompts import Prompts
 from miles_embedded.model.call import Call
 from miles_embedded.model.growing_rope import rope_switch
@@ -48,6 +48,14 @@ class Fed:
     def logits(self) -> Tensor:
         """[tokens, vocab] logits in the model's type."""
         return self.head(self.hidden)
+
+
+def move_items(items: list, where: np.ndarray, sources: np.ndarray, size: int) -> None:
+    """Apply slot moves to ``items``, a list with one object per slot, and update their ``slot`` attributes."""
+    for to, source in zip(where.tolist(), sources.tolist(), strict=True):
+        items[to] = items[source]
+        items[to].slot = to
+    del items[size:]
 
 
 class Runner:

@@ -101,12 +101,9 @@ class SampleSaver:
                 self._pieces.add(np.concatenate([_response_of(row) for row in some]))
                 rows += some
                 await asyncio.sleep(0)
-            if sum(map(count_tokens, rows)) <= SMALL:
-                self.save(
-                    kind, step, rows
-                )  # a thread would take longer: it and the next step wait for each other's bytecode
-            else:
-                self._pending = self._thread.submit(self.save, kind, step, rows)
+            self._pending = self._thread.submit(self.save, kind, step, rows)
+            if sum(map(count_tokens, rows)) <= SMALL:  # beside the next step, both would wait for the interpreter lock
+                await self._complete()
 
     def save(self, kind: str, step: int, rows: Sequence[Row]) -> None:
         """Write one file.
