@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -209,8 +210,10 @@ def main(descriptor: int, probes: int, kind: type[Worker] = Worker) -> None:
     """Build the engine from the arguments in the run's first frame and serve it."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the run
     connection = socket.socket(fileno=descriptor)
-    import sglang  # takes seconds, in which the run may build its trainer
+    import sglang
 
+    # Importing sglang does not import its engine. This takes most of the time, in which the run may build its trainer.
+    importlib.import_module("sglang.srt.entrypoints.engine")
     first = frames.receive(connection)
     if first is None:
         sys.exit("the run ended before it sent SGLang's arguments")

@@ -79,8 +79,10 @@ class Engine:
 
 def link(tmp_path: Path, model: str, **options: Any) -> ProcessLink:
     package = tmp_path / "packages" / "sglang"
-    package.mkdir(parents=True)
+    engine = package / "srt" / "entrypoints" / "engine.py"
+    engine.parent.mkdir(parents=True)
     (package / "__init__.py").write_text(PACKAGE)
+    engine.write_text('print("imported", flush=True)')
     path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
     return ProcessLink({"model_path": model}, tmp_path / "sglang.log", environment={"PYTHONPATH": path}, **options)
 

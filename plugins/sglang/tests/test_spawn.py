@@ -47,6 +47,22 @@ def test_an_engine_uses_the_process_that_was_started_for_it(tmp_path: Path) -> N
     asyncio.run(used())
 
 
+def test_a_process_imports_the_engine_before_it_has_arguments(tmp_path: Path) -> None:
+    async def waiting() -> None:
+        one = link(tmp_path, "good")
+        spawned = spawn(WORKER, one.changes, one.log_file)
+        process = await spawned.starting
+        for _ in range(600):
+            if "imported" in one.log_file.read_text():
+                break
+            await asyncio.sleep(0.05)
+        assert one.log_file.read_text().split() == ["imported"] and is_alive(process.pid)
+        spawned.drop()
+        await until_ended(process.pid)
+
+    asyncio.run(waiting())
+
+
 def test_a_process_with_another_environment_ends_and_is_not_used(tmp_path: Path) -> None:
     async def used() -> None:
         taken: dict[Path, Spawned] = {}

@@ -12,6 +12,7 @@ import torch
 from miles_core.engine import Request, Sampling
 from miles_embedded import StaticCall, active_context, load_model
 from miles_embedded.engine.engine import EmbeddedEngine
+from miles_embedded.engine.graphs import Graphs
 from miles_embedded.engine.settings import Settings
 from miles_speculative.decoder import SpeculativeDecoder
 from miles_speculative.head import attach
@@ -124,6 +125,49 @@ class Alternating(Lookahead):
     def choose(self, rows):
         self.steps += 1
         return self.numbers[self.steps % len(self.numbers)]
+
+
+class Prepared(Graphs):
+    """Graphs without a GPU: a step has to be prepared before it runs, and is then launched operation by operation."""
+
+    def __init__(self, graphs):
+        super().__init__(graphs.runner, graphs.step, tuple)
+        self.records = True
+
+    def prepare(self, shape):
+        if not self.ready(shape):
+            self.step(shape)
+            if not self._current():
+                self.clear()
+            self._recorded[shape] = ()
+
+    def run(self, shape):
+        assert self.ready(shape)
+        return self.step(shape)
+
+
+class Replayed(Alternating):
+    """Drafts the numbers of tokens of earlier rounds."""
+
+    def choose(self, rows):
+        return self.numbers.pop(0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("lookahead", [Lookahead, lambda k: Alternating((2, 0, 0, 4, 1))], ids=["fixed", "changing"])
+def test_rounds_that_are_recorded_first(mtp_checkpoint, monkeypatch, family, lookahead):
+    """A round waits for the tokens of the last one until it is recorded, so fewer rows may be left when its number of drafts is chosen."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", tuple)
+    engine = make_engine(mtp_checkpoint(family), True, lookahead(3))
+    engine.ahead.graphs = Prepared(engine.ahead.graphs)
+    rounds, read = [], engine.ahead._read
+    engine.ahead._read = lambda launched, *more: (rounds.append(launched.shape), read(launched, *more))[1]
+    got = generate(engine, requests(ignore_eos=True))
+    assert len(engine.ahead.graphs._recorded) > 1
+    again = Replayed([shape.drafts for shape in rounds])
+    expected = generate(make_engine(mtp_checkpoint(family), False, again), requests(ignore_eos=True))
+    assert_same(got, expected)
+    assert accepted(got) == accepted(expected) and not again.numbers
 
 
 def test_a_changing_number_of_drafts(mtp_checkpoint):
@@ -248,14 +292,20 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama", "deepseek_v3", "glm4_moe"])
 @pytest.mark.parametrize("lookahead", [Lookahead, lambda k: Alternating((2, 0, 0, 4, 1))], ids=["fixed", "changing"])
 def test_a_graph_computes_what_its_round_computes(mtp_checkpoint, family, lookahead):
-    """On a GPU: recorded and replayed against the same rounds launched kernel by kernel, bit for bit."""
+    """On a GPU: recorded and replayed against the same rounds launched kernel by kernel, bit for bit.
 
-    def run(records):
+    Both runs record, so both choose the same shapes. A run without recordings pads batches to other sizes, which rounds differently, and
+    chooses other numbers of drafts (see ``test_rounds_that_are_recorded_first``), which samples other tokens."""
+
+    def run(replays):
         engine = make_engine(mtp_checkpoint(family), True, lookahead(3), dtype="bfloat16", device="cuda")
-        engine.ahead.graphs.records = records
-        return engine, generate(engine, requests(ignore_eos=True))
+        graphs = engine.ahead.graphs
+        launch, shapes = graphs.run if replays else graphs.step, []
+        graphs.run = lambda shape: (shapes.append(shape), launch(shape))[1]
+        return engine, shapes, generate(engine, requests(ignore_eos=True))
 
-    (engine, got), (_, expected) = run(True), run(False)
+    (engine, replayed, got), (_, launched, expected) = run(True), run(False)
+    assert replayed == launched
     assert not engine.ahead.refused and engine.ahead.graphs._recorded
     assert [(r.tokens, r.log_probs) for r in got] == [(r.tokens, r.log_probs) for r in expected]
     assert accepted(got) == accepted(expected) and sum(accepted(got)) > 0
