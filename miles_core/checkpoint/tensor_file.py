@@ -166,8 +166,11 @@ def _views(header: bytes, ordered: list[tuple[str, Tensor]]) -> Iterator[_Piece]
 
 
 def _write_chunk(descriptor: int, start: int, pieces: list[_Piece]) -> bytes:
+    first = start
     for rest, _ in pieces:
         while len(rest):
             count = os.pwrite(descriptor, rest, start)
             rest, start = rest[count:], start + count
+    if hasattr(os, "posix_fadvise"):  # starts to write the pages to the disk, which takes place while others are hashed
+        os.posix_fadvise(descriptor, first, start - first, os.POSIX_FADV_DONTNEED)
     return hash_bytes(*(piece for piece, _ in pieces))
