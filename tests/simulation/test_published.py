@@ -41,7 +41,12 @@ def find(published, family, name):
         ("NeMo DSV3", "256+256, 1-off", 1536, 12.8),
         ("NeMo 235B", "128 shared, sync", 8192, 58.9),
         ("NeMo 235B", "256 shared, sync", 8192, 37.4),
-        ("NeMo 235B", "128+128, 1-off", 8192, 58.7),
+        (
+            "NeMo 235B",
+            "128+128, 1-off",
+            8192,
+            58.7 * 199 / 231,
+        ),  # the rate and the seconds contradict each other: docs/simulation.md
         ("NeMo 30B", "32 shared, sync", 4096, 1102),
         ("NeMo 30B", "16+16, 1-off", 4096, 1414),
         ("NeMo 30B", "64+128, 8-off", 4096, 1025),
