@@ -1,29 +1,36 @@
 """``miles simulate`` against published pairs of synchronous and asynchronous runs, and its decode speed against published latencies.
 
-Every family of rows has one synchronous row that fits what is not published: the median length (verl, whose page gives the seconds of
-generation) or the seconds of training per token (NeMo-RL, verl v1, whose pages give the mean length). All other rows are predictions.
-verl's pages also give the trainer's seconds of the asynchronous rows, which its smaller trainer does not explain by itself; these rows
-take them as given, so that they test the schedule and the engines alone. Lengths are log-normal with sigma 1 (unpublished), cut at the
-published maximum. Clusters and batches with more than 1,000 samples per step are simulated at the given fraction.
+NeMo-RL's rows are read from ``recipes.json``; the first row of a family fits the seconds of training per token, which are not published,
+and the others follow from it and the bubbles and padding of their pipelines. The mean length is published.
 
-Run: ``python benchmarks/simulate_published.py --save`` (two minutes on one core).
+No distribution of lengths is published: it is log-normal with sigma 1, cut at the published limit (NeMo-RL: of prompt and response).
+
+verl's pages give no lengths, and they differ between its runs. The mean of a row is what its trainer processes in the published seconds of
+its updates at the best efficiency that verl publishes for this GPU. The seconds of training are the published ones, so that these rows
+test the schedule and the engines alone; nothing is fitted.
+
+Clusters and batches with more than 1,000 samples per step are simulated at the given fraction.
+
+Run: ``python benchmarks/simulate_published.py --save`` (one minute on one core).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from measure import finish, installed, options
 
 from miles_simulation.hardware import GPUS
+from miles_simulation.lengths import LogNormal
 from miles_simulation.model_shape import shape_of
-from miles_simulation.simulation import simulate
+from miles_simulation.simulation import Simulated, simulate
 from miles_simulation.speed import Roofline
 
 _QWEN = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4}
@@ -54,6 +61,17 @@ NEMO = "NeMo-RL, performance table of its documentation"
 VERL = "verl, page on its fully asynchronous policy"
 
 
+#: Tokens of a prompt. NeMo-RL's tables: tokens per second and GPU times seconds times GPUs, per sample, less the mean response.
+PROMPT = 110
+#: Best training efficiency that verl publishes for H20 (of its 148 TFLOP/s): Qwen3-30B-A3B on 8 GPUs.
+MFU = 0.40
+#: Seconds of a weight sync: verl's page on its checkpoint engine (7B), miles on H100 (30B, 235B), NeMo-RL (DeepSeek-V3), all over NCCL.
+SYNC = {"qwen2.5-7b": 5.5, "qwen3-30b-a3b": 2.7, "qwen3-235b-a22b": 10.8, "deepseek-v3": 14.2}
+#: Seconds of one of the four moves between host and GPU of a step on shared GPUs: verl's step less generation, log-probs, update and sync;
+#: NeMo-RL's pull request 3294 (30B, 235B on B200: total refit less transfer and update). DeepSeek-V3's are unpublished: those of 235B.
+SWITCH = {"qwen2.5-7b": 1.4, "qwen3-30b-a3b": 1.9, "qwen3-235b-a22b": 5.5, "deepseek-v3": 5.5}
+
+
 @dataclass(frozen=True)
 class Row:
     """One published row.
@@ -65,10 +83,14 @@ class Row:
         model, gpu, engine_size: of the engines.
         split: GPUs of engines and trainer; equal for shared GPUs.
         shared: whether both use the same GPUs.
-        prompts, samples, mean, longest: the batch, the mean response (0: unpublished) and the limit.
+        prompts, samples, mean, longest: the batch, the mean response and the limit of a response.
         schedule: its flags.
+        pipeline: pipeline stages and data-parallel replicas of the trainer.
+        optimizer_batch: samples of an optimizer step.
+        memory: fraction of a GPU's memory for the engine.
+        running: requests that an engine decodes at most.
         train: seconds of training per step, if published.
-        rollout: seconds of generation per step, if published; the first row of its family fits the lengths to it.
+        rollout: seconds of generation per step, if published; for comparison.
         fraction: of the cluster and the batch that is simulated.
         source: where the numbers are from.
     """
@@ -83,45 +105,107 @@ class Row:
     shared: bool
     prompts: int
     samples: int
-    mean: int
+    mean: float
     longest: int
-    schedule: str = ""
+    schedule: str
+    pipeline: tuple[int, int]
+    optimizer_batch: int
+    memory: float
+    running: int
     train: float | None = None
     rollout: float | None = None
     fraction: float = 1.0
-    weight_bytes: int = 2
     source: str = NEMO
 
+    @property
+    def tokens(self) -> float:
+        """Tokens of a step, with prompts."""
+        return self.prompts * self.samples * (self.mean + PROMPT)
 
-def _verl(name: str, seconds: float, gpus: int, shared: bool, train: float, rollout: float | None = None) -> Row:
-    """A row of verl's table: 512 prompts x 16 samples, at most 28k tokens, Qwen2.5-Math-7B on H20."""
-    split = (gpus, gpus) if shared else (gpus // 2, gpus // 2)
-    schedule = "" if shared else "--schedule async --max-weight-staleness 1 --stale-samples train"
-    sizes = (512, 16, 0, 28672)
-    family = f"verl 7B {gpus} H20"
+    @property
+    def padding(self) -> float:
+        """Seconds of training over those without bubbles: p - 1 empty passes (Narayanan et al., arXiv 2104.04473, section 2.2), and replicas
+        that wait for the one with a micro-batch more. A micro-batch is packed up to the limit of a sequence."""
+        if self.train is not None:
+            return 1.0
+        stages, replicas = self.pipeline
+        packed = self.optimizer_batch * (self.mean + PROMPT) / (self.longest + PROMPT) / replicas
+        return (math.ceil(packed) + stages - 1) / packed
+
+
+def _verl(gpus: int, sync: tuple[float, float, float, float], separate: tuple[float, float]) -> tuple[Row, Row]:
+    """A pair of verl's table: 512 prompts x 16 samples, at most 28k tokens, Qwen2.5-Math-7B on H20.
+
+    Args:
+        sync: seconds of the synchronous step, its generation, its log-probs and its updates.
+        separate: seconds of the asynchronous step and its updates.
+    """
+    half = gpus // 2
+    # its rollouter sends 16 prompts x 16 samples to an engine at once; partial rollout, staleness threshold 0.5
+    row = Row(
+        *(f"verl 7B {gpus} H20", "shared, sync", sync[0], "qwen2.5-7b", "H20", 1, (gpus, gpus), True),
+        *(512, 16, _processed(sync[3] * gpus), 28672, "", (1, gpus), 512, 0.8, 1024, sync[2] + sync[3], sync[1], 1 / 8, VERL),
+    )  # fmt: skip
+    split: dict[str, Any] = {"split": (half, half), "shared": False, "schedule": _async(1), "running": 256}
+    changed = {**split, "mean": _processed(separate[1] * half), "train": separate[1], "rollout": None}
+    return row, replace(row, name=f"{half}+{half}, async", seconds=separate[0], **changed)
+
+
+def _processed(gpu_seconds: float) -> float:
+    """Mean response that verl's trainer updates in these seconds of H20, times 512 x 16 samples."""
+    return gpu_seconds * GPUS["H20"].flops * MFU / (6 * shape_of(MODELS["qwen2.5-7b"]).active) / (512 * 16) - PROMPT
+
+
+def _async(lag: int) -> str:
+    """Flags of continuous generation whose requests keep their cache when weights change."""
+    return f"--schedule async --max-weight-staleness {lag} --stale-samples train --pause-generation-mode in_place"
+
+
+def _nemo(family: str, name: str, recipe: str, fraction: float = 1.0, **changed: Any) -> Row:
+    """A row of NeMo-RL's table, from ``recipes.json``; its asynchronous recipes update weights in flight."""
+    found = next(r for r in RECIPES if r["id"] == recipe) | changed
     return Row(
-        family, name, seconds, "qwen2.5-7b", "H20", 1, split, shared, *sizes, schedule, train, rollout, 1 / 16, source=VERL
+        *(family, name, found["published"]["step_s"], found["config"], found["gpu"], found["engine_tp"]),
+        *((found["rollout_gpus"], found["trainer_gpus"]), found["placement"] == "colocated"),
+        *(found["prompts"], found["samples_per_prompt"], found["response_mean"], found["max_sequence"] - PROMPT),
+        *(_async(found["max_lag_steps"]) if found["max_lag_steps"] else "", (found["pp"], found["dp"])),
+        *(found["global_batch"], found["mem_fraction"], 1024),
+        fraction=fraction,
     )  # fmt: skip
 
 
-ASYNC8 = "--schedule async --max-weight-staleness 8 --stale-samples train"
+RECIPES = json.loads((Path(__file__).parent / "recipes.json").read_text(encoding="utf-8"))
+#: Rows of the table that ``recipes.json`` leaves out, as changes of a neighbour. The table is of version 0.6, whose recipes (69c7ca117) give
+#: separate engines 0.8 of the memory; ``recipes.json`` is of a later commit.
+_SHARED_30B: dict[str, Any] = {
+    **{"placement": "colocated", "max_lag_steps": 0, "trainer_gpus": 32, "rollout_gpus": 32, "pp": 1, "dp": 32},
+    **{"response_mean": 3203, "published": {"step_s": 192}},
+}
+_SHARED_235B: dict[str, Any] = {
+    **{"trainer_gpus": 256, "rollout_gpus": 256, "dp": 8, "response_mean": 5713, "published": {"step_s": 312}},
+}
+#: Generation of 30B on 16 shared GB200, 69.17 s (NeMo-RL's pull request 3461, with the Triton backend); mean length from the table of version 0.6.
+GENERATION_SECONDS = 69.17
+_GB200_30B: dict[str, Any] = {
+    **{"gpu": "GB200", "engine_tp": 1, "trainer_gpus": 16, "rollout_gpus": 16, "dp": 16, "response_mean": 3199},
+    **{"mem_fraction": 0.6, "published": {"step_s": 182.124}},
+}
 ROWS = (
-    _verl("shared, sync", 790.10, 32, True, 107.71 + 313.81, 357.41),
-    _verl("16+16, async", 294.77, 32, False, 269.80),
-    _verl("shared, sync", 365.28, 64, True, 70.26 + 133.41, 150.72),
-    _verl("32+32, async", 189.26, 64, False, 156.98),
-    _verl("shared, sync", 356.30, 128, True, 53.92 + 113.81, 177.85),
-    _verl("64+64, async", 150.63, 128, False, 113.16),
-    Row("NeMo DSV3", "256 shared, sync", 134, "deepseek-v3", "H100", 32, (256, 256), True, 32, 16, 701, 4096),
-    Row("NeMo DSV3", "512 shared, sync", 111, "deepseek-v3", "H100", 32, (512, 512), True, 32, 16, 697, 4096),
-    Row("NeMo DSV3", "256+256, 1-off", 64.1, "deepseek-v3", "H100", 32, (256, 256), False, 32, 16, 710, 4096, "--schedule ahead"),
-    Row("NeMo 235B", "128 shared, sync", 395, "qwen3-235b-a22b", "H100", 16, (128, 128), True, 16, 32, 5698, 16384),
-    Row("NeMo 235B", "256 shared, sync", 312, "qwen3-235b-a22b", "H100", 16, (256, 256), True, 16, 32, 5700, 16384),
-    Row("NeMo 235B", "128+128, 1-off", 231, "qwen3-235b-a22b", "H100", 8, (128, 128), False, 16, 32, 5721, 16384, "--schedule ahead"),
-    Row("NeMo 30B", "32 shared, sync", 192, "qwen3-30b-a3b", "H100", 2, (32, 32), True, 64, 32, 3200, 16384, fraction=0.25),
-    Row("NeMo 30B", "16+16, 1-off", 152, "qwen3-30b-a3b", "H100", 2, (16, 16), False, 64, 32, 3201, 16384, "--schedule ahead", fraction=0.25),
-    Row("NeMo 30B", "64+128, 8-off", 34.5, "qwen3-30b-a3b", "H100", 2, (64, 128), False, 64, 32, 3206, 16384, ASYNC8, fraction=0.25),
-)  # fmt: skip
+    *_verl(32, (790.10, 357.41, 107.71, 313.81), (294.77, 269.80)),
+    *_verl(64, (365.28, 150.72, 70.26, 133.41), (189.26, 156.98)),
+    *_verl(128, (356.30, 177.85, 53.92, 113.81), (150.63, 113.16)),
+    _nemo("NeMo DSV3", "256 shared, sync", "nemo-dsv3-256"),
+    _nemo("NeMo DSV3", "512 shared, sync", "nemo-dsv3-512"),
+    _nemo("NeMo DSV3", "256+256, 1-off", "nemo-dsv3-512-1off"),
+    _nemo("NeMo 235B", "128 shared, sync", "nemo-qwen3-235b-128"),
+    _nemo("NeMo 235B", "256 shared, sync", "nemo-qwen3-235b-128", **_SHARED_235B),
+    _nemo("NeMo 235B", "128+128, 1-off", "nemo-qwen3-235b-256-1off", mem_fraction=0.8),
+    _nemo("NeMo 30B", "32 shared, sync", "nemo-qwen3-30b-32-1off", 0.25, **_SHARED_30B),
+    _nemo("NeMo 30B", "16+16, 1-off", "nemo-qwen3-30b-32-1off", 0.25, mem_fraction=0.8),
+    _nemo("NeMo 30B", "64+128, 8-off", "nemo-qwen3-30b-192-8off", 0.25),
+)
+
+GENERATION = _nemo("NeMo 30B", "16 GB200 shared, sync", "nemo-qwen3-30b-32-1off", **_SHARED_30B | _GB200_30B)
 
 #: Published decode speeds: model, GPU, GPUs of the engine, bytes per parameter, batch, context of a request -> seconds of a step.
 LATENCIES = (
@@ -129,12 +213,16 @@ LATENCIES = (
     ("27B dense, 11.5 running (miles documentation)", "27b", "H200", 1, 2, 11.5, 4000, 11.5 / 620),
     ("27B dense, 39 running (miles documentation)", "27b", "H200", 1, 2, 39, 4000, 39 / 1855),
 )
-#: Of a log-normal with sigma 1: the mean is the median times this, if nothing is cut.
-SIGMA, MEAN = 1.0, 1.6487
+#: Standard deviation of the logarithm of lengths, where it is not fitted.
+SIGMA = 1.0
 
 
-def words(row: Row, files: Path, median: float, per_token: float, steps: int = 4) -> list[str]:
-    """The flags of one row."""
+def words(row: Row, files: Path, gpu_seconds: float, steps: int = 4) -> list[str]:
+    """The flags of one row.
+
+    Args:
+        gpu_seconds: seconds of training per token times GPUs, without bubbles.
+    """
     config = files / f"{row.model}.json"
     config.write_text(json.dumps(MODELS[row.model]))
     engines, trainer = (max(row.engine_size, round(gpus * row.fraction)) for gpus in row.split)
@@ -147,77 +235,85 @@ def words(row: Row, files: Path, median: float, per_token: float, steps: int = 4
         "--rollout-batch-size": max(1, round(row.prompts * row.fraction)),
         "--n-samples-per-prompt": row.samples,
         "--rollout-max-response-len": row.longest,
-        "--lengths": f"lognormal:{median},{SIGMA}",
-        "--num-rollout": steps + (10 if "8" in row.schedule else 2),
-        "--train-seconds-per-token": per_token,
+        "--lengths": f"lognormal:{median_of(row.mean, row.longest)},{SIGMA}",
+        "--prompt-lengths": f"constant:{PROMPT}",
+        "--num-rollout": steps + (10 if "staleness 8" in row.schedule else 2),
+        "--train-seconds-per-token": 0.0 if row.train is not None else gpu_seconds * row.padding / trainer,
         "--train-seconds-per-step": row.train or 0.0,
-        "--switch-seconds": 2,
-        "--sync-seconds": 5,
-        "--max-running-requests": 512,
-        "--engine-weight-bytes": row.weight_bytes,
+        "--switch-seconds": SWITCH[row.model],
+        "--sync-seconds": SYNC[row.model],
+        "--max-running-requests": row.running,
+        "--engine-memory": row.memory,
     }
     flags = [str(word) for pair in given.items() for word in pair]
     return [*flags, *row.schedule.split(), *(["--colocate"] if row.shared else [])]
 
 
-def fit(target: float, measure: Any, low: float, high: float) -> float:
-    """Bisect the logarithm of a parameter until ``measure`` gives the target."""
-    for _ in range(6):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if measure(middle) < target else (low, middle)
-    return float((low * high) ** 0.5)
+def median_of(mean: float, longest: int) -> float:
+    """The median of a log-normal that is cut at ``longest`` and has this mean, by bisection of its logarithm."""
+    low, high = 1.0, 1000.0 * longest
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if mean_of(middle, longest) < mean else (low, middle)
+    return math.sqrt(low * high)
 
 
-def predict(files: Path) -> list[dict[str, Any]]:
-    """Simulate all rows; the first of a family fits, the others are predictions."""
-    found: list[dict[str, Any]] = []
-    median, gpu_seconds = 0.0, 0.0
-    seen: set[str] = set()
-    for row in ROWS:
-        fits = row.family not in seen
-        seen.add(row.family)
-        if row.mean:
-            median = fit(row.mean, lambda m, r=row: _mean(m, r.longest), row.mean / 4, row.mean)
-        if fits and row.rollout is not None:
-            median = fit(row.rollout, lambda m, r=row: _rollout(simulate(words(r, files, m, 0.0, 1))), 200, 20_000)
-        first = simulate(words(row, files, median, 0.0 if row.train is not None else gpu_seconds / row.split[1]))
-        summary = first.summary()
-        if fits and row.train is None:  # what the rollout does not take is training
-            rest = row.seconds - simulate(words(row, files, median, 0.0)).summary()["seconds_per_step"]
-            tokens = row.prompts * row.samples * row.fraction * (summary["length_mean"] + 512)
-            gpu_seconds = max(rest, 0.0) / tokens * row.split[1]
-            summary = simulate(words(row, files, median, gpu_seconds / row.split[1])).summary()
-        simulated = summary["seconds_per_step"]
-        found.append(
-            {
-                "family": row.family,
-                "row": row.name,
-                "role": "fitted" if fits else "predicted",
-                "published": row.seconds,
-                "simulated": round(simulated, 1),
-                "error": round(simulated / row.seconds - 1, 3),
-                "engine_busy": round(summary["engine_busy"], 2),
-                "trainer_busy": round(summary["trainer_busy"], 2),
-                "median_length": round(median),
-                "wall_seconds": round(first.wall, 1),
-                "source": row.source,
-            }
-        )
-        print(found[-1], file=sys.stderr, flush=True)
-    return found
-
-
-def _mean(median: float, longest: int) -> float:
-    from miles_simulation.lengths import LogNormal
-
+def mean_of(median: float, longest: int) -> float:
+    """The mean of a log-normal that is cut at ``longest``."""
     lengths = LogNormal(median, SIGMA)
     return sum(min(longest, lengths.quantile((i + 0.5) / 2000)) for i in range(2000)) / 2000
 
 
-def _rollout(found: Any) -> float:
-    """Seconds of generation per step of a synchronous simulation: engines run between two trainings."""
-    busy = found.summary()
-    return busy["seconds_per_step"] * (1 - busy["trainer_busy"]) - 5 - 4 * 2
+def training_left(row: Row, files: Path) -> float:
+    """Seconds of training per token times GPUs that the simulated rollout leaves of a published step."""
+    rest = row.seconds - simulate(words(row, files, 0.0)).summary()["seconds_per_step"]
+    return max(rest, 0.0) / row.tokens / row.padding * row.split[1]
+
+
+def predict(files: Path) -> list[dict[str, Any]]:
+    """Simulate all rows; the first of a family without published training fits it, the others are predictions."""
+    found: list[dict[str, Any]] = []
+    families: dict[str, float] = {}
+    for row in ROWS:
+        fits = row.train is None and row.family not in families
+        if fits:
+            families[row.family] = training_left(row, files)
+        ended = simulate(words(row, files, families.get(row.family, 0.0)))
+        found.append(_report(row, "fitted" if fits else "predicted", ended))
+        print(found[-1], file=sys.stderr, flush=True)
+    return found
+
+
+def _report(row: Row, role: str, ended: Simulated) -> dict[str, Any]:
+    """One row of the result: the published step, the simulated one, and what both imply."""
+    summary, tokens = ended.summary(), row.prompts * row.samples * row.mean
+    simulated = summary["seconds_per_step"]
+    return {
+        "family": row.family,
+        "row": row.name,
+        "role": role,
+        "published": row.seconds,
+        "simulated": round(simulated, 1),
+        "error": round(simulated / row.seconds - 1, 3),
+        "engine_busy": round(summary["engine_busy"], 2),
+        "trainer_busy": round(summary["trainer_busy"], 2),
+        "training_seconds": round(summary["trainer_busy"] * simulated, 1),
+        **({"published_rollout": row.rollout, "rollout": round(_rollout(row, ended), 1)} if row.rollout else {}),
+        "padding": round(row.padding, 2),
+        "running": round(summary["running"], 1),
+        "published_tokens_s_per_engine_gpu": round(tokens / row.seconds / row.split[0]),
+        "simulated_tokens_s_per_engine_gpu": round(tokens / simulated / row.split[0]),
+        "mean_length": round(row.mean),
+        "median_length": round(median_of(row.mean, row.longest)),
+        "wall_seconds": round(ended.wall, 1),
+        "source": row.source,
+    }
+
+
+def _rollout(row: Row, ended: Simulated) -> float:
+    """Seconds of generation per step of a synchronous simulation on shared GPUs: without training, sync and four switches."""
+    summary = ended.summary()
+    return summary["seconds_per_step"] * (1 - summary["trainer_busy"]) - SYNC[row.model] - 4 * SWITCH[row.model]
 
 
 def speedups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -257,12 +353,23 @@ def latencies() -> list[dict[str, Any]]:
     return found
 
 
+def generation(files: Path) -> dict[str, Any]:
+    """The one generation of a synchronous step that NeMo-RL publishes, next to the simulated one."""
+    seconds = _rollout(GENERATION, simulate(words(GENERATION, files, 0.0)))
+    return {
+        "row": GENERATION.name,
+        "published": GENERATION_SECONDS,
+        "simulated": round(seconds, 1),
+        "error": round(seconds / GENERATION_SECONDS - 1, 3),
+    }
+
+
 def main() -> None:
     chosen = options(__doc__).parse_args()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as temporary:
-        rows = predict(Path(temporary))
-    result = {"rows": rows, "speedups": speedups(rows), "decode": latencies(), "sigma": SIGMA}
+        rows, alone = predict(Path(temporary)), generation(Path(temporary))
+    result = {"rows": rows, "generation": alone, "speedups": speedups(rows), "decode": latencies(), "sigma": SIGMA}
     finish(Path(__file__).stem, result, chosen.save, lambda: installed("torch"))
 
 

@@ -15,11 +15,13 @@ class Gpu:
         bandwidth: of its memory, bytes per second.
         flops: BF16 products on tensor cores, operations per second.
         memory: bytes.
+        linked: GPUs that NVLink connects.
     """
 
     bandwidth: float
     flops: float
     memory: float
+    linked: int = 8
 
 
 GPUS = {
@@ -29,7 +31,7 @@ GPUS = {
     "H800": Gpu(3.35e12, 989e12, 80e9),
     "H200": Gpu(4.8e12, 989e12, 141e9),
     "B200": Gpu(8.0e12, 2250e12, 180e9),
-    "GB200": Gpu(8.0e12, 2500e12, 186e9),
+    "GB200": Gpu(8.0e12, 2500e12, 186e9, linked=72),
 }
 
 

@@ -49,7 +49,8 @@ class SimulationConfig:
     decode_floor: float | None = option(
         None,
         flag="--decode-seconds-per-step",
-        help="seconds of a decode step that do not depend on the batch: launches, collectives (default: 60 us per layer, 25 on one GPU)",
+        help="seconds of a decode step that do not depend on the batch: launches, collectives (default: 60 us per layer, 25 on one GPU, "
+        "132 over several machines)",
         ge=0,
     )
     bandwidth: float = option(

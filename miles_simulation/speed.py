@@ -27,6 +27,9 @@ from miles_simulation.model_shape import ModelShape
 #: Seconds per layer of a decode step that do not depend on its size, on one GPU and on several. Fitted to the published latencies of one
 #: request in docs/simulation.md (60 us per layer on 8 GPUs).
 LAUNCH, LAUNCH_PARALLEL = 25e-6, 60e-6
+#: Additional seconds per layer of an engine that spans machines: two all-reduces of 46.5 us (nccl-tests, 16 H20 of two machines over
+#: InfiniBand, github.com/NVIDIA/nccl issue 1244) instead of 10.5 us (8 H20 of one machine, github.com/deepseek-ai/DeepEP issue 303).
+LAUNCH_NETWORK = 72e-6
 #: Fraction of the memory bandwidth that decoding reaches.
 BANDWIDTH = 0.65
 #: Fraction of the peak arithmetic that the products of large batches reach in decoding, and that prefill reaches with its attention.
@@ -67,14 +70,21 @@ class Roofline:
     def _bandwidth(self) -> float:
         return self.gpus * self.gpu.bandwidth * self.bandwidth
 
+    @cached_property
+    def _floor(self) -> float:
+        """Seconds of launches and collectives."""
+        if self.floor is not None:
+            return self.floor
+        layer = LAUNCH if self.gpus == 1 else LAUNCH_PARALLEL
+        return self.model.layers * (layer + (LAUNCH_NETWORK if self.gpus > self.gpu.linked else 0.0))
+
     def base(self, batch: int) -> float:
         """Return the seconds of a step with ``batch`` requests, without those for their context."""
         model = self.model
         used = 1 - (1 - model.active_share) ** batch
         read = model.parameters - model.expert_parameters * (1 - used)
         arithmetic = 2 * model.active * batch / (self.gpus * self.gpu.flops * DECODE_FLOPS)
-        floor = model.layers * (LAUNCH if self.gpus == 1 else LAUNCH_PARALLEL) if self.floor is None else self.floor
-        return floor + max(read * self.weight_bytes / self._bandwidth, arithmetic)
+        return self._floor + max(read * self.weight_bytes / self._bandwidth, arithmetic)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ import pytest
 from miles_core.engine import Request, Sampling
 from miles_simulation.clock import VirtualLoop
 from miles_simulation.engine import VirtualEngine
+from miles_simulation.hardware import GPUS
 from miles_simulation.ledger import Ledger
 from miles_simulation.lengths import Constant, Empirical, Lengths
-from miles_simulation.speed import Curve, Speed
+from miles_simulation.model_shape import ModelShape
+from miles_simulation.speed import BANDWIDTH, Curve, Roofline, Speed
 
 BASE, PER_TOKEN = 0.01, 1e-5
 
@@ -189,3 +191,19 @@ def test_lengths_of_samples_do_not_depend_on_the_order():
     assert set(forward) == {1, 2, 3, 300}
     same = Lengths(Empirical(tuple(range(1, 1001))), Constant(7), 2000, 4, correlation=1.0)
     assert len({same.response(n) for n in range(4)}) == 1 < len({same.response(4 * n) for n in range(4)})
+
+
+def test_an_engine_over_machines_waits_for_its_network():
+    model = ModelShape(
+        layers=100, parameters=1e9, expert_parameters=0.0, active_share=1.0, kv_bytes=0.0, attention_width=0.0
+    )
+
+    def floor(gpus, name, **given):
+        decode = Roofline(model, GPUS[name], gpus, **given)
+        return decode.base(1) - model.parameters * 2 / (gpus * GPUS[name].bandwidth * BANDWIDTH)
+
+    assert floor(1, "H100") == pytest.approx(2.5e-3)
+    assert floor(8, "H100") == pytest.approx(6e-3)
+    assert floor(16, "H100") == pytest.approx(13.2e-3)
+    assert floor(16, "GB200") == pytest.approx(6e-3)  # NVLink connects them
+    assert floor(16, "H100", floor=1e-3) == pytest.approx(1e-3)
