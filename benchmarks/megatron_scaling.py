@@ -100,7 +100,7 @@ def predict(given: argparse.Namespace, row: dict[str, Any], checkpoint: Path) ->
 
 
 def scaled(rows: list[dict[str, Any]], given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Add tokens per second, and the fraction of those of as many ranks that work alone."""
+    """Add tokens per second, and the efficiency: their ratio to the rate of one rank times the number of ranks."""
     alone = given.samples * given.length / rows[0]["seconds"]
     for row in rows:
         rate = row["samples"] * given.length / row["seconds"]

@@ -105,8 +105,11 @@ def check_device(device: torch.device) -> None:
 
 
 def check_products(model: nn.Module) -> None:
-    """Try the products of every matrix of a model, also of those that are multiplied as one; ConfigError with the name of the first whose rows
-    depend on each other."""
+    """Check that no row of a matrix product depends on other rows, for each matrix of the model and for joined layers.
+
+    Raises:
+        ConfigError: a product depends on the number of rows; names the matrix.
+    """
     names = {id(weight): name for name, weight in model.named_parameters()}
     matrices = [
         (name, *weight.shape[-2:], weight) for name, weight in model.named_parameters() if weight.dim() in (2, 3)

@@ -161,7 +161,7 @@ class Optimizer:
         self.separate_counts()
 
     def finish_load(self) -> None:
-        """Pass loaded states to the optimizers of which Megatron-Core's hybrid one consists (``--optimizer-cpu-offload``)."""
+        """Pass loaded states to the inner optimizers of Megatron-Core's hybrid optimizer (``--optimizer-cpu-offload``)."""
         for part in self.inner.chained_optimizers:
             if isinstance(part.optimizer, HybridDeviceOptimizer):
                 part.optimizer._sync_hdo_state_to_sub_optimizers()
