@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
@@ -106,16 +107,35 @@ def sort_choices(index: Tensor, experts: int, counted: bool = True) -> SortedCho
 
         if 0 < index.numel() <= MOST_CHOICES:
             return SortedChoices(*sorted_places(index, experts), counts=None)
+    if index.device.type == "cpu":
+        return _sort_with_numpy(index, experts, counted)
     flat = index.reshape(-1)
     order = flat.argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    counts = torch.bincount(flat, minlength=experts) if flat.device.type == "cpu" else _count(flat, experts)
+    # bincount would synchronise, to find the largest value
+    counts = torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
     return SortedChoices(
         order,
         place.view_as(index),
         torch.div(order, index.shape[1], rounding_mode="floor"),
         counts.cumsum(0, dtype=torch.int32),
+        counts.tolist() if counted else None,
+    )
+
+
+def _sort_with_numpy(index: Tensor, experts: int, counted: bool) -> SortedChoices:
+    """Sort on a CPU. NumPy sorts integers of 8 and 16 bits by radix, which takes a quarter of the time of torch's sort of 64 bits."""
+    flat = index.numpy().reshape(-1)
+    order = np.argsort(flat.astype(np.min_scalar_type(experts)), kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    counts = np.bincount(flat, minlength=experts)
+    return SortedChoices(
+        torch.from_numpy(order),
+        torch.from_numpy(place).view_as(index),
+        torch.from_numpy(order // index.shape[1]),
+        torch.from_numpy(counts.cumsum(dtype=np.int32)),
         counts.tolist() if counted else None,
     )
 
@@ -197,11 +217,6 @@ def _cpu_has_grouped() -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     return True
-
-
-def _count(flat: Tensor, experts: int) -> Tensor:
-    # On a GPU bincount synchronises, to find the largest value.
-    return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 class _Dispatch(torch.autograd.Function):

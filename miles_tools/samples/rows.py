@@ -18,6 +18,7 @@ from miles_core.redact import MARK
 LEVEL = 1
 #: Number of rows in a gzip member, to bound the memory of a writer.
 _AT_ONCE = 256
+_STRICT = json.JSONEncoder(default=str, allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _line(row: Row, columns: dict[str, Any]) -> str:
 def to_json(entries: Mapping[str, Any]) -> str:
     """Encode entries as strict JSON. User functions may have put arbitrary objects into them."""
     try:
-        return json.dumps(entries, default=str, allow_nan=False)
+        return _STRICT.encode(entries)
     except (ValueError, TypeError, RecursionError):  # non-finite number, non-string key, circular reference
         return json.dumps(_plain(entries), allow_nan=False)
 

@@ -101,9 +101,10 @@ class SampleSaver:
                 self._pieces.add(np.concatenate([_response_of(row) for row in some]))
                 rows += some
                 await asyncio.sleep(0)
-            self._pending = self._thread.submit(self.save, kind, step, rows)
-            if sum(map(count_tokens, rows)) <= SMALL:  # beside the next step, both would wait for the interpreter lock
-                await self._complete()
+            if sum(map(count_tokens, rows)) <= SMALL:  # a thread would take the interpreter lock from the next step for longer
+                self.save(kind, step, rows)
+            else:
+                self._pending = self._thread.submit(self.save, kind, step, rows)
 
     def save(self, kind: str, step: int, rows: Sequence[Row]) -> None:
         """Write one file.
