@@ -142,6 +142,8 @@ def _sort_with_numpy(index: Tensor, experts: int, counted: bool) -> SortedChoice
 
 def dispatch(hidden: Tensor, choices: SortedChoices) -> Tensor:
     """Gather rows in sorted order: [rows, hidden] -> [rows * k, hidden]."""
+    if not torch.is_grad_enabled():
+        return hidden.index_select(0, choices.row)
     return _Dispatch.apply(hidden, choices.row, choices.place)
 
 
@@ -179,6 +181,8 @@ def grouped_linear(
 
 def combine(x: Tensor, weights: Tensor, choices: SortedChoices) -> Tensor:
     """Sum the k results of each row, weighted: sorted [rows * k, hidden], weights [rows, k] -> [rows, hidden]."""
+    if not torch.is_grad_enabled():
+        return _weighted_sum(x, weights, choices.place, choices.order)
     return _Combine.apply(x, weights, choices.row, choices.place, choices.order)
 
 
@@ -266,12 +270,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, row: Tensor, place: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights, row, place, order)
-        if kernels_run(x.device):
-            from miles_embedded.kernels.experts import weighted_sum
-
-            return weighted_sum(x, weights, place)
-        weighted = (x * weights.reshape(-1).index_select(0, order).unsqueeze(1)).to(x.dtype)
-        return _gather_sum(weighted, place)
+        return _weighted_sum(x, weights, place, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -363,6 +362,16 @@ def _pieces(choices: SortedChoices) -> list[tuple[int, slice]]:
             found.append((expert, slice(start, start + count)))
         start += count
     return found
+
+
+def _weighted_sum(x: Tensor, weights: Tensor, place: Tensor, order: Tensor) -> Tensor:
+    """Sum the k positions of each row, weighted: sorted [rows * k, hidden], weights [rows, k] -> [rows, hidden]."""
+    if kernels_run(x.device):
+        from miles_embedded.kernels.experts import weighted_sum
+
+        return weighted_sum(x, weights, place)
+    weighted = (x * weights.reshape(-1).index_select(0, order).unsqueeze(1)).to(x.dtype)
+    return _gather_sum(weighted, place)
 
 
 def _gather_sum(x: Tensor, place: Tensor) -> Tensor:
