@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -140,7 +141,7 @@ class TextRequests:
             with suppress(RuntimeError):  # the event loop has ended
                 if self.loop is not None:
                     self.loop.call_soon_threadsafe(self._look_up)
-            found |= answer.result()
+            found |= self._result(answer)
         return found
 
     def wait_for(self, pending: Future[None]) -> None:
@@ -148,6 +149,14 @@ class TextRequests:
         pending.add_done_callback(lambda _: self._requests.put(None))
         while (request := self._requests.get()) is not None:
             self._answer(*request)
+
+    @staticmethod
+    def _result(answer: Future[dict[int, str]]) -> dict[int, str]:
+        """Wait for the answer unless the program ends, which waits for this thread."""
+        while threading.main_thread().is_alive():
+            with suppress(TimeoutError):
+                return answer.result(1.0)
+        raise MilesError("the run ended before its last samples were saved")
 
     def _look_up(self) -> None:
         with suppress(queue.Empty):
