@@ -125,7 +125,7 @@ def make_answer(function: Callable[[Any], Any], value: Any) -> tuple[Any, Except
         return None, MilesError(traceback.format_exc())
 
 
-def load(target: str) -> Callable[[Any], Any]:
+def load_function(target: str) -> Callable[[Any], Any]:
     """Return the function that ``target`` makes, see ``RemoteStore.open_reader``."""
     module, _, name = target.partition(":")
     function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)()
@@ -137,7 +137,7 @@ def main(descriptor: str, target: str) -> None:
     for each in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a run; the driver decides when to end
         signal.signal(each, signal.SIG_IGN)
     os.dup2(2, 1)
-    connection, function = socket.socket(fileno=int(descriptor)), load(target)
+    connection, function = socket.socket(fileno=int(descriptor)), load_function(target)
     while True:
         try:
             value = receive(connection)

@@ -10,14 +10,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from miles_core.plugin import MilesError
 from miles_ray.watch import RAYLET, raylet_lives
-from miles_runtime.blob_reader import BlobReader, ReaderEnded, load, make_answer
+from miles_runtime import BlobReader, ReaderEnded, load_function, make_answer
 
 
 class ReaderActor:
     """Calls a function with each message. target: makes the function, see ``RemoteStore.open_reader``."""
 
     def __init__(self, target: str) -> None:
-        self._function = load(target)
+        self._function = load_function(target)
 
     def answer(self, value: Any) -> tuple[Any, Exception | None]:
         """Return the function's result or its error."""
