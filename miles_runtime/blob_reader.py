@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from miles_core.errors import MilesError
-from miles_runtime.blob import Blob, Stored
+from miles_runtime.blob import Stored
 from miles_runtime.local_channel import Message, receive
 
 

@@ -141,7 +141,9 @@ class _Fields(_Attribute):
         return self if sample is None else RemoteFields(sample)
 
     def __set__(self, sample: Any, value: Any) -> None:
-        if not (isinstance(value, RemoteFields) and value.sample is sample):  # ``sample.fields |= more`` sets what it got
+        if not (
+            isinstance(value, RemoteFields) and value.sample is sample
+        ):  # ``sample.fields |= more`` sets what it got
             super().__set__(sample, value)
 
 

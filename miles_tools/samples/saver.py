@@ -93,7 +93,9 @@ class SampleSaver:
                 self._pieces.add(np.concatenate([response_of(row) for row in some]))
                 rows += some
                 await asyncio.sleep(0)
-            if sum(map(count_tokens, rows)) <= SMALL:  # a thread would take the interpreter lock from the next step for longer
+            if (
+                sum(map(count_tokens, rows)) <= SMALL
+            ):  # a thread would take the interpreter lock from the next step for longer
                 self.save(kind, step, rows)
             else:
                 self._pending = self._thread.submit(self.save, kind, step, rows)

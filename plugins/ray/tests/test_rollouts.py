@@ -92,7 +92,9 @@ def test_samples_in_rays_store_are_saved_by_an_actor_until_it_dies(cluster, tmp_
             await saver.write_samples("train", number, step())
 
     saver = SampleSaver(tmp_path, Letters(), 1 << 30)
-    with pytest.raises(MilesError, match=r"^the process that saves samples was lost \(ActorDiedError: .*; resume the run"):
+    with pytest.raises(
+        MilesError, match=r"^the process that saves samples was lost \(ActorDiedError: .*; resume the run"
+    ):
         asyncio.run(run(saver))
     saver.close()
     found = list(read_rollouts(tmp_path))

@@ -4,6 +4,8 @@ import asyncio
 import gc
 import os
 import signal
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -236,14 +238,14 @@ def test_a_process_that_cannot_write_stops_the_run_with_one_sentence(tmp_path):
         saver.close()
 
 
-class Unknown:
-    """No other process can import this module."""
+def test_samples_that_the_process_cannot_read_stop_the_run_with_one_sentence(tmp_path, monkeypatch):
+    here = types.ModuleType("a_file_of_the_user")  # no other process can import it
+    exec("class Thing: ...", here.__dict__)
+    monkeypatch.setitem(sys.modules, here.__name__, here)
 
-
-def test_samples_that_the_process_cannot_read_stop_the_run_with_one_sentence(tmp_path):
     def step():
         group = groups(10, 1)[0]
-        group[0].metadata["object"] = Unknown()
+        group[0].metadata["object"] = here.Thing()
         return [(sample, None, "") for sample in refer_group(group)]
 
     saver = SampleSaver(tmp_path, Letters(), 1 << 30)
