@@ -25,7 +25,7 @@ def test_a_search_names_one_command_that_installs_all_missing_plugins(without_pa
 
 def test_a_launch_file_needs_the_plugins_of_the_run(without_parts, monkeypatch, tmp_path):
     monkeypatch.setattr(packages.miles_core, "__file__", str(tmp_path / "site-packages" / "miles_core" / "__init__.py"))
-    with pytest.raises(ConfigError, match="pip install --no-deps miles-plugin-megatron$"):
+    with pytest.raises(ConfigError, match=r"pip install --no-deps miles-plugin-megatron$"):
         run(["slurm", "--hardware", "2x8xH200", "--runtime=inline", "--trainer", "megatron"])
 
 
