@@ -17,7 +17,7 @@ PARTS: Mapping[str, str] = {"--runtime": "ray", "--engine": "sglang", "--trainer
 def read_option(argv: Sequence[str], flag: str) -> str | None:
     """Return the last value of an option on the command line, None without it."""
     found = None
-    for word, following in zip(argv, [*argv[1:], None], strict=True):
+    for word, following in zip(argv, [*argv[1:], None], strict=False):
         if word == flag:
             found = following
         elif word.startswith(f"{flag}="):

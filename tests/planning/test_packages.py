@@ -32,4 +32,4 @@ def test_a_launch_file_needs_the_plugins_of_the_run(without_parts, monkeypatch, 
 def test_the_last_value_of_an_option_counts():
     assert packages.read_option(["--engine", "embedded", "--engine=sglang"], "--engine") == "sglang"
     assert packages.read_option(["--engine-x=1", "--trainer"], "--engine") is None
-    assert packages.read_option(["--trainer"], "--trainer") is None
+    assert packages.read_option(["--trainer"], "--trainer") is None and packages.read_option([], "--trainer") is None
