@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import miles_core
 from miles_core.plugin import ConfigError
 
 #: Options that name a part, and the parts that a search chooses if they are not set. Each is a plugin of the same name.
@@ -50,7 +49,7 @@ def check_packages(argv: Sequence[str], searched: bool = False) -> None:
 
 def _package(part: str) -> str:
     """Return what pip installs: the folder in a checkout, otherwise the name of the distribution."""
-    folder = Path(miles_core.__file__).parents[1] / "plugins" / part
+    folder = Path(__file__).parents[1] / "plugins" / part
     if not (folder / "pyproject.toml").is_file():
         return f"miles-plugin-{part}"
     relative = os.path.relpath(folder)

@@ -16,7 +16,7 @@ def without_parts(monkeypatch):
 
 
 def test_a_search_names_one_command_that_installs_all_missing_plugins(without_parts, monkeypatch):
-    monkeypatch.chdir(packages.Path(packages.miles_core.__file__).parents[1])
+    monkeypatch.chdir(packages.Path(packages.__file__).parents[1])
     with pytest.raises(ConfigError) as caught:
         plan(["--search", "--hardware", "256xH200", "--hf-checkpoint", "x", "--trainer", "embedded"])
     assert str(caught.value).endswith("pip install --no-deps ./plugins/ray ./plugins/sglang")
@@ -24,7 +24,7 @@ def test_a_search_names_one_command_that_installs_all_missing_plugins(without_pa
 
 
 def test_a_launch_file_needs_the_plugins_of_the_run(without_parts, monkeypatch, tmp_path):
-    monkeypatch.setattr(packages.miles_core, "__file__", str(tmp_path / "site-packages" / "miles_core" / "__init__.py"))
+    monkeypatch.setattr(packages, "__file__", str(tmp_path / "site-packages" / "miles_planning" / "packages.py"))
     with pytest.raises(ConfigError, match=r"pip install --no-deps miles-plugin-megatron$"):
         run(["slurm", "--hardware", "2x8xH200", "--runtime=inline", "--trainer", "megatron"])
 
