@@ -34,7 +34,9 @@ def test_a_package_without_bytecode_is_named_only_if_python_stores_none(package:
 def test_a_child_process_stores_bytecode_in_the_cache_folder(package: str, tmp_path: Path) -> None:
     here = {"PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     changes = bytecode.variables([package], here)
-    environment = {k: v for k, v in {**os.environ, **here, **changes, "PYTHONPATH": str(tmp_path / "site")}.items() if v}
+    environment = {
+        k: v for k, v in {**os.environ, **here, **changes, "PYTHONPATH": str(tmp_path / "site")}.items() if v
+    }
     assert "PYTHONDONTWRITEBYTECODE" not in environment
     subprocess.run([sys.executable, "-c", f"import {package}"], env=environment, check=True)
     assert list((tmp_path / "cache" / "miles" / "bytecode").rglob("__init__.*.pyc"))
@@ -46,6 +48,8 @@ def test_nothing_changes_with_bytecode_or_without_the_variable(package: str, tmp
     assert bytecode.variables([package], {}) == {}
     source = tmp_path / "site" / package / "__init__.py"
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(source)], check=True)
-    assert bytecode.variables([package], {"PYTHONDONTWRITEBYTECODE": "1"}) == {} == dict.fromkeys(
-        bytecode.find_recompiled([package])
+    assert (
+        bytecode.variables([package], {"PYTHONDONTWRITEBYTECODE": "1"})
+        == {}
+        == dict.fromkeys(bytecode.find_recompiled([package]))
     )

@@ -91,9 +91,7 @@ def test_a_process_that_needs_another_environment_starts_as_usual(
     assert "run_scheduler_process imports SGLang again, because these changed: OTHER" in caplog.text
 
 
-def test_an_interpreter_that_has_ended_is_replaced(
-    target: Any, pool: Pool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_interpreter_that_has_ended_is_replaced(target: Any, pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     (waiting,) = pool.waiting
     pool.install()
     os.kill(waiting.pid, signal.SIGKILL)
