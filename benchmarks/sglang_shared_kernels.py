@@ -2,7 +2,8 @@
 
 SGLang runs the model's Transformers code (``model_impl=transformers``) and keeps its scheduler, cache and sampler. This module replaces what
 decides the last bit of a log-probability: matrix products, norms, rotations, gates, attention, the output layer and the log-softmax are the
-functions of the embedded trainer with ``--true-on-policy-mode``; experts too, with the weights of SGLang's fused layers. Keys and values are read from SGLang's cache.
+functions of the embedded trainer with ``--true-on-policy-mode``, and so are experts, with the weights of SGLang's fused layers. Keys and
+values are read from SGLang's cache.
 
 SGLang calls ``install`` in each of its processes through the entry point ``sglang.srt.plugins``, which ``register`` writes.
 """
