@@ -68,7 +68,7 @@ class ForkedRun:
         if self.product is not None:
             return self.product.is_file() and self._has_flags()
         rows = self.rows()
-        return bool(rows) and rows[-1]["step"] == self.steps and self._has_checkpoint(self.steps)
+        return bool(rows) and rows[-1]["step"] == self.steps
 
     def start(self) -> BaseProcess:
         """Fork a process that makes the rest of the run."""
@@ -94,11 +94,10 @@ class ForkedRun:
     def _has_flags(self) -> bool:
         return self._flags().is_file() and self._flags().read_text() == self.words
 
-    def _has_checkpoint(self, step: int = 0) -> bool:
+    def _has_checkpoint(self) -> bool:
         from miles_core.checkpoint.directory import Checkpoints
 
-        latest = Checkpoints(self.place / "checkpoints").find_latest()
-        return latest is not None and latest >= step
+        return Checkpoints(self.place / "checkpoints").find_latest() is not None
 
 
 def _train(words: list[str], output: Path, threads: int) -> None:
