@@ -145,7 +145,7 @@ def run_all(
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal until
         until = 0.0
-        raise InterruptedError  # leaves the wait below
+        raise _Ended  # leaves the wait below; the wait would catch an InterruptedError
 
     before = signal.signal(signal.SIGTERM, end)
     reported = time.monotonic()
@@ -159,7 +159,7 @@ def run_all(
             if report and time.monotonic() >= reported + every:
                 report()
                 reported = time.monotonic()
-    except InterruptedError:
+    except _Ended:
         pass
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -167,6 +167,10 @@ def run_all(
     if failures:
         raise SystemExit("\n".join(failures))
     return all(run.is_complete() for run in runs)
+
+
+class _Ended(Exception):
+    """This process received SIGTERM."""
 
 
 @dataclass(frozen=True)
