@@ -40,7 +40,7 @@ Rows = list[dict[str, Any]]
 #: Imported before the first fork.
 MODEL = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "miles_fp8.hooks",
+    "miles_fp8.format",
     "miles_r3.hooks",
     "miles_tis.hooks",
     "miles_true_on_policy.hooks",
