@@ -98,7 +98,7 @@ def score(trainer: Any, tokens: list[Any]) -> np.ndarray:
 
 def bind(trainer: Any) -> Any:
     """Let a trainer score without training."""
-    trainer.bind(Callbacks(trainer.forward, lambda *_: None, trainer.optimizer_step))
+    trainer.bind(Callbacks(trainer.forward, lambda *_: None, trainer.optimizer_step))  # type: ignore[arg-type]
     return trainer
 
 

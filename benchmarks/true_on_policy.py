@@ -142,13 +142,19 @@ def format_gap(family: str, name: str, dtype: str, device: str, plugins: list[st
 def measure_native() -> dict[str, Any]:
     """Family -> bfloat16 -> largest ``mismatch/abs_log_prob`` of two steps with native FP8 products, without and with the plugin."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
-    both = {"rollout_precision": "fp8", "train_precision": "fp8", "quantized_product": "native"}
+    both: Any = {"rollout_precision": "fp8", "train_precision": "fp8", "quantized_product": "native"}
     table: dict[str, Any] = {}
     for family in ("qwen3", "qwen3_moe"):
         gaps = []
         for plugins, more in ((["fp8"], {}), (["fp8", "true_on_policy"], {"fp8_fixed_order": True})):
-            options = {"sizes": sizes, "dtype": "bfloat16", "device": "cuda", "rollout_max_response_len": 24}
-            run = toy_run(plugins, family=family, **options, **both, **more)
+            options: Any = {
+                "sizes": sizes,
+                "dtype": "bfloat16",
+                "device": "cuda",
+                "rollout_max_response_len": 24,
+                **more,
+            }
+            run = toy_run(plugins, family=family, **options, **both)
             gaps.append(max(record["mismatch/abs_log_prob"] for record in run.metrics))
         table[family] = {"bfloat16": gaps}
         print(family, "native fp8", gaps, file=sys.stderr, flush=True)

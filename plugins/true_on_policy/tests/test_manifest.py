@@ -3,6 +3,7 @@
 import pytest
 
 from miles_core.errors import PlanError
+from miles_testing.tiny import tiny_checkpoint
 from miles_testing.toy import plan
 
 INT4 = {"int4_group_size": 16}
@@ -46,6 +47,6 @@ def test_its_flag_enables_it():
     assert "true_on_policy" in plan(true_on_policy_mode=True).order
 
 
-def test_a_chain_of_drafts_is_accepted():
-    options = {"draft_model_path": "draft", "spec_topk": 1}
+def test_a_chain_of_drafts_is_accepted(tmp_path):
+    options = {"draft_model_path": tiny_checkpoint("qwen3", tmp_path / "draft"), "spec_topk": 1}
     assert "speculative" in plan(["true_on_policy", "speculative"], **options).order
