@@ -15,7 +15,7 @@ def import_family(family: str) -> None:
     import transformers
 
     import miles_core.launch  # noqa: F401
-    import miles_embedded.engine.engine  # noqa: F401
+    import miles_embedded.engine.engine
     import miles_embedded.trainer.trainer  # noqa: F401
     from miles_testing.tiny import FAMILIES
 
