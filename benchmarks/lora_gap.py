@@ -3,9 +3,9 @@
     python benchmarks/lora_gap.py --save                                                    # CPU, minutes
     python benchmarks/lora_gap.py --device cuda --hidden 2048 --layers 12 --answer 128      # one GPU
 
-Part ``runs``: ``mismatch/abs_log_prob`` of one step of a random dense model with new adapters (rank 16, all linear layers, adapter-only sync), so that
-engine and trainer compute the same function. The runs differ in one thing each: the base's format, whether the inputs of the layers are rounded, the
-dtype of all other computations, and (``exact``) whether both sides add in one order (``true_on_policy``).
+Part ``runs``: ``mismatch/abs_log_prob`` of one step of a random dense model with new adapters (rank 16, all linear layers, adapter-only
+sync), so that engine and trainer compute the same function. The runs differ in one thing each: the base's format, whether the inputs of the
+layers are rounded, the dtype of all other computations, and (``exact``) whether both sides add in one order (``true_on_policy``).
 
 Part ``rounding``: two BF16 inputs of a layer that are equal except for one unit in the last place in some elements, before and after E4M3 rounding in
 blocks of 128: the share of elements that differ, and the RMS of the difference divided by that of the input. The last line of the output is one
