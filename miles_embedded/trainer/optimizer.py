@@ -79,12 +79,9 @@ class Optimizer:
         own = local_shard(copy)
         if name not in self.apart and not own.sharded:
             return copy
-        home, master = device_of_hosted(copy), own.tensor
-        if home is not None:
-            master = copy_to_host(master, home, torch.float32)
-        elif name in self.apart:
-            master = master.to(torch.float32, copy=True)
-        master.requires_grad_()
+        if (home := device_of_hosted(copy)) is not None:  # ``HostedMasters`` collects its gradients
+            return copy_to_host(own.tensor, home, torch.float32).requires_grad_()
+        master = (own.tensor.to(torch.float32, copy=True) if name in self.apart else own.tensor).requires_grad_()
 
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None
