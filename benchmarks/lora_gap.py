@@ -35,7 +35,8 @@ RUNS: dict[str, tuple[str, str, bool, bool]] = {
     "bf16, in FP32": ("bf16", "float32", True, False),
     "int4, in FP32": ("int4", "float32", True, False),
     "fp8, in FP32": ("fp8", "float32", True, False),
-    "bf16, exact": ("bf16", "bfloat16", True, True),
+    "bf16, in FP32, exact": ("bf16", "float32", True, True),
+    "fp8, in FP32, exact": ("fp8", "float32", True, True),
     "fp8, exact": ("fp8", "bfloat16", True, True),
 }
 #: Shares of elements that differ by one unit in the last place, of the part ``rounding``.
@@ -99,7 +100,7 @@ def rounding() -> dict[str, Any]:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=list(RUNS), help="runs of the part runs")
+    parser.add_argument("--runs", nargs="*", default=None, choices=list(RUNS), help="runs of the part runs")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size")
     parser.add_argument("--layers", type=int, default=8, help="layers")
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
@@ -122,7 +123,8 @@ def main() -> None:
     sizes |= {"head_dim": 64, "vocab_size": 4096}
     with tempfile.TemporaryDirectory() as directory:
         make_checkpoint("qwen3", Path(directory, "model"), sizes, given.device)
-        for name in given.runs:
+        # libraries of many CPUs have no BF16 products whose rows are independent
+        for name in given.runs or [n for n in RUNS if given.device == "cuda" or n != "fp8, exact"]:
             result["runs"][name] = in_fork(partial(gap, given, name, Path(directory, "model")))
             print(f"{name:<26}", result["runs"][name], file=sys.stderr, flush=True)
             clock.note(name)
