@@ -16,6 +16,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+#: Lets ``torch.cuda.is_available`` ask the driver's management library, which leaves CUDA itself alone.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 
 def in_fork(work: Callable[[], Any]) -> Any:
     """Call ``work`` in a forked process.
@@ -23,6 +26,11 @@ def in_fork(work: Callable[[], Any]) -> Any:
     Returns:
         its result, which must be JSON; ``{"failed": exit code}`` if it failed, with the error on standard error.
     """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise SystemExit(
+            "this process uses a GPU already, and CUDA does not survive a fork: do that work in a fork, too"
+        )
     reader, writer = os.pipe()
     sys.stdout.flush(), sys.stderr.flush()
     with warnings.catch_warnings():

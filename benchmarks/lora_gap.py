@@ -59,7 +59,7 @@ def gap(given: argparse.Namespace, name: str, checkpoint: Path) -> dict[str, Any
     if not rounds:
         from miles_fp8.format import Fp8
 
-        Fp8.fake_quantize_activation = Format.fake_quantize_activation  # type: ignore[method-assign]
+        Fp8.fake_quantize_activation = Format.fake_quantize_activation
     more |= {"lora_target_modules": "all-linear", "lora_rank": RANK, "lora_sync": "adapter", "save_rollouts": False}
     more |= {
         "device": given.device,

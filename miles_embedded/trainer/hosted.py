@@ -63,7 +63,7 @@ class HostedMasters:
                 here = total.to(gradient.device, non_blocking=True).add_(gradient)
             total.copy_(here, non_blocking=True)
         gradient.record_stream(stream)
-        Variable._execution_engine.queue_callback(stream.synchronize)  # type: ignore[no-untyped-call]
+        Variable._execution_engine.queue_callback(stream.synchronize)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of this step on the device, by name."""
