@@ -215,7 +215,8 @@ class Plugin:
 
     def capability(self, kind: str, name: str) -> Capability | None:
         """Return the declaration of a capability for the plugin's backends of a kind; None if they do not have it."""
-        return next((c for c in self.list_capabilities(kind) if c.name == name), None)
+        declared = self.capabilities.get(kind, ())
+        return next((c if c != name else Capability(name) for c in declared if name in (c, getattr(c, "name", ""))), None)
 
     def list_capabilities(self, kind: str) -> tuple[Capability, ...]:
         """Return all capabilities of the plugin's backends of a kind, including conditional ones."""
