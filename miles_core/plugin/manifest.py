@@ -215,8 +215,8 @@ class Plugin:
 
     def capability(self, kind: str, name: str) -> Capability | None:
         """Return the declaration of a capability for the plugin's backends of a kind; None if they do not have it."""
-        declared = self.capabilities.get(kind, ())
-        return next((c if c != name else Capability(name) for c in declared if name in (c, getattr(c, "name", ""))), None)
+        found = next((c for c in self.capabilities.get(kind, ()) if name in (c, getattr(c, "name", ""))), None)
+        return Capability(found) if isinstance(found, str) else found
 
     def list_capabilities(self, kind: str) -> tuple[Capability, ...]:
         """Return all capabilities of the plugin's backends of a kind, including conditional ones."""
