@@ -46,9 +46,8 @@ $(STAMP): $(PROJECTS) Makefile
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; give one with make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)" $(BUILDERS)
-	$(PIP) --no-build-isolation -e ".[dev]"
 	$(BIN)/python tests/packaging/third_party.py $(PLUGINS) > $(VENV)/third-party.txt
-	$(PIP) -r $(VENV)/third-party.txt
+	$(PIP) --no-build-isolation -e ".[dev]" -r $(VENV)/third-party.txt
 	$(PIP) --no-deps --no-build-isolation $(foreach p,$(PLUGINS),-e ./$(p))
 	@touch $(STAMP)
 
