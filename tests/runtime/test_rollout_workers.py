@@ -225,7 +225,7 @@ def test_a_run_is_resumed_with_another_number_of_workers(run_apart, toy_run, alo
     elsewhere = shutil.copytree(saved, tmp_path / saved.name)  # not in the run directory, whose options would be used
     again = toy_run(directory=tmp_path / "again", load=elsewhere, steps=STEPS, save_interval=1)
     assert rows(again) == [row for row in rows(alone) if row["step"] > 1]
-    with_workers = run_apart(2, load=elsewhere)
+    with_workers = run_apart(2, load=tmp_path / "run")
     assert rows(with_workers) == rows(alone), "the samples of the first step are those of the first run"
     last = f"checkpoints/step_0000000{STEPS}/"
     assert {n: f for n, f in checkpoints(again).items() if n.startswith(last)} == {
