@@ -23,7 +23,7 @@ from miles_core.plugin import Plugin, PolicyParts, Runtime, hookimpl
 from miles_core.precision.schedule import precisions
 from miles_core.trainer import Learned, LearnerHandle
 from miles_runtime import InlineRuntime, Workers, local_channel
-from miles_runtime.blob import write_buffers
+from miles_runtime.blob import Blob, write_buffers
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.inline_rollouts import InlineRolloutRuntime
 from miles_runtime.mailbox import Inbox
@@ -143,15 +143,16 @@ class DoubleEngines(Workers):
 
 
 class DoubleLearner(LearnerHandle):
-    """Sends the shares of two replicas and receives what training recorded."""
+    """Sends the shares of two replicas and receives references to what training recorded."""
 
     def __init__(self, run: Any, engine: Engine) -> None:
         self.run, self.engine = run, engine
-        self._seen: dict[int, Message] = {}
+        self._seen: dict[int, Blob] = {}
 
     async def learn(self, samples: Any, step: int) -> Learned:
         from miles_core.contracts.runtime import TrainedTokens
         from miles_core.train.share import merge_recorded, split_by_replica
+        from miles_runtime.remote_tokens import pack_tokens, refer_tokens
 
         shares = split_by_replica(samples, self.run.config.train, 2)
         for share in shares:
@@ -163,8 +164,8 @@ class DoubleLearner(LearnerHandle):
             count = len(share.samples)
             if count not in self._seen:
                 values = np.zeros(int(os.environ["DRIVER_TOKENS"]), np.float32)
-                self._seen[count] = Message([TrainedTokens(values.copy(), values.copy()) for _ in range(count)])
-            seen.append(self._seen[count].read())
+                self._seen[count] = pack_tokens([TrainedTokens(values.copy(), values.copy()) for _ in range(count)])
+            seen.append(refer_tokens(count, self._seen[count]))
         return Learned({"train/loss": 0.0}, 1, merge_recorded(shares, seen))
 
     async def push(self, version: int, plain: bool = False) -> SyncReport:

@@ -6,7 +6,8 @@ entry point of another process, which then holds a ``rank_worker``, an ``engine_
 ``workers``: calls to a process, and the replacement of a dead process; ``local_workers`` does it on one machine. The package adds the
 driver's fronts (``learner_front``, ``engine_front``, ``rollout_front``), the order of building and checking parts, and the recovery of
 lost workers (``runtime``). Only plain data and bytes are sent between processes. Rollout workers send requests straight to engines
-(``direct_engines``), and their samples stay where they were produced until a rank reads them (``blob``, ``remote_sample``).
+(``direct_engines``), and their samples stay where they were produced until a rank reads them (``blob``, ``remote_sample``), or the process
+that saves them (``blob_reader``). What training recorded for each token stays with the rank (``remote_tokens``).
 """
 
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
     from miles_runtime.blob import Blob, Stored
+    from miles_runtime.blob_reader import BlobReader, ReaderEnded, load_function, make_answer
     from miles_runtime.engine_worker import EngineWorker
     from miles_runtime.inline import InlineRuntime
     from miles_runtime.local_process import process_state, uses_cpu
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Blob",
+    "BlobReader",
     "EngineWorker",
     "InlineRuntime",
     "Order",
     "RankWorker",
+    "ReaderEnded",
     "RemoteRuntime",
     "Restarts",
     "RolloutWorker",
@@ -39,6 +43,8 @@ __all__ = [
     "Worker",
     "Workers",
     "last_lines",
+    "load_function",
+    "make_answer",
     "process_state",
     "short_of_memory",
     "uses_cpu",
@@ -50,6 +56,7 @@ __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_runtime.blob": "Blob Stored",
+        "miles_runtime.blob_reader": "BlobReader ReaderEnded load_function make_answer",
         "miles_runtime.engine_worker": "EngineWorker",
         "miles_runtime.inline": "InlineRuntime",
         "miles_runtime.local_process": "process_state uses_cpu",

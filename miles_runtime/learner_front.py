@@ -30,6 +30,7 @@ from miles_core.train.share import merge_metrics, merge_recorded, shares, split_
 from miles_runtime.engine_front import ENGINE_WORKER, EngineFront
 from miles_runtime.rank import Rank
 from miles_runtime.relay import is_relayed
+from miles_runtime.remote_tokens import refer_tokens
 from miles_runtime.workers import GRACE, RECORDER, Call, Workers, gather_in_order
 
 #: Makes the trainer keep exactly these parts in device memory.
@@ -361,7 +362,11 @@ class LearnerFront(LearnerHandle):
         return [answer for answer, _ in answers]
 
     async def _call(self, number: int, call: Call) -> tuple[Any, Mapping[str, float]]:
-        """Call one rank; return its result and its clock's seconds by phase."""
+        """Call one rank; return its result and its clock's seconds by phase. What ``learn`` recorded stays in a rank's process."""
+        if call.method == "learn" and self.ranks.apart:
+            answer = self.ranks.send_stored(number, "learn_stored", self.run.step, *call.args)
+            ((pairs, count), seconds), blobs = await self.ranks.await_answer(number, answer, "learn")
+            return (pairs, refer_tokens(count, blobs[0]) if count else []), seconds
         found: tuple[Any, Mapping[str, float]] = await self.ranks.call(
             number, "at", self.run.step, call.method, *call.args, named=call.method
         )

@@ -195,6 +195,8 @@ def consume(units: Iterator[Unit]) -> float:
 class RankHere(Workers):
     """A rank in the driver's process. A call is a plain function call without copies."""
 
+    apart = False
+
     def __init__(self, rank: Rank) -> None:
         super().__init__(["trainer"], trains=True)
         self.rank = rank

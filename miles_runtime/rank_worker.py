@@ -18,8 +18,11 @@ from miles_core.data.world import World
 from miles_core.precision.quantizer import SideParity
 from miles_core.run.parts import freeze_gc
 from miles_core.sync.push import make_codec
+from miles_core.train.share import Pairs, Share
 from miles_mismatch.parity import check_side, real_layer
+from miles_runtime.blob import Blob
 from miles_runtime.rank import Rank
+from miles_runtime.remote_tokens import pack_tokens
 from miles_runtime.worker import Order, Worker
 
 
@@ -40,6 +43,14 @@ class RankWorker(Worker):
             found = await self.answer(method, *args)
             seconds = self.run.clock.metrics()
         return found, {name.removeprefix("time/"): s for name, s in seconds.items() if name != "time/step"}
+
+    async def learn_stored(
+        self, step: int, share: Share, number: int
+    ) -> tuple[tuple[tuple[Pairs, int], dict[str, float]], list[Blob]]:
+        """Call ``Rank.learn`` as ``at`` does; return the number of samples with recorded values instead of the values, and the values in
+        a blob."""
+        (pairs, seen), seconds = await self.at(step, "learn", share, number)
+        return ((pairs, len(seen)), seconds), [pack_tokens(seen)] if seen else []
 
     def beat(self) -> tuple[str, ...]:
         """Return the names of the engines that have not responded to this rank yet."""

@@ -3,7 +3,8 @@
 A rollout worker sends the attributes in ``SENT`` of each sample of a group, and a blob with all samples. The driver receives
 ``RemoteSample`` objects. They are sent to ranks as references, so the driver never reads the data of tokens. Access to any other attribute,
 in a rank or in the driver (a filter that compares responses, a checkpoint of waiting groups), reads the group and makes the object a plain
-``Sample``; from then on it is sent like any other.
+``Sample``; from then on it is sent like any other. Fields that the driver sets (a teacher's log-probs, a critic's values) travel next to the
+reference, so that setting them reads nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from miles_core.data.sample import Sample
@@ -90,8 +91,64 @@ class _Attribute:
         setattr(sample, self._name, value)
 
 
+class RemoteFields(MutableMapping[str, Any]):
+    """``Sample.fields`` of a ``RemoteSample``. Setting entries, and reading those that were set, does not read the group."""
+
+    def __init__(self, sample: Sample) -> None:
+        self.sample = sample
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(self.sample, RemoteSample):
+            self.sample.__dict__.setdefault("_added", {})[name] = value
+        else:  # it was read meanwhile
+            self.sample.fields[name] = value
+
+    def __getitem__(self, name: str) -> Any:
+        added = self.sample.__dict__.get("_added", {})
+        return added[name] if name in added else self._read()[name]
+
+    def __delitem__(self, name: str) -> None:
+        del self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return self._read() | dict(other)
+
+    def __ior__(self, other: Mapping[str, Any]) -> RemoteFields:
+        self.update(other)
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self._read())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self._read(),)
+
+    def _read(self) -> dict[str, Any]:
+        _read(self.sample)
+        return self.sample.fields
+
+
+class _Fields(_Attribute):
+    """The attribute ``fields``."""
+
+    def __get__(self, sample: Any, owner: type) -> Any:
+        return self if sample is None else RemoteFields(sample)
+
+    def __set__(self, sample: Any, value: Any) -> None:
+        if not (
+            isinstance(value, RemoteFields) and value.sample is sample
+        ):  # ``sample.fields |= more`` sets what it got
+            super().__set__(sample, value)
+
+
 for _name in STORED:
-    setattr(RemoteSample, _name, _Attribute(_name))
+    setattr(RemoteSample, _name, (_Fields if _name == "fields" else _Attribute)(_name))
 
 
 def _restore(own: dict[str, Any]) -> RemoteSample:
@@ -108,6 +165,8 @@ def _read(sample: Sample) -> None:
         own = sample.__dict__
         whole = own["_group"].sample(own["_position"])
         own.update((name, getattr(whole, name)) for name in STORED)
+        if added := own.pop("_added", None):
+            own["fields"] = own["fields"] | added
         for name in ("_group", "_position", "_tokens"):
             del own[name]
         object.__setattr__(sample, "__class__", Sample)
@@ -125,10 +184,26 @@ def heads(samples: Sequence[Sample]) -> list[Head]:
 def refer(sent: Sequence[Head], stored: Stored) -> list[Sample]:
     """Return references to the samples of a group, whose ``heads`` were sent."""
     group = StoredGroup(stored)
-    return [
-        _restore({"_group": group, "_position": position, "_tokens": head[0], **dict(zip(SENT, head[1:], strict=True))})
-        for position, head in enumerate(sent)
-    ]
+    return [resolve((group, position, head)) for position, head in enumerate(sent)]
+
+
+#: A ``RemoteSample`` as plain data: its group, its position there, and its ``Head``.
+Reference = tuple[StoredGroup, int, Head]
+
+
+def reference(sample: RemoteSample) -> Reference:
+    """Return a reference to a sample, with its current values of ``SENT`` and without fields that the driver set. It is smaller than the
+    object and faster to serialize."""
+    own = sample.__dict__
+    return own["_group"], own["_position"], (own["_tokens"], *(own[name] for name in SENT))
+
+
+def resolve(found: Reference) -> Sample:
+    """Inverse of ``reference``."""
+    group, position, head = found
+    return _restore(
+        {"_group": group, "_position": position, "_tokens": head[0], **dict(zip(SENT, head[1:], strict=True))}
+    )
 
 
 def pack_samples(samples: Sequence[Sample]) -> Blob:

@@ -76,6 +76,9 @@ class Workers(ABC):
         peers: all workers of the run; ``_culprit`` searches them for the worker that blocks others.
     """
 
+    #: whether the workers are in other processes, which store large results
+    apart = True
+
     def __init__(
         self,
         names: Sequence[str],

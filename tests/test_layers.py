@@ -77,7 +77,7 @@ TOOLS: list[dict[str, str]] = [
         "progress": "core: observe",
         "sinks": "core: errors redact contracts",
         "profiler": "core: contracts",
-        "samples": "core: errors redact data contracts",
+        "samples": "core: errors redact data contracts runtime: runtime",
         "parquet": "core: errors data",
     },
     {

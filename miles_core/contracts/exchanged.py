@@ -67,8 +67,8 @@ def vocabulary_size(run: Run) -> int:
 def describe_invalid_tokens(tokens: Sequence[Any], vocabulary: int) -> str:
     """Describe tokens that are not all token ids; "" if they are."""
     if isinstance(tokens, Column):
-        ids = np.asarray(tokens)
-        if not len(ids) or (np.minimum.reduce(ids) >= 0 and np.maximum.reduce(ids) < vocabulary):
+        ids = np.asarray(tokens).view(np.uint32)  # negative numbers are large ones
+        if not len(ids) or np.maximum.reduce(ids) < min(vocabulary, 1 << 31):
             return ""
     wrong = next(t for t in tokens if not isinstance(t, int) or not 0 <= t < vocabulary)
     return f"the token {wrong!r} in {describe(tokens)}; expected token ids, integers from 0 to {vocabulary - 1}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
@@ -106,11 +107,14 @@ def sort_choices(index: Tensor, experts: int, counted: bool = True) -> SortedCho
 
         if 0 < index.numel() <= MOST_CHOICES:
             return SortedChoices(*sorted_places(index, experts), counts=None)
+    if index.device.type == "cpu":
+        return _sort_with_numpy(index, experts, counted)
     flat = index.reshape(-1)
     order = flat.argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    counts = torch.bincount(flat, minlength=experts) if flat.device.type == "cpu" else _count(flat, experts)
+    # bincount would synchronise, to find the largest value
+    counts = torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
     return SortedChoices(
         order,
         place.view_as(index),
@@ -120,8 +124,26 @@ def sort_choices(index: Tensor, experts: int, counted: bool = True) -> SortedCho
     )
 
 
+def _sort_with_numpy(index: Tensor, experts: int, counted: bool) -> SortedChoices:
+    """Sort on a CPU. NumPy sorts integers of 8 and 16 bits by radix, which takes a quarter of the time of torch's sort of 64 bits."""
+    flat = index.numpy().reshape(-1)
+    order = np.argsort(flat.astype(np.min_scalar_type(experts)), kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    counts = np.bincount(flat, minlength=experts)
+    return SortedChoices(
+        torch.from_numpy(order),
+        torch.from_numpy(place).view_as(index),
+        torch.from_numpy(order // index.shape[1]),
+        torch.from_numpy(counts.cumsum(dtype=np.int32)),
+        counts.tolist() if counted else None,
+    )
+
+
 def dispatch(hidden: Tensor, choices: SortedChoices) -> Tensor:
     """Gather rows in sorted order: [rows, hidden] -> [rows * k, hidden]."""
+    if not torch.is_grad_enabled():
+        return hidden.index_select(0, choices.row)
     return _Dispatch.apply(hidden, choices.row, choices.place)
 
 
@@ -159,6 +181,8 @@ def grouped_linear(
 
 def combine(x: Tensor, weights: Tensor, choices: SortedChoices) -> Tensor:
     """Sum the k results of each row, weighted: sorted [rows * k, hidden], weights [rows, k] -> [rows, hidden]."""
+    if not torch.is_grad_enabled():
+        return _weighted_sum(x, weights, choices.place, choices.order)
     return _Combine.apply(x, weights, choices.row, choices.place, choices.order)
 
 
@@ -197,11 +221,6 @@ def _cpu_has_grouped() -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     return True
-
-
-def _count(flat: Tensor, experts: int) -> Tensor:
-    # On a GPU bincount synchronises, to find the largest value.
-    return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 class _Dispatch(torch.autograd.Function):
@@ -251,12 +270,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, row: Tensor, place: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights, row, place, order)
-        if kernels_run(x.device):
-            from miles_embedded.kernels.experts import weighted_sum
-
-            return weighted_sum(x, weights, place)
-        weighted = (x * weights.reshape(-1).index_select(0, order).unsqueeze(1)).to(x.dtype)
-        return _gather_sum(weighted, place)
+        return _weighted_sum(x, weights, place, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -348,6 +362,16 @@ def _pieces(choices: SortedChoices) -> list[tuple[int, slice]]:
             found.append((expert, slice(start, start + count)))
         start += count
     return found
+
+
+def _weighted_sum(x: Tensor, weights: Tensor, place: Tensor, order: Tensor) -> Tensor:
+    """Sum the k positions of each row, weighted: sorted [rows * k, hidden], weights [rows, k] -> [rows, hidden]."""
+    if kernels_run(x.device):
+        from miles_embedded.kernels.experts import weighted_sum
+
+        return weighted_sum(x, weights, place)
+    weighted = (x * weights.reshape(-1).index_select(0, order).unsqueeze(1)).to(x.dtype)
+    return _gather_sum(weighted, place)
 
 
 def _gather_sum(x: Tensor, place: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,20 @@ def rollout_files(run_dir: Path | str, kind: str = "train") -> dict[int, Path]:
     found = (Path(run_dir) / DIRECTORY / kind).glob(f"*{SUFFIX}")
     steps = {int(number): path for path in found if (number := path.name.removesuffix(SUFFIX)).isdigit()}
     return dict(sorted(steps.items()))
+
+
+def part_files(part: Path, count: int) -> list[Path]:
+    """Return the ``count`` files in which several processes write the parts of a file; the first is ``part``."""
+    return [part, *(part.with_suffix(f".{number}.part") for number in range(1, count))]
+
+
+def join_parts(files: Sequence[Path]) -> None:
+    """Append the contents of the other ``part_files`` to the first, and delete them."""
+    with files[0].open("ab") as out:
+        for file in files[1:]:
+            with file.open("rb") as source:
+                shutil.copyfileobj(source, out, 1 << 20)
+            file.unlink()
 
 
 def read_rollouts(run_dir: Path | str, kind: str = "train", step: int | None = None) -> Iterator[dict[str, Any]]:

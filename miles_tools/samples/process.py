@@ -21,6 +21,9 @@ from typing import Any
 from miles_core.errors import MilesError
 from miles_tools.samples.rows import Row, pack
 
+#: Number of tokens for which another writer process is started.
+SHARE = 1 << 17
+
 
 @dataclass(frozen=True)
 class Message:

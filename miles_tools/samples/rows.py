@@ -1,23 +1,27 @@
-"""Encoding of samples as compressed JSON lines. Imported by the writer processes, so it must not import torch."""
+"""Samples as rows of a file, and their encoding as compressed JSON lines. Imported by the writer processes, so it must not import torch."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from miles_core.redact import MARK
 
+if TYPE_CHECKING:
+    from miles_core.data.sample import Sample
+
 #: gzip level 1 takes a third of the time of the default level; the files are a fifth larger.
 LEVEL = 1
 #: Number of rows in a gzip member, to bound the memory of a writer.
 _AT_ONCE = 256
+_STRICT = json.JSONEncoder(default=str, allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,75 @@ class Row:
     plain: Mapping[str, Any]
     columns: Mapping[str, np.ndarray | None] = field(default_factory=dict)
     response_length: int = 0
+
+
+class RecordedTokens(Protocol):
+    """The values that training recorded for a sample, float32 [response_length] or None; see ``TrainedTokens``."""
+
+    @property
+    def log_probs(self) -> np.ndarray | None: ...
+    @property
+    def advantages(self) -> np.ndarray | None: ...
+
+
+def make_row(step: int, sample: Sample, trained: RecordedTokens | None, data_set: str) -> Row:
+    """Convert a sample, without the fields of plugins.
+
+    Args:
+        step: the step that trained on it, or after which it was evaluated.
+        sample: the sample.
+        trained: values recorded in training.
+        data_set: name of its evaluation set.
+    """
+    tokens = np.asarray(sample.tokens, np.int32)
+    plain = {
+        "step": step,
+        "set": data_set,
+        "group": sample.group_index,
+        "index": sample.index,
+        "policy": sample.policy,
+        "rollout": sample.index if sample.rollout_id is None else sample.rollout_id,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "reward": sample.reward,
+        "status": str(sample.status),
+        "removed": sample.remove_sample,
+        "metadata": sample.metadata,
+        "weight_versions": sample.weight_versions,
+        "response_length": sample.response_length,
+    }
+    columns = {
+        "tokens": tokens,
+        "loss_mask": _as_array(sample.loss_mask, np.int8),
+        "rollout_log_probs": _as_array(sample.rollout_log_probs, np.float64),
+        "train_log_probs": _as_array(trained.log_probs if trained else None, np.float32),
+        "advantages": _as_array(trained.advantages if trained else None, np.float32),
+    }
+    return Row(plain, columns, sample.response_length)
+
+
+def count_tokens(row: Row) -> int:
+    """Return the number of tokens of a row, plus 1 for its other entries."""
+    tokens = row.columns.get("tokens")
+    return 1 if tokens is None else 1 + len(tokens)
+
+
+def response_of(row: Row) -> np.ndarray:
+    """Return the tokens of the response, int32 [response_length]."""
+    tokens = row.columns["tokens"]
+    assert tokens is not None
+    return tokens[len(tokens) - row.response_length :]
+
+
+def divide(sizes: Sequence[int], parts: int) -> Iterator[slice]:
+    """Divide rows with these numbers of tokens into at most ``parts`` consecutive parts of about equal size; none is empty."""
+    ends = np.cumsum(sizes)
+    starts = np.searchsorted(ends, np.arange(parts + 1) * (ends[-1] / parts), side="left")
+    starts[-1] = len(sizes)
+    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        if first < last:
+            yield slice(first, last)
 
 
 def as_text(row: Row) -> Row:
@@ -84,7 +157,7 @@ def _line(row: Row, columns: dict[str, Any]) -> str:
 def to_json(entries: Mapping[str, Any]) -> str:
     """Encode entries as strict JSON. User functions may have put arbitrary objects into them."""
     try:
-        return json.dumps(entries, default=str, allow_nan=False)
+        return _STRICT.encode(entries)
     except (ValueError, TypeError, RecursionError):  # non-finite number, non-string key, circular reference
         return json.dumps(_plain(entries), allow_nan=False)
 
@@ -109,3 +182,7 @@ def _round(values: np.ndarray) -> list[Any]:
     for bad in np.flatnonzero(~np.isfinite(array)):
         rounded[bad] = None
     return rounded
+
+
+def _as_array(values: Sequence[float] | np.ndarray | None, dtype: Any) -> np.ndarray | None:
+    return None if values is None else np.asarray(values, dtype)

@@ -1,12 +1,12 @@
-"""Saves the samples of each step. Large steps are encoded by other processes while the run continues."""
+"""Saves the samples of each step. Large steps are encoded by other processes while the run continues; samples that stay where they were
+produced are read there (``remote``)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -18,9 +18,12 @@ from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.redact import secrets
-from miles_tools.samples.files import DIRECTORY, KINDS, read_file, rollout_file, rollout_files
-from miles_tools.samples.process import Message, WriterProcess
-from miles_tools.samples.rows import Row, as_text, pack
+from miles_runtime.remote_sample import RemoteSample
+from miles_tools.samples.files import DIRECTORY, KINDS, join_parts, part_files, read_file, rollout_file, rollout_files
+from miles_tools.samples.pieces import Pieces
+from miles_tools.samples.process import SHARE, Message, WriterProcess
+from miles_tools.samples.remote import Entry, RemoteWriters, make_entries
+from miles_tools.samples.rows import Row, as_text, count_tokens, divide, make_row, pack, response_of
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -29,30 +32,12 @@ log = logging.getLogger(__name__)
 
 #: Steps of at most this many tokens are written by the driver itself, which takes less time than a process takes to start.
 SMALL = 1 << 12
-#: Number of tokens for which another writer process is started.
-SHARE = 1 << 17
-#: Maximum number of writer processes. One encodes about 300,000 tokens per second.
+#: Maximum number of writer processes of each kind. One encodes about 300,000 tokens per second.
 WRITERS = 8
 #: Number of samples that are prepared before the event loop continues with other tasks.
 _AT_ONCE = 16
 #: Number of the newest files of each kind that a resumed run reads: those that a power loss may have damaged.
 CHECKED = 4
-
-
-def count_tokens(row: Row) -> int:
-    """Return the number of tokens of a row, plus 1 for its other entries."""
-    tokens = row.columns.get("tokens")
-    return 1 if tokens is None else 1 + len(tokens)
-
-
-def divide(rows: Sequence[Row], parts: int) -> Iterable[Sequence[Row]]:
-    """Divide rows into at most ``parts`` consecutive parts of about equal numbers of tokens; none is empty."""
-    ends = np.cumsum([count_tokens(row) for row in rows])
-    starts = np.searchsorted(ends, np.arange(parts + 1) * (ends[-1] / parts), side="left")
-    starts[-1] = len(rows)
-    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        if first < last:
-            yield rows[first:last]
 
 
 class SampleSaver:
@@ -74,6 +59,7 @@ class SampleSaver:
         self._sizes: dict[tuple[int, str], int] = {}
         self._limit_logged = self._checked = False
         self._processes: list[WriterProcess] = []
+        self._remote = RemoteWriters(self._pieces, writers)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._pending: Future[None] | None = None
         self._turn = asyncio.Lock()
@@ -95,15 +81,24 @@ class SampleSaver:
             return
         async with self._turn:
             await self._complete()
+            listed = [*samples]
+            if any(type(sample) is RemoteSample for sample, _, _ in listed):
+                self._remote.texts.loop = asyncio.get_running_loop()
+                entries = await make_entries(step, listed)
+                self._pending = self._thread.submit(self._save_remote, kind, step, entries)
+                return
             rows: list[Row] = []
-            left = iter(samples)
-            while some := [self._row(step, *sample) for sample in islice(left, _AT_ONCE)]:
-                self._pieces.add(np.concatenate([_response_of(row) for row in some]))
+            left = iter(listed)
+            while some := [make_row(step, *sample) for sample in islice(left, _AT_ONCE)]:
+                self._pieces.add(np.concatenate([response_of(row) for row in some]))
                 rows += some
                 await asyncio.sleep(0)
-            self._pending = self._thread.submit(self.save, kind, step, rows)
-            if sum(map(count_tokens, rows)) <= SMALL:  # beside the next step, both would wait for the interpreter lock
-                await self._complete()
+            if (
+                sum(map(count_tokens, rows)) <= SMALL
+            ):  # a thread would take the interpreter lock from the next step for longer
+                self.save(kind, step, rows)
+            else:
+                self._pending = self._thread.submit(self.save, kind, step, rows)
 
     def save(self, kind: str, step: int, rows: Sequence[Row]) -> None:
         """Write one file.
@@ -111,14 +106,24 @@ class SampleSaver:
         Raises:
             MilesError: as for ``write_samples``.
         """
+        self._replace(kind, step, lambda part: self._write(part, rows))
+
+    def _save_remote(self, kind: str, step: int, entries: Sequence[Entry]) -> None:
+        self._replace(kind, step, lambda part: self._remote.write(part, step, entries))
+
+    def _write(self, part: Path, rows: Sequence[Row]) -> None:
+        if (tokens := sum(map(count_tokens, rows))) <= SMALL:
+            part.write_bytes(pack(rows, self._pieces, secrets(os.environ)))
+        else:
+            self._write_elsewhere(part, rows, min(self.writers, 1 + tokens // SHARE))
+
+    def _replace(self, kind: str, step: int, write: Callable[[Path], None]) -> None:
+        """Replace a file by what ``write`` writes."""
         target = rollout_file(self.run_dir, kind, step)
         part = target.with_suffix(".part")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            if (tokens := sum(map(count_tokens, rows))) <= SMALL:
-                part.write_bytes(pack(rows, self._pieces, secrets(os.environ)))
-            else:
-                self._write_elsewhere(part, rows, min(self.writers, 1 + tokens // SHARE))
+            write(part)
             size = part.stat().st_size
             part.replace(target)
         except OSError as error:
@@ -132,7 +137,7 @@ class SampleSaver:
     def roll_back(self, step: int) -> None:
         """Delete the samples of all steps after ``step``. The first call also removes partial files, and warns of damaged ones."""
         if self._pending is not None:
-            self._pending.exception()
+            self._remote.texts.wait_for(self._pending)
         self._sizes = {}
         for kind in KINDS:
             for number, path in rollout_files(self.run_dir, kind).items():
@@ -151,10 +156,13 @@ class SampleSaver:
             MilesError: the last file cannot be written.
         """
         pending, self._pending = self._pending, None
+        if pending is not None:
+            self._remote.texts.wait_for(pending)
         self._thread.shutdown()
         for process in self._processes:
             process.close()
         self._processes = []
+        self._remote.close()
         if pending is not None:
             pending.result()
 
@@ -167,8 +175,8 @@ class SampleSaver:
         """Write rows to ``part`` with ``count`` processes; each compresses a part of them."""
         while len(self._processes) < count:
             self._processes.append(WriterProcess())
-        shares = list(divide(rows, count))
-        files = [part, *(part.with_suffix(f".{number}.part") for number in range(1, len(shares)))]
+        shares = [rows[share] for share in divide([count_tokens(row) for row in rows], count)]
+        files = part_files(part, len(shares))
         busy = self._processes[: len(shares)]
         for process, share, file in zip(busy, shares, files, strict=True):
             pieces = dict(islice(self._pieces.items(), process.known, None))
@@ -176,40 +184,7 @@ class SampleSaver:
             process.send(Message(file, [as_text(row) for row in share], pieces, secrets(os.environ)))
         for process in busy:
             process.wait()
-        with part.open("ab") as out:
-            for file in files[1:]:
-                with file.open("rb") as source:
-                    shutil.copyfileobj(source, out, 1 << 20)
-                file.unlink()
-
-    def _row(self, step: int, sample: Sample, trained: TrainedTokens | None, data_set: str) -> Row:
-        """Convert a sample, without the fields of plugins."""
-        tokens = np.asarray(sample.tokens, np.int32)
-        plain = {
-            "step": step,
-            "set": data_set,
-            "group": sample.group_index,
-            "index": sample.index,
-            "policy": sample.policy,
-            "rollout": sample.index if sample.rollout_id is None else sample.rollout_id,
-            "prompt": sample.prompt,
-            "response": sample.response,
-            "label": sample.label,
-            "reward": sample.reward,
-            "status": str(sample.status),
-            "removed": sample.remove_sample,
-            "metadata": sample.metadata,
-            "weight_versions": sample.weight_versions,
-            "response_length": sample.response_length,
-        }
-        columns = {
-            "tokens": tokens,
-            "loss_mask": _as_array(sample.loss_mask, np.int8),
-            "rollout_log_probs": _as_array(sample.rollout_log_probs, np.float64),
-            "train_log_probs": _as_array(trained.log_probs if trained else None, np.float32),
-            "advantages": _as_array(trained.advantages if trained else None, np.float32),
-        }
-        return Row(plain, columns, sample.response_length)
+        join_parts(files)
 
     def _check(self) -> None:
         for torn in (self.run_dir / DIRECTORY).glob("*/*.part"):
@@ -232,39 +207,6 @@ class SampleSaver:
                 self._limit_logged = True
             rollout_file(self.run_dir, kind, step).unlink(missing_ok=True)
             total -= self._sizes.pop((step, kind))
-
-
-class Pieces(dict[int, str]):
-    """Token id -> text. A token that is a part of a character is shown as one replacement character."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__()
-        self.tokenizer = tokenizer
-        self._known = np.zeros(0, bool)
-
-    def add(self, tokens: np.ndarray) -> None:
-        """Look up the texts of all ``tokens``, int32 [n] of at least 0."""
-        if len(tokens) and (largest := int(tokens.max())) >= len(self._known):
-            self._known = np.append(self._known, np.zeros(largest + 1 - len(self._known), bool))
-        for token in dict.fromkeys(tokens[~self._known[tokens]].tolist()):
-            self[token] = self._describe(token)
-        self._known[tokens] = True
-
-    def _describe(self, token: int) -> str:
-        name = self.tokenizer.convert_ids_to_tokens(token)
-        text = str(self.tokenizer.decode([token]))
-        # SentencePiece marks a leading space, but decoding a single token drops it
-        return f" {text}" if str(name).startswith("\u2581") and not text.startswith(" ") else text
-
-
-def _response_of(row: Row) -> np.ndarray:
-    tokens = row.columns["tokens"]
-    assert tokens is not None
-    return tokens[len(tokens) - row.response_length :]
-
-
-def _as_array(values: Sequence[float] | np.ndarray | None, dtype: Any) -> np.ndarray | None:
-    return None if values is None else np.asarray(values, dtype)
 
 
 def make_saver(run: Run) -> SampleSaver:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from miles_runtime.mailbox import Inbox
+from miles_runtime.remote_tokens import pack_tokens
 from miles_runtime.workers import Workers
 
 SAID = {"capabilities": frozenset({"score"}), "kv_cache_dtype": "", "native_products": False, "model_facts": {"a": 1}}
@@ -26,6 +27,9 @@ class Recorded(Workers):
         if method == "at":  # how ranks learn the step; they answer with the seconds of their clocks
             _, method, *args = args
             return await self.send(number, method, *args), self.clocks.get(number, {})
+        if method == "learn_stored":  # the same for what stays in the rank
+            (pairs, seen), seconds = await self.send(number, "at", args[0], "learn", *args[1:])
+            return ((pairs, len(seen)), seconds), [pack_tokens(seen)]
         self.calls.append((number, method, *args))
         await asyncio.sleep(0)
         if number in self.dead:

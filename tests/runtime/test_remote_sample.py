@@ -104,7 +104,7 @@ def test_what_the_driver_does_reads_nothing():
     assert stored.count == 1 and type(copied) is Sample and type(found[1]) is RemoteSample
 
 
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Sample) if f.name not in SENT])
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Sample) if f.name not in (*SENT, "fields")])
 def test_any_other_attribute_makes_it_a_plain_sample(name):
     samples = group()
     stored = Reading(pack_samples(samples))
@@ -118,6 +118,38 @@ def test_any_other_attribute_makes_it_a_plain_sample(name):
     assert vars(found[0]).keys() == vars(samples[0]).keys()
     with pytest.raises(AttributeError, match="no attribute or field 'nothing'"):
         refer(heads(samples), stored)[0].nothing  # noqa: B018
+
+
+def test_fields_that_the_driver_sets_are_sent_with_the_reference():
+    """As a teacher and a critic do (``wrap_learn``)."""
+    samples = group()
+    stored = Reading(pack_samples(samples))
+    found = refer(heads(samples), stored)
+    values = np.arange(3000, dtype=np.float32)
+    for sample in found:
+        sample.fields["values"] = values
+        sample.fields |= {"teacher": -values, "routes": None}
+        assert sample.fields["teacher"] is not None and sample.fields["routes"] is None
+    copied = copy.copy(found[0])
+    assert stored.count == 0 and {type(sample) for sample in found} == {RemoteSample}
+    for sample, original in zip(pickle.loads(pickle.dumps(refer_to_blob(found, stored.blob))), samples, strict=True):
+        assert sample.tokens == original.tokens and type(sample) is Sample
+        assert sample.fields.keys() == {"routes", "values", "teacher"} and sample.fields["routes"] is None
+        assert np.array_equal(sample.fields["values"], values) and np.array_equal(sample.teacher, -values)
+    before = found[0].fields
+    assert before.get("other") is None and type(found[0]) is Sample, "other entries are read"
+    before["other"] = 1
+    assert found[0].fields["other"] == 1 and dict(before) == found[0].fields and "other" not in copied.fields
+    assert found[1].fields.keys() == {"routes", "values", "teacher"} and len(found[1].fields) == 3
+    found[2].fields = {"only": 1}
+    assert found[2].fields == {"only": 1} and samples[2].fields.keys() == {"routes"}
+
+
+def refer_to_blob(found, blob):
+    """The samples with a blob that can be sent."""
+    for sample in found:
+        sample.__dict__["_group"].stored = blob
+    return found
 
 
 def test_copies_comparisons_and_batches_are_those_of_plain_samples():

@@ -9,13 +9,16 @@ import shutil
 import signal
 import threading
 import traceback
+from pathlib import Path
 
 import pytest
 
 from miles_core.errors import ConfigError, DataError, PlanError, WorkerLost
 from miles_runtime import remote_sample
+from miles_runtime.remote_tokens import StoredTokens
 from miles_runtime.rollout_worker import share_limit
 from miles_testing.doubles import apart
+from miles_tools.samples.files import read_rollouts
 
 STEPS = 3
 
@@ -118,24 +121,57 @@ def test_a_worker_that_hangs_is_replaced(run_apart, alone):
     assert apart.latest().restarts.used == 2
 
 
-def test_the_driver_receives_no_tokens(run_apart, monkeypatch):
-    """Requests go from the workers to the engines, and samples from the workers to the ranks."""
-    sent, kinds = [], []
-    plain, read = apart.ApartWorkers.send, remote_sample.read_samples
+@pytest.fixture
+def reads(monkeypatch):
+    """What this process reads of samples and of recorded values, each as (file, function) of the callers. In the real runtimes, ranks read
+    in another process."""
+    found = []
+
+    def record(plain):
+        def read(*args):
+            frames = [(Path(frame.filename).name, frame.name) for frame in traceback.extract_stack()]
+            if ("learner.py", "_batch") not in frames:
+                found.append(frames)
+            return plain(*args)
+
+        return read
+
+    monkeypatch.setattr(remote_sample, "read_samples", record(remote_sample.read_samples))
+    monkeypatch.setattr(StoredTokens, "values", record(StoredTokens.values))
+    return found
+
+
+def test_the_driver_receives_no_tokens(run_apart, alone, reads, monkeypatch):
+    """Requests go from the workers to the engines, and samples from the workers to the ranks and to the process that saves them."""
+    sent = []
+    plain = apart.ApartWorkers.send
 
     async def send(self, number, method, *args):
         sent.append((self.names[number].partition("-")[0], method))
         return await plain(self, number, method, *args)
 
-    def read_samples(stored):
-        kinds.append(any(frame.filename.endswith("train/learner.py") for frame in traceback.extract_stack()))
-        return read(stored)
-
     monkeypatch.setattr(apart.ApartWorkers, "send", send)
-    monkeypatch.setattr(remote_sample, "read_samples", read_samples)
-    run_apart(2, save_rollouts=False, save_interval=None, eval_interval=None, eval_prompt_data=None)
+    done = run_apart(2)
     assert ("engine", "post_of") in sent and ("engine", "post") not in sent
-    assert kinds and all(kinds), "something read samples outside of training"
+    assert [frames for frames in reads if not any(name == "rollout_worker.py" for name, _ in frames)] == []
+    assert rows(done) == rows(alone)
+    assert all(row["train_log_probs"] is not None and row["pieces"] for row in done.samples)
+    for one, other in zip(done.samples, alone.samples, strict=True):
+        for name in ("rollout_log_probs", "train_log_probs"):
+            assert one[name] == pytest.approx(other[name], abs=1e-4)
+    held_out, expected = (list(read_rollouts(each.directory, "eval")) for each in (done, alone))
+    assert [(s["step"], s["tokens"], s["pieces"]) for s in held_out] == [
+        (s["step"], s["tokens"], s["pieces"]) for s in expected
+    ]
+    assert expected
+
+
+def test_a_filter_that_reads_tokens_in_the_driver_is_noticed(run_apart, alone, reads, tmp_path):
+    """The control of the test above; the samples are saved all the same."""
+    (tmp_path / "filter.py").write_text("def keep(args, group):\n    return bool(group[0].tokens)\n")
+    done = run_apart(2, dynamic_sampling_filter_path=tmp_path / "filter.py")
+    assert any(("filter.py", "keep") in frames for frames in reads)
+    assert rows(done) == rows(alone)
 
 
 def test_engines_are_replaced_while_workers_use_them(run_apart, alone):
@@ -189,6 +225,8 @@ def test_a_run_is_resumed_with_another_number_of_workers(run_apart, toy_run, alo
     elsewhere = shutil.copytree(saved, tmp_path / saved.name)  # not in the run directory, whose options would be used
     again = toy_run(directory=tmp_path / "again", load=elsewhere, steps=STEPS, save_interval=1)
     assert rows(again) == [row for row in rows(alone) if row["step"] > 1]
+    with_workers = run_apart(2, load=tmp_path / "run")
+    assert rows(with_workers) == rows(alone), "the samples of the first step are those of the first run"
     last = f"checkpoints/step_0000000{STEPS}/"
     assert {n: f for n, f in checkpoints(again).items() if n.startswith(last)} == {
         n: f for n, f in checkpoints(alone).items() if n.startswith(last)

@@ -9,6 +9,7 @@ import ray
 from ray import exceptions
 
 from miles_core.plugin import MilesError
+from miles_ray.reader import RayReader
 from miles_runtime import Blob, Stored
 
 
@@ -31,6 +32,10 @@ class StoredBlob:
             raise MilesError(
                 "samples were lost together with the machine on which they were generated; resume the run from its last checkpoint"
             ) from error
+
+    def open_reader(self, target: str) -> RayReader:
+        """See ``RemoteStore``."""
+        return RayReader(target)
 
 
 class StoredBlobs(Sequence[Stored]):

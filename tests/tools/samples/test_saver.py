@@ -14,8 +14,9 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_tools.samples import saver as module
 from miles_tools.samples.files import read_rollouts, rollout_files
-from miles_tools.samples.rows import Row
-from miles_tools.samples.saver import Pieces, SampleSaver, divide
+from miles_tools.samples.pieces import Pieces
+from miles_tools.samples.rows import Row, divide
+from miles_tools.samples.saver import SampleSaver
 
 PARTS = """
 async def reward(args, sample):
@@ -206,6 +207,5 @@ def test_a_writer_that_cannot_write_stops_the_run_with_one_sentence(tmp_path, mo
 
 @pytest.mark.parametrize(("sizes", "parts"), [([5], 3), ([1, 1, 100, 1], 2), ([3] * 10, 4), ([0, 0], 8)])
 def test_rows_are_divided_without_loss(sizes, parts):
-    rows = [Row({"n": n}, {"tokens": np.zeros(size, np.int32)}) for n, size in enumerate(sizes)]
-    found = list(divide(rows, parts))
-    assert [row for part in found for row in part] == rows and 1 <= len(found) <= parts and all(found)
+    found = [sizes[part] for part in divide([1 + size for size in sizes], parts)]
+    assert [size for part in found for size in part] == sizes and 1 <= len(found) <= parts and all(found)

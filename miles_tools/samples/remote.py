@@ -1,0 +1,171 @@
+"""Writes samples that stay where they were produced. Other processes read them there (``remote_process``); the driver sends references.
+
+A process has no tokenizer: it requests the texts of tokens that it has not seen, each token once in a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles_core.data.sample import Sample
+from miles_core.errors import MilesError
+from miles_core.redact import secrets
+from miles_runtime.blob import Stored
+from miles_runtime.blob_reader import BlobReader, ReaderEnded, open_reader
+from miles_runtime.remote_sample import Reference, RemoteSample, StoredGroup, reference
+from miles_runtime.remote_tokens import RemoteTokens
+from miles_tools.samples.files import join_parts, part_files
+from miles_tools.samples.pieces import Pieces
+from miles_tools.samples.process import SHARE
+from miles_tools.samples.rows import RecordedTokens, Row, as_text, count_tokens, divide, make_row
+
+#: Samples that are prepared before the event loop continues with other tasks.
+_AT_ONCE = 512
+#: Tokens whose texts are looked up before the event loop continues with other tasks.
+_LOOKUPS = 128
+#: Makes the function of the processes.
+WRITER = "miles_tools.samples.remote_process:RowWriter"
+
+#: Reference to values that training recorded: their group and position, or the log-probs and advantages themselves.
+Recorded = tuple[Any, Any]
+#: A sample with recorded values and the name of its evaluation set; or a row, if the driver has read the sample.
+Entry = tuple[Reference, Recorded | None, str] | Row
+
+
+async def make_entries(step: int, samples: Sequence[tuple[Sample, RecordedTokens | None, str]]) -> list[Entry]:
+    """Return what is sent of each sample."""
+    entries: list[Entry] = []
+    for start in range(0, len(samples), _AT_ONCE):
+        entries += [_entry(step, *each) for each in samples[start : start + _AT_ONCE]]
+        await asyncio.sleep(0)
+    return entries
+
+
+def _entry(step: int, sample: Sample, trained: RecordedTokens | None, data_set: str) -> Entry:
+    if type(sample) is not RemoteSample:
+        return as_text(make_row(step, sample, trained, data_set))
+    if type(trained) is RemoteTokens:
+        return reference(sample), (trained.group, trained.position), data_set
+    return reference(sample), None if trained is None else (trained.log_probs, trained.advantages), data_set
+
+
+def _size(entry: Entry) -> int:
+    return count_tokens(entry) if isinstance(entry, Row) else 1 + entry[0][2][0]
+
+
+def _stored(entries: Sequence[Entry]) -> Stored:
+    """Return one of the blobs that the entries refer to; there is at least one."""
+    group: StoredGroup = next(entry for entry in entries if not isinstance(entry, Row))[0][0]
+    return group.stored
+
+
+class RemoteWriters:
+    """Writes files with the processes that read the samples.
+
+    Args:
+        pieces: texts of tokens.
+        most: maximum number of processes.
+
+    Attributes:
+        texts: passes requests for texts to the thread that owns the tokenizer.
+    """
+
+    def __init__(self, pieces: Pieces, most: int) -> None:
+        self.texts = TextRequests(pieces)
+        self._most = most
+        self._readers: list[BlobReader] = []
+
+    def write(self, part: Path, step: int, entries: Sequence[Entry]) -> None:
+        """Write samples to ``part``. Called in another thread than that of ``texts``. The samples are held until the file is complete.
+
+        Raises:
+            OSError: the file cannot be written.
+            MilesError: a process has ended, or samples cannot be read.
+        """
+        sizes = [_size(entry) for entry in entries]
+        shares = [entries[share] for share in divide(sizes, min(self._most, 1 + sum(sizes) // SHARE))]
+        while len(self._readers) < len(shares):
+            self._readers.append(open_reader(_stored(entries), WRITER))
+        files, busy = part_files(part, len(shares)), self._readers[: len(shares)]
+        try:
+            for reader, share, file in zip(busy, shares, files, strict=True):
+                reader.send((file, step, share, secrets(os.environ)))
+            for reader in busy:
+                if (unknown := reader.receive()) is not None:
+                    reader.send(self.texts.fetch(unknown))
+                    reader.receive()
+        except ReaderEnded as ended:
+            raise MilesError(
+                f"the process that saves samples {ended}; resume the run, or resume it with --no-save-rollouts"
+            ) from ended
+        except MilesError as error:
+            raise MilesError(f"the process that saves samples failed: {error}") from error
+        join_parts(files)
+
+    def close(self) -> None:
+        """End the processes."""
+        for reader in self._readers:
+            reader.close()
+        self._readers = []
+
+
+class TextRequests:
+    """Lets the thread that owns the tokenizer look up texts for another one: in its event loop, a few at a time, so that the loop stays
+    responsive; in ``wait_for`` when the loop has ended.
+
+    Attributes:
+        loop: the event loop.
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._requests: queue.SimpleQueue[tuple[np.ndarray, Future[dict[int, str]]] | None] = queue.SimpleQueue()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def fetch(self, tokens: Sequence[int]) -> dict[int, str]:
+        """Return the texts of tokens. Called in another thread."""
+        found: dict[int, str] = {}
+        for start in range(0, len(tokens), _LOOKUPS):
+            answer: Future[dict[int, str]] = Future()
+            self._requests.put((np.array(tokens[start : start + _LOOKUPS], np.int32), answer))
+            with suppress(RuntimeError):  # the event loop has ended
+                if self.loop is not None:
+                    self.loop.call_soon_threadsafe(self._look_up)
+            found |= self._result(answer)
+        return found
+
+    def wait_for(self, pending: Future[None]) -> None:
+        """Look up texts until ``pending`` is done, without an event loop. Errors of ``pending`` are not raised."""
+        pending.add_done_callback(lambda _: self._requests.put(None))
+        while (request := self._requests.get()) is not None:
+            self._answer(*request)
+
+    @staticmethod
+    def _result(answer: Future[dict[int, str]]) -> dict[int, str]:
+        """Wait for the answer unless the program ends, which waits for this thread."""
+        while threading.main_thread().is_alive():
+            with suppress(TimeoutError):
+                return answer.result(1.0)
+        raise MilesError("the run ended before its last samples were saved")
+
+    def _look_up(self) -> None:
+        with suppress(queue.Empty):
+            if (request := self._requests.get_nowait()) is not None:
+                self._answer(*request)
+
+    def _answer(self, tokens: np.ndarray, answer: Future[dict[int, str]]) -> None:
+        try:
+            self._pieces.add(tokens)
+            answer.set_result({token: self._pieces[token] for token in tokens.tolist()})
+        except Exception as error:
+            answer.set_exception(error)

@@ -1,0 +1,58 @@
+"""The function of a process that reads samples where they were produced and writes them to files. It imports no torch and no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles_runtime.remote_sample import resolve
+from miles_runtime.remote_tokens import RemoteTokens, StoredTokens
+from miles_tools.samples.pieces import Pieces
+from miles_tools.samples.rows import RecordedTokens, Row, make_row, pack, response_of
+
+
+class _Values:
+    """Recorded values that were sent with the reference to the sample."""
+
+    def __init__(self, log_probs: np.ndarray | None, advantages: np.ndarray | None) -> None:
+        self.log_probs, self.advantages = log_probs, advantages
+
+
+class RowWriter:
+    """Call it with (file, step, entries, secrets): it returns the tokens whose texts it needs, or None when the file is complete. Call
+    it with the texts of these tokens then, which completes the file. It does not hold samples longer."""
+
+    def __init__(self) -> None:
+        self._pieces = Pieces(None)
+        self._waiting: tuple[Path, list[Row], Sequence[str]] | None = None
+
+    def __call__(self, message: Any) -> list[int] | None:
+        """Handle a message. Raises OSError if the file cannot be written, DataError if samples cannot be read."""
+        if isinstance(message, dict):
+            self._pieces.update(message)
+            assert self._waiting is not None
+            job, self._waiting = self._waiting, None
+            self._write(*job)
+            return None
+        path, step, entries, secrets = message
+        rows = [entry if isinstance(entry, Row) else _read(step, *entry) for entry in entries]
+        unknown = self._pieces.take_unknown(np.concatenate([response_of(row) for row in rows]))
+        if unknown:
+            self._waiting = path, rows, secrets
+            return unknown
+        self._write(path, rows, secrets)
+        return None
+
+    def _write(self, path: Path, rows: Sequence[Row], secrets: Sequence[str]) -> None:
+        path.write_bytes(pack(rows, self._pieces, secrets))
+
+
+def _read(step: int, reference: Any, recorded: Any, data_set: str) -> Row:
+    """Convert a sample that ``remote`` refers to."""
+    trained: RecordedTokens | None = None
+    if recorded is not None:
+        trained = RemoteTokens(*recorded) if isinstance(recorded[0], StoredTokens) else _Values(*recorded)
+    return make_row(step, resolve(reference), trained, data_set)
