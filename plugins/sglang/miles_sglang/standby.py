@@ -101,7 +101,7 @@ class Pool:
                 standby.drop()
                 return usual(process)
 
-        SpawnProcess._Popen = staticmethod(start)  # type: ignore[method-assign]
+        SpawnProcess._Popen = staticmethod(start)  # type: ignore[method-assign, assignment]
 
     def take(self, process: Any) -> Standby | None:
         """Return an interpreter for a process; None if there is none. Logs what has changed if it cannot be used."""
@@ -162,26 +162,38 @@ class _Popen(popen_fork.Popen):
 
     def _launch(self, process: Any) -> None:
         data = io.BytesIO()
-        set_spawning_popen(self)
+        set_spawning_popen(self)  # type: ignore[arg-type]  # declared for the two classes of the standard library
         try:
             reduction.dump(spawn.get_preparation_data(process._name), data)
             reduction.dump(process, data)
         finally:
             set_spawning_popen(None)
         (sentinel, theirs), (reads, writes) = os.pipe(), os.pipe()
-        self.finalizer = util.Finalize(self, util.close_fds, (sentinel, writes))
+        self.finalizer = util.Finalize(self, _close, (sentinel, writes))
         try:
             # the interpreter keeps `theirs` open, so `sentinel` reports its end
-            _send(self._standby.connection, [reads, theirs, resource_tracker.getfd(), *self._fds])
+            _send(self._standby.connection, [reads, theirs, _tracker(), *self._fds])
         except OSError:
             self.finalizer()
             raise
         finally:
-            util.close_fds(theirs, reads)
+            _close(theirs, reads)
         self.pid, self.sentinel = self._standby.pid, sentinel
         self._standby.connection.close()
         with open(writes, "wb", closefd=False) as file:
             file.write(data.getbuffer())
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _tracker() -> int:
+    """Return the file descriptor of this process's resource tracker, which it starts if needed."""
+    descriptor = resource_tracker.getfd()
+    assert descriptor is not None
+    return descriptor
 
 
 def _send(connection: socket.socket, descriptors: list[int]) -> None:
@@ -204,5 +216,6 @@ def serve(descriptor: int, module: str) -> None:
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
-    reads, _theirs, resource_tracker._resource_tracker._fd, *_received[:] = found
+    reads, _theirs, tracker, *_received[:] = found
+    vars(resource_tracker._resource_tracker)["_fd"] = tracker
     sys.exit(spawn._main(reads, os.dup(reads)))
