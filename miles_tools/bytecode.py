@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
+__all__ = ["PACKAGES", "explain", "find_recompiled", "variables"]
+
 #: Large packages whose bytecode is looked for.
 PACKAGES = ("torch", "transformers")
 _DISABLED, _PREFIX = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
@@ -47,4 +49,4 @@ def variables(packages: Sequence[str], environment: Mapping[str, str] = os.envir
     if not environment.get(_DISABLED) or not find_recompiled(packages):
         return {}
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return {_DISABLED: None, _PREFIX: environment.get(_PREFIX) or str(cache / "miles" / "bytecode")}
+    return {_DISABLED: None, _PREFIX: environment.get(_PREFIX) or str(cache / "miles-core" / "bytecode")}

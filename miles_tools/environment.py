@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.redact import redact_values
-from miles_tools import bytecode
+from miles_tools.bytecode import explain
 
 PACKAGES = ("miles-core", "torch", "transformers", "numpy", "safetensors", "pluggy", "tokenizers")
 FILE = "environment.json"
@@ -74,7 +74,7 @@ def environment() -> Environment:
         packages={name: found for name in PACKAGES if (found := find_version(name))},
         gpus=gpus,
         no_gpu=no_gpu,
-        imports=bytecode.explain(),
+        imports=explain(),
     )
 
 
