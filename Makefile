@@ -1,6 +1,6 @@
 # Everything sets itself up: only Python 3.11-3.13 and make are needed.
 #   make demo    train a small MoE on this machine and write a report
-#   make test    lint, types and all tests
+#   make test    lint, types and all tests; also one by one: make lint, make types, make pytest
 #   make test-engines  the tests of SGLang and Megatron-Core that run on a CPU, with both installed
 #   make skipped what no run could execute, with the reason
 #   make oldest  what touches Transformers' modules, on the oldest Transformers supported
@@ -38,7 +38,7 @@ MARKS ?= thorough or not thorough
 # Where pytest writes what it skipped; tests/skipped.py reads these files.
 REPORTS ?= build/tests
 
-.PHONY: demo test oldest engines test-engines test-megatron test-sglang skipped lint types wheels docs install clean
+.PHONY: demo test pytest oldest engines test-engines test-megatron test-sglang skipped lint types wheels docs install clean
 
 install: $(STAMP)
 
@@ -46,9 +46,8 @@ $(STAMP): $(PROJECTS) Makefile
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; give one with make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)" $(BUILDERS)
-	$(PIP) --no-build-isolation -e ".[dev]"
 	$(BIN)/python tests/packaging/third_party.py $(PLUGINS) > $(VENV)/third-party.txt
-	$(PIP) -r $(VENV)/third-party.txt
+	$(PIP) --no-build-isolation -e ".[dev]" -r $(VENV)/third-party.txt
 	$(PIP) --no-deps --no-build-isolation $(foreach p,$(PLUGINS),-e ./$(p))
 	@touch $(STAMP)
 
@@ -70,7 +69,9 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-test: lint types
+test: lint types pytest
+
+pytest: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKS)" --junit-xml $(REPORTS)/all.xml $(TESTS)
 
 # The parts that touch Transformers' modules, on the oldest version supported (SGLang's pin), which shadows the installed one.

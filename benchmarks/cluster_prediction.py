@@ -125,6 +125,41 @@ def simulate(
     return {name: round(found[name], 4) for name in names}
 
 
+def compare(found: dict[str, Any], samples: int, separate: bool) -> list[dict[str, Any]]:
+    """Return a row for each measured number of a run, next to what the plan and the simulator predict for it.
+
+    Args:
+        found: parts of the result of ``cluster_run.py``; a step is the median, or with ``separate`` the mean after the first steps.
+        samples: samples per step.
+        separate: ranks and engines have GPUs of their own.
+    """
+    medians, plan, simulated = found["medians"], found["predicted"], found["simulated"]
+    seconds = plan["seconds"]
+    mean = found["steps_per_minute"] if separate else {}
+    step = 60 / mean["steps_per_minute"] if separate else medians["time/step"]
+    length = mean.get("rollout/length_mean", medians.get("rollout/length_mean", 0.0))
+    rows: list[tuple[str, float | None, float | None, float | None]] = [
+        ("rollout_seconds", medians.get("time/rollout"), seconds["rollout"], None),
+        ("train_seconds", medians.get("time/train"), seconds["train"], None),
+        ("moves_seconds", medians.get("time/colocate"), seconds["moves"], None),
+        ("sync_seconds", medians.get("time/sync"), seconds["sync"], None),
+        ("step_seconds", step, seconds["step"], simulated.get("seconds_per_step")),
+        ("tokens_per_second", samples * length / step, None, simulated.get("tokens_per_second")),
+        ("staleness", mean.get("rollout/staleness_mean"), None, simulated.get("staleness_mean")),
+    ]
+    peaks = sorted(found["run"]["peak_gb"], reverse=True)
+    planned = sorted((plan["engine_gb"], plan["trainer_gb"]), reverse=True) if separate else [plan["engine_gb"]]
+    rows += [
+        (f"peak_gb_{n}", peak, gigabytes, None) for n, (peak, gigabytes) in enumerate(zip(peaks, planned, strict=False))
+    ]
+    return [_row(*row) for row in rows if row[1] is not None]
+
+
+def _row(name: str, measured: float | None, planned: float | None, simulated: float | None) -> dict[str, Any]:
+    values = {"measured": measured, "planned": planned, "simulated": simulated}
+    return {"name": name} | {key: round(value, 3) for key, value in values.items() if value is not None}
+
+
 def parameters_of_config(c: Any) -> int:
     """Return the number of parameters of a Qwen3 mixture of experts."""
     hidden = c.hidden_size

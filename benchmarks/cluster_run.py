@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cluster_prediction import LONG_TAILED, predict, simulate
+from cluster_prediction import LONG_TAILED, compare, predict, simulate
 from measure import commit, finish, installed, options
 from sglang_engine import EXPERTS, VOCABULARY, word_tokenizer
 from sglang_step import workload
@@ -232,7 +232,11 @@ def used_memory() -> list[int]:
 def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
     """Return the medians over the steps, without the first two, which compile."""
     rows = steps[2:] or steps
-    names = [n for n in rows[0] if n.startswith(("time/", "mismatch/abs", "r3/", "sync/")) or n.endswith("per_second")]
+    names = [
+        n
+        for n in rows[0]
+        if n.startswith(("time/", "mismatch/abs", "r3/", "sync/", "rollout/length_mean")) or n.endswith("per_second")
+    ]
     return {name: round(statistics.median(row[name] for row in rows if name in row), 4) for name in names}
 
 
@@ -251,8 +255,8 @@ def lost_seconds(steps: list[dict[str, Any]]) -> list[float]:
     return [round(row["time/step"] - usual, 1) for row in steps[2:] if row["time/step"] > 2 * usual]
 
 
-def parts_of(given: Any, checkpoint: Path, directory: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the named parts of the result."""
+def parts_of(given: Any, checkpoint: Path, directory: Path, found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the named parts of the result, which the caller adds to ``found``."""
     flags, run = flags_of(given, checkpoint, directory), directory / "run"
     yield "flags", " ".join(flags).replace(str(directory), "DIR").replace(str(checkpoint), "MODEL")
     yield "run", drive(given, [sys.executable, "-m", "miles_core", "train", *flags], run)
@@ -270,6 +274,7 @@ def parts_of(given: Any, checkpoint: Path, directory: Path) -> Iterator[tuple[st
         predicted = predict(given, flags, statistics.median(row["rollout/length_mean"] for row in steps))
         yield "predicted", predicted
         yield "simulated", simulate(given, checkpoint, f"replay:{run}", predicted["seconds"], len(steps))
+        yield "comparison", compare(found, given.prompts * 8, given.separate)
     except Exception as error:  # a prediction that fails must not lose the measurements
         yield "prediction_failed", f"{type(error).__name__}: {error}"
 
@@ -309,7 +314,7 @@ def main() -> None:
         checkpoint = make_model(given.size, given.checkpoint or directory / "model", 2 if given.warm else None)
         gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else "none"
         found: dict[str, Any] = {"gpus": gpus, "commit": commit(), "parameters": parameters_of(checkpoint)}
-        for part, value in parts_of(given, checkpoint, directory):
+        for part, value in parts_of(given, checkpoint, directory, found):
             found[part] = value
             print(f"{part}: {json.dumps(value)[:2000]}", file=sys.stderr, flush=True)
             if given.out:

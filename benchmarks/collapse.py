@@ -6,11 +6,15 @@ first wrong one. There is no KL term; ``--updates`` optimizer steps per rollout 
 differ in the engine's and the trainer's number format and in the correction only; the arms of a seed share the warm start, the prompts and the
 seed of the samples. Arm ``bf16`` has no number format: what it loses, no correction of a rounded rollout can win back.
 
-Every run is one ``miles train`` in ``--out/LR-ARM-SEED``. A run that is complete with the same flags is not repeated, so the command may be
-stopped and given again.
-For each learning rate the table has the mean reward of the last tenth of the steps, the best mean over a tenth of the steps, and how many seeds
-collapsed (the last tenth below half of that seed's best tenth), with 95 % t-intervals over seeds; ``--plot`` draws reward and KL of every seed. The
-last line is one JSON object with the curves.
+Every run is one ``miles train`` in ``--out/LR-ARM-SEED``, in a process forked from this one (``forked_runs.py``). The command may be ended
+(SIGTERM, ``--limit``) and given again: a run that is complete with the same flags is not repeated, another one goes on from its last
+checkpoint, and larger ``--steps`` prolong complete runs. Result and plot are written every ``--every`` seconds, and at the end; until all runs
+are complete they hold the steps that exist, and ``complete`` is false. ``--summarize`` starts nothing.
+
+For each learning rate and arm the table has the mean reward of the last tenth of the steps, the best mean over a tenth of the steps, how many
+seeds collapsed (the last tenth below half of that seed's best tenth), and the difference of each seed's last tenth from that of ``bf16``, with
+95 % t-intervals over seeds. ``--plot`` draws reward and KL of every seed, and mean and interval of the seeds' means over a tenth of the steps.
+The last line is one JSON object with the curves.
 
 Run on a CPU: ``python benchmarks/collapse.py --out collapse --jobs 2 --save --plot collapse.svg``; on one GPU add ``--device cuda --jobs 9``.
 """
@@ -22,16 +26,25 @@ import json
 import math
 import os
 import random
-import shutil
 import statistics
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forked_runs import ForkedRun, prepare, run_all
 from measure import finish, installed, options
+
+Rows = list[dict[str, Any]]
+#: Imported before the first fork.
+MODEL = (
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "miles_fp8.format",
+    "miles_r3.hooks",
+    "miles_tis.hooks",
+    "miles_true_on_policy.hooks",
+)
 
 _FP8 = "--plugins fp8 --rollout-precision fp8 --emulate-precision"
 _BOTH = f"{_FP8} --train-precision fp8"
@@ -44,6 +57,8 @@ ARMS = {
     "unified": _BOTH,
     "true_on_policy": f"{_BOTH} --true-on-policy-mode",
 }
+#: Arms that start first.
+FIRST = ("true_on_policy", "bf16", "plain", "unified")
 #: Metrics whose curves the result keeps.
 CURVES = {
     "reward": "reward/mean",
@@ -101,55 +116,29 @@ def common(given: argparse.Namespace, seed: int, lr: float = 0.0) -> str:
         f"--rollout-max-response-len {given.length + 1} --num-steps-per-rollout {given.updates} --lr {lr} --weight-decay 0 "
         f"--adam-beta2 0.95 --clip-grad {given.clip_grad} --eps-clip {given.eps_clip} --eps-clip-high {given.eps_clip_high} "
         f"--use-dynamic-batch-size --max-tokens-per-gpu 32768 --max-running-requests 512 --device {given.device} --dtype bfloat16 "
-        f"--log-level error --no-save-rollouts --save-interval 1000000 --no-self-check --seed {seed} {given.more}"
+        f"--log-level error --no-save-rollouts --no-self-check --seed {seed} {given.more}"
     )
 
 
-def train(words: str, run: Path) -> None:
-    """One ``miles train`` in a process of its own; SystemExit with the end of its output if it fails."""
-    command = [sys.executable, "-m", "miles_core", "train", *words.split(), "--save", str(run)]
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise SystemExit(f"{run.name} failed:\n{done.stdout[-2000:]}")
-
-
-def warm_start(given: argparse.Namespace, seed: int) -> Path:
+def warm_start(given: argparse.Namespace, seed: int) -> ForkedRun:
     """The supervised start of a seed, which its arms share."""
     from miles_tools.demo.model import Size, make_checkpoint
 
     place = given.out / f"start-{seed}"
-    if not (place / "export" / "config.json").is_file():
-        size = Size(
-            given.hidden,
-            given.layers,
-            4,
-            2,
-            given.hidden // 4,
-            given.experts,
-            expert_hidden=given.hidden,
-            init_std=0.05,
-        )
-        make_checkpoint(place / "model", seed, size)
-        sft = f"--sft-data {given.out.resolve()}/task/demonstrations.jsonl --sft-steps {given.sft_steps} --sft-batch-size 256 --sft-lr 2e-3"
-        words = f"--hf-checkpoint {place}/model --num-rollout 0 {sft} --export-hf {place}/export {common(given, seed)}"
-        train(words, place / "run")
-    return Path(place / "export")
+    if not (place / "model" / "config.json").is_file():
+        head = given.hidden // 4
+        shape = Size(given.hidden, given.layers, 4, 2, head, given.experts, expert_hidden=given.hidden, init_std=0.05)
+        make_checkpoint(place / "model", seed, shape)
+    sft = f"--sft-data {given.out.resolve()}/task/demonstrations.jsonl --sft-steps {given.sft_steps} --sft-batch-size 256 --sft-lr 2e-3"
+    words = f"--hf-checkpoint {place}/model {sft} --export-hf {place}/export {common(given, seed)}"
+    threads = max(1, given.cores // len(given.seeds))
+    return ForkedRun(place / "run", words, 0, threads, place / "export" / "config.json")
 
 
-def learn(given: argparse.Namespace, lr: float, arm: str, seed: int) -> list[dict[str, Any]]:
-    """The metrics of one run, which is started unless it is complete."""
-    run = given.out / f"{lr}-{arm}-{seed}"
-    complete = run / "complete"
-    words = f"--hf-checkpoint {given.out}/start-{seed}/export --num-rollout {given.steps} {common(given, seed, lr)} {ARMS[arm]}"
-    if not complete.is_file() or complete.read_text() != words:
-        started = time.monotonic()
-        shutil.rmtree(run, ignore_errors=True)
-        train(words, run)
-        complete.write_text(words)
-        print(f"{run.name} {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if "reward/mean" in row]
+def run_of(given: argparse.Namespace, lr: float, arm: str, seed: int) -> ForkedRun:
+    """The run of an arm and a seed."""
+    words = f"--hf-checkpoint {given.out}/start-{seed}/export --save-interval 20 --keep 1 {common(given, seed, lr)} {ARMS[arm]}"
+    return ForkedRun(given.out / f"{lr}-{arm}-{seed}", words, given.steps, given.threads)
 
 
 def interval(values: list[float], digits: int = 4) -> list[float | None]:
@@ -160,53 +149,142 @@ def interval(values: list[float], digits: int = 4) -> list[float | None]:
     return [round(statistics.fmean(values), digits), round(half, digits)]
 
 
-def summarize(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """The row of an arm: its seeds' ends, best stretches and mismatch, and the curves."""
-    part = max(1, len(runs[0]) // 10)
-    rewards = [[row["reward/mean"] for row in run] for run in runs]
-    last = [statistics.fmean(curve[-part:]) for curve in rewards]
-    best = [max(statistics.fmean(curve[i : i + part]) for i in range(0, len(curve), part)) for curve in rewards]
+def smooth(curve: list[float], part: int) -> list[float]:
+    """Means over the last ``part`` steps."""
+    return [statistics.fmean(curve[max(0, i - part + 1) : i + 1]) for i in range(len(curve))]
+
+
+def summarize(runs: dict[int, Rows], reference: dict[int, Rows], steps: int) -> dict[str, Any]:
+    """The row of an arm: its seeds' ends, best stretches and mismatch, and the curves.
+
+    Args:
+        runs: seed -> the metrics of its steps so far, at least one.
+        reference: the same of the arm ``bf16``; seeds of equally many steps are compared.
+        steps: steps of a complete run.
+    """
+    part = max(1, steps // 10)
+    rewards = {seed: [row["reward/mean"] for row in run] for seed, run in runs.items()}
+    last = {seed: statistics.fmean(curve[-part:]) for seed, curve in rewards.items()}
+    best = {
+        seed: max(statistics.fmean(curve[i : i + part]) for i in range(0, len(curve), part))
+        for seed, curve in rewards.items()
+    }
+    plain = {s: statistics.fmean(row["reward/mean"] for row in run[-part:]) for s, run in reference.items()}
+    pairs = [last[s] - plain[s] for s, run in runs.items() if len(run) == len(reference.get(s, ()))]
     curves = {
-        key: [[float(f"{row.get(name, math.nan):.4g}") for row in run] for run in runs] for key, name in CURVES.items()
+        key: [[float(f"{row.get(name, math.nan):.4g}") for row in run] for run in runs.values()]
+        for key, name in CURVES.items()
     }
     return {
-        "reward_last": interval(last),
-        "reward_best": interval(best),
-        "collapsed": sum(a < b / 2 for a, b in zip(last, best, strict=True)),
+        "steps": [len(run) for run in runs.values()],
+        "reward_last": interval(list(last.values())),
+        "reward_best": interval(list(best.values())),
+        "minus_bf16": interval(pairs) if pairs else None,
+        "collapsed": sum(last[seed] < best[seed] / 2 for seed in runs),
         "kl_median": float(f"{statistics.median(x for c in curves['kl'] for x in c):.3g}"),
         "gap_largest": float(f"{max(x for c in curves['gap'] for x in c):.3g}"),
         "curves": curves,
     }
 
 
-def draw(tables: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw reward and KL of every seed, and the mean of each arm; one column per learning rate."""
+def tables_of(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Learning rate -> arm -> row, of the runs that have made a step."""
+    tables: dict[str, dict[str, Any]] = {}
+    for lr in given.lr:
+        rows = {arm: {s: run_of(given, lr, arm, s).rows() for s in given.seeds} for arm in given.arms}
+        found = {arm: {s: run for s, run in runs.items() if run} for arm, runs in rows.items()}
+        table = {arm: summarize(runs, found.get("bf16", {}), given.steps) for arm, runs in found.items() if runs}
+        if table:
+            tables[str(lr)] = table
+    return tables
+
+
+def draw(tables: dict[str, dict[str, Any]], path: Path, part: int) -> None:
+    """Draw reward and KL, one column per arm and two rows per learning rate: every seed, mean and 95 % interval of the seeds' means over the
+    last ``part`` steps, and the mean of ``bf16`` for comparison."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
+    arms = list(dict.fromkeys(arm for table in tables.values() for arm in table))
     figure, axes = pyplot.subplots(
-        2, len(tables), figsize=(7 * len(tables), 8), sharex=True, sharey="row", squeeze=False
+        2 * len(tables), len(arms), figsize=(2.6 * len(arms), 5 * len(tables)), sharex=True, sharey="row", squeeze=False
     )
-    for column, (lr, table) in enumerate(tables.items()):
-        for number, (arm, row) in enumerate(table.items()):
-            for panel, key in zip(axes[:, column], ("reward", "kl"), strict=True):
-                curves = row["curves"][key]
-                for curve in curves:
-                    panel.plot(curve, color=f"C{number}", alpha=0.25, linewidth=0.8)
-                means = [statistics.fmean(values) for values in zip(*curves, strict=True)]
-                panel.plot(means, color=f"C{number}", linewidth=1.8, label=arm)
-        axes[0, column].set(title=f"learning rate {lr}", ylim=(0, 1))
-        axes[1, column].set(xlabel="rollout", yscale="symlog")
-    axes[0, 0].set(ylabel="reward")
-    axes[0, 0].legend(ncols=2)
-    axes[1, 0].set(ylabel="KL of engine to trainer (k3)")
-    axes[1, 0].set_yscale("symlog", linthresh=1e-5)
+    for number, (lr, table) in enumerate(tables.items()):
+        for offset, key in enumerate(("reward", "kl")):
+            means = {arm: middle(row["curves"][key], part) for arm, row in table.items()}
+            for panel, arm in zip(axes[2 * number + offset], arms, strict=True):
+                if arm not in table:
+                    continue
+                for curve in table[arm]["curves"][key]:
+                    panel.plot(curve, color="C0", alpha=0.3, linewidth=0.6)
+                mean, low, high = means[arm]
+                panel.fill_between(range(len(low)), low, high, color="C0", alpha=0.2, linewidth=0)
+                if arm != "bf16" and "bf16" in means:
+                    panel.plot(means["bf16"][0], color="0.4", linewidth=1, linestyle="--")
+                panel.plot(mean, color="C0", linewidth=1.6)
+                panel.set_title(f"{arm}, {lr}", fontsize=9)
+        axes[2 * number, 0].set(ylabel="reward", ylim=(0, 1))
+        axes[2 * number + 1, 0].set(ylabel="KL of engine to trainer (k3)")
+        axes[2 * number + 1, 0].set_yscale("symlog", linthresh=1e-5)
+    for panel in axes[-1]:
+        panel.set(xlabel="rollout")
+    figure.tight_layout()
     figure.savefig(path)
+    pyplot.close(figure)
+
+
+def middle(curves: list[list[float]], part: int) -> tuple[list[float], list[float], list[float]]:
+    """Mean of the smoothed curves, and the ends of its 95 % t-interval (none for one curve), over the steps that all of them have."""
+    columns = [list(values) for values in zip(*(smooth(curve, part) for curve in curves), strict=False)]
+    found = [interval(values, 8) for values in columns]
+    wide = [(mean, half) for mean, half in found if mean is not None and half is not None]
+    return [statistics.fmean(c) for c in columns], [m - h for m, h in wide], [m + h for m, h in wide]
+
+
+def report(given: argparse.Namespace, last: bool) -> None:
+    """Write plot and result of what exists; the ``last`` report is printed, too."""
+    tables = tables_of(given)
+    if not tables:
+        return
+    if given.plot:
+        draw(tables, given.plot, max(1, given.steps // 10))
+    hidden = ("out", "plot", "save", "variant", "arms", "threads", "cores", "jobs", "limit", "every", "summarize")
+    settings = {name: value for name, value in vars(given).items() if name not in hidden}
+    done = all(r.is_complete() for r in arm_runs(given))
+    flags = {arm: ARMS[arm] for arm in given.arms}
+    result = {"settings": settings, "complete": done, "flags": flags, "learning_rates": tables}
+    for lr, table in tables.items() if last else ():
+        for arm, row in table.items():
+            print(f"{lr:<8} {arm:<15}", {k: v for k, v in row.items() if k != "curves"}, file=sys.stderr)
+    versions = partial(installed, "miles-core", "torch", "transformers")
+    finish("collapse", result, given.save, versions, given.variant, quiet=not last)
+
+
+def arm_runs(given: argparse.Namespace) -> list[ForkedRun]:
+    """All runs, in the order in which they start: one learning rate after the other, and first the arms without which the others say little."""
+    arms = sorted(given.arms, key=lambda arm: FIRST.index(arm) if arm in FIRST else len(FIRST))
+    return [run_of(given, lr, arm, seed) for lr in given.lr for arm in arms for seed in given.seeds]
 
 
 def main() -> None:
+    given = parse()
+    until = time.monotonic() + given.limit
+    try:
+        if not given.summarize:
+            prepare(*MODEL)
+            if not (given.out / "task" / "reward.py").is_file():
+                write_task(given.out / "task", given.length)
+            starts = [warm_start(given, seed) for seed in given.seeds]
+            if run_all(starts, len(starts), until):
+                run_all(arm_runs(given), given.jobs, until, given.every, lambda: report(given, False))
+    finally:
+        report(given, True)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = options(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory of the runs")
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="none: only the warm starts")
@@ -228,26 +306,14 @@ def main() -> None:
     parser.add_argument("--more", default="", help="further flags of miles train")
     parser.add_argument("--plot", type=Path, help="SVG file for the curves")
     parser.add_argument("--variant", default="", help="part of the result file's name, such as a device")
-    given = parser.parse_args()
-    write_task(given.out / "task", given.length)
-    with ThreadPoolExecutor(given.jobs) as pool:
-        list(pool.map(lambda seed: warm_start(given, seed), given.seeds))
-        # the slow arms first, so that no core waits for the last of them
-        keys = [(lr, arm, seed) for arm in given.arms[::-1] for seed in given.seeds for lr in given.lr]
-        found = dict(zip(keys, pool.map(lambda key: learn(given, *key), keys), strict=True))
-    tables = {
-        str(lr): {arm: summarize([found[lr, arm, seed] for seed in given.seeds]) for arm in given.arms}
-        for lr in given.lr
-    }
-    for lr, table in tables.items():
-        for arm, row in table.items():
-            print(f"{lr:<8} {arm:<15}", {k: v for k, v in row.items() if k != "curves"}, file=sys.stderr)
-    if given.plot and given.arms:
-        draw(tables, given.plot)
-    hidden = ("out", "plot", "save", "variant", "arms", "threads")
-    settings = {name: value for name, value in vars(given).items() if name not in hidden}
-    result = {"settings": settings, "flags": {arm: ARMS[arm] for arm in given.arms}, "learning_rates": tables}
-    finish("collapse", result, given.save, lambda: installed("miles-core", "torch", "transformers"), given.variant)
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="threads of all warm starts together")
+    parser.add_argument(
+        "--limit", type=float, default=1e9, help="seconds after which running runs are ended with a checkpoint"
+    )
+    parser.add_argument("--every", type=float, default=60, help="seconds between results of runs that are not complete")
+    parser.add_argument("--summarize", action="store_true", help="start nothing; summarize the runs that exist")
+    parser.set_defaults(threads=1)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,28 +1,30 @@
 """Memory and time of a training step with experts in host memory (`--offload-experts`), and equality of the results.
 
     python benchmarks/experts.py                                        # CPU: a tiny model, equality
-    python benchmarks/experts.py --device cuda --hidden 2048 --layers 16 --experts 32 --inner 768 --tokens 4096   # one GPU
+    python benchmarks/experts.py --device cuda --hidden 2048 --layers 6 --experts 16 --inner 1024 --tokens 4096   # one GPU, a minute
 
-Every mode runs in a process of its own: some optimizer steps of one trainer on random samples, each of several micro-batches. The weights
-after the last step are compared by a digest.
+Every mode runs in a process of its own, forked from one that has imported the packages: some optimizer steps of one trainer on random
+samples, each of several micro-batches. The weights after the last step are compared by a digest. The result has the seconds of each mode's
+phases: ``load``, ``offload`` (copies of the experts to pinned host memory), ``trainer`` (master weights), ``first step`` (which allocates gradients
+and moments), ``steps`` and ``digest``.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forked import Clock, in_fork
 from measure import finish, installed, options
-from random_model import make_checkpoint
+from random_model import import_family, make_checkpoint
 
 #: Mode -> (offload, recompute activations).
 MODES = {
@@ -33,7 +35,7 @@ MODES = {
 }
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(given: argparse.Namespace, mode: str, checkpoint: Path) -> dict[str, Any]:
     """Train some steps in this process."""
     import torch
 
@@ -44,13 +46,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from miles_experts.offload import offload_experts
 
     torch.set_num_threads(given.threads)
-    offload, recompute = MODES[given.mode]
-    cuda = given.device == "cuda"
-    model = load_model(given.checkpoint, given.dtype, given.device)
+    offload, recompute = MODES[mode]
+    cuda, clock = given.device == "cuda", Clock()
+    model = load_model(checkpoint, given.dtype, given.device)
     for parameter in model.parameters():  # products on a CPU round by the alignment of their operands
         parameter.data = parameter.data.clone()
+    clock.note("load")
     if offload:
         offload_experts(model)
+        clock.note("offload")
     config = TrainerConfig(OptimizerConfig(lr=1e-4, clip_grad=1.0), micro_batch_size=1, recompute=recompute)
     trainer = EmbeddedTrainer(model, config)
 
@@ -59,25 +63,31 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         return Loss(-output.log_probs.sum() / given.tokens)
 
     trainer.bind(Callbacks(trainer.forward, loss, trainer.optimizer_step))
+    clock.note("trainer")
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(2, 60, (given.tokens,), generator=generator).tolist() for _ in range(given.micro_batches)]
     batch = collate([Sample(tokens=row, response_length=given.tokens - 1, index=n) for n, row in enumerate(rows)])
     seconds, norms = [], []
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(given.steps + 1):
+    for number in range(given.steps + 1):
+        if number == 1:
+            clock.note("first step")
         start = time.perf_counter()
         norms.append(trainer.step(batch)["train/grad_norm"][0])
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+    clock.note("steps")
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    clock.note("digest")
     found = {
         "seconds": float(f"{statistics.median(seconds[1:]):.4g}"),
         "norms": norms,
         "digest": digest.hexdigest()[:16],
+        "phases": clock.phases,
     }
     if cuda:
         found |= {
@@ -102,23 +112,17 @@ def compare(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -
         "max_position_embeddings": max(given.tokens, 128),
     }
     found: dict[str, Any] = {}
+    clock = Clock()
+    import_family("qwen3_moe")
+    clock.note("imports")
     with tempfile.TemporaryDirectory() as directory:
-        make_checkpoint("qwen3_moe", Path(directory, "model"), sizes, given.device)
+        checkpoint = Path(directory, "model")
+        make_checkpoint("qwen3_moe", checkpoint, sizes, given.device)
+        clock.note("checkpoint")
         for mode in MODES:
-            words = [
-                sys.executable,
-                __file__,
-                *sys.argv[1:],
-                "--worker",
-                "--mode",
-                mode,
-                "--checkpoint",
-                f"{directory}/model",
-            ]
-            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-            lines = done.stdout.splitlines()
             # without offloading, a model may not fit into the GPU's memory: that is a result, too
-            found[mode] = json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.returncode}
+            found[mode] = in_fork(partial(measure, given, mode, checkpoint))
+            clock.note(mode)
             here = found[next(m for m in MODES if MODES[m] == (False, MODES[mode][1]))]
             if MODES[mode][0] and "digest" in here and "digest" in found[mode]:
                 same = (here["digest"], here["norms"]) == (found[mode]["digest"], found[mode]["norms"])
@@ -141,13 +145,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after one more")
     parser.add_argument("--variant", default="", help="end of the result file's name")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    for name in ("--mode", "--checkpoint"):
-        parser.add_argument(name, default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.worker:
-        print(json.dumps(measure(given)))
-        return
     versions = ("miles-core", "miles-plugin-experts", "torch", "transformers")
     result: dict[str, Any] = {}
 

@@ -6,9 +6,10 @@ measured. Intervals are 95 % of Student's t over the seeds.
 
 ``--memory`` measures the largest resident memory of two steps of a larger random model (``--hidden``, ``--layers``), above that of an idle process,
 for full training, adapters, a base in INT4 or FP8, and four policies over one base, in a process each. With ``--device cuda`` it measures the GPU's
-memory instead, and the time of a training step. It needs no network. On one GPU:
+memory instead, and the time of a training step: the median of ``--turns`` after two that warm up (seconds are comparable with ``--memory-jobs 1``
+only). It needs no network. On one GPU:
 
-    python benchmarks/lora.py --modes --memory --device cuda --hidden 2048 --layers 24 --answer 512 --samples 32 --save
+    python benchmarks/lora.py --modes --memory --device cuda --hidden 2048 --layers 12 --answer 128 --samples 64 --save
 
 ``lora_trl.py`` compares adapters with TRL and peft. The last line of the output is one JSON object.
 """
@@ -25,12 +26,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forked import Clock, in_fork
 from formats_in_the_loop import train, warm_start
 from measure import finish, installed, options
-from random_model import make_checkpoint
+from random_model import import_family, make_checkpoint
 from seeds import change_of, mean_of, work_in_processes
 
 RANK, ALPHA = 16, 32
@@ -156,6 +159,8 @@ MEMORY: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"lora_target_modules": "all-linear", "lora_rank": RANK, "lora_sync": "adapter"},
     ),
 }
+#: Steps of a memory measurement that are not timed.
+WARM_UP = 2
 POLICIES = ("a", "b", "c", "d")
 TURNS = f"""
 from miles_core.plugin import hookimpl
@@ -166,7 +171,7 @@ def on_sample(run, sample):
 """
 
 
-def hold(given: argparse.Namespace) -> dict[str, Any]:
+def hold(given: argparse.Namespace, mode: str, checkpoint: str) -> dict[str, Any]:
     """Some steps of a run in this process: the memory that it took, and the seconds that its training took per step."""
     import torch
 
@@ -175,8 +180,8 @@ def hold(given: argparse.Namespace) -> dict[str, Any]:
     from miles_testing import toy_run
 
     torch.set_num_threads(given.threads)
-    plugins, flags = MEMORY[given.mode]
-    more: dict[str, Any] = {"hf_checkpoint": given.checkpoint, "dtype": "bfloat16", "save_rollouts": False, **flags}
+    plugins, flags = MEMORY[mode]
+    more: dict[str, Any] = {"hf_checkpoint": checkpoint, "dtype": "bfloat16", "save_rollouts": False, **flags}
     more |= {
         "device": given.device,
         "rollout_max_response_len": given.answer,
@@ -185,7 +190,7 @@ def hold(given: argparse.Namespace) -> dict[str, Any]:
     if given.device == "cuda":
         more.pop("emulate_precision", None)
     with tempfile.TemporaryDirectory() as directory:
-        if "four" in given.mode:
+        if "four" in mode:
             (Path(directory) / "four.yaml").write_text(json.dumps({"policies": {name: {} for name in POLICIES}}))
             (Path(directory) / "turns.py").write_text(TURNS)
             plugins, more = (
@@ -193,16 +198,16 @@ def hold(given: argparse.Namespace) -> dict[str, Any]:
                 {**more, "config": f"{directory}/four.yaml", "rollout_batch_size": 4},
             )
         idle, start = resident(), time.perf_counter()
-        done = toy_run(plugins, Path(directory) / "run", steps=3, **more)
+        done = toy_run(plugins, Path(directory) / "run", steps=WARM_UP + given.turns, **more)
         peak, after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, resident()
-    if len(done.metrics) != 3:  # a signal, such as a time limit, stops a run after a complete step
-        raise SystemExit(f"{given.mode}: stopped after {len(done.metrics)} of 3 steps")
-    print(f"{given.mode}: {describe_time(done.metrics, time.perf_counter() - start)}", file=sys.stderr, flush=True)
-    seconds = [m["time/train"] for m in done.metrics[1:] if "time/train" in m]
+    if len(done.metrics) != WARM_UP + given.turns:  # a signal, such as a time limit, stops a run after a complete step
+        raise SystemExit(f"{mode}: stopped after {len(done.metrics)} of {WARM_UP + given.turns} steps")
+    print(f"{mode}: {describe_time(done.metrics, time.perf_counter() - start)}", file=sys.stderr, flush=True)
     gaps = [value for name, value in done.metrics[-1].items() if name.endswith("mismatch/abs_log_prob")]
     found: dict[str, Any] = {"abs_log_prob": float(f"{statistics.mean(gaps):.4g}")}
-    if seconds:  # of several policies each has its own
-        found["train_seconds"] = float(f"{statistics.median(seconds):.4g}")
+    for phase in ("train", "rollout", "step"):
+        seconds = [m[f"time/{phase}"] for m in done.metrics[WARM_UP:]]
+        found[f"{phase}_seconds"] = float(f"{statistics.median(seconds):.4g}")
     if given.device == "cuda":
         return found | {
             "gpu": torch.cuda.get_device_name(),
@@ -238,21 +243,36 @@ def memory(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) ->
         "vocab_size": 4096,
     }
     found: dict[str, Any] = {}
+    clock = Clock()
+    alone = given.device == "cuda" and given.memory_jobs == 1
+    if alone:
+        import_family("qwen3")
+        clock.note("imports")
     with tempfile.TemporaryDirectory() as directory:
-        found["parameters"] = make_checkpoint("qwen3", Path(directory, "model"), sizes, given.device)
+        checkpoint = f"{directory}/model"
+        found["parameters"] = make_checkpoint("qwen3", Path(checkpoint), sizes, given.device)
+        clock.note("checkpoint")
+
+        def take(mode: str, numbers: dict[str, Any]) -> None:
+            found[mode] = numbers
+            print(f"memory  {mode:<30}", numbers, file=sys.stderr, flush=True)
+            keep({"parameters": found["parameters"], **{m: found[m] for m in MEMORY if m in found}})
+
+        if alone:
+            for mode in given.memory_modes:
+                take(mode, in_fork(partial(hold, given, mode, checkpoint)))
+                clock.note(mode)
+            return
         with ThreadPoolExecutor(given.memory_jobs) as pool:
-            waiting = [pool.submit(measure_memory, given, mode, directory) for mode in given.memory_modes]
+            waiting = [pool.submit(measure_memory, given, mode, checkpoint) for mode in given.memory_modes]
             for done in as_completed(waiting):
-                mode, numbers = done.result()
-                found[mode] = numbers
-                print(f"memory  {mode:<30}", numbers, file=sys.stderr, flush=True)
-                keep({"parameters": found["parameters"], **{m: found[m] for m in MEMORY if m in found}})
+                take(*done.result())
 
 
-def measure_memory(given: argparse.Namespace, mode: str, directory: str) -> tuple[str, dict[str, Any]]:
-    """Run ``hold`` in a process."""
-    words = [sys.executable, __file__, "--worker", "hold", "--mode", mode, "--checkpoint", f"{directory}/model"]
-    words += ["--threads", str(given.threads), "--device", given.device]
+def measure_memory(given: argparse.Namespace, mode: str, checkpoint: str) -> tuple[str, dict[str, Any]]:
+    """Run ``hold`` in a new interpreter."""
+    words = [sys.executable, __file__, "--worker", "hold", "--mode", mode, "--checkpoint", checkpoint]
+    words += ["--threads", str(given.threads), "--device", given.device, "--turns", str(given.turns)]
     words += ["--answer", str(given.answer), "--samples", str(given.samples)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     # a mode that does not fit into the memory is a result, too
@@ -273,6 +293,7 @@ def main() -> None:
     parser.add_argument(
         "--memory-jobs", type=int, default=1, help="memory measurements at the same time, which slows each down"
     )
+    parser.add_argument("--turns", type=int, default=2, help="timed steps of a memory measurement")
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size of that model")
     parser.add_argument("--layers", type=int, default=8, help="its layers")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the memory measurement")
@@ -284,8 +305,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        work = {"hold": hold}.get(given.worker, learn)
-        print(json.dumps(work(given)))
+        done = hold(given, given.mode, given.checkpoint) if given.worker == "hold" else learn(given)
+        print(json.dumps(done))
         return
     result: dict[str, Any] = {
         n: getattr(given, n) for n in ("seeds", "steps", "warm_start", "lr", "lr_lora", "threads")
@@ -296,7 +317,9 @@ def main() -> None:
         finish(Path(__file__).stem, result, given.save, lambda: installed(*versions), given.variant, quiet)
 
     def keep(found: dict[str, Any]) -> None:
-        sizes = {name: getattr(given, name) for name in ("hidden", "layers", "answer", "samples", "memory_jobs")}
+        sizes = {
+            name: getattr(given, name) for name in ("hidden", "layers", "answer", "samples", "memory_jobs", "turns")
+        }
         result["memory"] = {**sizes, **found}
         save(quiet=True)
 

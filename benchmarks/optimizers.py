@@ -3,7 +3,8 @@
 Run on a CPU: ``python benchmarks/optimizers.py --save``; on a GPU: ``python benchmarks/optimizers.py --model dense --groups 16 --parts step --save
 --variant gpu`` (needs ``plugins/optimizers`` and torchao). Two parts:
 
-- ``step``: a random BF16 model (``--model``, as in ``sglang_engine.py``), each optimizer in a process of its own. Bytes of FP32 masters and
+- ``step``: a random BF16 model (``--model``, as in ``sglang_engine.py``), each optimizer in a process of its own, forked from one that has imported
+  the packages. Bytes of FP32 masters and
   optimizer state on the device between steps and during a step, bytes in a checkpoint, seconds of the optimizer step and of the whole step
   (medians of ``--turns`` after two that warm up), and on a GPU the largest allocated memory of a whole step.
   ``offloaded``: with ``--offload-optimizer``; ``recomputed``: with ``--activation-checkpointing``; ``fp16``: an
@@ -15,17 +16,18 @@ Run on a CPU: ``python benchmarks/optimizers.py --save``; on a GPU: ``python ben
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forked import Clock, in_fork
 from measure import finish, installed, options
+from random_model import import_family
 
 NAMES = ("adamw", "muon", "adamw8bit", "adamw-offload")
 #: Sides of the part ``step``.
@@ -53,12 +55,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the part learning (default: 3)")
     parser.add_argument("--steps", type=int, default=60, help="steps of the part learning (default: 60)")
     parser.add_argument("--variant", default="", help="end of the result file's name")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.worker:
-        print(json.dumps(measure(given)))
-        return
     result: dict[str, Any] = {"model": given.model}
 
     def save(quiet: bool) -> None:
@@ -81,17 +78,20 @@ def every_step(given: argparse.Namespace, directory: Path) -> Iterator[tuple[str
     """Measure each side in a process of its own."""
     from sglang_engine import make_model
 
-    checkpoint = make_model(given.model, directory)
+    clock = Clock()
+    import_family("qwen3_moe" if given.model == "moe" else "qwen3")
+    clock.note("imports")
+    made = in_fork(lambda: str(make_model(given.model, directory)))
+    if isinstance(made, dict):
+        raise SystemExit("no model was made; see above")
+    clock.note("checkpoint")
     for side in given.sides:
-        words = [sys.executable, __file__, "--worker", side, "--checkpoint", str(checkpoint)]
-        words += ["--turns", str(given.turns), "--groups", str(given.groups), "--threads", str(given.threads)]
-        words += ["--max-tokens", str(given.max_tokens)]
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-        failed = {"failed": done.returncode}
-        yield side, json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else failed
+        found = in_fork(partial(measure, given, side, directory))
+        clock.note(side)
+        yield side, found
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(given: argparse.Namespace, side: str, checkpoint: Path) -> dict[str, Any]:
     """Whole steps of one optimizer in this process."""
     import torch
     from embedded_training import make_batch
@@ -104,8 +104,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(given.threads)
     on_gpu = torch.cuda.is_available()
-    name, _, more = given.worker.partition(" ")
-    model = load_model(given.checkpoint, "float16" if more == "fp16" else "bfloat16", "cuda" if on_gpu else "cpu")
+    name, _, more = side.partition(" ")
+    model = load_model(checkpoint, "float16" if more == "fp16" else "bfloat16", "cuda" if on_gpu else "cpu")
     config = OptimizerConfig(lr=1e-6)
     settings = TrainerConfig(
         config,
@@ -134,7 +134,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             wholes.pop(), seconds.pop()
             skipped += 1
             if skipped > SKIPS:
-                raise SystemExit(f"{given.worker}: {skipped} steps overflowed")
+                raise SystemExit(f"{side}: {skipped} steps overflowed")
     optimizer = trainer.optimizer
     between = sum(t.untyped_storage().nbytes() for t in optimizer.memory())
     peak = torch.cuda.max_memory_allocated() if on_gpu else None

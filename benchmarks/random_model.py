@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from forked import in_fork
 
-CODE = """
-import torch
-from miles_testing import tiny_checkpoint
-torch.set_default_device({device!r})
-tiny_checkpoint({family!r}, {directory!r}, dtype="bfloat16", **{sizes!r})
-"""
+
+def import_family(family: str) -> None:
+    """Import Transformers' model and the embedded trainer, so that forked processes find them imported."""
+    import transformers
+
+    import miles_core.launch  # noqa: F401
+    import miles_embedded.engine.engine
+    import miles_embedded.trainer.trainer  # noqa: F401
+    from miles_testing.tiny import FAMILIES
+
+    getattr(transformers, FAMILIES[family][0].replace("Config", "ForCausalLM"))
 
 
 def make_checkpoint(family: str, directory: Path, sizes: Mapping[str, Any], device: str = "cpu") -> int:
@@ -28,8 +31,25 @@ def make_checkpoint(family: str, directory: Path, sizes: Mapping[str, Any], devi
         sizes: entries of the configuration.
         device: device of the computation.
     """
-    code = CODE.format(device=device, family=family, directory=str(directory), sizes=dict(sizes))
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+    def make() -> int:
+        import torch
+
+        from miles_testing import tiny_checkpoint
+
+        torch.set_default_device(device)
+        tiny_checkpoint(family, directory, dtype="bfloat16", **sizes)
+        return _count(directory)
+
+    count = in_fork(make)
+    if isinstance(count, dict):
+        raise SystemExit(f"no {family} was made of {dict(sizes)}; see above")
+    return int(count)
+
+
+def _count(directory: Path) -> int:
+    from safetensors import safe_open
+
     count = 0
     for file in directory.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:

@@ -3,9 +3,9 @@
 A random BF16 model of ``sglang_engine.py``. Each variant is an engine in a process of its own: ``plain``; ``deterministic``
 (``enable_deterministic_inference``: batch-invariant kernels); ``on_policy_target`` (also ``rl_on_policy_target=fsdp``: norms, rotary
 embedding, activation and logits as in Transformers, residuals in FP32); ``transformers`` (``deterministic`` with the model's Transformers code,
-``model_impl=transformers``); ``shared_kernels`` (the same with the trainer's kernels, ``sglang_shared_kernels.py``; dense models only). An engine
-samples 32 prompts x 64 tokens together, and scores them together and one by one. The trainer scores the same tokens as it is, with
-``true_on_policy``, and in FP32.
+``model_impl=transformers``); ``shared_kernels`` (the same with the trainer's kernels, ``sglang_shared_kernels.py``). An engine
+samples 32 prompts x 64 tokens together, and scores them together and one by one. The embedded trainer scores the same tokens as it is, with
+``true_on_policy``, and in FP32. ``--trainer megatron`` adds the Megatron trainer on one rank.
 
 Mean and largest |difference| in nats, and the share of tokens that differ at all:
 
@@ -13,6 +13,7 @@ Mean and largest |difference| in nats, and the share of tokens that differ at al
 - ``phase``: sampled and scored (decoding against a prompt);
 - ``engine_rounding``, ``trainer_rounding``: each side, scored alone, against FP32;
 - ``engine_trainer`` and ``engine_exact_trainer``: what a run sees, and with the trainer's batch dependence removed;
+- ``engine_megatron``, ``megatron_rounding``, ``megatron_exact_trainer``: the Megatron trainer against the engine, FP32 and the exact trainer;
 - ``replaced``: the modules that use the trainer's kernels.
 
 The last line is one JSON object.
@@ -84,12 +85,8 @@ async def sample_and_score(given: argparse.Namespace) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def score(model: Any, tokens: list[Any], rows: int) -> np.ndarray:
-    """The embedded trainer's log-probabilities [tokens]."""
-    from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
-
-    trainer = EmbeddedTrainer(model, TrainerConfig(micro_batch_size=rows))
-    trainer.bind(Callbacks(trainer.forward, lambda *_: None, trainer.optimizer_step))  # type: ignore[arg-type]
+def score(trainer: Any, tokens: list[Any]) -> np.ndarray:
+    """A trainer's log-probabilities [tokens]."""
     samples = [
         Sample(tokens=p + r, response_length=len(r), loss_mask=[1] * len(r), index=i, group_index=i)
         for i, (p, r) in enumerate(tokens)
@@ -97,6 +94,12 @@ def score(model: Any, tokens: list[Any], rows: int) -> np.ndarray:
     batch = collate(samples)
     found: np.ndarray = trainer.log_probs(batch, "old")["log_probs"].float().cpu()[batch.mask != 0].numpy()
     return found
+
+
+def bind(trainer: Any) -> Any:
+    """Let a trainer score without training."""
+    trainer.bind(Callbacks(trainer.forward, lambda *_: None, trainer.optimizer_step))  # type: ignore[arg-type]
+    return trainer
 
 
 def compare(one: Any, two: Any) -> dict[str, float]:
@@ -109,30 +112,54 @@ def compare(one: Any, two: Any) -> dict[str, float]:
     }
 
 
-def load_trainers(checkpoint: Path) -> dict[str, Any]:
-    """The trainer's model as it is, with ``true_on_policy``, and in FP32."""
+def load_trainers(checkpoint: Path, megatron: bool) -> dict[str, Any]:
+    """The embedded trainer as it is, with ``true_on_policy``, and in FP32; the Megatron trainer if wanted."""
     from miles_embedded import load_model
+    from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
     from miles_true_on_policy.hooks import make_invariant
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = {"plain": "bfloat16", "exact": "bfloat16", "wide": "float32"}
     models = {name: load_model(checkpoint, dtype, device) for name, dtype in dtypes.items()}
     make_invariant(models["exact"])
-    return models
+    trainers = {name: bind(EmbeddedTrainer(model, TrainerConfig(micro_batch_size=8))) for name, model in models.items()}
+    return trainers | ({"megatron": load_megatron(checkpoint)} if megatron else {})
+
+
+def load_megatron(checkpoint: Path) -> Any:
+    """The Megatron trainer of one rank."""
+    from miles_core.format import Codec
+    from miles_core.trainer import OptimizerConfig
+    from miles_megatron import families
+    from miles_megatron.sizes import Sizes
+    from miles_megatron.trainer.groups import start_groups
+
+    sizes = Sizes(ranks=1)
+    world = start_groups(sizes, 0)
+    from miles_megatron.trainer.settings import Settings
+    from miles_megatron.trainer.trainer import MegatronTrainer
+
+    settings = Settings(adamw=OptimizerConfig(1e-5), dtype=torch.bfloat16, micro_batch_size=8, longest=2048)
+    config = families.read(json.loads((checkpoint / "config.json").read_text()))
+    return bind(MegatronTrainer(config, sizes, world, checkpoint, settings, codec=Codec()))
 
 
 def summarize(found: dict[str, Any], trainers: dict[str, Any]) -> dict[str, Any]:
     """All comparisons of one variant."""
-    plain, exact, wide = (score(trainers[name], found["tokens"], 8) for name in ("plain", "exact", "wide"))
-    return {
-        "batch": compare(found["alone"], found["together"]),
-        "phase": compare(found["sampled"], found["together"]),
-        "engine_rounding": compare(found["alone"], wide),
-        "trainer_rounding": compare(exact, wide),
-        "engine_trainer": compare(found["sampled"], plain),
-        "engine_exact_trainer": compare(found["sampled"], exact),
-        "replaced": found["replaced"],
+    scores = {name: score(trainer, found["tokens"]) for name, trainer in trainers.items()}
+    pairs = {
+        "batch": (found["alone"], found["together"]),
+        "phase": (found["sampled"], found["together"]),
+        "engine_rounding": (found["alone"], scores["wide"]),
+        "trainer_rounding": (scores["exact"], scores["wide"]),
+        "engine_trainer": (found["sampled"], scores["plain"]),
+        "engine_exact_trainer": (found["sampled"], scores["exact"]),
     }
+    if "megatron" in scores:
+        pairs["engine_megatron"] = (found["sampled"], scores["megatron"])
+        pairs["megatron_rounding"] = (scores["megatron"], scores["wide"])
+        pairs["megatron_exact_trainer"] = (scores["megatron"], scores["exact"])
+    return {name: compare(*sides) for name, sides in pairs.items()} | {"replaced": found["replaced"]}
 
 
 def run_variant(name: str, given: argparse.Namespace, checkpoint: Path, place: Path) -> dict[str, Any]:
@@ -155,6 +182,7 @@ def run_variant(name: str, given: argparse.Namespace, checkpoint: Path, place: P
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--model", choices=("dense", "moe", "tiny"), default="dense")
+    parser.add_argument("--trainer", choices=("embedded", "megatron"), default="embedded", help="megatron: both")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument(
         "--memory", type=float, default=0.6, help="SGLang's mem_fraction_static; its cache has 32768 tokens in any case"
@@ -166,6 +194,7 @@ def main() -> None:
     given = parser.parse_args()
     for name, value in (("requests", 256), ("vocabulary", base.VOCABULARY), ("tokens", TOKENS), ("precision", "bf16")):
         setattr(given, name, value)
+    given.routes = False
     given.fp8_gemm, given.eager, given.deterministic, given.bucket = "", True, False, 512
     if given.worker:
         found = asyncio.run(sample_and_score(given))
@@ -175,7 +204,7 @@ def main() -> None:
         checkpoint = base.make_model(given.model, Path(directory) / "model")
         with ThreadPoolExecutor(len(given.variants)) as pool:
             runs = {pool.submit(run_variant, name, given, checkpoint, Path(directory)): name for name in given.variants}
-            trainers, rows = load_trainers(checkpoint), {}
+            trainers, rows = load_trainers(checkpoint, given.trainer == "megatron"), {}
             for run in as_completed(runs):
                 found = run.result()
                 row = rows[runs[run]] = found if "error" in found else summarize(found, trainers)
@@ -187,7 +216,7 @@ def main() -> None:
         result,
         given.save,
         lambda: installed("miles-core", "torch", "transformers", "sglang"),
-        given.model,
+        given.model + ("-megatron" if given.trainer == "megatron" else ""),
     )
 
 

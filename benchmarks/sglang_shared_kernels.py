@@ -2,7 +2,8 @@
 
 SGLang runs the model's Transformers code (``model_impl=transformers``) and keeps its scheduler, cache and sampler. This module replaces what
 decides the last bit of a log-probability: matrix products, norms, rotations, gates, attention, the output layer and the log-softmax are the
-functions of the embedded trainer with ``--true-on-policy-mode``. Keys and values are read from SGLang's cache.
+functions of the embedded trainer with ``--true-on-policy-mode``, and so are experts, with the weights of SGLang's fused layers. Keys and
+values are read from SGLang's cache.
 
 SGLang calls ``install`` in each of its processes through the entry point ``sglang.srt.plugins``, which ``register`` writes.
 """
@@ -76,8 +77,16 @@ def _replace_steps(backbone: Any) -> None:
     rotary = backbone.rotary_emb
     with torch.device("cpu"):
         rotary.inv_freq = type(rotary)(rotary.config).inv_freq.to(device)  # the trainer computes them on the CPU
+    experts = [module for module in backbone.modules() if type(module).__name__ == "TransformersFusedMoE"]
+    for module in experts:
+        module.forward = partial(_mix, table.experts, module.experts)
     compute_inside(backbone)
-    print(f"shared kernels: {done}, {len(norms)} norms", flush=True)
+    print(f"shared kernels: {done}, {len(norms)} norms, {len(experts)} layers of experts", flush=True)
+
+
+def _mix(compute: Callable[..., Tensor], layer: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Experts of a fused layer: ``w13_weight`` holds gate and up [experts, 2 * inner, hidden], ``w2_weight`` [experts, hidden, inner]."""
+    return compute(hidden, index.long(), weights, layer.w13_weight.data, layer.w2_weight.data)
 
 
 def _normalize(norm: Callable[[Tensor, Tensor, float], Tensor], module: Any, x: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ at once; the trainer scores them in micro-batches of 1, 3 and all samples, with 
 Formats: two steps of a toy run whose engine and trainer compute in the format, emulated; the larger ``mismatch/abs_log_prob``, a mean over
 tokens.
 
+Native: the same in BF16 with the GPU's FP8 products (``--device cuda``), at first with the plain choice of kernels, then with
+``--fp8-fixed-order`` and the plugin.
+
 Time: the step of ``grpo_step.py`` with and without the plugin, in two processes that take turns; with ``--device cuda`` that of its GPU
 models ``--models``, and ``--only kernels`` compares the plugin's products and attention with the libraries'. The last line is one JSON object.
 """
@@ -136,6 +139,28 @@ def format_gap(family: str, name: str, dtype: str, device: str, plugins: list[st
     return max(record["mismatch/abs_log_prob"] for record in run.metrics)
 
 
+def measure_native() -> dict[str, Any]:
+    """Family -> bfloat16 -> largest ``mismatch/abs_log_prob`` of two steps with native FP8 products, without and with the plugin."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
+    both: Any = {"rollout_precision": "fp8", "train_precision": "fp8", "quantized_product": "native"}
+    table: dict[str, Any] = {}
+    for family in ("qwen3", "qwen3_moe"):
+        gaps = []
+        for plugins, more in ((["fp8"], {}), (["fp8", "true_on_policy"], {"fp8_fixed_order": True})):
+            options: Any = {
+                "sizes": sizes,
+                "dtype": "bfloat16",
+                "device": "cuda",
+                "rollout_max_response_len": 24,
+                **more,
+            }
+            run = toy_run(plugins, family=family, **options, **both)
+            gaps.append(max(record["mismatch/abs_log_prob"] for record in run.metrics))
+        table[family] = {"bfloat16": gaps}
+        print(family, "native fp8", gaps, file=sys.stderr, flush=True)
+    return table
+
+
 def measure_time(given: argparse.Namespace, gpu: str = "") -> dict[str, Any]:
     """Seconds of a step of both sides, turn by turn after the warm-up; ``gpu``: a model of ``grpo_step.py --gpu``. After ``given.limit``
     seconds no further turn begins, if at least three were measured."""
@@ -182,7 +207,7 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=2, help="unmeasured turns of each side")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no turn of a model begins")
     parser.add_argument(
-        "--only", nargs="+", choices=("families", "formats", "time", "kernels"), help="measure only these"
+        "--only", nargs="+", choices=("families", "formats", "native", "time", "kernels"), help="measure only these"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), metavar="FAMILY")
@@ -208,9 +233,11 @@ def main() -> int:
 
         parts["time"] = lambda: {model: measure_time(given, model) for model in given.models}
         parts["kernels"] = measure_kernels
+        parts["native"] = measure_native
     result = {name: measure() for name, measure in parts.items() if given.only is None or name in given.only}
     tables = [
         *result.get("families", {}).values(),
+        *result.get("native", {}).values(),
         *(f for t in result.get("formats", {}).values() for f in t.values()),
     ]
     inexact = [row for row in tables if isinstance(row, dict) and any(exact for _, exact in row.values())]

@@ -44,9 +44,8 @@ operations and keeps residuals in FP32: it is nearer to FP32 and further from th
 same kernels: `shared_kernels` (`benchmarks/sglang_shared_kernels.py` inside SGLang) with `true_on_policy` in the trainer. Against the trainer
 without the plugin, that variant keeps a gap of two BF16 computations.
 
-This was measured for a dense model and the embedded trainer; other sizes of decode batches were not compared. The shared kernels belong to the
-benchmark: no option of a run selects them, and a run with `--engine sglang` refuses `true_on_policy`. Mixtures of experts and the Megatron
-trainer were not measured this way.
+Other sizes of decode batches were not compared. The shared kernels belong to the benchmark: no option of a run selects them, and a run with
+`--engine sglang` refuses `true_on_policy`.
 """
 UNKNOWN = """\
 ## Does the gap matter?
@@ -60,7 +59,8 @@ COLLAPSE = """\
 
 A small mixture of experts learns running sums, first from a careless teacher and then by GRPO without a KL term, with eight optimizer steps per
 rollout (`benchmarks/collapse.py`). Arms differ in the number formats of engine and trainer, and in the correction; FP8 is emulated, and `bf16`
-has no number format. Rewards are means of three seeds with 95 % t-intervals. A seed collapsed if its last tenth is below half of its best tenth.
+has no number format. Rewards are means over seeds with 95 % t-intervals, and "minus bf16" is the mean difference of the last tenth from that of
+`bf16` with the same seed. A seed collapsed if its last tenth is below half of its best tenth.
 """
 
 
@@ -102,6 +102,18 @@ def newest(pattern: str) -> dict[str, Any] | None:
     return {"file": found[-1].name, **json.loads(found[-1].read_text(encoding="utf-8"))} if found else None
 
 
+def native() -> list[str]:
+    """Return a table of native FP8 products; nothing if they were not measured."""
+    found = newest("true_on_policy-????-??-??-native-gpu.json")
+    if found is None:
+        return []
+    lines = ["| native FP8 products, BF16, H100 | without | with the plugin and `--fp8-fixed-order` |", "|---|--:|--:|"]
+    for family, row in found["native"].items():
+        plain, exact = row["bfloat16"]
+        lines.append(f"| {family} | {plain:.1g} | {exact:.2g} |")
+    return [*lines, "", f"Results: `{found['file']}` (commit {found['commit']}).", ""]
+
+
 def times() -> list[str]:
     """Return the section of step times on a GPU; nothing if they were not measured."""
     found = newest("true_on_policy-????-??-??-time-gpu.json")
@@ -128,9 +140,9 @@ def times() -> list[str]:
 
 def sglang(model: str) -> list[str]:
     """Return the section of SGLang's gap for a model of the benchmark; nothing if it was not measured."""
-    found = newest(f"sglang_exact-????-??-??-{model}.json")
+    found = newest(f"sglang_exact-????-??-??-{model}*.json")
     if found is None:
-        return []
+        return [f"Not measured for `{model}`.", ""]
     columns = {
         "alone and together": "batch",
         "sampled and scored": "phase",
@@ -146,7 +158,24 @@ def sglang(model: str) -> list[str]:
             continue
         cells = [f"{row[name]['mean']:.3g}" for name in columns.values()]
         lines.append(f"| `{variant}` | {' | '.join(cells)} | {row['engine_exact_trainer']['differing']:.1%} |")
-    return [*lines, "", f"Results: `{found['file']}` (commit {found['commit']}).", ""]
+    return [*lines, "", *megatron(model, found["gaps"]), f"Results: `{found['file']}` (commit {found['commit']}).", ""]
+
+
+def megatron(model: str, gaps: dict[str, Any]) -> list[str]:
+    """Return the table of the Megatron trainer on the same tokens; a sentence if it was not measured."""
+    rows = {variant: row for variant, row in gaps.items() if "engine_megatron" in row}
+    if not rows:
+        return [f"The Megatron trainer was not measured for `{model}`.", ""]
+    columns = {
+        "SGLang and Megatron": "engine_megatron",
+        "Megatron and FP32": "megatron_rounding",
+        "Megatron and exact trainer": "megatron_exact_trainer",
+    }
+    lines = [f"| {model}, Megatron trainer | {' | '.join(columns)} |", "|---|" + "--:|" * 3]
+    for variant, row in rows.items():
+        cells = [f"{row[name]['mean']:.3g}" for name in columns.values()]
+        lines.append(f"| `{variant}` | {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 def collapse() -> list[str]:
@@ -155,17 +184,27 @@ def collapse() -> list[str]:
     if found is None:
         return []
     lines = [
-        "| learning rate | arm | reward of the last tenth | best tenth | seeds that collapsed | median KL | largest gap |",
-        "|--:|---|--:|--:|--:|--:|--:|",
+        "| learning rate | arm | steps of each seed | reward of the last tenth | best tenth | minus bf16 | seeds that collapsed "
+        "| median KL | largest mean gap of a step |",
+        "|--:|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for lr, table in found["learning_rates"].items():
         for arm, row in table.items():
+            pairs = row["reward_last"], row["reward_best"], row["minus_bf16"]
             ends = [
-                f"{mean:.3f}" + ("" if half is None else f" ± {half:.3f}")
-                for mean, half in (row["reward_last"], row["reward_best"])
+                "-" if pair is None else f"{pair[0]:.3f}" + ("" if pair[1] is None else f" ± {pair[1]:.3f}")
+                for pair in pairs
             ]
-            cells = [*ends, str(row["collapsed"]), f"{row['kl_median']:.2g}", f"{row['gap_largest']:.2g}"]
+            cells = [
+                ", ".join(map(str, row["steps"])),
+                *ends,
+                str(row["collapsed"]),
+                f"{row['kl_median']:.2g}",
+                f"{row['gap_largest']:.2g}",
+            ]
             lines.append(f"| {lr} | `{arm}` | {' | '.join(cells)} |")
+    if not found["complete"]:
+        lines += ["", "Not all runs are complete: compare arms with equal steps only."]
     return [*lines, "", f"Results: `{found['file']}` (commit {found['commit']}).", ""]
 
 
@@ -174,13 +213,11 @@ def render() -> str:
     families = table("family", "families", dict)
     formats = table("family and format", "formats", by_format)
     heading = "## Number formats\n\nEngine and trainer compute in the format, emulated; the mean of |Δ log p| over the tokens of a step."
-    lines = [INTRODUCTION, "## Model families", "", *families, "", heading, "", *formats, ""]
-    engines = [*sglang("dense"), *sglang("moe")]
+    lines = [INTRODUCTION, "## Model families", "", *families, "", heading, "", *formats, "", *native()]
     seconds = times()
     if seconds:
         lines += [TIMES, *seconds]
-    if engines:
-        lines += [SGLANG, *engines, SWITCHES]
+    lines += [SGLANG, *sglang("dense"), *sglang("moe"), SWITCHES]
     curves = collapse()
     lines += [COLLAPSE, *curves] if curves else [UNKNOWN]
     return "\n".join(lines)

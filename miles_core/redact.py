@@ -48,7 +48,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(rf"(?i)((?:^|\s)--{_ENTRY}\s+)(?!-)[^\s\"',]+"), rf"\1{MARK}"),
 )
 #: Occurs in every text that one of the patterns matches: most texts are none of these, and the search is quick.
-_SUSPECT = re.compile(r"(?i)[=:]|--|bearer|basic")
+_SUSPECT = re.compile(r"(?i)[=:]|--[\w\-]+\s|bearer|basic")
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:

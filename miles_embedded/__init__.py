@@ -17,7 +17,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to keep a base under adapters: ``mark_constant``, ``encode_weights``, ``share_weights``, ``full_values``, ``make_model``;
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
-- to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``;
+- to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``, ``hand_over_gradient``;
 - to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``, ``trainer_parts``,
   ``trainer_usage``, ``engine_usage``;
 - to count the tokens of each expert: ``ExpertLoads``, summed with ``sum_over_ranks``;
@@ -96,6 +96,7 @@ if TYPE_CHECKING:
         codes_of,
         full_values,
         gather_tensor,
+        hand_over_gradient,
         is_constant,
         local_shard,
         mark_constant,
@@ -157,6 +158,7 @@ __all__ = [
     "find_routed",
     "full_values",
     "gather_tensor",
+    "hand_over_gradient",
     "has_windows",
     "head",
     "is_constant",
@@ -225,7 +227,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
         "miles_embedded.model.parts": "backbone decoder_layers head text_configuration",
-        "miles_embedded.model.storage": "codes_of full_values gather_tensor is_constant local_shard mark_constant mark_hosted",
+        "miles_embedded.model.storage": "codes_of full_values gather_tensor hand_over_gradient is_constant local_shard mark_constant mark_hosted",
         "miles_embedded.quantized.encoded": "EncodedParameter encode_weights share_weights",
         "miles_embedded.model.examine": "examine",
         "miles_embedded.model.gpu_operations": "with_row_kernels",

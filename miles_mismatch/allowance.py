@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from miles_mismatch.agreement import STRETCH, Agreement
 
 #: dtype -> relative error of the output of a layer. In FP32 it comes from another order of summation; BF16 rounds each of about ten results
-#: per layer to 2^-9.
-DTYPES = {"float32": 1e-5, "bfloat16": 7e-3}
+#: per layer to 2^-9, FP16 to 2^-12.
+DTYPES = {"float32": 1e-5, "float16": 9e-4, "bfloat16": 7e-3}
 #: Dtype of cached keys and values -> relative error (root mean square of half a unit in the last place, for 3 and 2 mantissa bits).
 CACHES = {"": 0.0, "bfloat16": 2e-3, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06}
 #: Limits per unit of rounding, and constant terms.

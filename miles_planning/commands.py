@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.plugin import ConfigError, Facts
 from miles_planning.hardware import check_hardware
 from miles_planning.launch.command import KINDS, add_options, write_file
+from miles_planning.packages import PARTS, check_packages, read_option
 from miles_planning.workload import Workload
 from miles_tools.commands.plan import USAGE, collect_facts, make_parser
 from miles_tools.commands.plan import run as show_plan
@@ -18,13 +19,11 @@ if TYPE_CHECKING:
     from miles_core.config.config import Config
     from miles_planning.search import Task
 
-#: Parts that a search chooses if they are not set.
-_PARTS = {"--runtime": "ray", "--engine": "sglang", "--trainer": "megatron"}
-
 
 def plan(argv: Sequence[str]) -> int:
     """Implement ``miles plan``: with ``--search`` a search of layouts, else the plan of a run."""
     check_hardware(argv)
+    check_packages(argv, "--search" in argv)
     if "--search" not in argv:
         return show_plan(argv)
     parser = make_parser(USAGE, "Search the layouts of a run.")
@@ -61,7 +60,7 @@ def make_task(options: Any, rest: Sequence[str]) -> tuple[Task, Config, list[str
     from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
     from miles_planning.search import Task
 
-    chosen = [f"{flag}={value}" for flag, value in _PARTS.items() if not _has(rest, flag)]
+    chosen = [f"{flag}={value}" for flag, value in PARTS.items() if read_option(rest, flag) is None]
     config = load([*rest, *chosen])
     if config.model.hf_checkpoint is None:
         raise ConfigError("--search: give the model with --hf-checkpoint (a directory with config.json is enough)")
@@ -75,10 +74,6 @@ def make_task(options: Any, rest: Sequence[str]) -> tuple[Task, Config, list[str
     assert model is not None  # ``facts_for`` has read it
     work, notes = _workload(facts, options)
     return Task(facts, requested, catalogue, model, work), config, notes
-
-
-def _has(argv: Sequence[str], flag: str) -> bool:
-    return any(word == flag or word.startswith(f"{flag}=") for word in argv)
 
 
 def _workload(facts: Facts, options: Any) -> tuple[Workload, list[str]]:

@@ -8,15 +8,14 @@ from miles_core.plugin import ConfigError
 
 
 def check_hardware(argv: Sequence[str]) -> None:
-    """Refuse a cluster of several kinds of GPUs, for example ``8xH100,8xH200`` or ``8xH100+8xH200``."""
+    """Refuse a cluster of several kinds of GPUs, for example ``8xH100,8xH200``, ``8xH100+8xH200`` or two
+    options."""
     words = [*argv, ""]
-    given = [
-        words[i + 1] if word == "--hardware" else word for i, word in enumerate(argv) if word.startswith("--hardware")
-    ]
-    for word in given:
-        hardware = word.removeprefix("--hardware=")
-        if any(mark in hardware for mark in ",+;"):
-            raise ConfigError(
-                f"--hardware {hardware}: a run needs GPUs of one kind, because all ranks and engines wait for the slowest and must fit "
-                "the smallest; plan for one kind, or for the weakest with the number of all"
-            )
+    given = [words[i + 1] for i, word in enumerate(argv) if word == "--hardware"]
+    given += [word.partition("=")[2] for word in argv if word.startswith("--hardware=")]
+    kinds = list(dict.fromkeys(given))
+    if len(kinds) > 1 or any(mark in hardware for hardware in kinds for mark in ",+;& "):
+        raise ConfigError(
+            f"--hardware {' and '.join(kinds)}: a run needs GPUs of one kind, because all ranks and engines wait for the slowest and must "
+            "fit the smallest; plan for one kind, or for the weakest with the number of all"
+        )

@@ -144,6 +144,8 @@ class TrainerWorkers(Workers):
         over_time: 1 while it trains, over time.
     """
 
+    apart = False  # what it records crosses no process
+
     def __init__(self, setup: Setup, ledger: Ledger, engines: EngineWorkers) -> None:
         super().__init__(["trainer-0"], trains=True)
         self.setup, self.ledger, self.engines = setup, ledger, engines

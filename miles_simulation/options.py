@@ -33,7 +33,9 @@ class SimulationConfig:
     )
     gpu: str = option("H100", flag="--gpu", help="kind of GPU, for the computed speeds", metavar="NAME")
     trainer_gpus: int = option(8, flag="--trainer-gpus", help="GPUs that train", ge=1)
-    engine_gpus: int = option(8, flag="--engine-gpus", help="GPUs that generate; with --colocate, the trainer's", ge=1)
+    engine_gpus: int | None = option(
+        None, flag="--engine-gpus", help="GPUs that generate (default: 8; with --colocate, the trainer's)", ge=1
+    )
     engine_size: int = option(1, flag="--engine-size", help="GPUs of one engine", ge=1)
     model_config: str | None = option(
         None, flag="--model-config", help="config.json of the model, for the computed speeds", metavar="FILE"

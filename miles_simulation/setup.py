@@ -62,7 +62,11 @@ def parse_setup(config: Config) -> Setup:
     """
     options: SimulationConfig = config.plugin(NAME)
     shared = config.run.colocate
-    engine_gpus = options.trainer_gpus if shared else options.engine_gpus
+    engine_gpus = options.engine_gpus or (options.trainer_gpus if shared else 8)
+    if shared and engine_gpus != options.trainer_gpus:
+        raise ConfigError(
+            f"--engine-gpus {engine_gpus}: with --colocate engines run on the {options.trainer_gpus} GPUs of --trainer-gpus; leave it out"
+        )
     if engine_gpus % options.engine_size:
         flag = "--trainer-gpus (shared with --colocate)" if shared else "--engine-gpus"
         raise ConfigError(f"{flag} {engine_gpus} is not a multiple of --engine-size {options.engine_size}")
@@ -85,7 +89,7 @@ def parse_setup(config: Config) -> Setup:
         _speed(options, longest),
         lengths,
         engine_gpus // options.engine_size,
-        options.trainer_gpus if shared else options.trainer_gpus + options.engine_gpus,
+        options.trainer_gpus if shared else options.trainer_gpus + engine_gpus,
         engine_gpus,
         options.trainer_gpus,
         -(-longest // options.resolution),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.redact import redact_values
+from miles_tools.bytecode import explain
 
 PACKAGES = ("miles-core", "torch", "transformers", "numpy", "safetensors", "pluggy", "tokenizers")
 FILE = "environment.json"
@@ -43,6 +44,7 @@ class Environment:
         packages: installed distribution -> version.
         gpus: NVIDIA GPUs.
         no_gpu: reason why there are none.
+        imports: reason why imports are slow; empty if none was found.
     """
 
     python: str
@@ -53,6 +55,7 @@ class Environment:
     packages: dict[str, str]
     gpus: tuple[Gpu, ...]
     no_gpu: str
+    imports: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -71,6 +74,7 @@ def environment() -> Environment:
         packages={name: found for name in PACKAGES if (found := find_version(name))},
         gpus=gpus,
         no_gpu=no_gpu,
+        imports=explain(),
     )
 
 

@@ -72,7 +72,10 @@ LAYERS: list[dict[str, str]] = [
 #: Compiled helpers, and what attaches to core as a third party would.
 TOOLS: list[dict[str, str]] = [
     {
-        "environment": "core: redact",
+        "bytecode": "",
+    },
+    {
+        "environment": "bytecode core: redact",
         "output_file": "core: errors redact",
         "progress": "core: observe",
         "sinks": "core: errors redact contracts",

@@ -73,6 +73,7 @@ PUBLIC += (
     "miles_chat",
     "miles_planning",
     "miles_runtime",
+    "miles_tools.bytecode",
     "miles_tools.convert",
     "miles_tools.http_client",
     "miles_tools.native",

@@ -29,7 +29,7 @@ def put_samples(store: Store, name: str, samples: Sequence[Sample]) -> None:
         columns = [column for sample in samples if (column := getattr(sample, key)) is not None]
         if columns:
             tensors[f"columns.{key}"] = _tensor(np.concatenate(columns), key)
-    rows = []
+    rows = bytearray()
     for position, sample in enumerate(samples):
         row = {each.name: getattr(sample, each.name) for each in dataclasses.fields(sample)}
         row |= {key: None if row[key] is None else len(row[key]) for key in COLUMNS}
@@ -37,8 +37,8 @@ def put_samples(store: Store, name: str, samples: Sequence[Sample]) -> None:
         for key, value in row.items():
             if key != "fields":
                 row[key] = _plain(value, f"sample {sample.index}: {key}")
-        rows.append(json.dumps(row))
-    tensors["rows"] = torch.from_numpy(np.frombuffer("\n".join(rows).encode(), np.uint8).copy())
+        rows += json.dumps(row).encode() + b"\n"
+    tensors["rows"] = torch.from_numpy(np.frombuffer(rows, np.uint8))
     store.put(name, tensors)
 
 

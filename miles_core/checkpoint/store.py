@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.checkpoint.tensor_file import write_tensors
-from miles_core.data.strict_json import encode_json
+from miles_core.data.strict_json import load_strict_json
 from miles_core.data.world import ALONE, World
 from miles_core.errors import CheckpointError
 
@@ -60,7 +60,8 @@ class Store:
         if self.world.rank and not sharded:
             return
         try:
-            text = encode_json({"data": data, "tensors": bool(tensors)})
+            # not json.dumps, during which other threads, such as the event loop, wait
+            pieces = list(json.JSONEncoder().iterencode({"data": data, "tensors": bool(tensors)}))
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"checkpoint entry {name!r}: its data is not JSON ({error})") from error
         base = self._base(name, f".{self.world.rank}-of-{self.world.size}" if sharded else "")
@@ -68,7 +69,8 @@ class Store:
         if tensors:
             write_tensors(tensors, Path(f"{base}.safetensors"))
         # Written last: an entry exists only once its JSON file does.
-        Path(f"{base}.json").write_text(text, encoding="utf-8")
+        with Path(f"{base}.json").open("w", encoding="utf-8") as out:
+            out.writelines(pieces)
 
     def get(self, name: str) -> tuple[dict[str, Tensor], Any]:
         """Read an entry, or this rank's part of a sharded entry. Returns (tensors on the CPU, data).
@@ -139,7 +141,8 @@ def _check_name(name: str) -> None:
 
 def _read(base: Path) -> tuple[dict[str, Tensor], Any]:
     try:
-        entry = json.loads(Path(f"{base}.json").read_text(encoding="utf-8"))
+        # for each object it calls Python, where the event loop may take over; ``json.loads`` alone keeps it waiting
+        entry = load_strict_json(Path(f"{base}.json").read_text(encoding="utf-8"))
         tensors: dict[str, Tensor] = {}
         if entry["tensors"]:
             from safetensors.torch import load_file

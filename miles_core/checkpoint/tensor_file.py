@@ -8,6 +8,7 @@ to seal a checkpoint. It can also copy the tensors to host memory and write them
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.checkpoint.digest import CHUNK, FileDigest, digest_files, flush, hash_bytes, hash_threads, join_chunks
-from miles_core.data.strict_json import encode_json
 from miles_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: A view of memory, and the object that owns the memory.
 _Piece = tuple[memoryview, object]
+#: Bytes of a system call, during which no other thread runs on its core.
+_BLOCK = 1 << 20
 #: Maximum number of chunks in memory that wait for the disk.
 _WAITING = 32
 
@@ -59,6 +61,8 @@ class Saving:
         else:
             copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
             self._files[file] = self._thread.submit(_write, copies, file)
+            for _ in range(len(copies)):  # one after the other: the event loop waits while memory is released
+                self._thread.submit(copies.popitem)
 
     def add(self, files: Iterable[Path]) -> None:
         """Flush and hash files that were written in another way."""
@@ -136,7 +140,7 @@ def _header(ordered: list[tuple[str, Tensor]]) -> bytes:
                 f"the tensor {name!r} has the type {tensor.dtype}, which a safetensors file cannot hold"
             )
         entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = encode_json(entries).encode()
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -169,7 +173,7 @@ def _write_chunk(descriptor: int, start: int, pieces: list[_Piece]) -> bytes:
     first = start
     for rest, _ in pieces:
         while len(rest):
-            count = os.pwrite(descriptor, rest, start)
+            count = os.pwrite(descriptor, rest[:_BLOCK], start)
             rest, start = rest[count:], start + count
     if hasattr(os, "posix_fadvise"):  # starts to write the pages to the disk, which takes place while others are hashed
         os.posix_fadvise(descriptor, first, start - first, os.POSIX_FADV_DONTNEED)

@@ -161,4 +161,4 @@ def find_rule_violations(facts: Iterable[Fact]) -> Iterator[str]:
 
 
 def _format_values(facts: Iterable[Fact]) -> str:
-    return " and ".join(f"{fact.flag} is {show(fact.value)} ({fact.origin})" for fact in facts)
+    return " and ".join(f"{fact.flag} is {show(fact.value) or 'none'} ({fact.origin})" for fact in facts)

@@ -295,7 +295,7 @@ def _merge_choices(shared: list[Option]) -> tuple[Option, ...]:
     choices: tuple[Any, ...] = ()
     if all(option.choices for option in shared):
         choices = tuple(dict.fromkeys(choice for option in shared for choice in option.choices))
-    return tuple(dataclasses.replace(option, choices=choices) for option in shared)
+    return tuple(o if o.choices == choices else dataclasses.replace(o, choices=choices) for o in shared)
 
 
 def _require_equal(flag: str, what: str, first: Option, other: Option, left: Any, right: Any) -> None:

@@ -9,14 +9,15 @@ A trainer may use any layout of tokens (packed, padded, shared prompts); it read
 Reductions over columns take the number of tokens of each sample in ``lengths [samples]``. Their sums use float64 and a fixed order within
 each sample, so that a value does not depend on the other samples in the batch or micro-batch.
 
-Metrics are (sum, weight) pairs: they can be added over micro-batches, steps and ranks before a single division at the end.
+Metrics are (sum, weight) pairs: they can be added over micro-batches, steps and ranks before a single division at the end. Where a name
+ends in ``_max``, the first number is a maximum of values that are never negative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -271,16 +272,16 @@ class Unmasked:
         return values
 
 
-#: A sum or a weight: a float, or a tensor of one element.
-T = TypeVar("T")
-
-
-def add(into: dict[str, tuple[T, T]], more: Mapping[str, tuple[T, T]]) -> None:
-    """Add the pairs of ``more`` to those of ``into`` by name; sums and weights are floats or one-element tensors."""
-    pairs: dict[str, tuple[Any, Any]] = into
+def add(into: dict[str, tuple[Any, Any]], more: Mapping[str, tuple[Any, Any]]) -> None:
+    """Add the pairs of ``more`` to those of ``into`` by name; sums and weights are floats or one-element tensors. Of metrics whose name
+    ends in ``_max``, the larger value is kept instead of the sum."""
     for name, (total, weight) in more.items():
-        old = pairs.get(name, (0.0, 0.0))
-        pairs[name] = (old[0] + total, old[1] + weight)
+        old, before = into.get(name, (0.0, 0.0))
+        into[name] = (_larger(old, total) if name.endswith("_max") else old + total, before + weight)
+
+
+def _larger(old: Any, new: Any) -> Any:
+    return new.clamp(min=old) if isinstance(new, Tensor) else max(old, new)
 
 
 def as_floats(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[float, float]]:
@@ -289,5 +290,5 @@ def as_floats(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[float, fl
 
 
 def means(pairs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return name -> sum / weight, without entries of weight 0 (not measured)."""
-    return {name: total / weight for name, (total, weight) in pairs.items() if weight}
+    """Return name -> sum / weight, or the maximum of a name in ``_max``; without entries of weight 0 (not measured)."""
+    return {n: total if n.endswith("_max") else total / weight for n, (total, weight) in pairs.items() if weight}

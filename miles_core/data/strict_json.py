@@ -1,4 +1,4 @@
-"""Parses JSON and rejects duplicate keys (Python's parser silently keeps the last one); encodes large data in pieces."""
+"""Parses JSON and rejects duplicate keys (Python's parser silently keeps the last one)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in made if names.count(name) > 1)
         raise ValueError(f"the key {twice!r} occurs {names.count(twice)} times in one object; keep one of them")
     return made
-
-
-def encode_json(data: Any) -> str:
-    """Encode JSON in pieces: other threads, such as the event loop, wait for the end of each call of ``json.dumps``."""
-    if isinstance(data, dict) and all(isinstance(key, str) for key in data):
-        return "{" + ", ".join(f"{json.dumps(key)}: {encode_json(value)}" for key, value in data.items()) + "}"
-    if isinstance(data, list | tuple) and data and isinstance(data[0], dict | list | tuple):
-        return "[" + ", ".join(map(encode_json, data)) + "]"
-    return json.dumps(data)

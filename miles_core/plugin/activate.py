@@ -88,7 +88,7 @@ def derive(
     """Add the facts that follow from the active plugins: defaults of their options, set values, ``plugin.*`` and ``*.uses.*``."""
     extra: dict[str, Fact] = {}
     for plugin in active.values():
-        extra |= {f.name: f for f in default_facts(plugin) if f.name not in facts}
+        extra |= {f.name: f for f in default_facts(plugin, facts)}
     for kind in BACKENDS:
         if kind not in facts:
             extra[kind] = Fact(kind, _default(kind, manifests), "default", flag=f"--{kind}")

@@ -206,12 +206,8 @@ def _check_uses(result: CheckResult, plugin: Plugin) -> None:
     for wanted, reason in plugin.uses.items():
         kinds, capability = backends_of(wanted, result.manifests)
         if not kinds:
-            everything = {
-                c.name
-                for m in [*result.manifests.values(), CORE]
-                for kind in m.capabilities
-                for c in m.list_capabilities(kind)
-            }
+            every = [*result.manifests.values(), CORE]
+            everything = {c.name for m in every for kind in m.capabilities for c in m.list_capabilities(kind)}
             because = did_you_mean(capability, everything) or reason
             result.problems.append(Problem(plugin.name, f"capability {wanted}, which no backend has", because))
         for kind in kinds:
@@ -279,13 +275,8 @@ def _check_transport(result: CheckResult) -> None:
     fact = result.facts.lookup("transport")
     owner = provider("transport", fact.value, result.manifests)
     if owner is not None and owner.capability("transport", str(fact.value)) is not None:
-        _check_capability(
-            result,
-            f"the transport {fact.value}",
-            "engine",
-            f"transport:{fact.value}",
-            "an engine that does not support its messages cannot receive weights",
-        )
+        reason = "an engine that does not support its messages cannot receive weights"
+        _check_capability(result, f"the transport {fact.value}", "engine", f"transport:{fact.value}", reason)
 
 
 def _collect_hooks(result: CheckResult, plugin: Plugin) -> None:
@@ -341,12 +332,13 @@ def _check_inactive_options(result: CheckResult, facts: Facts) -> None:
     A flag shared with an active plugin is accepted.
     """
     active = result.activation.active
-    shared = {fact.flag for fact in result.facts.values() if fact.flag and fact.name.partition(".")[0] in active}
-    for fact in facts.values():
-        owner = fact.name.partition(".")[0]
-        if fact.value is None or fact.value is False:  # a switch that is off needs no plugin
-            continue
-        if fact.chosen and owner in result.manifests and owner not in active and fact.flag not in shared:
+    given = [(fact.name.partition(".")[0], fact) for fact in facts.values() if fact.chosen]
+    inactive = [(owner, fact) for owner, fact in given if owner in result.manifests and owner not in active]
+    known = result.facts.values() if inactive else ()
+    shared = {fact.flag for fact in known if fact.flag and fact.name.partition(".")[0] in active}
+    for owner, fact in inactive:
+        # a switch that is off needs no plugin
+        if fact.value is not None and fact.value is not False and fact.flag not in shared:
             because = f"{fact.name} belongs to {owner}, which is not active: add it with --plugins {owner}"
             result.problems.append(Problem(fact.origin, f"plugin.{owner}", because, (describe_fact(fact),)))
 

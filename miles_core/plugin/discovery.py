@@ -79,7 +79,7 @@ class Catalogue(Mapping[str, Plugin]):
     @property
     def names(self) -> list[str]:
         """All plugin names, single files first. Imports nothing."""
-        return sorted({*self._points, *self._loaded}, key=lambda n: (n in self._points, n))
+        return [*sorted(self._loaded.keys() - self._points.keys()), *sorted(self._points)]
 
     def exclude(self, name: str, why: str) -> None:
         """Exclude an installed plugin and record the reason in ``broken``."""

@@ -8,9 +8,10 @@ always an error, which suggests similar names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from miles_core.nearest import did_you_mean
@@ -96,6 +97,12 @@ class Facts(Mapping[str, Fact]):
     def __len__(self) -> int:
         return len(self._facts)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._facts
+
+    def values(self) -> ValuesView[Fact]:
+        return self._facts.values()
+
     def lookup(self, name: str) -> Fact:
         """Return the fact ``name`` in any state; never raises."""
         head, _, rest = name.partition(".")
@@ -122,19 +129,25 @@ class Facts(Mapping[str, Fact]):
 
     def with_facts(self, facts: Iterable[Fact], inactive: Iterable[str] | None = None) -> Facts:
         """Return a copy with facts added or replaced."""
-        return Facts([*self._facts.values(), *facts], self._inactive if inactive is None else inactive)
+        copy = Facts((), self._inactive if inactive is None else inactive)
+        copy._facts = self._facts | {fact.name: fact for fact in facts}
+        return copy
 
     def scope(self, policy: str) -> Facts:
         """Return the facts of one policy, in which ``policies.NAME.x`` replaces ``x``."""
         prefix = f"policies.{policy}."
-        own = [f for f in self._facts.values() if f.name.startswith(prefix)]
+        own = [self._facts[name] for name in self._facts if name.startswith(prefix)] if self._policies else []
         return self.with_facts(dataclasses.replace(f, name=f.name.removeprefix(prefix)) for f in own) if own else self
 
     @property
     def policies(self) -> tuple[str, ...]:
         """Names of the run's policies, from the facts ``policies.NAME.*``; without such facts, one named ``policy``."""
-        names = dict.fromkeys(n.split(".")[1] for n in self._facts if n.startswith("policies.") and n.count(".") > 1)
-        return tuple(names) or ("policy",)
+        return self._policies or ("policy",)
+
+    @cached_property
+    def _policies(self) -> tuple[str, ...]:
+        parts = (name.split(".") for name in self._facts if name.startswith("policies."))
+        return tuple(dict.fromkeys(found[1] for found in parts if len(found) > 2))
 
 
 def defined_facts(plugin: Plugin) -> Iterator[Fact]:
@@ -143,20 +156,19 @@ def defined_facts(plugin: Plugin) -> Iterator[Fact]:
         yield Fact(name, None, f"defined by {plugin.name}: {meaning}", State.UNKNOWN)
 
 
-def default_facts(plugin: Plugin) -> Iterator[Fact]:
-    """Yield a fact for each option of a plugin, with its default, and for each fact that its manifest defines."""
-    yield from defined_facts(plugin)
-    if plugin.config is None:
-        return
-    for field in dataclasses.fields(plugin.config):
-        info = field.metadata.get(METADATA_KEY)
-        value, state = None, State.KNOWN
-        if field.default is not dataclasses.MISSING:
-            value = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            value = field.default_factory()
-        else:
-            state = State.UNKNOWN
+def default_facts(plugin: Plugin, known: Container[str] = ()) -> Iterator[Fact]:
+    """Yield a fact for each option of a plugin, with its default, and for each fact that its manifest defines.
+
+    Args:
+        known: names of facts to leave out.
+    """
+    yield from (fact for fact in defined_facts(plugin) if fact.name not in known)
+    for field in dataclasses.fields(plugin.config) if plugin.config is not None else ():
+        name, info = f"{plugin.name}.{field.name}", field.metadata.get(METADATA_KEY)
+        if name in known:  # as a rule: a run has a fact for each option
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value, state = (None, State.UNKNOWN) if default is dataclasses.MISSING else (default, State.KNOWN)
         flag = (info.flag if info else "") or "--" + field.name.replace("_", "-")
         choices = tuple(c for c in info.choices if c != "*") if info else ()
-        yield Fact(f"{plugin.name}.{field.name}", value, "default", state, flag, choices)
+        yield Fact(name, value, "default", state, flag, choices)

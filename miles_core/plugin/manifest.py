@@ -215,7 +215,8 @@ class Plugin:
 
     def capability(self, kind: str, name: str) -> Capability | None:
         """Return the declaration of a capability for the plugin's backends of a kind; None if they do not have it."""
-        return next((c for c in self.list_capabilities(kind) if c.name == name), None)
+        found = next((c for c in self.capabilities.get(kind, ()) if name in (c, getattr(c, "name", ""))), None)
+        return Capability(found) if isinstance(found, str) else found
 
     def list_capabilities(self, kind: str) -> tuple[Capability, ...]:
         """Return all capabilities of the plugin's backends of a kind, including conditional ones."""

@@ -53,7 +53,7 @@ class Review:
 
 def describe_fact(fact: Fact) -> tuple[str, str, str]:
     """Return (name, value, origin) of a fact, as used in ``Problem.values``."""
-    value = show(fact.value) if fact.state is State.KNOWN else fact.state.value
+    value = (show(fact.value) or "none") if fact.state is State.KNOWN else fact.state.value
     return fact.name, value, fact.origin
 
 

@@ -5,13 +5,14 @@ checkpoints do not contain them (they come from ``--hf-checkpoint`` again), and 
 may also be stored as the codes of a number format only (``quantized.encoded``): its own storage is then empty, and ``full_values``
 decodes it.
 
-A hosted parameter lives in host memory, although another device computes with it: a plugin copies it there when a layer needs it.
+A hosted parameter lives in host memory, although another device computes with it: a plugin copies it there when a layer needs it, and
+hands its gradients over where they are computed (``hand_over_gradient``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 _CONSTANT, _STREAMED, _CODES, _HOSTED = "miles_constant", "miles_streamed", "miles_codes", "miles_hosted"
+_TAKES_GRADIENTS = "miles_takes_gradients"
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,10 @@ def is_streamed(parameter: Any) -> bool:
 
 def mark_hosted(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
     """Move parameters to host memory, together with their gradients, master weights and optimizer state. Call it before the trainer is
-    made, as in ``on_model``. The modules that compute with them have to bring their values to ``device``."""
+    made, as in ``on_model``. The modules that compute with them have to bring their values to ``device``, and pass their gradients to
+    ``hand_over_gradient``."""
     for parameter in parameters:
-        parameter.data = put_in_host_memory(parameter.data, device)
+        parameter.data = copy_to_host(parameter.data, device)
         setattr(parameter, _HOSTED, device)
 
 
@@ -120,9 +123,31 @@ def device_of_hosted(parameter: Any) -> torch.device | None:
     return found
 
 
-def put_in_host_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return ``tensor`` in host memory, pinned if ``device`` is a GPU, so that copies run next to computations."""
-    return tensor.cpu().pin_memory() if device.type == "cuda" else tensor.cpu()
+def take_gradients(parameter: nn.Parameter, take: Callable[[Tensor], None]) -> None:
+    """Let ``take`` receive the gradients of a hosted parameter, on the device that computed them."""
+    setattr(parameter, _TAKES_GRADIENTS, take)
+
+
+def hand_over_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+    """Pass on a gradient of a hosted parameter during a backward pass.
+
+    Returns:
+        what a backward function has to return for the parameter: None if the optimizer has taken the gradient, otherwise the gradient in
+        host memory, which autograd adds to ``parameter.grad``.
+    """
+    take: Callable[[Tensor], None] | None = getattr(parameter, _TAKES_GRADIENTS, None)
+    if take is None:
+        return gradient.to(parameter.device)
+    take(gradient)
+    return None
+
+
+@torch.no_grad()
+def copy_to_host(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a copy of ``tensor`` with the same strides in host memory, pinned if ``device`` is a GPU, so that copies run next to
+    computations. ``dtype``: that of the copy, the tensor's own by default."""
+    host = torch.empty_like(tensor, device="cpu", dtype=dtype, pin_memory=device.type == "cuda")
+    return host.copy_(tensor)
 
 
 def put_codes(parameter: nn.Parameter, codes: Codes, device: torch.device) -> None:

@@ -1,20 +1,26 @@
 """Optimizer steps of parameters that live in host memory (``model.storage.mark_hosted``), on the device that computes with them.
 
 Master weight and optimizer state of one tensor at a time travel to the device and back. AdamW treats every element alone, so the result
-is that of one step over all tensors. The gradients, which accumulate in host memory, are on the device together for the duration of the
-step, because clipping needs the norm of all.
+is that of one step over all tensors. The gradients are on the device together for the duration of the step, because clipping needs the norm
+of all.
+
+Before it they accumulate in pinned host memory, which is kept from step to step: the sum so far travels to the device, and the new sum back, on a
+stream of its own while the backward pass continues. Sums in pageable memory that is allocated for each micro-batch would cost far more:
+the operating system clears and maps every page again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import Variable
 
-from miles_embedded.model.storage import device_of_hosted, put_in_host_memory
+from miles_embedded.model.storage import copy_to_host, device_of_hosted, take_gradients
 
 
 class HostedMasters:
@@ -22,16 +28,42 @@ class HostedMasters:
 
     Args:
         copies: the model's trained parameters by name.
-        masters: name -> tensor that the optimizer steps, in host memory for a hosted parameter.
+        masters: name -> tensor that the optimizer steps, in host memory for a hosted parameter (``copy_to_host``).
     """
 
-    def __init__(self, copies: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
+    def __init__(self, copies: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor]) -> None:
         self._devices = {n: device for n, p in copies.items() if (device := device_of_hosted(p)) is not None}
         self._masters = masters
-        for name, device in self._devices.items():
-            master = masters[name]
-            if master is not copies[name]:
-                master.data = put_in_host_memory(master.data, device)
+        self._sums: dict[str, Tensor] = {}
+        gpus = {device for device in self._devices.values() if device.type == "cuda"}
+        self._streams = {device: torch.cuda.Stream(device) for device in gpus}
+        for name in self._devices:
+            take_gradients(copies[name], partial(self._add, name))
+
+    @torch.no_grad()
+    def _add(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient of a micro-batch, in the order of a model on the device; called during its backward pass."""
+        master, stream = self._masters[name], self._streams.get(gradient.device)
+        total = self._sums.get(name)
+        if total is None:
+            total = self._sums[name] = torch.empty_like(master, pin_memory=stream is not None)
+        first, master.grad = master.grad is None, total
+        if stream is None:
+            total.copy_(gradient) if first else total.add_(gradient)
+            return
+        current = torch.cuda.current_stream(gradient.device)
+        current.wait_stream(
+            stream
+        )  # for the sum before this one: sums that wait for their copies would fill the device
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            if first:  # in the strides of the sum: another layout would be copied by way of pageable memory
+                here = torch.empty_like(total, device=gradient.device, pin_memory=False).copy_(gradient)
+            else:
+                here = total.to(gradient.device, non_blocking=True).add_(gradient)
+            total.copy_(here, non_blocking=True)
+        gradient.record_stream(stream)
+        Variable._execution_engine.queue_callback(stream.synchronize)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of this step on the device, by name."""
@@ -82,7 +114,7 @@ class HostedMasters:
                 continue
             home = homes.get(key)
             if home is None:  # the optimizer's first step made it
-                state[key] = put_in_host_memory(value, device)
+                state[key] = copy_to_host(value, device)
             elif value is not home:
                 home.copy_(value)
                 state[key] = home

@@ -21,7 +21,7 @@ from miles_core.errors import ConfigError, NonFiniteError, PluginError
 from miles_core.train.adamw import adamw
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.released import Released
-from miles_embedded.model.storage import LocalShard, device_of_hosted, local_shard
+from miles_embedded.model.storage import LocalShard, copy_to_host, device_of_hosted, local_shard
 from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.hosted import HostedMasters
 from miles_embedded.trainer.loss_scale import LossScale
@@ -79,7 +79,9 @@ class Optimizer:
         own = local_shard(copy)
         if name not in self.apart and not own.sharded:
             return copy
-        master = (own.tensor.float().clone() if name in self.apart else own.tensor).requires_grad_()
+        if (home := device_of_hosted(copy)) is not None:  # ``HostedMasters`` collects its gradients
+            return copy_to_host(own.tensor, home, torch.float32).requires_grad_()
+        master = (own.tensor.to(torch.float32, copy=True) if name in self.apart else own.tensor).requires_grad_()
 
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None

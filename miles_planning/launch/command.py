@@ -12,6 +12,7 @@ from miles_core.plugin import ConfigError, redact
 from miles_planning.hardware import check_hardware
 from miles_planning.launch import kuberay, skypilot, slurm
 from miles_planning.launch.job import Job
+from miles_planning.packages import check_packages
 from miles_tools.commands.plan import collect_facts
 
 KINDS: Mapping[str, ModuleType] = {"slurm": slurm, "kuberay": kuberay, "skypilot": skypilot}
@@ -87,6 +88,7 @@ def make_job(options: argparse.Namespace, argv: Sequence[str]) -> Job:
     from miles_core.run.prepare import prepare
 
     check_hardware(["--hardware", options.hardware])
+    check_packages(argv)
     config = load(list(argv))
     plan, _ = prepare(config, collect_facts(options))
     machines, gpus = int(plan.fact("gpu.machines") or 1), plan.fact("gpu.count")

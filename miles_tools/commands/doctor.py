@@ -241,6 +241,7 @@ def _hardware(found: Environment) -> Table:
         ("memory", bytes_text(found.memory) if found.memory else "unknown"),
         *(gpus or [("GPU", f"none: {found.no_gpu}")]),
         ("disk", f"{bytes_text(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}"),
+        *([("imports", found.imports)] if found.imports else []),
     ]
     return _table("This machine", ("", ""), rows)
 

@@ -31,9 +31,10 @@ from miles_tools import environment as env
 from miles_tools.output_file import make_folder, write_file
 from miles_tools.progress import is_graded
 from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
+from miles_tools.report.drawing import draw_all
 from miles_tools.report.grids import find_grids
 from miles_tools.report.mismatch_plots import draw_budget
-from miles_tools.report.plots import draw, moves, panels
+from miles_tools.report.plots import moves, panels
 from miles_tools.report.samples import browser
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ def _write_images(
     directory: Path, chosen: Sequence[Panel], records: Sequence[Mapping[str, Any]], grids: Sequence[tuple[Panel, bytes]]
 ) -> dict[str, str]:
     """Draw every panel into ``directory`` (emptied of earlier plots); returns panel name -> data URI."""
-    images = {panel.name: draw(panel, records) for panel in chosen} | {panel.name: png for panel, png in grids}
+    images = draw_all(chosen, records) | {panel.name: png for panel, png in grids}
     make_folder(directory)
     for name, png in images.items():
         write_file(directory / f"{name}.png", png)

@@ -14,3 +14,12 @@ def test_pairs_are_added_name_by_name():
     total = {"loss": (1.0, 2.0)}
     add(total, {"loss": (0.5, 1.0), "kl": (3.0, 1.0)})
     assert total == {"loss": (1.5, 3.0), "kl": (3.0, 1.0)}
+
+
+def test_of_maxima_the_larger_is_kept():
+    total = {"gap_max": (torch.tensor(0.5), torch.tensor(2.0))}
+    add(total, {"gap_max": (torch.tensor(0.25), torch.tensor(3.0))})
+    floats = as_floats(total)
+    add(floats, {"gap_max": (0.75, 1.0)})
+    assert floats == {"gap_max": (0.75, 6.0)} and means(floats) == {"gap_max": 0.75}
+    assert means({"gap_max": (0.0, 0.0)}) == {}

@@ -18,14 +18,17 @@ def test_a_gap_above_zero_is_shown():
 
 def test_training_curves_and_sglang_are_shown_once_they_are_measured(tmp_path, monkeypatch):
     row = {"reward_last": [0.5, 0.1], "reward_best": [0.9, None], "collapsed": 2, "kl_median": 0.01, "gap_largest": 0.2}
-    curves = {"commit": "abc", "learning_rates": {"0.0006": {"plain": row}}}
+    row |= {"steps": [9, 10], "minus_bf16": None}
+    curves = {"commit": "abc", "complete": False, "learning_rates": {"0.0006": {"plain": row}}}
     numbers = {"mean": 0.004, "max": 0.1, "differing": 0.25}
     names = ("batch", "phase", "engine_rounding", "trainer_rounding", "engine_trainer", "engine_exact_trainer")
     gaps = {"commit": "abc", "gaps": {"plain": dict.fromkeys(names, numbers), "transformers": {"error": "no"}}}
     (tmp_path / "collapse-2026-01-01-cpu.json").write_text(json.dumps(curves))
     (tmp_path / "sglang_exact-2026-01-01-dense.json").write_text(json.dumps(gaps))
     monkeypatch.setitem(DRAWN["collapse"].__globals__, "RESULTS", tmp_path)
-    assert "| 0.0006 | `plain` | 0.500 ± 0.100 | 0.900 | 2 | 0.01 | 0.2 |" in DRAWN["collapse"]()
+    shown = DRAWN["collapse"]()
+    assert "| 0.0006 | `plain` | 9, 10 | 0.500 ± 0.100 | 0.900 | - | 2 | 0.01 | 0.2 |" in shown
+    assert "Not all runs are complete: compare arms with equal steps only." in shown
     lines = DRAWN["sglang"]("dense")
     assert "| `plain` | 0.004 | 0.004 | 0.004 | 0.004 | 0.004 | 0.004 | 25.0% |" in lines
     assert "| `transformers` | did not run | | | | | | |" in lines
@@ -43,3 +46,18 @@ def test_step_times_are_shown_once_they_are_measured(tmp_path, monkeypatch):
     written = json.dumps({"commit": "abc", "time": {"dense": row}})
     (tmp_path / "true_on_policy-2026-01-01-time-gpu.json").write_text(written)
     assert "| dense | 3 | 1.00 | 1.30 | 1.31 | 1.10 to 1.50 | 1.20 | 1.50 | 0.013 | 0 |" in DRAWN["times"]()
+
+
+def test_the_megatron_trainer_and_native_products_are_shown_once_they_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setitem(DRAWN["native"].__globals__, "RESULTS", tmp_path)
+    assert DRAWN["native"]() == [] and DRAWN["sglang"]("moe") == ["Not measured for `moe`.", ""]
+    names = ("batch", "phase", "engine_rounding", "trainer_rounding", "engine_trainer", "engine_exact_trainer")
+    names += ("engine_megatron", "megatron_rounding", "megatron_exact_trainer")
+    gaps = {name: {"mean": 0.002} for name in names}
+    gaps |= {"engine_exact_trainer": {"mean": 0.0, "differing": 0.0}}
+    found = {"commit": "abc", "gaps": {"plain": gaps}}
+    (tmp_path / "sglang_exact-2026-01-02-moe-megatron.json").write_text(json.dumps(found))
+    assert "| `plain` | 0.002 | 0.002 | 0.002 |" in DRAWN["sglang"]("moe")
+    measured = {"commit": "abc", "native": {"qwen3": {"bfloat16": [0.03, 0.0]}}}
+    (tmp_path / "true_on_policy-2026-01-02-native-gpu.json").write_text(json.dumps(measured))
+    assert "| qwen3 | 0.03 | 0 |" in DRAWN["native"]()

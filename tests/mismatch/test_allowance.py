@@ -16,6 +16,8 @@ def found(median=0.0, stretch=0.0, slope=0.0, error=0.0):
 
 def test_lower_precision_allows_more_and_none_allows_a_scaled_logit():
     single, half = Side("float32"), Side("bfloat16")
+    middle = allowance(Side("float16"), Side("float16")).median
+    assert allowance(single, single).median < middle < allowance(half, half).median
     limits = [allowance(single, single), allowance(half, half), allowance(FP8, half)]
     assert limits[0].median < limits[1].median < limits[2].median
     assert limits[0].slope < limits[1].slope < 0.03

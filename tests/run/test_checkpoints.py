@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import shutil
 import threading
@@ -174,21 +173,3 @@ def test_checkpoints_of_earlier_versions_hold_columns_as_lists(tmp_path):
     Store(tmp_path).put("held", data=[row])
     (sample,) = get_samples(Store(tmp_path), "held")
     assert sample.tokens == [1, 2] and sample.loss_mask is None and sample.rollout_log_probs == [-0.5]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        {},
-        [],
-        {"a": [1, 2.5, None, True], "b": {"é": [{"c": []}, [1]]}},
-        [{"a": 1}, 2],
-        {1: "int key"},
-        "text",
-        float("inf"),
-    ],
-)
-def test_json_in_pieces_is_the_same_data(data):
-    from miles_core.data.strict_json import encode_json
-
-    assert json.loads(encode_json(data)) == json.loads(json.dumps(data))

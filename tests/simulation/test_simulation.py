@@ -147,3 +147,10 @@ def test_mistakes_are_explained(words, changed, message):
     with pytest.raises(MilesError) as caught:
         run(words(**changed))
     assert message in str(caught.value)
+
+
+def test_shared_engines_have_the_gpus_of_the_trainer(words):
+    given = words("--colocate")
+    given[given.index("--engine-gpus") + 1] = "64"
+    with pytest.raises(MilesError, match="--engine-gpus 64: with --colocate engines run on the"):
+        simulate(given)

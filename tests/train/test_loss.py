@@ -70,7 +70,12 @@ def test_the_mismatch_is_measured_where_nothing_else_computes_old_log_probs(batc
 def test_mismatch_estimators():
     found = engine_gap(torch.tensor([-1.0, -5.0]), torch.tensor([-1.5, 0.0]), torch.tensor([1.0, 0.0]))
     assert {name: float(total) for name, (total, _) in found.items()} == pytest.approx(
-        {"mismatch/abs_log_prob": 0.5, "mismatch/kl_k1": -0.5, "mismatch/kl_k3": 0.1487212707}
+        {
+            "mismatch/abs_log_prob": 0.5,
+            "mismatch/abs_log_prob_max": 0.5,
+            "mismatch/kl_k1": -0.5,
+            "mismatch/kl_k3": 0.1487212707,
+        }
     )
 
 

@@ -2,8 +2,8 @@
 
 The parameters of a layer's experts live in pinned host memory. Before the experts run, a copy on the device takes their place; the next
 layer's copy starts at the same time on a stream of its own. Autograd does not keep a layer's copy until its backward pass: it keeps a note,
-and the weights travel again, in reverse order of layers. Gradients are added up in host memory; the optimizer steps the master weights
-and moments of one tensor after another on the device (``miles_embedded.mark_hosted``). Values and the order of operations are those of
+and the weights travel again, in reverse order of layers. Gradients wait in host memory for the other micro-batches; the optimizer steps the
+master weights and moments of one tensor after another on the device (``miles_embedded.mark_hosted``). Values and the order of operations are those of
 weights that stay on the device.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from miles_core.data import Unit
-from miles_embedded import active_context, mark_hosted, routed_blocks
+from miles_embedded import active_context, hand_over_gradient, mark_hosted, routed_blocks
 
 #: Key in ``Context.attached`` of the layers that a training pass has visited; a second visit is a recomputation.
 VISITED = "experts.visited"
@@ -145,13 +145,13 @@ class _Borrow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, value: Tensor, layer: HostedExperts) -> Tensor:
-        ctx.home, ctx.layer = parameter.device, layer
+        ctx.parameter, ctx.layer = parameter, layer
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.layer.give_back()
-        return grads[0].to(ctx.home), None, None
+        return hand_over_gradient(ctx.parameter, grads[0]), None, None
 
 
 def on_device(units: Iterator[Unit], device: torch.device) -> Iterator[Unit]:

@@ -28,6 +28,12 @@ def batch_of(count=6):
     return collate([Sample(tokens=row, response_length=5, index=n) for n, row in enumerate(rows)])
 
 
+def batch_with_weights():
+    batch = batch_of()
+    batch.columns["loss_weight"] = torch.linspace(-1, 1, len(batch.tokens))
+    return batch
+
+
 def trained(checkpoint, dtype, offload, recompute=False, steps=3):
     """Weights, gradient norms and optimizer state after some steps of two micro-batches."""
     model = load_model(checkpoint, dtype)
@@ -41,8 +47,7 @@ def trained(checkpoint, dtype, offload, recompute=False, steps=3):
     trainer = EmbeddedTrainer(model, config)
     weigh = lambda o, m, c: Loss((o.log_probs * m.columns["loss_weight"]).sum())  # noqa: E731
     trainer.bind(Callbacks(trainer.forward, weigh, trainer.optimizer_step))
-    batch = batch_of()
-    batch.columns["loss_weight"] = torch.linspace(-1, 1, len(batch.tokens))
+    batch = batch_with_weights()
     norms = [trainer.step(batch)["train/grad_norm"][0] for _ in range(steps)]
     return model, norms, trainer.optimizer.tensors(), trainer
 
@@ -102,3 +107,22 @@ def test_stale_copies_are_not_used(checkpoint_of):
     with torch.no_grad():
         layer.parameters["down_proj"].add_(1)
     assert torch.equal(layer.values()["down_proj"], before + 1)
+
+
+def test_gradients_are_summed_in_memory_that_is_kept(checkpoint_of):
+    """Memory for each micro-batch would have to be pinned, or cleared and mapped, again."""
+    model, _, _, trainer = trained(checkpoint_of("qwen3_moe"), "bfloat16", True, steps=1)
+    places = []
+    trainer.bind(
+        Callbacks(trainer.forward, trainer.callbacks.loss, lambda: places.append(hosted_gradients(trainer)) or {})
+    )
+    for _ in range(2):
+        trainer.step(batch_with_weights())
+        trainer.optimizer.zero_grad()
+    assert len(places[0]) == 2 * len(routed_blocks(model)) and places[0] == places[1]
+    assert all(p.grad is None for block in routed_blocks(model) for p in block.experts.parameters(recurse=False))
+
+
+def hosted_gradients(trainer):
+    masters = trainer.optimizer.masters.items()
+    return {name: m.grad.data_ptr() for name, m in masters if ".experts." in name and m.grad is not None}

@@ -12,7 +12,7 @@ from typing import Any
 from miles_core.format import Codec, make_codec
 from miles_core.plugin import CheckpointError, ConfigError, config_facts, model_facts, moe_layers
 from miles_runtime import Restarts, worker_name
-from miles_sglang import HEADS, inside, loader, plugin
+from miles_sglang import HEADS, inside, loader, plugin, standby
 from miles_sglang.capture import graph_arguments
 from miles_sglang.config import server_arguments
 from miles_sglang.engine import IN_PLACE, SglangEngine
@@ -131,7 +131,7 @@ def environment_of(run: Any, policy: Any) -> dict[str, str | None] | None:
     choices = _choices(run, policy)
     if choices.url:
         return None
-    return _environment(choices.device, _experts(_text_config(Path(policy.hf_checkpoint)), choices))
+    return _environment(choices, _text_config(Path(policy.hf_checkpoint)))
 
 
 def _choices(run: Any, policy: Any) -> Choices:
@@ -208,7 +208,7 @@ def assemble(
         link: Link = ServerLink(choices.url, choices.startup_timeout, choices.arguments)
     else:
         arguments = _arguments(choices, _model(checkpoint, described, codec, directory), context)
-        environment = _environment(choices.device, _experts(config, choices))
+        environment = _environment(choices, config)
         link = ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
     translator = _translator(detokenize, context, config, choices)
     settings = Settings(
@@ -345,16 +345,29 @@ def _experts(config: Mapping[str, Any], choices: Choices) -> int:
     return next(int(fact.value) for fact in config_facts(config) if fact.name == "model.num_experts")
 
 
-def _environment(device: str, experts: int) -> dict[str, str | None]:
+def _schedulers(choices: Choices) -> int:
+    """Return the number of schedulers that can import SGLang before it starts them; 0 if SGLang starts them in another way.
+
+    With data-parallel copies another process starts them, and the memory saver needs a library that is loaded before Python.
+    """
+    given = choices.arguments
+    if (given.get("dp_size") or 1) > 1 or given.get("enable_memory_saver"):
+        return 0
+    return (given.get("tp_size") or 1) * (given.get("pp_size") or 1)
+
+
+def _environment(choices: Choices, config: Mapping[str, Any]) -> dict[str, str | None]:
     """Return environment variables for SGLang's processes; None removes a variable.
 
     SGLANG_RETURN_ORIGINAL_LOGPROB is removed because log-probabilities must be those at the sampling temperature.
     """
+    experts = _experts(config, choices)
     found: dict[str, str | None] = {
+        standby.VARIABLE: str(_schedulers(choices)),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # _CONTEXT_SLACK may exceed the model's limit
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,
         inside.VARIABLE: "uint8" if 0 < experts <= inside.MOST else inside.WIDE,
     }
     if PRECOMPILES not in os.environ:
         found[PRECOMPILES] = "0"
-    return {**found, "SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else found
+    return {**found, "SGLANG_USE_CPU_ENGINE": "1"} if choices.device == "cpu" else found

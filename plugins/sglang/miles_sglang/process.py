@@ -24,6 +24,7 @@ from miles_sglang import compiling, frames
 from miles_sglang.answers import Answer
 from miles_sglang.link import Link, SglangError, SglangLost
 from miles_sglang.spawn import WORKER, Spawned, spawn
+from miles_sglang.standby import VARIABLE as STANDBY
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ class ProcessLink(Link):
         if index:
             self.log_file = self.log_file.with_name(f"{self.log_file.stem}-part-{index}.log")
         self.changes["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # Engine() returns on all machines
+        self.changes[STANDBY] = "0"  # only SGLang knows which of the schedulers run on this machine
 
     async def start(self) -> Mapping[str, Any]:
         return await self._start({})

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_core.plugin import StashKey
+from miles_tools.bytecode import variables
 
 #: The module that the process runs.
 WORKER = "miles_sglang.worker"
@@ -53,9 +54,13 @@ class Spawned:
 
 
 def spawn(worker: str, changes: Mapping[str, str | None], log_file: Path) -> Spawned:
-    """Start a process with changed environment variables; its output is appended to the log. Needs a running event loop."""
-    environment = {name: value for name, value in os.environ.items() if name not in changes}
-    environment |= {name: value for name, value in changes.items() if value is not None}
+    """Start a process with changed environment variables; its output is appended to the log. Needs a running event loop.
+
+    It stores the bytecode of its imports even if the run's process does not (``miles_tools.bytecode``).
+    """
+    all_changes = {**variables(("torch", "transformers", "sglang")), **changes}
+    environment = {name: value for name, value in os.environ.items() if name not in all_changes}
+    environment |= {name: value for name, value in all_changes.items() if value is not None}
     log_file.parent.mkdir(parents=True, exist_ok=True)
     (calls, theirs), (probes, asked) = socket.socketpair(), socket.socketpair()
     output = log_file.open("ab")

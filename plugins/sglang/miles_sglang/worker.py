@@ -23,6 +23,7 @@ from typing import Any
 from miles_sglang import frames, inside, model_modules
 from miles_sglang.answers import Answer
 from miles_sglang.request_batcher import RequestBatcher
+from miles_sglang.standby import VARIABLE, Pool
 
 #: Number of activations that share a scale in SGLang's FP8 layers.
 _GROUP = 128
@@ -210,10 +211,12 @@ def main(descriptor: int, probes: int, kind: type[Worker] = Worker) -> None:
     """Build the engine from the arguments in the run's first frame and serve it."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the run
     connection = socket.socket(fileno=descriptor)
+    pool = Pool(int(os.environ.get(VARIABLE, "0")))  # they import SGLang at the same time as this process
     import sglang
 
     # Importing sglang does not import its engine. This takes most of the time, in which the run may build its trainer.
     importlib.import_module("sglang.srt.entrypoints.engine")
+    pool.install()
     first = frames.receive(connection)
     if first is None:
         sys.exit("the run ended before it sent SGLang's arguments")
@@ -221,6 +224,7 @@ def main(descriptor: int, probes: int, kind: type[Worker] = Worker) -> None:
     os.environ.update(model_modules.environment(first[0], models))
     try:
         engine = sglang.Engine(**first[0])
+        pool.drop()
         follows = bool(first[0].get("node_rank"))  # only the first machine's part takes calls
         if not follows:
             inside.check(engine)

@@ -54,6 +54,11 @@ plugin = Plugin(
             because="the engine would multiply by base plus adapters as one matrix, and the trainer by base and adapters apart",
         ),
         Rule(
+            needs="speculative.topk == 1 and (not speculative.eagle_topk or speculative.eagle_topk == 1)",
+            when="plugin.speculative",
+            because="trees of drafts have no attention here whose result is independent of the batch; --spec-topk 1 drafts a chain",
+        ),
+        Rule(
             needs="model.type not in {deepseek_v32, glm_moe_dsa}",
             because="the keys that their indexers choose have no attention here whose result is independent of the batch",
         ),

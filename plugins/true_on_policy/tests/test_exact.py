@@ -18,7 +18,10 @@ SPLITS = ({"micro_batch_size": 3}, {"use_dynamic_batch_size": True, "max_tokens_
 
 
 def gaps(run):
-    return [record["mismatch/abs_log_prob"] for record in run.metrics]
+    """The largest difference of a token in each step, after a comparison with the mean."""
+    means, largest = ([r[f"mismatch/abs_log_prob{end}"] for r in run.metrics] for end in ("", "_max"))
+    assert all(mean <= most and (mean == 0) == (most == 0) for mean, most in zip(means, largest, strict=True))
+    return largest
 
 
 def weights_after(run):
@@ -32,10 +35,10 @@ def assert_same_bits(one, two):
         assert torch.equal(left[name], right[name]), name
 
 
-@pytest.fixture
-def two_threads():
+@pytest.fixture(params=[2, 3])
+def several_threads(request):
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
 
@@ -55,7 +58,7 @@ def test_micro_batches_and_requests_change_nothing(toy_run, split):
     assert gaps(run) == [0.0]
 
 
-def test_two_threads_sample_and_score_the_same(toy_run, two_threads):
+def test_several_threads_sample_and_score_the_same(toy_run, several_threads):
     run = toy_run(["true_on_policy"], steps=1, rollout_max_response_len=9)
     torch.set_num_threads(1)
     alone = toy_run(["true_on_policy"], steps=1, rollout_max_response_len=9)

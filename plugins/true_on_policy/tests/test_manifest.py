@@ -3,6 +3,7 @@
 import pytest
 
 from miles_core.errors import PlanError
+from miles_testing.tiny import tiny_checkpoint
 from miles_testing.toy import plan
 
 INT4 = {"int4_group_size": 16}
@@ -24,6 +25,8 @@ INT4 = {"int4_group_size": 16}
         ([], {"kv_cache_dtype": "float8_e4m3fn"}, [], "rounded keys and values"),
         (["lora"], {}, [], "base plus adapters as one matrix"),
         ([], {"family": "deepseek_v32"}, [], "indexers choose"),
+        (["speculative"], {"draft_model_path": "draft", "spec_topk": 2}, [], "trees of drafts have no attention"),
+        (["speculative"], {"draft_model_path": "draft", "sglang_speculative_eagle_topk": 3}, [], "trees of drafts"),
     ],
 )
 def test_it_is_refused(plugins, options, facts, because):
@@ -42,3 +45,8 @@ def test_native_fp8_products_of_one_order_are_accepted():
 
 def test_its_flag_enables_it():
     assert "true_on_policy" in plan(true_on_policy_mode=True).order
+
+
+def test_a_chain_of_drafts_is_accepted(tmp_path):
+    options = {"draft_model_path": tiny_checkpoint("qwen3", tmp_path / "draft", vocab_size=259), "spec_topk": 1}
+    assert "speculative" in plan(["true_on_policy", "speculative"], **options).order

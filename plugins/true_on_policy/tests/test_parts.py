@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from miles_core.contracts.trainer import Context
 from miles_core.plugin import ConfigError
-from miles_embedded import PromptCall, load_model
+from miles_embedded import PromptCall, load_model, routed_blocks
 from miles_embedded.model import joint_linear
+from miles_embedded.testing.families import family_checkpoint
 from miles_testing.tiny import tiny_checkpoint
 from miles_true_on_policy import hooks
 from miles_true_on_policy.attention import attend
@@ -61,6 +62,28 @@ def test_products(threads, dtype):
     matrices = torch.randn(4, 96, 16, generator=generator).to(dtype)
     grouped = multiply_groups(x, matrices, ends)
     assert torch.equal(grouped[3:40], multiply_groups(x[3:40], matrices[2:3], torch.tensor([37])))
+
+
+@pytest.mark.parametrize(("family", "logits"), [("qwen3_moe", torch.bfloat16), ("deepseek_v3", torch.float32)])
+def test_routers(threads, family, logits, tmp_path):
+    """A router's logits, in FP32 where the family computes them so, its choice and its weights are those of the row."""
+    model = load_model(family_checkpoint(family, tmp_path), "bfloat16", "cpu")
+    routed, seen = routed_blocks(model)[0], []
+    routed.on_logits(seen.append)
+    routed.experts.register_forward_hook(lambda module, args, output: seen.extend(args[1:]))
+    x = torch.randn(200, model.config.hidden_size, generator=torch.Generator().manual_seed(5)).bfloat16()
+
+    def route(rows):
+        seen.clear()
+        with Invariant(), torch.no_grad():
+            routed.block(rows[None])
+        return [found.clone() for found in seen]
+
+    whole = route(x)
+    assert len(whole) == 3 and whole[0].dtype == logits
+    for rows in (1, 2, 7, 33, 150):
+        part = route(x[4 : 4 + rows])
+        assert all(torch.equal(few, all_[4 : 4 + rows]) for few, all_ in zip(part, whole, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 100, 511, 512, 700, 20000, 40000])

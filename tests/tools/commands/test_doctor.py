@@ -72,6 +72,16 @@ def test_output_for_people_and_exit_codes(monkeypatch, capsys):
     assert "problem: torch >=2.9 is needed and 2.1.0 is installed" in capsys.readouterr().out
 
 
+def test_slow_imports_are_shown(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(doctor, "plugin_states", lambda model: [])
+    for reason in ("", "imports of torch are recompiled on every start"):
+        monkeypatch.setattr(doctor, "environment", lambda reason=reason: machine(imports=reason))
+        assert run([]) == 0
+        out = capsys.readouterr().out
+        assert ("recompiled on every start" in out) == bool(reason) and "Everything a run needs is here" in out
+
+
 def test_json_with_a_model(tmp_path, monkeypatch, capsys):
     import torch
     from safetensors.torch import save_file

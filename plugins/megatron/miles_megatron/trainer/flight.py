@@ -104,7 +104,7 @@ def reduce_metrics(flights: Sequence[Flight]) -> Pairs:
 
 
 def _added(pairs: Sequence[Mapping[str, tuple[Any, Any]]], group: Any) -> dict[str, tuple[float, float]]:
-    """Sum (sum, weight) pairs over all ranks of a group."""
+    """Merge (sum, weight) pairs of all ranks of a group; (maximum, weight) where a name ends in ``_max``."""
     mine = _numbers(pairs)
     everyone: list[Any] = [mine]
     if group.size() > 1:
@@ -113,8 +113,8 @@ def _added(pairs: Sequence[Mapping[str, tuple[Any, Any]]], group: Any) -> dict[s
     totals: dict[str, tuple[float, float]] = {}
     for found in (p for each in everyone for p in each):
         for name, (total, weight) in found.items():
-            before = totals.get(name, (0.0, 0.0))
-            totals[name] = (before[0] + total, before[1] + weight)
+            old, before = totals.get(name, (0.0, 0.0))
+            totals[name] = (max(old, total) if name.endswith("_max") else old + total, before + weight)
     return totals
 
 
