@@ -13,13 +13,19 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from measure import finish, installed, options
 
 from miles_core import loop
 from miles_core.cli.main import main as run_command
+from miles_core.train.share import Share
+from miles_runtime import blob_reader, local_channel, local_process
 from miles_testing.toy import toy_arguments
 
 #: Uses the processor for some milliseconds, as a verifier does, and cannot run in parallel with other Python code of its process.
@@ -34,14 +40,53 @@ async def reward(args, sample):
 """
 
 
-def measure(workers: int | None, groups: int, length: int, routes: int, milliseconds: float) -> dict[str, float]:
-    """Run three steps; return the time of the last one, and the driver's processor time in it."""
-    found: dict[str, float] = {}
-    plain = loop.step
+class Traffic:
+    """Counts the bytes of messages between the driver and other processes of this machine, by kind."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def count(self) -> Iterator[None]:
+        """Count in this context. Memory that travels as a descriptor counts where the message is its only holder."""
+        sent, received, mapped = local_channel.Message, local_channel._read, local_channel.split_buffers
+
+        class Counted(sent):  # type: ignore[misc, valid-type]
+            def __init__(message, value: Any) -> None:
+                super().__init__(value)
+                size = len(message.data) + sum(buffer.nbytes for buffer in message.buffers)
+                self.bytes[_kind(value)] += size
+
+        def read(connection: Any, size: int) -> Any:
+            self.bytes["from_workers"] += size
+            return received(connection, size)
+
+        def split(descriptor: int, sizes: Any, whole: bool = True) -> Any:
+            self.bytes["from_workers"] += sum(sizes)
+            return mapped(descriptor, sizes, whole)
+
+        with patch.multiple(local_channel, Message=Counted, _read=read, split_buffers=split), ExitStack() as stack:
+            for module in (local_process, blob_reader):
+                stack.enter_context(patch.object(module, "Message", Counted))
+            yield
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Share):
+        return "to_ranks"
+    return "to_workers" if isinstance(value, tuple) and isinstance(value[0], int) else "to_savers"
+
+
+def measure(workers: int | None, groups: int, length: int, routes: int, milliseconds: float) -> dict[str, Any]:
+    """Run three steps; return the time of the last one, the driver's processor time in it, and the bytes that it sent and received."""
+    found: dict[str, Any] = {}
+    plain, traffic = loop.step, Traffic()
 
     async def step(run: Any, *rest: Any) -> None:
         processor, wall = time.process_time(), time.perf_counter()
+        traffic.bytes.clear()
         await plain(run, *rest)
+        found["driver_bytes_per_sample"] = {k: round(n / (groups * 8), 1) for k, n in sorted(traffic.bytes.items())}
         found["step_seconds"] = round(time.perf_counter() - wall, 3)
         found["driver_microseconds_per_token"] = round(
             (time.process_time() - processor) / (groups * 8 * length) * 1e6, 3
@@ -65,7 +110,9 @@ def measure(workers: int | None, groups: int, length: int, routes: int, millisec
         )
         loop.step = step
         try:
-            if status := run_command(["train", *words]):
+            with traffic.count():
+                status = run_command(["train", *words])
+            if status:
                 raise SystemExit(status)
         finally:
             loop.step = plain

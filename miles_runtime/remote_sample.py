@@ -27,6 +27,9 @@ SENT = (
 #: All other attributes.
 STORED = tuple(field.name for field in dataclasses.fields(Sample) if field.name not in SENT)
 
+#: Number of attributes of a ``RemoteSample`` as ``refer`` makes it.
+_ATTRIBUTES = len(SENT) + 3
+
 #: Held while samples are read: several threads may read the same ones.
 _READING = threading.RLock()
 
@@ -71,7 +74,9 @@ class RemoteSample(Sample):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return _restore, (self.__dict__,)
+        if len(self.__dict__) > _ATTRIBUTES:  # fields that the driver set
+            return _restore, (self.__dict__,)
+        return resolve, (reference(self),)
 
 
 class _Attribute:

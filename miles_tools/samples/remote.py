@@ -85,8 +85,9 @@ class RemoteWriters:
         self._most = most
         self._readers: list[BlobReader] = []
 
-    def write(self, part: Path, step: int, entries: Sequence[Entry]) -> None:
-        """Write samples to ``part``. Called in another thread than that of ``texts``. The samples are held until the file is complete.
+    def write(self, part: Path, step: int, entries: list[Entry]) -> None:
+        """Write samples to ``part``. Called in another thread than that of ``texts``. Empties ``entries`` when they are sent: the messages
+        hold the samples, so that not the driver frees gigabytes but the process that reads them last.
 
         Raises:
             OSError: the file cannot be written.
@@ -100,6 +101,9 @@ class RemoteWriters:
         try:
             for reader, share, file in zip(busy, shares, files, strict=True):
                 reader.send((file, step, share, secrets(os.environ)))
+            del share
+            shares.clear()
+            entries.clear()
             for reader in busy:
                 if (unknown := reader.receive()) is not None:
                     reader.send(self.texts.fetch(unknown))
