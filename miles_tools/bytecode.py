@@ -23,7 +23,10 @@ def find_recompiled(packages: Sequence[str] = PACKAGES) -> tuple[str, ...]:
     """Return the installed packages without stored bytecode that this interpreter can use."""
     found = []
     for package in packages:
-        spec = find_spec(package)
+        try:
+            spec = find_spec(package)
+        except ValueError:  # a module that no file was loaded for
+            continue
         if spec is not None and spec.origin and not Path(cache_from_source(spec.origin)).is_file():
             found.append(package)
     return tuple(found)
