@@ -25,9 +25,8 @@ from miles_runtime.blob_reader import BlobReader, ReaderEnded, open_reader
 from miles_runtime.remote_sample import Reference, RemoteSample, StoredGroup, reference
 from miles_runtime.remote_tokens import RemoteTokens
 from miles_tools.samples.files import join_parts, part_files
-from miles_tools.samples.pieces import Pieces
 from miles_tools.samples.process import SHARE
-from miles_tools.samples.rows import RecordedTokens, Row, as_text, count_tokens, divide, make_row
+from miles_tools.samples.rows import Pieces, RecordedTokens, Row, as_text, count_tokens, divide, make_row
 
 #: Samples that are prepared before the event loop continues with other tasks.
 _AT_ONCE = 512

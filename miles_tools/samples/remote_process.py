@@ -10,8 +10,7 @@ import numpy as np
 
 from miles_runtime.remote_sample import resolve
 from miles_runtime.remote_tokens import RemoteTokens, StoredTokens
-from miles_tools.samples.pieces import Pieces
-from miles_tools.samples.rows import RecordedTokens, Row, make_row, pack, response_of
+from miles_tools.samples.rows import Pieces, RecordedTokens, Row, make_row, pack, response_of
 
 
 class _Values:

@@ -20,10 +20,9 @@ from miles_core.errors import MilesError
 from miles_core.redact import secrets
 from miles_runtime.remote_sample import RemoteSample
 from miles_tools.samples.files import DIRECTORY, KINDS, join_parts, part_files, read_file, rollout_file, rollout_files
-from miles_tools.samples.pieces import Pieces
 from miles_tools.samples.process import SHARE, Message, WriterProcess
 from miles_tools.samples.remote import Entry, RemoteWriters, make_entries
-from miles_tools.samples.rows import Row, as_text, count_tokens, divide, make_row, pack, response_of
+from miles_tools.samples.rows import Pieces, Row, as_text, count_tokens, divide, make_row, pack, response_of
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run

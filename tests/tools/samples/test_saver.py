@@ -14,8 +14,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_tools.samples import saver as module
 from miles_tools.samples.files import read_rollouts, rollout_files
-from miles_tools.samples.pieces import Pieces
-from miles_tools.samples.rows import Row, divide
+from miles_tools.samples.rows import Pieces, Row, divide
 from miles_tools.samples.saver import SampleSaver
 
 PARTS = """
