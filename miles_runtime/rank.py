@@ -145,12 +145,14 @@ class Rank(Learner):
     async def stage(self, version: int | None, number: int = 0) -> None:
         """See ``LearnerHandle.stage``; ``number`` as for ``push``."""
         transport = self._numbered_transport(number)
+        if not transport.staging:
+            return
         transport.unstage()
         if version is not None:
             with closing(self.units("sync")) as units:
                 if self.world.sends:
                     await transport.stage(self.codec.encode(units, transport.reserve), version)
-                elif transport.staging:
+                else:
                     consume(units)
 
     def hold(self, parts: Sequence[TrainerPart]) -> None:

@@ -24,9 +24,13 @@ SUFFIX = ".jsonl.gz"
 log = logging.getLogger(__name__)
 
 
+#: Path of a step's samples in the run directory; ``FILE.format(kind, step)``.
+FILE = f"{DIRECTORY}/{{}}/{{:08d}}{SUFFIX}"
+
+
 def rollout_file(run_dir: Path | str, kind: str, step: int) -> Path:
     """Return the path of a step's samples, whether it exists or not."""
-    return Path(run_dir) / DIRECTORY / kind / f"{step:08d}{SUFFIX}"
+    return Path(run_dir) / FILE.format(kind, step)
 
 
 def rollout_files(run_dir: Path | str, kind: str = "train") -> dict[int, Path]:

@@ -19,7 +19,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.redact import secrets
 from miles_runtime.remote_sample import RemoteSample
-from miles_tools.samples.files import DIRECTORY, KINDS, join_parts, part_files, read_file, rollout_file, rollout_files
+from miles_tools.samples.files import DIRECTORY, FILE, KINDS, join_parts, part_files, read_file, rollout_files
 from miles_tools.samples.process import SHARE, Message, WriterProcess
 from miles_tools.samples.remote import Entry, RemoteWriters, make_entries
 from miles_tools.samples.rows import Pieces, Row, as_text, count_tokens, divide, make_row, pack, response_of
@@ -118,7 +118,7 @@ class SampleSaver:
 
     def _replace(self, kind: str, step: int, write: Callable[[Path], None]) -> None:
         """Replace a file by what ``write`` writes."""
-        target = rollout_file(self.run_dir, kind, step)
+        target = self.run_dir / FILE.format(kind, step)
         part = target.with_suffix(".part")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +204,7 @@ class SampleSaver:
             if not self._limit_logged:
                 log.info("samples on disk exceed --save-rollouts-size %d: the oldest steps are deleted", self.limit)
                 self._limit_logged = True
-            rollout_file(self.run_dir, kind, step).unlink(missing_ok=True)
+            (self.run_dir / FILE.format(kind, step)).unlink(missing_ok=True)
             total -= self._sizes.pop((step, kind))
 
 

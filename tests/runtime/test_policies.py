@@ -35,7 +35,7 @@ def test_each_policy_has_workers_of_its_own_and_loses_them_alone(toy_run, tmp_pa
     learn = apart.ApartWorkers.send
 
     async def send(self, number, method, *args):
-        if method == "at" and args[:2] == (1, "learn") and self.names == ("second-trainer-0",) and not killed:
+        if method == "learn_stored" and args[0] == 1 and self.names == ("second-trainer-0",) and not killed:
             killed.append(self.names)
             self.crash(number)
         return await learn(self, number, method, *args)

@@ -47,7 +47,8 @@ def test_a_child_process_stores_bytecode_in_the_cache_folder(package: str, tmp_p
 def test_nothing_changes_with_bytecode_or_without_the_variable(package: str, tmp_path: Path) -> None:
     assert bytecode.variables([package], {}) == {}
     source = tmp_path / "site" / package / "__init__.py"
-    subprocess.run([sys.executable, "-m", "compileall", "-q", str(source)], check=True)
+    beside = {k: v for k, v in os.environ.items() if k != "PYTHONPYCACHEPREFIX"}
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(source)], check=True, env=beside)
     assert (
         bytecode.variables([package], {"PYTHONDONTWRITEBYTECODE": "1"})
         == {}

@@ -48,5 +48,10 @@ def test_its_flag_enables_it():
 
 
 def test_a_chain_of_drafts_is_accepted(tmp_path):
-    options = {"draft_model_path": tiny_checkpoint("qwen3", tmp_path / "draft", vocab_size=259), "spec_topk": 1}
+    policy = tiny_checkpoint("qwen3", tmp_path / "policy", intermediate_size=1024)
+    options = {
+        "hf_checkpoint": policy,
+        "draft_model_path": tiny_checkpoint("qwen3", tmp_path / "draft"),
+        "spec_topk": 1,
+    }
     assert "speculative" in plan(["true_on_policy", "speculative"], **options).order
