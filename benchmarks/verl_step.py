@@ -26,6 +26,7 @@ from measure import ROOT, commit, finish, installed, options
 from sglang_engine import make_model
 from sglang_step import measure as measure_miles
 from sglang_step import workload
+from transformers import AutoTokenizer
 
 REWARD = """
 def odd(data_source, solution_str, ground_truth, extra_info=None):
@@ -62,10 +63,18 @@ def main() -> None:
     )
 
 
+def add_newline(checkpoint: Path) -> None:
+    """Make a line break a token: verl refuses every prompt of a Qwen model whose tokenizer has none."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.add_tokens(["\n"])
+    tokenizer.save_pretrained(checkpoint)
+
+
 def measure(given: Any, work: Path) -> dict[str, Any]:
     """Run verl; medians of its steps."""
     checkpoint, metrics = make_model(given.model, work / "model"), work / "steps.jsonl"
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    add_newline(checkpoint)
     log = given.log or work / "verl.log"
     environment = os.environ | {
         "VERL_FILE_LOGGER_PATH": str(metrics),
