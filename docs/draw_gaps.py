@@ -62,11 +62,12 @@ rollout (`benchmarks/collapse.py`). Arms differ in the number formats of engine 
 has no number format. Rewards are means over seeds with 95 % t-intervals, and "minus bf16" is the mean difference of the last tenth from that of
 `bf16` with the same seed. A seed collapsed if its last tenth is below half of its best tenth.
 
-**No arm collapsed, and the arms cannot be told apart.** With the plain FP8 rollout the median KL divergence is 40 times that of `bf16` and the mean reward at the end is
-the lowest, but its interval contains all other means; with `true_on_policy` the gap is 0 in every step and the reward is that of the other arms. `r3` and `r3+tis`
-reduce the largest gap of a step to a quarter and less. So at this size, learning rate and number of steps a gap of exactly 0 makes no difference that three
-seeds can show. Short trials at a higher rate made `bf16` itself unstable, so that no rate was found at which FP8 alone decides. FP8 on both sides
-(`unified`) has fewer steps. Nothing follows for large models and long runs, where collapses were reported.
+**No arm collapsed, and the arms cannot be told apart.** With the plain FP8 rollout the median KL divergence is 40 times that of `bf16` and
+the mean reward at the end is the lowest, but its interval contains all other means; with `true_on_policy` the gap is 0 in every step and
+the reward is that of the other arms. `r3` and `r3+tis` reduce the largest gap of a step to a quarter and less. So at this size, learning
+rate and number of steps a gap of exactly 0 makes no difference that three seeds can show. Short trials at a higher rate made `bf16` itself
+unstable, so that no rate was found at which FP8 alone decides. FP8 on both sides (`unified`) has fewer steps. Nothing follows for large
+models and long runs, where collapses were reported.
 
 ![Reward and KL divergence of each arm, with 95 % intervals; dashed: bf16](collapse.png)
 """
