@@ -244,7 +244,7 @@ def middle(curves: list[list[float]], part: int) -> tuple[list[float], list[floa
 
 
 def report(given: argparse.Namespace, last: bool) -> None:
-    """Write plot and result of what exists; the ``last`` report is printed, too."""
+    """Write the plot and the results of the runs so far. Print the table if this is the ``last`` report."""
     tables = tables_of(given)
     if not tables:
         return
