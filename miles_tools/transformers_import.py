@@ -17,7 +17,9 @@ from typing import Any
 __all__ = ["import_transformers"]
 
 #: Packages that only the distribution of the same name contains.
-NAMED_ALIKE = frozenset({"accelerate", "kernels", "numpy", "peft", "safetensors", "tokenizers", "torch", "torchao", "torchvision", "triton"})
+NAMED_ALIKE = frozenset(
+    {"accelerate", "kernels", "numpy", "peft", "safetensors", "tokenizers", "torch", "torchao", "torchvision", "triton"}
+)
 #: Module -> check in ``transformers.utils`` -> what the module imports if the check is true.
 DEFERRED = {
     "transformers.generation.candidate_generator": {"is_sklearn_available": ("sklearn.metrics", "roc_curve")},

@@ -8,6 +8,7 @@ imported only when it is called.
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # the process's own command line: its tracebacks are its last words
         sys.excepthook = show_exception
+    gc.disable()  # until the parts are built: imports create many objects and no garbage
     try:
         return _dispatch(words)
     except KeyboardInterrupt:
@@ -47,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # a defect
         print(f"error: {message}", file=sys.stderr)
         return _print_notes(error)
+    finally:
+        gc.enable()
 
 
 def _explain_path_error(error: OSError) -> str:
