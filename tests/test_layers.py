@@ -73,6 +73,7 @@ LAYERS: list[dict[str, str]] = [
 TOOLS: list[dict[str, str]] = [
     {
         "bytecode": "",
+        "transformers_import": "",
     },
     {
         "environment": "bytecode core: redact",
@@ -93,9 +94,10 @@ TOOLS: list[dict[str, str]] = [
     {
         "rewards": "http_client core: errors redact data reward contracts",
         "convert": "core: errors nearest lookup data plugin config checkpoint precision",
-        "report": "environment output_file progress samples core: errors version plugin observe run mismatch: mismatch",
+        "report": "environment output_file progress samples core: errors version redact plugin observe run "
+        "mismatch: mismatch",
         "authoring": "core: errors nearest version plugin config",
-        "demo": "core: errors plugin observe",
+        "demo": "transformers_import core: errors plugin observe",
     },
     {
         "verify": "output_file report core: version data precision contracts mismatch: mismatch",
@@ -169,7 +171,7 @@ ROOMS: list[dict[str, str]] = [
         "kernels": "core: errors",
     },
     {
-        "model": "manifest kernels core: errors data plugin checkpoint precision contracts tools: environment convert",
+        "model": "manifest kernels core: errors data plugin checkpoint precision contracts tools: environment convert transformers_import",
     },
     {
         "quantized": "model core: errors data precision contracts sync",
