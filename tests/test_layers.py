@@ -73,6 +73,7 @@ LAYERS: list[dict[str, str]] = [
 TOOLS: list[dict[str, str]] = [
     {
         "bytecode": "",
+        "cuda_context": "",
         "transformers_import": "",
     },
     {
@@ -104,7 +105,7 @@ TOOLS: list[dict[str, str]] = [
     },
     {
         "examine": "rewards convert sinks core: plugin config",
-        "commands": "environment convert report authoring demo verify core: errors redact plugin config observe checkpoint "
+        "commands": "cuda_context environment convert report authoring demo verify core: errors redact plugin config observe checkpoint "
         "precision contracts run cli",
     },
 ]
