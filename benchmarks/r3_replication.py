@@ -67,7 +67,7 @@ def warm_start(place: Path, given: argparse.Namespace) -> Path:
     from miles_tools.demo.task import write_task
 
     make_checkpoint(place / "model")
-    write_task(place / "data", forgets=0.7)
+    write_task(place / "data")
     words = arguments(place, place / "model", place / "warm", given, 0)
     sft = (
         f"--sft-data {place}/data/demonstrations.jsonl --sft-steps {given.sft_steps} --sft-batch-size 128 --sft-lr 3e-3"

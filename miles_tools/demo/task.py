@@ -51,7 +51,7 @@ def split_pairs(held_out: int, rng: random.Random) -> tuple[list[tuple[int, int]
 
 
 def write_task(
-    directory: str | Path, seed: int = 0, held_out: int = 512, demonstrations: int = 20_000, forgets: float = 0.5
+    directory: str | Path, seed: int = 0, held_out: int = 512, demonstrations: int = 20_000, forgets: float = 0.7
 ) -> TaskFiles:
     """Write ``train.jsonl``, ``held_out.jsonl`` and ``demonstrations.jsonl`` into ``directory``.
 
