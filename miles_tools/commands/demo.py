@@ -11,9 +11,6 @@ from pathlib import Path
 from miles_core.errors import ConfigError
 from miles_tools.cuda_context import open_context
 
-#: Probability with which the demo's teacher forgets a carry: about half of its answers are right.
-FORGETS = 0.5
-
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns 130 if the user stopped the training."""
@@ -38,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     _say("two-digit addition: a supervised warm start from a careless teacher, then GRPO on right answers")
     if not plugins:
         _say("no installed plugin supports the demo; running without plugins")
-    parameters = make_inputs(directory, chosen.seed, FORGETS)
+    parameters = make_inputs(directory, chosen.seed)
     _say(f"made a Qwen3-MoE of {parameters:,} parameters and its data in {directory}; now running")
     _say(f"  miles train {' '.join(arguments)}")
     from miles_core.cli import train

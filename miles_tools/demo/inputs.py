@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 CONFIG, ON_A_GPU = (Path(__file__).with_name(name) for name in ("demo.yaml", "gpu.yaml"))
 
 
-def make_inputs(directory: Path, seed: int, forgets: float = 0.7) -> int:
-    """Write ``model/`` and ``data/`` into ``directory``; returns the number of parameters. ``forgets`` as for ``write_task``.
+def make_inputs(directory: Path, seed: int) -> int:
+    """Write ``model/`` and ``data/`` into ``directory``; returns the number of parameters.
 
     Raises ConfigError if the directory already contains a run or is not writable.
     """
@@ -25,7 +25,7 @@ def make_inputs(directory: Path, seed: int, forgets: float = 0.7) -> int:
     if (directory / "metrics.jsonl").exists() or (directory / "checkpoints").is_dir():
         raise ConfigError(f"--dir {directory} already holds a run; choose another directory, or remove this one")
     try:
-        write_task(directory / "data", seed, forgets=forgets)
+        write_task(directory / "data", seed)
         return make_checkpoint(directory / "model", seed)
     except OSError as error:
         raise ConfigError(f"--dir {directory}: cannot write the demo's model and data there ({error})") from error
