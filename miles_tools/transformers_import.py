@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -28,7 +29,8 @@ DEFERRED = {
 
 
 def import_transformers() -> None:
-    """Import Transformers and the modules of ``DEFERRED``. Modules that are imported already stay as they are."""
+    """Import Transformers and the modules of ``DEFERRED``. Modules that are imported already, and those that a version of Transformers does
+    not have, stay as they are."""
     if "transformers" not in sys.modules:
         find = importlib.metadata.packages_distributions
         importlib.metadata.packages_distributions = lambda: Distributions(find)
@@ -37,7 +39,7 @@ def import_transformers() -> None:
         finally:
             importlib.metadata.packages_distributions = find
     for module, functions in DEFERRED.items():
-        if module not in sys.modules:
+        if module not in sys.modules and importlib.util.find_spec(module) is not None:
             _import_deferring(module, functions)
 
 
@@ -45,7 +47,7 @@ def _import_deferring(module: str, functions: Mapping[str, tuple[str, str]]) -> 
     """Import a module while the checks in ``functions`` are false, then give the true checks and deferred functions to the modules
     that this imported."""
     utils = importlib.import_module("transformers.utils")
-    checks = {name: getattr(utils, name) for name in functions}
+    checks = {name: getattr(utils, name) for name in functions if hasattr(utils, name)}
     for name in checks:
         setattr(utils, name, _is_unavailable)
     before = set(sys.modules)
@@ -56,7 +58,7 @@ def _import_deferring(module: str, functions: Mapping[str, tuple[str, str]]) -> 
             setattr(utils, name, check)
         for made in [sys.modules[key] for key in sys.modules.keys() - before]:
             for name, (source, function) in functions.items():
-                if vars(made).get(name) is _is_unavailable:
+                if vars(made).get(name) is _is_unavailable:  # which only names in ``checks`` are
                     setattr(made, name, checks[name])
                     vars(made).setdefault(function, _defer(source, function))
 

@@ -132,11 +132,12 @@ def test_the_processs_own_command_line_defers_garbage_collection(monkeypatch):
     monkeypatch.setattr(cli.atexit, "register", registered.append)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(sys, "argv", ["miles", "--version"])
+    usual = gc.get_threshold()
     try:
         assert cli.main(["--version"]) == 0
-        assert gc.isenabled() and not registered
+        assert gc.get_threshold() == usual and not registered
         assert cli.main() == 0
-        assert not gc.isenabled()
+        assert gc.get_threshold()[0] == 50_000
         assert registered == [gc.freeze]
     finally:
-        gc.enable()
+        gc.set_threshold(*usual)
