@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -156,9 +157,7 @@ def outputs(found: Any) -> tuple[Tensor, ...]:
 
 def are_equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], rows_at: int) -> bool:
     """Whether the first rows of ``theirs`` are ``ours``, bit for bit."""
-    return all(
-        torch.equal(a, b.narrow(rows_at, 0, a.shape[rows_at])) for a, b in zip(ours, theirs, strict=True)
-    )
+    return all(torch.equal(a, b.narrow(rows_at, 0, a.shape[rows_at])) for a, b in zip(ours, theirs, strict=True))
 
 
 def microseconds(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> float:
@@ -191,9 +190,7 @@ def measure_piece(piece: Piece, setting: str, rows_at: int) -> dict[str, Any]:
     parts = {n: outputs(run(*inputs_of(n))) for n in rows}
     found["rows_that_differ_from_eager"] = [n for n, part in parts.items() if not are_equal(part, expected, rows_at)]
     found["rows_that_depend_on_their_number"] = [n for n, part in parts.items() if not are_equal(part, whole, rows_at)]
-    found["microseconds"] = {
-        str(n): [microseconds(f, inputs_of(n)) for f in (eager, run)] for n in (rows[0], rows[-1])
-    }
+    found["microseconds"] = {str(n): [microseconds(f, inputs_of(n)) for f in (eager, run)] for n in (rows[0], rows[-1])}
     return found
 
 
@@ -251,12 +248,13 @@ def compile_as_it_is(checkpoint: Path, device: str, batch: Any) -> dict[str, Any
 
 
 def score(model: Any, batch: Any, splits: Any = SPLITS) -> list[np.ndarray]:
-    """Log-probabilities of a batch's tokens by a trainer, for each division into micro-batches."""
-    trainer, found = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig())), []
+    """Log-probabilities of a batch's tokens by a trainer that does not train, for each division into micro-batches."""
+    trainer, found = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig(), trains=False)), []
     trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))
     for count, share in splits:
         trainer.config = replace(trainer.config, micro_batch_size=count, share_prompts=share)
         found.append(trainer.log_probs(batch, "old")["log_probs"].cpu()[batch.mask.bool()].numpy())
+    model.requires_grad_(True)
     return found
 
 
@@ -265,7 +263,14 @@ def largest(left: list[np.ndarray], right: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(left, right, strict=True))
 
 
-def measure_variant(eager: Any, model: Any, setting: str, native: bool, given: argparse.Namespace) -> dict[str, Any]:
+def measure_variant(
+    eager: Any,
+    eager_steps: dict[str, Callable[[], Any]],
+    model: Any,
+    setting: str,
+    native: bool,
+    given: argparse.Namespace,
+) -> dict[str, Any]:
     """Compile the layers of ``model``; bits and seconds."""
     found: dict[str, Any] = {"setting": setting, "native": native}
     with graphs_counted(found):
@@ -279,8 +284,7 @@ def measure_variant(eager: Any, model: Any, setting: str, native: bool, given: a
         found["largest_gap"] = largest(scores, [rollout] * len(scores))
         found["largest_difference_from_eager"] = largest(scores, score(eager, batch))
         say(setting, "native" if native else "opaque", found)
-        sampled = make_samples(given)
-        both = {"eager": steps_of(eager, given, sampled), "compiled": steps_of(model, given, sampled)}
+        both = {"eager": eager_steps, "compiled": steps_of(model, given, make_samples(given))}
         for part in ("train", "rollout"):
             for steps in both.values():
                 say(part, "first", round(seconds_of(steps[part]), 2), "s")
@@ -302,20 +306,19 @@ def measure_model(device: str, given: argparse.Namespace, result: dict[str, Any]
         SIZES["dense"] = {**SIZES["tiny"], "num_attention_heads": 4}
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = make_model("dense", Path(directory) / "model")
-        eager, model = load(checkpoint, device), load(checkpoint, device)
-        batch = collate(generate(eager))
-        result["model"] = []
-        result["as_it_is"] = compile_as_it_is(checkpoint, device, batch)
+        eager = load(checkpoint, device)
+        result["as_it_is"] = compile_as_it_is(checkpoint, device, collate(generate(eager)))
         say("as it is", result["as_it_is"])
-    for setting, native in VARIANTS:
-        if time.monotonic() > until:
-            return
-        try:
-            found = measure_variant(eager, model, setting, native, given)
-        except Exception as error:
-            found = {"setting": setting, "native": native, "error": f"{type(error).__name__}: {str(error)[:300]}"}
-            say(found)
-        result["model"].append(found)
+        steps, result["model"] = steps_of(eager, given, make_samples(given)), []
+        for setting, native in (VARIANTS[i] for i in given.variants):
+            if time.monotonic() > until:
+                break
+            try:
+                found = measure_variant(eager, steps, load(checkpoint, device), setting, native, given)
+            except Exception as error:
+                found = {"setting": setting, "native": native, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+                traceback.print_exc()
+            result["model"].append(found)
 
 
 def say(*words: Any) -> None:
@@ -327,6 +330,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--parts", nargs="+", choices=("pieces", "model"), default=["pieces", "model"])
+    parser.add_argument("--variants", type=int, nargs="+", default=list(range(len(VARIANTS))), help="of VARIANTS")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further trial begins")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=32)

@@ -7,6 +7,7 @@ or PyTorch code that the compiler may fuse with the residual additions (``native
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from miles_true_on_policy.products import multiply_rows
 
 #: The call and the layer that run: objects of Python, which no operation can receive.
 _running = SimpleNamespace(call=None, layer=None)
+_recording = ThreadPoolExecutor(1)
 
 
 def native_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -73,10 +75,13 @@ def gate_eagerly(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _differentiate(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, *rest: Any) -> list[Tensor]:
-    """Gradients of ``function`` by computing it again."""
-    with torch.enable_grad():
+    """Gradients of ``function`` by computing it again, on a CPU; in another thread, because this one does not record inside an operation."""
+
+    def compute() -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in inputs]
         return list(torch.autograd.grad(function(*leaves, *rest), leaves, grad))
+
+    return _recording.submit(compute).result()
 
 
 def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
