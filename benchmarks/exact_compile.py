@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 #: Setting, and whether norms, rotations and gates are PyTorch code, in the order in which they are measured.
 VARIANTS = (("inductor, strict", True), ("inductor", False), ("inductor", True), ("aot_eager", False))
+
+
+@dataclass
+class Before:
+    """The eager model: a batch, its log-probabilities before any step, and what trains and samples with the model."""
+
+    batch: Any
+    scores: list[np.ndarray]
+    steps: dict[str, Callable[[], Any]]
+
 
 Piece = tuple[Callable[..., Any], Callable[..., Any], Callable[[int], tuple[Tensor, ...]]]
 
@@ -264,36 +274,30 @@ def largest(left: list[np.ndarray], right: list[np.ndarray]) -> float:
 
 
 def measure_variant(
-    eager: Any,
-    eager_steps: dict[str, Callable[[], Any]],
-    model: Any,
-    setting: str,
-    native: bool,
-    given: argparse.Namespace,
+    checkpoint: Path, device: str, before: Before, setting: str, native: bool, given: argparse.Namespace
 ) -> dict[str, Any]:
-    """Compile the layers of ``model``; bits and seconds."""
+    """Compile the layers of a model; bits and seconds."""
     found: dict[str, Any] = {"setting": setting, "native": native}
     with graphs_counted(found):
-        run = compiled(compute_layer, setting)
+        model, run = load(checkpoint, device), compiled(compute_layer, setting)
         use_layer(model, run, native)
         started = time.perf_counter()
-        batch = collate(samples := generate(model))
+        samples = generate(model)
         rollout = np.concatenate([np.asarray(s.rollout_log_probs, np.float32) for s in samples])
-        scores = score(model, batch)
+        scores = score(model, collate(samples))
         found["compile_seconds"] = round(time.perf_counter() - started, 1)
         found["largest_gap"] = largest(scores, [rollout] * len(scores))
-        found["largest_difference_from_eager"] = largest(scores, score(eager, batch))
+        found["largest_difference_from_eager"] = largest(score(model, before.batch), before.scores)
         say(setting, "native" if native else "opaque", found)
-        both = {"eager": eager_steps, "compiled": steps_of(model, given, make_samples(given))}
+        both = {"eager": before.steps, "compiled": steps_of(model, given, make_samples(given))}
         for part in ("train", "rollout"):
-            for steps in both.values():
-                say(part, "first", round(seconds_of(steps[part]), 2), "s")
+            found[part] = {"first": {name: round(seconds_of(steps[part]), 2) for name, steps in both.items()}}
             turns: dict[str, list[dict[str, float]]] = {name: [] for name in both}
             for turn in range(given.turns):
                 for name in sorted(both, reverse=bool(turn % 2)):
                     turns[name].append(measure_turn(both[name][part]))
             seconds = {name: medians(of)["seconds"] for name, of in turns.items()}
-            found[part] = seconds | {"ratio": round(seconds["compiled"] / seconds["eager"], 3)}
+            found[part] |= seconds | {"ratio": round(seconds["compiled"] / seconds["eager"], 3)}
             say(part, found[part])
     return found
 
@@ -307,14 +311,17 @@ def measure_model(device: str, given: argparse.Namespace, result: dict[str, Any]
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = make_model("dense", Path(directory) / "model")
         eager = load(checkpoint, device)
-        result["as_it_is"] = compile_as_it_is(checkpoint, device, collate(generate(eager)))
+        batch = collate(generate(eager))
+        before = Before(batch, score(eager, batch), steps_of(eager, given, make_samples(given)))
+        say("eager model", {part: round(seconds_of(step), 2) for part, step in before.steps.items()})
+        result["as_it_is"] = compile_as_it_is(checkpoint, device, batch)
         say("as it is", result["as_it_is"])
-        steps, result["model"] = steps_of(eager, given, make_samples(given)), []
+        result["model"] = []
         for setting, native in (VARIANTS[i] for i in given.variants):
             if time.monotonic() > until:
                 break
             try:
-                found = measure_variant(eager, steps, load(checkpoint, device), setting, native, given)
+                found = measure_variant(checkpoint, device, before, setting, native, given)
             except Exception as error:
                 found = {"setting": setting, "native": native, "error": f"{type(error).__name__}: {str(error)[:300]}"}
                 traceback.print_exc()
