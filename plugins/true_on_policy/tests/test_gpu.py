@@ -167,6 +167,34 @@ def test_log_softmax_of_a_row_depends_on_it_only(kernels, vocabulary):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("vocabulary", [64, 259, 32000, 151936])
+def test_the_log_probability_of_a_token_depends_on_its_row_only(kernels, vocabulary):
+    """One token of a decode step, and the same among those of a training batch."""
+    from miles_true_on_policy.normalize import log_softmax, pick_log_softmax
+
+    x = 4 * torch.randn(300, vocabulary, device="cuda")
+    tokens = torch.randint(vocabulary, (300,), device="cuda")
+    whole = pick_log_softmax(x, tokens)
+    assert torch.equal(whole, log_softmax(x).gather(1, tokens[:, None])[:, 0])
+    for first, rows in ((0, 1), (7, 3), (40, 257)):
+        piece = slice(first, first + rows)
+        assert torch.equal(pick_log_softmax(x[piece].clone(), tokens[piece]), whole[piece])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("experts", "k"), [(8, 2), (32, 4), (128, 8), (257, 16)])
+def test_chosen_experts_are_those_of_a_stable_sort(kernels, experts, k):
+    from miles_true_on_policy.choice import largest_entries
+
+    x = torch.randint(2 * experts, (5000, experts), device="cuda").float().softmax(-1)
+    values, index = largest_entries(x, k)
+    expected, places = x.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(values, expected[:, :k]) and torch.equal(index, places[:, :k])
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_products_of_the_libraries_depend_on_the_number_of_rows(kernels):
     """The negative control: without it, equality above would prove nothing about this machine."""
     x = torch.randn(513, 8960, device="cuda", dtype=torch.bfloat16)
