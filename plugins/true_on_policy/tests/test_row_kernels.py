@@ -30,7 +30,7 @@ def test_the_largest_entries_have_the_gradient_of_a_sort(triton):
 
     x = rows_with_ties(4, 12, torch.float32).clamp(min=-1).requires_grad_()
     weights = torch.rand(4, 3, device=HERE)
-    functions = (lambda: largest_entries(x, 3)[0], lambda: x.sort(-1, descending=True, stable=True).values[:, :3])
+    functions = (lambda: largest_entries(x, 3)[0], lambda: x.sort(dim=-1, descending=True, stable=True).values[:, :3])
     one, two = (torch.autograd.grad((values() * weights).sum(), x)[0] for values in functions)
     assert torch.equal(one, two)
 
