@@ -45,6 +45,21 @@ def test_gradients(kernels):
             torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("rows", [0, 3, 16, 40, 70, 530])
+def test_pieces_give_the_product_whoever_computes_them(kernels, monkeypatch, rows):
+    from miles_true_on_policy import library
+
+    device = torch.empty(0, device=HERE).device
+    x, weight = torch.randn(rows, 32, device=HERE), torch.randn(24, 32, device=HERE)
+    sizes = {size: size not in (16, 64) for size in library.SIZES if size <= library._FULL}
+    monkeypatch.setitem(library._equal, (24, 32, x.dtype, device), sizes)
+    library._plan.cache_clear()
+    plan = library._plan(rows, 24, 32, x.dtype, device)
+    assert sum(count for _, count, _, _ in plan) == rows and all(equal == sizes[size] for _, _, size, equal in plan)
+    torch.testing.assert_close(library.multiply_pieces(x, weight), x @ weight.t(), rtol=1e-4, atol=1e-4)
+    library._plan.cache_clear()
+
+
 def gap(checkpoint, dtype, exact, graphs=False, temperature=1.0):
     """Number of tokens, and the largest |difference| between engine and trainer over several micro-batches."""
     from miles_core.contracts.engine import Request, Sampling
