@@ -89,13 +89,38 @@ class Before:
     steps: dict[str, Callable[[], Any]]
 
 
-Piece = tuple[Callable[..., Any], Callable[..., Any], Callable[[int], tuple[Tensor, ...]]]
+@dataclass
+class Piece:
+    """A step of a layer.
+
+    Attributes:
+        function: what is compiled.
+        eager: the invariant step.
+        inputs: of the largest number of rows.
+        dims: of each input, the dimension of its rows; None for a weight.
+    """
+
+    function: Callable[..., Any]
+    eager: Callable[..., Any]
+    inputs: tuple[Tensor, ...]
+    dims: tuple[int | None, ...]
+
+    def first(self, rows: int) -> tuple[Tensor, ...]:
+        """The inputs of the first rows. Their number is a variable of the compiled graph, all other sizes are constants."""
+        found = []
+        for x, dim in zip(self.inputs, self.dims, strict=True):
+            part = x if dim is None else x.narrow(dim, 0, min(rows, x.shape[dim]))
+            if dim is not None and rows > 1:
+                torch._dynamo.maybe_mark_dynamic(part, dim)
+            found.append(part)
+        return tuple(found)
 
 
-def compiled(function: Callable[..., Any], setting: str, dynamic: bool | None = True) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], setting: str) -> Callable[..., Any]:
     """``function`` by ``torch.compile``; a graph that ends is an error."""
     torch._dynamo.reset()
-    found: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=dynamic, **SETTINGS[setting])
+    fixed = {"dynamic": False} if setting == "cudagraphs" else {}
+    found: Callable[..., Any] = torch.compile(function, fullgraph=True, **fixed, **SETTINGS[setting])
     return found
 
 
@@ -130,7 +155,7 @@ def to_log_probs(logits: Tensor) -> Tensor:
 
 
 def make_pieces(device: str, width: int, vocabulary: int) -> dict[str, Piece]:
-    """Name -> function to compile, eager invariant function, and inputs for a number of rows, whose first rows are always the same."""
+    """The steps by name."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -141,21 +166,16 @@ def make_pieces(device: str, width: int, vocabulary: int) -> dict[str, Piece]:
     heads, angle = random(1, most, width // 64, 64).transpose(1, 2), random(1, most, 64)
     logits, experts = random(most // 4, vocabulary), random(most, 32)
     ids = torch.randint(vocabulary, (most,), generator=generator).to(device)
+    temperature = torch.full((), 0.7, device=device)
     return {
-        "residual addition": (torch.add, torch.add, lambda n: (x[:n], other[:n])),
-        "addition and norm": (
-            add_and_normalize,
-            add_and_normalize_eagerly,
-            lambda n: (x[:n], other[:n], weight),
-        ),
-        "gate": (native_gate, gate_eagerly, lambda n: (x[:n], other[:n])),
-        "rotation": (native_rotation, rotate_eagerly, lambda n: (heads[:, :, :n], angle[:, :n], angle[:, :n])),
-        "embedding": (embedding, embedding, lambda n: (ids[:n], table)),
-        "router": (route, route_eagerly, lambda n: (experts[:n],)),
-        "cast, temperature, log-softmax": (
-            to_log_probs,
-            lambda logits: log_softmax(logits.float() / torch.full((), 0.7, device=logits.device)),
-            lambda n: (logits[: min(n, most // 4)],),
+        "residual addition": Piece(torch.add, torch.add, (x, other), (0, 0)),
+        "addition and norm": Piece(add_and_normalize, add_and_normalize_eagerly, (x, other, weight), (0, 0, None)),
+        "gate": Piece(native_gate, gate_eagerly, (x, other), (0, 0)),
+        "rotation": Piece(native_rotation, rotate_eagerly, (heads, angle, angle.clone()), (2, 1, 1)),
+        "embedding": Piece(embedding, embedding, (ids, table), (0, None)),
+        "router": Piece(route, route_eagerly, (experts,), (0,)),
+        "cast, temperature, log-softmax": Piece(
+            to_log_probs, lambda logits: log_softmax(logits.float() / temperature), (logits,), (0,)
         ),
     }
 
@@ -183,24 +203,24 @@ def microseconds(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> fl
 
 
 @torch.no_grad()
-def measure_piece(piece: Piece, setting: str, rows_at: int) -> dict[str, Any]:
+def measure_piece(piece: Piece, setting: str) -> dict[str, Any]:
     """Compile one piece with one setting; the error's first line where that fails."""
-    function, eager, inputs_of = piece
-    graphs = setting == "cudagraphs"
-    run = compiled(function, setting, None if graphs else True)
-    rows = (1, 256, ROWS[-1]) if graphs else ROWS
+    run, rows_at = compiled(piece.function, setting), piece.dims[0] or 0
+    rows = (1, 256, ROWS[-1]) if setting == "cudagraphs" else ROWS
     started = time.perf_counter()
     try:
-        whole = outputs(run(*inputs_of(rows[-1])))
+        whole = outputs(run(*piece.first(rows[-1])))
     except Exception as error:  # of any stage of the compiler
         return {"captured": False, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"}
     wait()
     found: dict[str, Any] = {"captured": True, "compile_seconds": round(time.perf_counter() - started, 2)}
-    expected = outputs(eager(*inputs_of(rows[-1])))
-    parts = {n: outputs(run(*inputs_of(n))) for n in rows}
+    expected = outputs(piece.eager(*piece.first(rows[-1])))
+    parts = {n: outputs(run(*piece.first(n))) for n in rows}
     found["rows_that_differ_from_eager"] = [n for n, part in parts.items() if not are_equal(part, expected, rows_at)]
     found["rows_that_depend_on_their_number"] = [n for n, part in parts.items() if not are_equal(part, whole, rows_at)]
-    found["microseconds"] = {str(n): [microseconds(f, inputs_of(n)) for f in (eager, run)] for n in (rows[0], rows[-1])}
+    found["microseconds"] = {
+        str(n): [microseconds(f, piece.first(n)) for f in (piece.eager, run)] for n in (rows[0], rows[-1])
+    }
     return found
 
 
@@ -214,7 +234,7 @@ def measure_pieces(device: str, given: argparse.Namespace, until: float) -> dict
         for name, piece in pieces.items():
             if time.monotonic() > until:
                 return table
-            found = measure_piece(piece, setting, 2 if name == "rotation" else 0)
+            found = measure_piece(piece, setting)
             table.setdefault(name, {})[setting] = found
             say(name, setting, found)
     return table

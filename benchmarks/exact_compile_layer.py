@@ -315,6 +315,8 @@ def _forward_of(layer: nn.Module, run: Callable[..., Tensor], native: bool) -> C
 
     def forward(hidden_states: Tensor, *, position_embeddings: Any, call: Any, **unused: Any) -> Tensor:
         _running.call, _running.layer = call, attention
+        for x in (hidden_states, *position_embeddings):  # the number of rows is a variable of the graph
+            torch._dynamo.maybe_mark_dynamic(x, 1)
         return run(hidden_states, *position_embeddings, weights, numbers, native)
 
     return forward
