@@ -80,6 +80,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 VARIANTS = (("inductor, strict", True), ("inductor", False), ("inductor", True), ("aot_eager", False))
 
 
+#: The end of a part.
+DONE = object()
+
+
 @dataclass
 class Before:
     """The eager model: a batch, its log-probabilities before any step, and what trains and samples with the model."""
@@ -224,22 +228,6 @@ def measure_piece(piece: Piece, setting: str) -> dict[str, Any]:
     return found
 
 
-def measure_pieces(device: str, given: argparse.Namespace, until: float) -> dict[str, Any]:
-    """Piece -> setting -> ``measure_piece``, as far as the time suffices."""
-    width, vocabulary = (1536, 32000) if device == "cuda" else (128, 1000)
-    pieces, table = make_pieces(device, width, vocabulary), {}
-    for setting in given.settings:
-        if setting == "cudagraphs" and device != "cuda":
-            continue
-        for name, piece in pieces.items():
-            if time.monotonic() > until:
-                return table
-            found = measure_piece(piece, setting)
-            table.setdefault(name, {})[setting] = found
-            say(name, setting, found)
-    return table
-
-
 def load(checkpoint: Path, device: str) -> Any:
     """A model with the plugin."""
     model = load_model(checkpoint, "bfloat16", device)
@@ -294,13 +282,12 @@ def largest(left: list[np.ndarray], right: list[np.ndarray]) -> float:
 
 
 def measure_variant(
-    checkpoint: Path, device: str, before: Before, setting: str, native: bool, given: argparse.Namespace
-) -> dict[str, Any]:
-    """Compile the layers of a model; bits and seconds."""
-    found: dict[str, Any] = {"setting": setting, "native": native}
+    checkpoint: Path, device: str, before: Before, given: argparse.Namespace, found: dict[str, Any]
+) -> None:
+    """Compile the layers of a model with ``found["setting"]``; adds bits and seconds to ``found`` as they are known."""
     with graphs_counted(found):
-        model, run = load(checkpoint, device), compiled(compute_layer, setting)
-        use_layer(model, run, native)
+        model, run = load(checkpoint, device), compiled(compute_layer, found["setting"])
+        use_layer(model, run, found["native"])
         started = time.perf_counter()
         samples = generate(model)
         rollout = np.concatenate([np.asarray(s.rollout_log_probs, np.float32) for s in samples])
@@ -308,7 +295,7 @@ def measure_variant(
         found["compile_seconds"] = round(time.perf_counter() - started, 1)
         found["largest_gap"] = largest(scores, [rollout] * len(scores))
         found["largest_difference_from_eager"] = largest(score(model, before.batch), before.scores)
-        say(setting, "native" if native else "opaque", found)
+        say(found)
         both = {"eager": before.steps, "compiled": steps_of(model, given, make_samples(given))}
         for part in ("train", "rollout"):
             found[part] = {"first": {name: round(seconds_of(steps[part]), 2) for name, steps in both.items()}}
@@ -319,33 +306,45 @@ def measure_variant(
             seconds = {name: medians(of)["seconds"] for name, of in turns.items()}
             found[part] |= seconds | {"ratio": round(seconds["compiled"] / seconds["eager"], 3)}
             say(part, found[part])
-    return found
 
 
-def measure_model(device: str, given: argparse.Namespace, result: dict[str, Any], until: float) -> None:
-    """Fill ``result`` with what the compiler makes of a model's layers, as far as the time suffices."""
+def try_model(directory: str, device: str, given: argparse.Namespace, result: dict[str, Any]) -> Iterator[None]:
+    """Fill ``result`` with what the compiler makes of a model's layers; after each trial the caller may stop."""
     from sglang_engine import SIZES, make_model
 
     if device != "cuda":
         SIZES["dense"] = {**SIZES["tiny"], "num_attention_heads": 4}
-    with tempfile.TemporaryDirectory() as directory:
-        checkpoint = make_model("dense", Path(directory) / "model")
-        eager = load(checkpoint, device)
-        batch = collate(generate(eager))
-        before = Before(batch, score(eager, batch), steps_of(eager, given, make_samples(given)))
-        say("eager model", {part: round(seconds_of(step), 2) for part, step in before.steps.items()})
-        result["as_it_is"] = compile_as_it_is(checkpoint, device, batch)
-        say("as it is", result["as_it_is"])
-        result["model"] = []
-        for setting, native in (VARIANTS[i] for i in given.variants):
-            if time.monotonic() > until:
-                break
-            try:
-                found = measure_variant(checkpoint, device, before, setting, native, given)
-            except Exception as error:
-                found = {"setting": setting, "native": native, "error": f"{type(error).__name__}: {str(error)[:300]}"}
-                traceback.print_exc()
-            result["model"].append(found)
+    checkpoint = make_model("dense", Path(directory) / "model")
+    eager = load(checkpoint, device)
+    batch = collate(generate(eager))
+    before = Before(batch, score(eager, batch), steps_of(eager, given, make_samples(given)))
+    say("eager model", {part: round(seconds_of(step), 2) for part, step in before.steps.items()})
+    result["as_it_is"] = compile_as_it_is(checkpoint, device, batch)
+    say("as it is", result["as_it_is"])
+    result["model"] = []
+    for setting, native in (VARIANTS[i] for i in given.variants):
+        found: dict[str, Any] = {"setting": setting, "native": native}
+        result["model"].append(found)
+        try:
+            measure_variant(checkpoint, device, before, given, found)
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            traceback.print_exc()
+        yield
+
+
+def try_pieces(device: str, given: argparse.Namespace, result: dict[str, Any]) -> Iterator[None]:
+    """Fill ``result`` with piece -> setting -> ``measure_piece``; after each setting the caller may stop."""
+    width, vocabulary = (1536, 32000) if device == "cuda" else (128, 1000)
+    pieces = make_pieces(device, width, vocabulary)
+    result["pieces"] = {name: {} for name in pieces}
+    for setting in given.settings:
+        if setting == "cudagraphs" and device != "cuda":
+            continue
+        for name, piece in pieces.items():
+            result["pieces"][name][setting] = measure_piece(piece, setting)
+            say(name, setting, result["pieces"][name][setting])
+        yield
 
 
 def say(*words: Any) -> None:
@@ -356,7 +355,7 @@ def say(*words: Any) -> None:
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--parts", nargs="+", choices=("pieces", "model"), default=["pieces", "model"])
+    parser.add_argument("--parts", nargs="+", choices=("pieces", "model"), default=["model", "pieces"])
     parser.add_argument("--variants", type=int, nargs="+", default=list(range(len(VARIANTS))), help="of VARIANTS")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further trial begins")
     parser.add_argument("--turns", type=int, default=3)
@@ -371,10 +370,11 @@ def main() -> None:
     device, started = "cuda" if torch.cuda.is_available() else "cpu", time.monotonic()
     result: dict[str, Any] = {"rows": list(ROWS), "micro_batch": given.micro_batch}
     try:
-        if "model" in given.parts:
-            measure_model(device, given, result, started + 0.6 * given.limit)
-        if "pieces" in given.parts:
-            result["pieces"] = measure_pieces(device, given, started + given.limit)
+        with tempfile.TemporaryDirectory() as directory:
+            parts = {"model": try_model(directory, device, given, result), "pieces": try_pieces(device, given, result)}
+            trials = {name: parts[name] for name in given.parts}
+            while trials and time.monotonic() - started < given.limit:  # in turns, so that a short run has some of both
+                trials = {name: trial for name, trial in trials.items() if next(trial, DONE) is not DONE}
     finally:
         versions = ("miles-core", "miles-plugin-true-on-policy", "torch", "transformers")
         finish("exact_compile", result, given.save, lambda: installed(*versions), "gpu" if device == "cuda" else "cpu")
