@@ -44,7 +44,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.functional import embedding
 from true_on_policy import SPLITS, generate
-from true_on_policy_profile import make_samples, measure_turn, seconds_of, steps_of, wait
+from true_on_policy_profile import loss, make_samples, measure_turn, seconds_of, steps_of, wait
 
 from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import collate
@@ -123,7 +123,7 @@ class Piece:
 def compiled(function: Callable[..., Any], setting: str) -> Callable[..., Any]:
     """``function`` by ``torch.compile``; a graph that ends is an error."""
     torch._dynamo.reset()
-    fixed = {"dynamic": False} if setting == "cudagraphs" else {}
+    fixed: dict[str, Any] = {"dynamic": False} if setting == "cudagraphs" else {}
     found: Callable[..., Any] = torch.compile(function, fullgraph=True, **fixed, **SETTINGS[setting])
     return found
 
@@ -251,7 +251,7 @@ def graphs_counted(found: dict[str, Any]) -> Iterator[None]:
 
 def compile_as_it_is(checkpoint: Path, device: str, batch: Any) -> dict[str, Any]:
     """The first two layers of a model with the plugin, without changes: one scoring pass."""
-    model, found = load(checkpoint, device), {"layers": 0}
+    model, found = load(checkpoint, device), dict[str, Any](layers=0)
     for layer in decoder_layers(model)[:2]:
         layer.__dict__["forward"] = torch.compile(layer.forward, backend="eager", dynamic=True)
         found["layers"] += 1
@@ -268,7 +268,7 @@ def compile_as_it_is(checkpoint: Path, device: str, batch: Any) -> dict[str, Any
 def score(model: Any, batch: Any, splits: Any = SPLITS) -> list[np.ndarray]:
     """Log-probabilities of a batch's tokens by a trainer that does not train, for each division into micro-batches."""
     trainer, found = EmbeddedTrainer(model, TrainerConfig(OptimizerConfig(), trains=False)), []
-    trainer.bind(Callbacks(trainer.forward, None, trainer.optimizer_step))
+    trainer.bind(Callbacks(trainer.forward, loss, trainer.optimizer_step))
     for count, share in splits:
         trainer.config = replace(trainer.config, micro_batch_size=count, share_prompts=share)
         found.append(trainer.log_probs(batch, "old")["log_probs"].cpu()[batch.mask.bool()].numpy())

@@ -286,7 +286,8 @@ def compute_layer(
     seen = attend(query, key, value.transpose(1, 2), dim**-0.5)[0]
     x = x + product(seen.reshape(1, rows, -1), [o])
     left, right = product(normalize(x, second, eps), [w_gate, w_up]).chunk(2, -1)
-    return x + product(close(left, right), [down])
+    out: Tensor = x + product(close(left, right), [down])
+    return out
 
 
 def weights_of(layer: Any) -> list[Tensor]:
