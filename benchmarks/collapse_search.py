@@ -33,23 +33,28 @@ MODELS = {
     "long": "--layers 4 --hidden 64 --experts 16 --length 24 --sft-steps 300 --sft-batch 64",
     "deep": "--layers 8 --hidden 64 --experts 32 --length 24 --sft-steps 400 --sft-batch 64",
 }
-#: Name -> flags of the algorithm. AdamW's larger epsilon keeps steps small where gradients vanish, and 64 prompts make the gradient less noisy:
-#: both let bf16 be stable at higher rates, and neither reduces the error that a gap causes.
-ALGORITHMS = {
-    "reference": "--lr 4.5e-4 --updates 8",
-    "four": "--lr 1e-3 --adam-eps 1e-3 --updates 4",
-    "eight": "--lr 1e-3 --adam-eps 1e-3 --updates 8",
-    "sixteen": "--lr 1e-3 --adam-eps 1e-3 --updates 16",
-    "fast": "--lr 2e-3 --adam-eps 1e-3 --updates 4",
-    "unclipped": "--lr 1e-3 --adam-eps 1e-3 --updates 8 --eps-clip 1000 --eps-clip-high 1000",
-    "exact": "--lr 1e-3 --adam-eps 1e-3 --updates 8 --reward exact",
-    "entropy": "--lr 1e-3 --adam-eps 1e-3 --updates 8 --entropy 0.02",
+#: Name -> (directory, prompts of a rollout, learning rate, further flags). The rates go up from one at which bf16 is stable.
+LADDER = {
+    "long-a": ("long", 32, 1e-3, ""),
+    "long-b": ("long", 32, 1.5e-3, ""),
+    "long-c": ("long", 32, 2.2e-3, ""),
+    "long-d": ("long", 64, 1.5e-3, ""),
+    "long-e": ("long", 64, 2.2e-3, ""),
+    "long-f": ("long", 64, 3.3e-3, ""),
+    "long-exact": ("long", 64, 1.5e-3, "--updates 4 --reward exact"),
+    "long-updates": ("long", 64, 1.5e-3, "--updates 8"),
+    "deep-a": ("deep", 32, 7e-4, ""),
+    "deep-b": ("deep", 32, 1.2e-3, ""),
+    "deep-c": ("deep", 64, 1.2e-3, ""),
+    "deep-d": ("deep", 64, 2e-3, ""),
 }
+#: Of every setting. AdamW's larger epsilon keeps steps small where gradients vanish, so that bf16 is stable at higher rates; like more prompts,
+#: which make the gradient less noisy, it does not reduce the error that a gap causes.
+ALL = "--adam-eps 1e-3"
 #: Name -> (directory, flags of ``collapse.py``).
 SETTINGS = {
-    f"{model}-{name}": (model, f"{shape} {words} --prompts 64")
-    for model, shape in MODELS.items()
-    for name, words in ALGORITHMS.items()
+    name: (model, f"{MODELS[model]} {ALL} --prompts {prompts} --lr {lr} {more or '--updates 4'}")
+    for name, (model, prompts, lr, more) in LADDER.items()
 }
 #: Share of its best tenth that the last tenth of a stable arm has.
 STABLE = 0.9
