@@ -36,17 +36,17 @@ MODELS = {
 #: Name -> (directory, prompts of a rollout, learning rate, further flags). The rates go up from one at which bf16 is stable.
 LADDER = {
     "long-a": ("long", 32, 1e-3, ""),
-    "long-b": ("long", 32, 1.5e-3, ""),
-    "long-c": ("long", 32, 2.2e-3, ""),
-    "long-d": ("long", 64, 1.5e-3, ""),
-    "long-e": ("long", 64, 2.2e-3, ""),
-    "long-f": ("long", 64, 3.3e-3, ""),
-    "long-exact": ("long", 64, 1.5e-3, "--updates 4 --reward exact"),
-    "long-updates": ("long", 64, 1.5e-3, "--updates 8"),
+    "long-b": ("long", 32, 1.4e-3, ""),
+    "long-c": ("long", 32, 1.9e-3, ""),
+    "long-d": ("long", 64, 1.6e-3, ""),
+    "long-e": ("long", 64, 2.3e-3, ""),
+    "long-updates": ("long", 64, 1.6e-3, "--updates 8"),
+    "long-exact": ("long", 64, 1.6e-3, "--updates 4 --reward exact"),
     "deep-a": ("deep", 32, 7e-4, ""),
-    "deep-b": ("deep", 32, 1.2e-3, ""),
-    "deep-c": ("deep", 64, 1.2e-3, ""),
-    "deep-d": ("deep", 64, 2e-3, ""),
+    "deep-b": ("deep", 32, 1e-3, ""),
+    "deep-c": ("deep", 32, 1.4e-3, ""),
+    "deep-d": ("deep", 64, 1.2e-3, ""),
+    "deep-e": ("deep", 64, 1.8e-3, ""),
 }
 #: Of every setting. AdamW's larger epsilon keeps steps small where gradients vanish, so that bf16 is stable at higher rates; like more prompts,
 #: which make the gradient less noisy, it does not reduce the error that a gap causes.
