@@ -236,7 +236,7 @@ def collapse(pattern: str = "collapse-????-??-??-cpu.json") -> list[str]:
 
 def differences(table: dict[str, Any]) -> str:
     """Return the sentences about arms whose difference from ``bf16`` has an interval without 0, and about seeds that collapsed."""
-    below, above = [], []
+    below, above = list[str](), list[str]()
     for arm, row in table.items():
         mean, half = row["minus_bf16"] or (0.0, None)
         if half is not None and abs(mean) > half:
