@@ -265,10 +265,17 @@ def middle(curves: list[list[float]], part: int) -> tuple[list[float], list[floa
     return [statistics.fmean(c) for c in columns], [m - h for m, h in wide], [m + h for m, h in wide]
 
 
+def equal_steps(made: list[int]) -> int:
+    """Return the steps that all runs have made, apart from those with less than half of the most steps: they failed, or have just started."""
+    return min(steps for steps in made if 2 * steps >= max(made))
+
+
 def report(given: argparse.Namespace, last: bool) -> None:
     """Write the plot and the results of the runs so far. Print the table if this is the ``last`` report."""
     if given.equal_steps:
-        given = argparse.Namespace(**{**vars(given), "steps": min(len(run.rows()) for run in arm_runs(given))})
+        given = argparse.Namespace(
+            **{**vars(given), "steps": equal_steps([len(run.rows()) for run in arm_runs(given)])}
+        )
     tables = tables_of(given)
     if not tables:
         return

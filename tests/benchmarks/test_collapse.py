@@ -73,6 +73,10 @@ def test_rewards_count_the_share_before_the_first_wrong_digit_or_the_whole_answe
     assert [rewards["exact"](None, s)["score"] for s in (near, right)] == [0.0, 1.0]
 
 
+def test_a_run_that_failed_does_not_shorten_the_others(collapse):
+    assert [collapse.equal_steps(made) for made in ([90, 12, 84], [90, 45], [0, 0])] == [84, 45, 0]
+
+
 def test_equal_steps_compares_what_all_runs_have_made(collapse, tmp_path, capsys):
     words = ["--out", str(tmp_path), "--arms", "bf16", "plain", "--seeds", "1", "2", "--lr", "1e-3", "--steps", "100"]
     given = collapse.parse([*words, "--equal-steps"])
