@@ -124,7 +124,7 @@ def _train(words: list[str], output: Path, threads: int) -> None:
 
 def prepare(*modules: str) -> None:
     """Import what the runs need, with one thread: a process that has started a pool of threads cannot be forked."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     import torch
 
     torch.set_num_threads(1)
