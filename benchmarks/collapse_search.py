@@ -40,13 +40,14 @@ LADDER = {
     "long-c": ("long", 32, 1.25e-3, ""),
     "long-d": ("long", 64, 1.3e-3, ""),
     "long-e": ("long", 64, 1.7e-3, ""),
-    "long-updates": ("long", 64, 1.3e-3, "--updates 8"),
+    "long-once": ("long", 64, 3e-3, "--updates 1"),
     "long-exact": ("long", 64, 1.3e-3, "--updates 4 --reward exact"),
     "deep-a": ("deep", 32, 5e-4, ""),
     "deep-b": ("deep", 32, 7e-4, ""),
     "deep-c": ("deep", 32, 1e-3, ""),
     "deep-d": ("deep", 64, 9e-4, ""),
     "deep-e": ("deep", 64, 1.3e-3, ""),
+    "deep-once": ("deep", 64, 2e-3, "--updates 1"),
 }
 #: Of every setting. AdamW's larger epsilon keeps steps small where gradients vanish, so that bf16 is stable at higher rates; like more prompts,
 #: which make the gradient less noisy, it does not reduce the error that a gap causes.
