@@ -1,7 +1,7 @@
 """A search for a setting in which an FP8 rollout alone makes reinforcement learning unstable, for ``collapse.py``.
 
 Each setting of ``SETTINGS`` trains the arms ``bf16`` and ``plain`` of ``collapse.py`` on one seed. After ``--limit`` seconds a rule that was
-fixed before any run chooses one setting; the experiment then has other seeds, so that luck of the search is no part of its result.
+fixed before any run chooses one setting; the experiment then has other seeds, so that luck of the search does not affect its result.
 
 The rule: both arms of a setting are compared over the steps that both have made, by means over tenths of these. A setting is admitted if
 ``bf16`` is stable (its last tenth is at least ``STABLE`` of its best tenth) and learns (its last tenth is above its first). The loss of ``plain``

@@ -83,7 +83,7 @@ tenth is below the larger of its own best tenth and the last tenth of `bf16`. Th
 """
 CHOSEN = """\
 The experiment trains all arms in the chosen setting with three seeds that the search did not use, so that the choice, which favours a bad
-seed of `plain`, is no part of the result. Runs go in step, and all are compared over equally many steps. The intervals are not corrected for
+seed of `plain`, does not affect the result. Runs go in step, and all are compared over equally many steps. The intervals are not corrected for
 six comparisons.
 
 ![Reward and KL divergence of each arm in the chosen setting, with 95 % intervals; dashed: bf16](collapse-search.png)
