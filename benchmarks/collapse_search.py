@@ -35,18 +35,18 @@ MODELS = {
 }
 #: Name -> (directory, prompts of a rollout, learning rate, further flags). The rates go up from one at which bf16 is stable.
 LADDER = {
-    "long-a": ("long", 32, 8e-4, ""),
+    "long-a": ("long", 16, 8e-4, ""),
     "long-b": ("long", 32, 1e-3, ""),
     "long-c": ("long", 32, 1.25e-3, ""),
     "long-d": ("long", 64, 1.3e-3, ""),
     "long-e": ("long", 64, 1.7e-3, ""),
     "long-once": ("long", 64, 3e-3, "--updates 1"),
     "long-exact": ("long", 64, 1.3e-3, "--updates 4 --reward exact"),
-    "deep-a": ("deep", 32, 5e-4, ""),
-    "deep-b": ("deep", 32, 7e-4, ""),
-    "deep-c": ("deep", 32, 1e-3, ""),
-    "deep-d": ("deep", 64, 9e-4, ""),
-    "deep-e": ("deep", 64, 1.3e-3, ""),
+    "deep-a": ("deep", 16, 9e-4, ""),
+    "deep-b": ("deep", 32, 1e-3, ""),
+    "deep-c": ("deep", 32, 1.3e-3, ""),
+    "deep-d": ("deep", 64, 1.3e-3, ""),
+    "deep-e": ("deep", 64, 1.8e-3, ""),
     "deep-once": ("deep", 64, 2e-3, "--updates 1"),
 }
 #: Of every setting. AdamW's larger epsilon keeps steps small where gradients vanish, so that bf16 is stable at higher rates; like more prompts,
