@@ -120,10 +120,11 @@ class Batch:
                 runs[-1][1] += n
             else:
                 runs.append([start, start + n])
-        at = torch.cat([_EMPTY, *(torch.arange(*run) for run in runs)]).to(picked.device)
 
         # slices, since selecting rows by index takes several times as long, and advanced indexing starts all of torch's threads
-        def rows(column: Tensor) -> Tensor:
+        def rows(column: Any) -> Any:
+            if isinstance(column, Ragged):
+                return column.select(torch.cat([_EMPTY, *(torch.arange(*run) for run in runs)]).to(picked.device))
             parts = [column[start:end] for start, end in runs]
             return parts[0] if len(parts) == 1 else torch.cat([column[:0], *parts])
 
@@ -134,7 +135,7 @@ class Batch:
             group=self.group.index_select(0, picked),
             rollout=self.rollout.index_select(0, picked),
             index=self.index.index_select(0, picked),
-            columns={k: v.select(at) if isinstance(v, Ragged) else rows(v) for k, v in self.columns.items()},
+            columns={k: rows(v) for k, v in self.columns.items()},
             scalars={k: v.index_select(0, picked) for k, v in self.scalars.items()},
             inputs=self.inputs,
         )
