@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
+from miles_core.data.sample import Sample
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.rollout.generate import LocalProducer
@@ -26,7 +27,9 @@ from miles_core.run.problems import Problems
 from miles_runtime.blob import Blob
 from miles_runtime.direct_engines import DirectEngines, EngineState, LostEngine, ReportedBusy
 from miles_runtime.mailbox import portable
+from miles_runtime.packed_column import IndexList, pack_column, unpack_column
 from miles_runtime.patience import Patience
+from miles_runtime.prompt_rows import RowReader
 from miles_runtime.remote_sample import heads, pack_samples, read_samples
 from miles_runtime.worker import Order, Worker
 from miles_runtime.workers import Workers
@@ -45,13 +48,14 @@ class GroupOrder:
     """A group to produce.
 
     Attributes:
-        samples: its pending samples.
+        samples: the number of the prompt's row in the prompt files; or a blob with the pending samples, or with the first one if all are
+            copies of it with other indexes.
         indexes: the indexes of the samples.
         evaluation: see ``Producer.produce``.
     """
 
-    samples: Blob
-    indexes: tuple[int, ...]
+    samples: Blob | int
+    indexes: Sequence[int]
     evaluation: bool
 
 
@@ -80,6 +84,23 @@ class Letters:
     answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
     engines: Mapping[str, EngineState] = dataclasses.field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the names of attributes, which would be most of a message with one group."""
+        tickets = IndexList(self.groups)
+        orders = [(o.samples, pack_column(o.indexes), len(o.indexes), o.evaluation) for o in self.groups.values()]
+        return _unpack_letters, (self.step, self.policies, tickets, orders, self.answers or None, self.engines or None)
+
+
+def _unpack_letters(
+    step: int, policies: Mapping[str, tuple[int, int]], tickets: Sequence[int], orders: Sequence[Any], *rest: Any
+) -> Letters:
+    """Inverse of ``Letters.__reduce__``."""
+    groups = {
+        ticket: GroupOrder(samples, unpack_column(indexes, count), evaluation)
+        for ticket, (samples, indexes, count, evaluation) in zip(tickets, orders, strict=True)
+    }
+    return Letters(step, policies, groups, *(each or {} for each in rest))
+
 
 @dataclasses.dataclass
 class News:
@@ -99,6 +120,17 @@ class News:
     answers: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     lost: list[LostEngine] = dataclasses.field(default_factory=list)
     busy: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the names of attributes, and without empty ones."""
+        values = {number: value for number, value in enumerate(vars(self).values()) if value}
+        return _unpack_news, (values,)
+
+
+def _unpack_news(values: Mapping[int, Any]) -> News:
+    """Inverse of ``News.__reduce__``."""
+    names = [field.name for field in dataclasses.fields(News)]
+    return News(**{names[number]: value for number, value in values.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +166,9 @@ class RolloutWorker(Worker):
         self._blobs: list[Blob] = []
         self._direct: dict[str, DirectEngines] = {}
 
-    async def build(self, seat: Seat) -> None:
-        """Load the code of rollouts and rewards, and start the rollout functions."""
+    async def build(self, seat: Seat) -> tuple[str, str]:
+        """Load the code of rollouts and rewards, start the rollout functions and open the prompt files; return ``digest`` and ``problem``
+        of the ``RowReader``."""
         config = self.run.config
         limits = {path: whole for path in LIMITS if (whole := config.get(path)) is not None}
         shares = {path: share_limit(whole, seat.number, seat.count) for path, whole in limits.items()}
@@ -148,7 +181,9 @@ class RolloutWorker(Worker):
         engines = {name: self._direct.get(name) or _DriversEngine(name, self._call) for name in seat.policies}
         self.part = code.producer(self.run, engines)
         await self.part.start()
+        self._rows = RowReader(self.run)
         freeze_gc()
+        return self._rows.digest, self._rows.problem
 
     def _connect(self, seat: Seat, policy: str) -> DirectEngines:
         engines, said = seat.engines[policy]
@@ -221,7 +256,7 @@ class RolloutWorker(Worker):
 
     async def _produce(self, ticket: int, order: GroupOrder) -> None:
         try:
-            samples = await self.part.produce(read_samples(order.samples), order.evaluation)
+            samples = await self.part.produce(self._pending(order), order.evaluation)
             packed = pack_samples(samples)
             answer: Answer = (heads(samples), len(self._blobs)), None
             self._blobs.append(packed)
@@ -230,6 +265,16 @@ class RolloutWorker(Worker):
         self._groups.pop(ticket, None)
         self._news.groups[ticket] = answer
         self._happened.set()
+
+    def _pending(self, order: GroupOrder) -> Sequence[Sample]:
+        """Return the pending samples of a group."""
+        if isinstance(order.samples, int):
+            return self._rows.read(order.samples, order.indexes)
+        samples = read_samples(order.samples)
+        while len(samples) < len(order.indexes):
+            samples += read_samples(order.samples)
+            samples[-1].index = order.indexes[len(samples) - 1]
+        return samples
 
     async def _call(self, call: EngineCall) -> Any:
         ticket = next(self._tickets)

@@ -6,7 +6,7 @@ import copy
 import logging
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -191,7 +191,12 @@ class Prompt:
     group_index: int
     policy: str = ""
 
-    def samples(self, count: int) -> list[Sample]:
+    @classmethod
+    def of(cls, row: Row, tokens: list[int], group_index: int) -> Prompt:
+        """Make the prompt of a row with its token ids."""
+        return cls(row.prompt, as_column(tokens, TOKENS), row.label, dict(row.metadata), group_index, row.policy)
+
+    def samples(self, count: int) -> Sequence[Sample]:
         """Create ``count`` pending samples, numbered from ``group_index * count``."""
         return [
             Sample(
@@ -259,8 +264,7 @@ class PromptQueue:
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts, starting with those put back. Each gets a new group number."""
-        again = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
-        made = [replace(prompt, group_index=self._number()) for prompt in again]
+        made = [replace(self.waiting.popleft(), group_index=self._number()) for _ in [*self.waiting][:count]]
         while len(made) < count:
             made += self._render_rows(count - len(made))
         self.out |= {p.group_index: p for p in made}
@@ -282,10 +286,7 @@ class PromptQueue:
         for row in rows:
             tokens = self.render(row)
             if tokens is not None:
-                prompt = Prompt(
-                    row.prompt, as_column(tokens, TOKENS), row.label, dict(row.metadata), self._number(), row.policy
-                )
-                made.append(prompt)
+                made.append(Prompt.of(row, tokens, self._number()))
                 self._left_out_since = 0
                 continue
             self.left_out += 1
