@@ -153,10 +153,11 @@ class DoubleLearner(LearnerHandle):
         from miles_core.contracts.runtime import TrainedTokens
         from miles_core.train.share import merge_recorded, split_by_replica
         from miles_runtime.remote_tokens import pack_tokens, refer_tokens
+        from miles_runtime.sample_list import pack_share
 
         shares = split_by_replica(samples, self.run.config.train, 2)
         for share in shares:
-            sent = local_channel.Message(share)
+            sent = local_channel.Message(pack_share(share))
             if sent.buffers:
                 os.close(write_buffers(sent.buffers))
         seen = []

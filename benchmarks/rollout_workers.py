@@ -48,13 +48,16 @@ class Traffic:
 
     @contextmanager
     def count(self) -> Iterator[None]:
-        """Count in this context. Memory that travels as a descriptor counts where the message is its only holder."""
+        """Count in this context. Memory that travels as a descriptor counts where the message is its only holder, and where the driver
+        wrote it."""
         sent, received, mapped = local_channel.Message, local_channel._read, local_channel.split_buffers
 
         class Counted(sent):  # type: ignore[misc, valid-type]
             def __init__(message, value: Any) -> None:
                 super().__init__(value)
-                size = len(message.data) + sum(buffer.nbytes for buffer in message.buffers)
+                own = [blob for blob in message.blobs if blob.descriptor is None]  # not received from another process
+                buffers = [*message.buffers, *(buffer for blob in own for buffer in blob.buffers)]
+                size = len(message.data) + sum(buffer.nbytes for buffer in buffers)
                 self.bytes[_kind(value)] += size
 
         def read(connection: Any, size: int) -> Any:

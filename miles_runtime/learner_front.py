@@ -324,7 +324,9 @@ class LearnerFront(LearnerHandle):
         """Compute values per sample on the ranks; return them in the order of the samples."""
         mine = shares(samples, [0] * len(samples), self.replicas)
         async with self.turns.read(("weights",)):
-            answers = await self._each(lambda rank, world: ask(rank, SampleList(samples[i] for i in mine[world.replica])))
+            answers = await self._each(
+                lambda rank, world: ask(rank, SampleList(samples[i] for i in mine[world.replica]))
+            )
         found: dict[int, T] = {}
         for at, rows in zip(mine, self._one_per_replica(answers), strict=True):
             found |= zip(at, rows, strict=True)

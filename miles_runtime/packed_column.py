@@ -18,6 +18,8 @@ Packed = Any
 
 #: Type codes of ``array`` for integers, with the largest absolute value that each holds.
 _INTEGERS = (("b", 1 << 7), ("h", 1 << 15), ("i", 1 << 31), ("q", 1 << 63))
+#: Types that hold some floats in fewer bytes, by code.
+_SHORT = {"e": np.dtype("<f2"), "f": np.dtype("<f4")}
 _CONTAINERS = {list: "list", tuple: "tuple", dict: "dict"}
 
 
@@ -51,6 +53,9 @@ def unpack_column(packed: Packed, count: int) -> list[Any]:
     code, data = packed
     if type(code) is int:
         return list(range(code, code + count * data, data))
+    if code in _SHORT:
+        floats: list[Any] = np.frombuffer(data, _SHORT[code]).astype(np.float64).tolist()
+        return floats
     return array(code, data).tolist() if len(code) == 1 else list(np.frombuffer(data, code))
 
 
@@ -74,10 +79,11 @@ def _pack_floats(values: Sequence[float]) -> Packed:
     data = array("d", values).tobytes()
     if data == data[:8] * len(values):
         return (values[0],)
-    with np.errstate(over="ignore"):
-        short = np.array(values).astype(np.float32)
-    if short.astype(np.float64).tobytes() == data:
-        return "f", short.tobytes()
+    for code, kind in _SHORT.items():
+        with np.errstate(over="ignore"):
+            short = np.array(values).astype(kind)
+        if short.astype(np.float64).tobytes() == data:
+            return code, short.tobytes()
     return "d", data
 
 

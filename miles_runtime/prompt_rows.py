@@ -112,9 +112,7 @@ class RowQueue(PromptQueue):
         if files.examined:  # no row is left out
             return [self._prompt(row, self._number()) for row in files.take(count)]
         rendered = super()._render_rows(count)
-        return [
-            self._prompt(row, prompt.group_index) for row, prompt in zip(self._kept, rendered, strict=True)
-        ]
+        return [self._prompt(row, prompt.group_index) for row, prompt in zip(self._kept, rendered, strict=True)]
 
     def _prompt(self, row: int, group_index: int) -> RowPrompt:
         return RowPrompt(group_index=group_index, row=row, read=self._read)

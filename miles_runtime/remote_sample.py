@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from miles_core.data.sample import Sample, Status
@@ -237,9 +237,13 @@ def _state(group: StoredGroup, position: int, tokens: int, values: Sequence[Any]
 
 
 def is_reference(sample: Sample) -> bool:
-    """Whether a process that reads the blob needs nothing else of this sample than what ``pack_run`` sends."""
-    own = sample.__dict__
-    return type(sample) is RemoteSample and "_tokens" in own and "_added" not in own
+    """Whether ``pack_run`` can refer to the sample, without fields that the driver set."""
+    return type(sample) is RemoteSample and "_tokens" in sample.__dict__
+
+
+def is_complete_reference(sample: Sample) -> bool:
+    """Whether ``pack_run`` can refer to the sample and the driver has set no fields."""
+    return is_reference(sample) and "_added" not in sample.__dict__
 
 
 #: Consecutive samples of one group as plain data: the blob, the position of the first one, their number, and their packed values of ``SENT``
@@ -247,12 +251,15 @@ def is_reference(sample: Sample) -> bool:
 Run = tuple[Stored, int, int, Mapping[str, Packed] | None]
 
 
-def split_runs(samples: Sequence[Sample], limit: int) -> Iterator[Sequence[Any]]:
-    """Split samples into runs of at most ``limit`` consecutive samples of one group for ``pack_run``; other samples are alone."""
+def split_runs(
+    samples: Sequence[Sample], limit: int, refers: Callable[[Sample], bool] = is_complete_reference
+) -> Iterator[Sequence[Sample]]:
+    """Split samples into runs of at most ``limit`` consecutive samples of one group for ``pack_run``; a sample that ``refers`` rejects is
+    alone."""
     start, group, position = 0, None, 0
     for number, sample in enumerate(samples):
         own = sample.__dict__
-        found = own["_group"] if is_reference(sample) else None
+        found = own["_group"] if refers(sample) else None
         if number and (found is None or found is not group or own["_position"] != position or number - start >= limit):
             yield samples[start:number]
             start = number

@@ -27,7 +27,7 @@ from miles_core.run.problems import Problems
 from miles_runtime.blob import Blob
 from miles_runtime.direct_engines import DirectEngines, EngineState, LostEngine, ReportedBusy
 from miles_runtime.mailbox import portable
-from miles_runtime.packed_column import IndexList, pack_column, unpack_column
+from miles_runtime.packed_column import Packed, pack_column, unpack_column
 from miles_runtime.patience import Patience
 from miles_runtime.prompt_rows import RowReader
 from miles_runtime.remote_sample import heads, pack_samples, read_samples
@@ -86,18 +86,20 @@ class Letters:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the names of attributes, which would be most of a message with one group."""
-        tickets = IndexList(self.groups)
+        tickets = pack_column([*self.groups]) if self.groups else []
         orders = [(o.samples, pack_column(o.indexes), len(o.indexes), o.evaluation) for o in self.groups.values()]
         return _unpack_letters, (self.step, self.policies, tickets, orders, self.answers or None, self.engines or None)
 
 
 def _unpack_letters(
-    step: int, policies: Mapping[str, tuple[int, int]], tickets: Sequence[int], orders: Sequence[Any], *rest: Any
+    step: int, policies: Mapping[str, tuple[int, int]], tickets: Packed, orders: Sequence[Any], *rest: Any
 ) -> Letters:
     """Inverse of ``Letters.__reduce__``."""
     groups = {
         ticket: GroupOrder(samples, unpack_column(indexes, count), evaluation)
-        for ticket, (samples, indexes, count, evaluation) in zip(tickets, orders, strict=True)
+        for ticket, (samples, indexes, count, evaluation) in zip(
+            unpack_column(tickets, len(orders)), orders, strict=True
+        )
     }
     return Letters(step, policies, groups, *(each or {} for each in rest))
 

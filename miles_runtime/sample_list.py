@@ -13,7 +13,7 @@ from typing import Any
 from miles_core.data.sample import Sample
 from miles_core.train.share import Share
 from miles_runtime.packed_column import IndexList, Packed
-from miles_runtime.remote_sample import Run, StoredGroup, is_reference, pack_run, split_runs, unpack_run
+from miles_runtime.remote_sample import Run, StoredGroup, is_complete_reference, pack_run, split_runs, unpack_run
 
 
 class SampleList(list[Sample]):
@@ -23,10 +23,13 @@ class SampleList(list[Sample]):
         runs: list[Run | None] = []
         items: list[Any] = []
         for some in split_runs(self, len(self)):
-            run = pack_run(some) if is_reference(some[0]) else None
+            run = pack_run(some) if is_complete_reference(some[0]) else None
             runs.append(run)
             items.append(some[0] if run is None else run[0])
-        firsts, counts = IndexList(run[1] if run else 0 for run in runs), IndexList(run[2] if run else 0 for run in runs)
+        firsts, counts = (
+            IndexList(run[1] if run else 0 for run in runs),
+            IndexList(run[2] if run else 0 for run in runs),
+        )
         changed = {number: run[3] for number, run in enumerate(runs) if run and run[3]}
         return _unpack_list, (items, firsts, counts, changed)
 
