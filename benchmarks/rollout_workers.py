@@ -8,6 +8,7 @@ workers do in parallel. Samples are saved; ``routes`` is the number of layers wi
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -80,8 +81,28 @@ def _kind(value: Any) -> str:
     return "to_workers" if isinstance(value, tuple) and isinstance(value[0], int) else "to_savers"
 
 
-def measure(workers: int | None, groups: int, length: int, routes: int, milliseconds: float) -> dict[str, Any]:
-    """Run three steps; return the time of the last one, the driver's processor time in it, and the bytes that it sent and received."""
+def write_prompts(path: Path, tokens: int) -> Path:
+    """Write 256 different prompts of ``tokens`` tokens each."""
+    letters = "abcdefghijklmnop"
+    rows = [json.dumps({"input": a + b + "a" * (tokens - 2), "label": "a"}) for a in letters for b in letters]
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def measure(
+    workers: int | None, groups: int, length: int, routes: int, milliseconds: float, size: int = 8, prompt: int = 100
+) -> dict[str, Any]:
+    """Run three steps; return the time of the last one, the driver's processor time in it, and the bytes that it sent and received.
+
+    Args:
+        workers: number of rollout workers; None for the driver alone.
+        groups: groups of a step.
+        length: tokens of a response.
+        routes: layers with a routing record.
+        milliseconds: processor time of a reward.
+        size: samples of a group.
+        prompt: tokens of a prompt.
+    """
     found: dict[str, Any] = {}
     plain, traffic = loop.step, Traffic()
 
@@ -89,10 +110,10 @@ def measure(workers: int | None, groups: int, length: int, routes: int, millisec
         processor, wall = time.process_time(), time.perf_counter()
         traffic.bytes.clear()
         await plain(run, *rest)
-        found["driver_bytes_per_sample"] = {k: round(n / (groups * 8), 1) for k, n in sorted(traffic.bytes.items())}
+        found["driver_bytes_per_sample"] = {k: round(n / (groups * size), 1) for k, n in sorted(traffic.bytes.items())}
         found["step_seconds"] = round(time.perf_counter() - wall, 3)
         found["driver_microseconds_per_token"] = round(
-            (time.process_time() - processor) / (groups * 8 * length) * 1e6, 3
+            (time.process_time() - processor) / (groups * size * length) * 1e6, 3
         )
 
     os.environ |= {"DRIVER_TOKENS": str(length), "DRIVER_ROUTES": str(routes)}
@@ -106,7 +127,8 @@ def measure(workers: int | None, groups: int, length: int, routes: int, millisec
             runtime="driver_double",
             rollout_workers=workers,
             rollout_batch_size=groups,
-            n_samples_per_prompt=8,
+            n_samples_per_prompt=size,
+            prompt_data=write_prompts(Path(temporary) / "prompts.jsonl", prompt),
             rollout_max_response_len=length,
             custom_rm_path=reward,
             save_rollouts_size=1 << 40,

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -115,8 +114,8 @@ class RemoteWriters:
         self._readers: list[BlobReader] = []
 
     def write(self, part: Path, step: int, entries: list[tuple[Entry, int]]) -> None:
-        """Write the samples of ``make_entries`` to ``part``. Called in another thread than that of ``texts``. Empties ``entries`` when they are sent: the messages
-        hold the samples, so that not the driver frees gigabytes but the process that reads them last.
+        """Write the samples of ``make_entries`` to ``part``. Called in another thread than that of ``texts``. Empties ``entries`` when they
+        are sent: the messages hold the samples, so that not the driver frees gigabytes but the process that reads them last.
 
         Raises:
             OSError: the file cannot be written.
