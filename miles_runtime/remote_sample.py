@@ -210,10 +210,13 @@ def heads(samples: Sequence[Sample]) -> Heads:
         return 0, ()
     columns = [[len(sample.tokens) for sample in samples], *([getattr(s, name) for s in samples] for name in SENT)]
     columns[_STATUS] = [_STATUSES.index(status) for status in columns[_STATUS]]
-    return len(samples), [pack_column(column) for column in columns]
+    packed = [pack_column(column) for column in columns]
+    if columns[_ROLLOUT] == columns[_INDEX]:
+        packed[_ROLLOUT] = packed[_INDEX]  # pickle refers to it
+    return len(samples), packed
 
 
-_STATUS = 1 + SENT.index("status")
+_STATUS, _INDEX, _ROLLOUT = (1 + SENT.index(name) for name in ("status", "index", "rollout_id"))
 
 
 def refer(sent: Heads, stored: Stored) -> list[Sample]:

@@ -205,6 +205,7 @@ class _Line:
         self._drops: set[int] = set()
         self._posts: set[asyncio.Task[None]] = set()
         self._posting = self._engines_changed = False
+        self._policies: dict[str, tuple[int, int]] = {}
         self._busy: dict[str, int] = {}
         self._reports: set[asyncio.Task[None]] = set()
         self.send_engines()
@@ -271,7 +272,8 @@ class _Line:
         try:
             while True:
                 coming = workers.send_stored(self.number, "news")
-                self._receive(*await workers.await_result(self.number, coming, "news"))
+                news, blobs = await workers.await_result(self.number, coming, "news")
+                self._receive(News.unpack(news), blobs)
         except Exception as error:
             lost = (
                 error if isinstance(error, WorkerLost) else await workers.declare_lost(self.number, first_line(error))
@@ -367,9 +369,10 @@ class _Line:
         if self._groups or self._answers or direct:
             policies = {policy.name: (policy.version, policy.trained) for policy in run.policies}
             engines = {name: EngineState.of(engine) for name, engine in direct.items()}
-            letters = Letters(run.step, policies, self._groups, self._answers, engines)
-            self._groups, self._answers, self._engines_changed = {}, {}, False
-            await self._call(ROLLOUT_WORKER.post(letters))  # type: ignore[func-returns-value]
+            changed = {} if policies == self._policies else policies
+            letters = Letters(run.step, changed, self._groups, self._answers, engines)
+            self._groups, self._answers, self._engines_changed, self._policies = {}, {}, False, policies
+            await self._call(ROLLOUT_WORKER.post(letters.pack()))  # type: ignore[func-returns-value]
 
     async def _call(self, call: object) -> None:
         """Make a recorded call of the worker. If the worker is lost, ``_collect`` notices; another error fails all groups."""

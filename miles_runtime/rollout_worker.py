@@ -27,7 +27,7 @@ from miles_core.run.problems import Problems
 from miles_runtime.blob import Blob
 from miles_runtime.direct_engines import DirectEngines, EngineState, LostEngine, ReportedBusy
 from miles_runtime.mailbox import portable
-from miles_runtime.packed_column import Packed, pack_column, unpack_column
+from miles_runtime.packed_column import pack_column, unpack_column
 from miles_runtime.patience import Patience
 from miles_runtime.prompt_rows import RowReader
 from miles_runtime.remote_sample import heads, pack_samples, read_samples
@@ -74,7 +74,7 @@ class Letters:
 
     Attributes:
         step: the driver's ``run.step``.
-        policies: name -> (``version``, ``trained``).
+        policies: name -> (``version``, ``trained``), if they have changed.
         engines: policy -> its engines, if they are in other processes and have changed.
     """
 
@@ -84,24 +84,21 @@ class Letters:
     answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
     engines: Mapping[str, EngineState] = dataclasses.field(default_factory=dict)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Without the names of attributes, which would be most of a message with one group."""
-        tickets = pack_column([*self.groups]) if self.groups else []
+    def pack(self) -> tuple[Any, ...]:
+        """Return plain data without names of classes and attributes, which would be most of a message with one group."""
+        tickets = pack_column([*self.groups]) if self.groups else None
         orders = [(o.samples, pack_column(o.indexes), len(o.indexes), o.evaluation) for o in self.groups.values()]
-        return _unpack_letters, (self.step, self.policies, tickets, orders, self.answers or None, self.engines or None)
+        return self.step, self.policies or None, tickets, orders, self.answers or None, self.engines or None
 
-
-def _unpack_letters(
-    step: int, policies: Mapping[str, tuple[int, int]], tickets: Packed, orders: Sequence[Any], *rest: Any
-) -> Letters:
-    """Inverse of ``Letters.__reduce__``."""
-    groups = {
-        ticket: GroupOrder(samples, unpack_column(indexes, count), evaluation)
-        for ticket, (samples, indexes, count, evaluation) in zip(
-            unpack_column(tickets, len(orders)), orders, strict=True
-        )
-    }
-    return Letters(step, policies, groups, *(each or {} for each in rest))
+    @classmethod
+    def unpack(cls, packed: tuple[Any, ...]) -> Letters:
+        """Inverse of ``pack``."""
+        step, policies, tickets, orders, answers, engines = packed
+        groups = {}
+        for ticket, order in zip(unpack_column(tickets, len(orders)) if orders else (), orders, strict=True):
+            samples, indexes, count, evaluation = order
+            groups[ticket] = GroupOrder(samples, unpack_column(indexes, count), evaluation)
+        return cls(step, policies or {}, groups, answers or {}, engines or {})
 
 
 @dataclasses.dataclass
@@ -123,16 +120,15 @@ class News:
     lost: list[LostEngine] = dataclasses.field(default_factory=list)
     busy: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Without the names of attributes, and without empty ones."""
-        values = {number: value for number, value in enumerate(vars(self).values()) if value}
-        return _unpack_news, (values,)
+    def pack(self) -> dict[int, Any]:
+        """Return the attributes that are not empty, by their positions."""
+        return {number: value for number, value in enumerate(vars(self).values()) if value}
 
-
-def _unpack_news(values: Mapping[int, Any]) -> News:
-    """Inverse of ``News.__reduce__``."""
-    names = [field.name for field in dataclasses.fields(News)]
-    return News(**{names[number]: value for number, value in values.items()})
+    @classmethod
+    def unpack(cls, packed: Mapping[int, Any]) -> News:
+        """Inverse of ``pack``."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{names[number]: value for number, value in packed.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,10 +199,11 @@ class RolloutWorker(Worker):
         self._news.lost.append(lost)
         self._happened.set()
 
-    def post(self, letters: Letters) -> None:
-        """Receive new groups and the answers to calls."""
+    def post(self, packed: tuple[Any, ...]) -> None:
+        """Receive new groups and the answers to calls: packed ``Letters``."""
+        letters = Letters.unpack(packed)
         self.run.step = letters.step
-        for policy in self.run.policies:
+        for policy in self.run.policies if letters.policies else ():
             policy.version, policy.trained = letters.policies[policy.name]
         for name, state in letters.engines.items():
             self._direct[name].update(state)
@@ -221,9 +218,9 @@ class RolloutWorker(Worker):
         for ticket, order in letters.groups.items():
             self._groups[ticket] = asyncio.create_task(self._produce(ticket, order)), order
 
-    async def news(self) -> tuple[News, list[Blob]]:
-        """Wait for a call or a finished group, at most ``WAIT`` seconds; return all of them, and the samples of the groups. Only one call
-        may be active."""
+    async def news(self) -> tuple[dict[int, Any], list[Blob]]:
+        """Wait for a call or a finished group, at most ``WAIT`` seconds; return all of them as packed ``News``, and the samples of the
+        groups. Only one call may be active."""
         with suppress(TimeoutError):
             async with asyncio.timeout(WAIT):
                 await self._happened.wait()
@@ -234,7 +231,7 @@ class RolloutWorker(Worker):
         if self.part is not None:
             found.answers = dict(self.part.answers)
             self.part.answers.clear()
-        return found, blobs
+        return found.pack(), blobs
 
     async def drop(self, tickets: Collection[int]) -> None:
         """Cancel these groups, and make the engines abort their requests; return when rollout functions have released everything."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from miles_core.data.sample import Sample, Status
-from miles_core.train.share import split_by_replica
+from miles_core.train.share import merge_recorded, split_by_replica
 from miles_runtime.blob import Blob
 from miles_runtime.local_channel import Message
 from miles_runtime.remote_sample import heads, pack_samples, refer
@@ -67,25 +68,27 @@ def messages(groups: list[list[Sample]], at_once: int, options: object) -> dict[
             start + n: GroupOrder(9_000_000 - 7919 * (start + n), range(g[0].index, g[0].index + SIZE), False)
             for n, g in enumerate(some)
         }
-        found["to_workers"] += size((123_456, "post", (Letters(2, {"policy": (2, 2)}, orders),)))
+        found["to_workers"] += size(
+            (123_456, "post", (Letters(2, {} if start else {"policy": (2, 2)}, orders).pack(),))
+        )
         blobs = [pack_samples(group) for group in some]
         for blob in blobs:
             blob.share()  # the worker writes them
         sent = [heads(group) for group in some]
         news = News(groups={start + n: ((head, n), None) for n, head in enumerate(sent)})
         news.answers = {"engine/queue": (1.5, 8.0)}
-        found["from_workers"] += size((123_456, (news, blobs), None))
+        found["from_workers"] += size((123_456, (news.pack(), blobs), None))
         for head, blob in zip(sent, blobs, strict=True):
             samples += refer(head, blob)
     shares = split_by_replica(samples, options, 2)
     found["to_ranks"] = sum(size((1, "learn", (pack_share(share), 3))) for share in shares)
     recorded = []
     for share in shares:
-        blob: Blob = pack_tokens(share.samples and [Recorded() for _ in share.samples])
+        blob: Blob = pack_tokens([Recorded() for _ in share.samples])
         blob.share()
         recorded.append(refer_tokens(len(share.samples), blob))
-    seen = {at: one for share, some in zip(shares, recorded, strict=True) for at, one in zip(share.positions, some)}
-    entries = asyncio.run(make_entries(1, [(sample, seen[at], "") for at, sample in enumerate(samples)]))
+    seen = merge_recorded(shares, recorded)
+    entries = asyncio.run(make_entries(1, [(sample, one, "") for sample, one in zip(samples, seen, strict=True)]))
     found["to_savers"] = size(("rollouts/train/00000001.part", 1, [entry for entry, _ in entries], ()))
     return found
 
@@ -96,8 +99,6 @@ class Recorded:
 
 @pytest.fixture
 def options():
-    from types import SimpleNamespace
-
     return SimpleNamespace(global_batch_size=None, num_steps_per_rollout=2)
 
 
@@ -118,7 +119,7 @@ def test_the_bytes_do_not_grow_with_prompts_and_responses(options):
 def test_prompts_that_the_driver_sends_are_counted():
     """The control: a blob with pending samples that the driver wrote."""
     order = GroupOrder(pack_samples(made(0, 2000)), range(SIZE), False)
-    assert size((1, "post", (Letters(2, {}, {0: order}),))) > SIZE * 2000 * 4
+    assert size((1, "post", (Letters(2, {}, {0: order}).pack(),))) > SIZE * 2000 * 4
 
 
 @pytest.mark.thorough

@@ -242,7 +242,7 @@ def test_a_list_of_references_arrives_as_the_samples():
     found[6].fields["values"] = np.arange(3.0)
     assert found[8].tokens and type(found[8]) is Sample
     mixed = [*found[:5], *found[6:], found[5], Sample(index=99, tokens=[1])]
-    (received,), size = send([SampleList(mixed)])
+    ((received,), _) = send([SampleList(mixed)])
     assert type(received) is list and len(received) == 13
     received[0].response_length  # noqa: B018
     assert type(received[0]) is Sample, "other processes read what the driver has not changed"

@@ -9,7 +9,7 @@ from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.errors import WorkerLost
 from miles_runtime.blob import Blob
 from miles_runtime.rollout_front import _Line
-from miles_runtime.rollout_worker import EngineCall, GroupOrder, News
+from miles_runtime.rollout_worker import EngineCall, GroupOrder, Letters, News
 from miles_runtime.workers import Workers
 
 
@@ -25,7 +25,7 @@ class Scripted(Workers):
             found = await self.news.get()
             if isinstance(found, Exception):
                 raise found
-            return found, []
+            return found.pack(), []
         self.calls.append((method, *args))
 
     async def renew(self, number):
@@ -69,13 +69,15 @@ def test_requests_of_a_worker_are_answered_cancelled_and_aborted():
         group = asyncio.ensure_future(line.produce(GroupOrder(Blob([]), (0,), False)))
         dropped = asyncio.ensure_future(line.produce(GroupOrder(Blob([]), (1,), False)))
         await asyncio.sleep(0.01)
-        (method, letters), *_ = workers.calls
+        (method, packed), *_ = workers.calls
+        letters = Letters.unpack(packed)
         assert (method, letters.step, letters.policies, [*letters.groups]) == ("post", 5, {"policy": (3, 2)}, [0, 1])
 
         workers.news.put_nowait(News(calls={n: generate(n) for n in range(4)}, answers={"engine/x": (1.0, 2.0)}))
         await asyncio.sleep(0.01)
         assert engine.started == [0, 1, 2, 3] and front.answers == {"engine/x": (1.0, 2.0)}
-        ((value, error),) = workers.calls[1][1].answers.values()
+        ((value, error),) = Letters.unpack(workers.calls[1][1]).answers.values()
+        assert Letters.unpack(workers.calls[1][1]).policies == {}, "sent once"
         assert value.tokens == [1] and error is None
 
         dropped.cancel()
