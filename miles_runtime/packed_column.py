@@ -19,8 +19,8 @@ Packed = Any
 #: Type codes of ``array`` for integers, with the largest absolute value that each holds.
 _INTEGERS = (("b", 1 << 7), ("h", 1 << 15), ("i", 1 << 31), ("q", 1 << 63))
 #: Types that hold some floats in fewer bytes, by code.
-_SHORT = {"e": np.dtype("<f2"), "f": np.dtype("<f4")}
-_CONTAINERS = {list: "list", tuple: "tuple", dict: "dict"}
+_SHORT: dict[str, np.dtype[Any]] = {"e": np.dtype("<f2"), "f": np.dtype("<f4")}
+_CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", dict: "dict"}
 
 
 def pack_column(values: Sequence[Any]) -> Packed:
@@ -49,7 +49,8 @@ def unpack_column(packed: Packed, count: int) -> list[Any]:
     if len(packed) == 1:
         return [_copy(packed[0]) for _ in range(count)] if type(packed[0]) in _CONTAINERS else [packed[0]] * count
     if len(packed) == 3:
-        return _unpack_containers(*packed, count)
+        kind, shape, columns = packed
+        return _unpack_containers(kind, shape, columns, count)
     code, data = packed
     if type(code) is int:
         return list(range(code, code + count * data, data))

@@ -121,8 +121,8 @@ def test_a_worker_without_the_file_says_why(file, tmp_path):
 
 def test_a_file_that_changes_ends_the_run(file):
     reader = RowReader(SimpleNamespace(render=render, config=config(file)))
-    with open(file, "a") as more:
-        more.write('{"input": "z"}\n')
+    with open(file, "w") as other:
+        other.write('{"input": "z"}\n' * 7)
     with pytest.raises(DataError, match="was changed while the run reads it"):
         reader.read(0, range(2))
 
