@@ -26,7 +26,7 @@ MOST = 50
 SIZE = 8
 
 
-def made(number: int, length: int) -> list[Sample]:
+def make_group(number: int, length: int) -> list[Sample]:
     """A group with rewards between 0 and 1 that float16 does not hold, as a reward model returns."""
     random = np.random.default_rng(number)
     return [
@@ -105,20 +105,20 @@ def options():
 @pytest.mark.parametrize("at_once", [1, 32])
 def test_the_driver_handles_less_than_50_bytes_per_sample(options, at_once):
     """Also if every group has a message of its own."""
-    found = messages([made(number, 2000) for number in range(64)], at_once, options)
+    found = messages([make_group(number, 2000) for number in range(64)], at_once, options)
     per_sample = {name: count / (64 * SIZE) for name, count in found.items()}
     assert sum(per_sample.values()) < MOST, per_sample
     assert per_sample["to_ranks"] < 4 and per_sample["to_savers"] < 6, per_sample
 
 
 def test_the_bytes_do_not_grow_with_prompts_and_responses(options):
-    counts = [messages([made(number, length) for number in range(16)], 16, options) for length in (2000, 4000)]
+    counts = [messages([make_group(number, length) for number in range(16)], 16, options) for length in (2000, 4000)]
     assert abs(sum(counts[0].values()) - sum(counts[1].values())) < 16
 
 
 def test_prompts_that_the_driver_sends_are_counted():
     """The control: a blob with pending samples that the driver wrote."""
-    order = GroupOrder(pack_samples(made(0, 2000)), range(SIZE), False)
+    order = GroupOrder(pack_samples(make_group(0, 2000)), range(SIZE), False)
     assert size((1, "post", (Letters(2, {}, {0: order}).pack(),))) > SIZE * 2000 * 4
 
 
