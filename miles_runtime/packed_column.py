@@ -7,7 +7,7 @@ of the values are preserved: 1, 1.0 and True differ, and so do 0.0 and -0.0.
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +16,12 @@ import numpy as np
 #: See the module; its type is plain data.
 Packed = Any
 
-#: Type codes of ``array`` for integers, with the largest absolute value that each holds.
+#: Type codes of ``struct`` for integers, with the largest absolute value that each holds.
 _INTEGERS = (("b", 1 << 7), ("h", 1 << 15), ("i", 1 << 31), ("q", 1 << 63))
 #: Types that hold some floats in fewer bytes, by code.
 _SHORT: dict[str, np.dtype[Any]] = {"e": np.dtype("<f2"), "f": np.dtype("<f4")}
 _CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", dict: "dict"}
+_TYPES = {*_CONTAINERS}
 
 
 def pack_column(values: Sequence[Any]) -> Packed:
@@ -47,17 +48,19 @@ def unpack_column(packed: Packed, count: int) -> list[Any]:
     if type(packed) is list:
         return packed
     if len(packed) == 1:
-        return [_copy(packed[0]) for _ in range(count)] if type(packed[0]) in _CONTAINERS else [packed[0]] * count
+        (value,) = packed
+        if type(value) not in _CONTAINERS:
+            return [value] * count
+        if type(value) is list and all(type(each) is tuple and not {*map(type, each)} & _TYPES for each in value):
+            return [value[:] for _ in range(count)]
+        return [_copy(value) for _ in range(count)]
     if len(packed) == 3:
         kind, shape, columns = packed
         return _unpack_containers(kind, shape, columns, count)
     code, data = packed
     if type(code) is int:
         return list(range(code, code + count * data, data))
-    if code in _SHORT:
-        floats: list[Any] = np.frombuffer(data, _SHORT[code]).astype(np.float64).tolist()
-        return floats
-    return array(code, data).tolist() if len(code) == 1 else list(np.frombuffer(data, code))
+    return list(struct.unpack(f"<{count}{code}", data) if len(code) == 1 else np.frombuffer(data, code))
 
 
 def _pack_integers(values: Sequence[int]) -> Packed:
@@ -72,12 +75,12 @@ def _pack_integers(values: Sequence[int]) -> Packed:
     low, high = min(values), max(values)
     for code, limit in _INTEGERS:
         if -limit <= low and high < limit:
-            return code, array(code, values).tobytes()
+            return code, struct.pack(f"<{count}{code}", *values)
     return list(values)
 
 
 def _pack_floats(values: Sequence[float]) -> Packed:
-    data = array("d", values).tobytes()
+    data = struct.pack(f"<{len(values)}d", *values)
     if data == data[:8] * len(values):
         return (values[0],)
     for code, kind in _SHORT.items():

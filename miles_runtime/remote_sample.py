@@ -10,10 +10,12 @@ reference, so that setting them reads nothing.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from operator import is_
 from typing import Any
 
 from miles_core.data.sample import Sample, Status
@@ -230,7 +232,10 @@ def refer(sent: Heads, stored: Stored) -> list[Sample]:
     group.sent = dict(zip(SENT, columns, strict=True))
     for name, column in zip(SENT, packed[1:], strict=True):
         if isinstance(group.sent[name][0], (list, dict)):  # the driver may change the lists and dicts of the samples
-            group.sent[name] = unpack_column(column, count)
+            if type(column) is list:
+                group.sent[name] = copy.deepcopy(column)
+            else:
+                group.sent[name] = [column[0]] * count if len(column) == 1 else unpack_column(column, count)
     rows = zip(tokens, *columns, strict=True)
     return [_restore(_state(group, position, size, row)) for position, (size, *row) in enumerate(rows)]
 
@@ -280,7 +285,7 @@ def pack_run(run: Sequence[Sample]) -> Run:
     for name in SENT:
         values = [own[name] for own in owns]
         sent = group.sent.get(name, ())[first : first + len(run)]
-        if len(sent) < len(run) or not all(map(_is_same, values, sent)):
+        if len(sent) < len(run) or not (all(map(is_, values, sent)) or all(map(_is_same, values, sent))):
             changed[name] = pack_column(values)
     return group.stored, first, len(run), changed or None
 
