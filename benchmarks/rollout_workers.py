@@ -29,6 +29,8 @@ from miles_core.train.share import Share
 from miles_runtime import blob_reader, local_channel, local_process
 from miles_testing.toy import toy_arguments
 
+STEPS = 3
+
 #: Uses the processor for some milliseconds, as a verifier does, and cannot run in parallel with other Python code of its process.
 REWARD = """
 import time
@@ -92,7 +94,8 @@ def write_prompts(path: Path, tokens: int) -> Path:
 def measure(
     workers: int | None, groups: int, length: int, routes: int, milliseconds: float, size: int = 8, prompt: int = 100
 ) -> dict[str, Any]:
-    """Run three steps; return the time of the last one, the driver's processor time in it, and the bytes that it sent and received.
+    """Run three steps; return the time of the last one, the driver's processor time in it, and the bytes that it sent and received in all
+    of them, with the files of samples.
 
     Args:
         workers: number of rollout workers; None for the driver alone.
@@ -108,9 +111,9 @@ def measure(
 
     async def step(run: Any, *rest: Any) -> None:
         processor, wall = time.process_time(), time.perf_counter()
-        traffic.bytes.clear()
+        if not found:  # the first step: workers are built
+            traffic.bytes.clear()
         await plain(run, *rest)
-        found["driver_bytes_per_sample"] = {k: round(n / (groups * size), 1) for k, n in sorted(traffic.bytes.items())}
         found["step_seconds"] = round(time.perf_counter() - wall, 3)
         found["driver_microseconds_per_token"] = round(
             (time.process_time() - processor) / (groups * size * length) * 1e6, 3
@@ -123,7 +126,7 @@ def measure(
         words = toy_arguments(
             [str(Path(__file__).with_name("driver_double.py"))],
             directory=Path(temporary) / "run",
-            steps=3,
+            steps=STEPS,
             runtime="driver_double",
             rollout_workers=workers,
             rollout_batch_size=groups,
@@ -141,7 +144,8 @@ def measure(
                 raise SystemExit(status)
         finally:
             loop.step = plain
-    return found
+    samples = STEPS * groups * size
+    return {"driver_bytes_per_sample": {k: round(n / samples, 1) for k, n in sorted(traffic.bytes.items())}, **found}
 
 
 def main() -> None:
