@@ -133,7 +133,7 @@ def reads(monkeypatch):
     def record(plain):
         def read(*args):
             frames = [(Path(frame.filename).name, frame.name) for frame in traceback.extract_stack()]
-            if ("learner.py", "_batch") not in frames:
+            if not any(file == "learner.py" for file, _ in frames):  # no rank
                 found.append(frames)
             return plain(*args)
 
