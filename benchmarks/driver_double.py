@@ -166,6 +166,7 @@ class DoubleLearner(LearnerHandle):
             if count not in self._seen:
                 values = np.zeros(int(os.environ["DRIVER_TOKENS"]), np.float32)
                 self._seen[count] = pack_tokens([TrainedTokens(values.copy(), values.copy()) for _ in range(count)])
+                self._seen[count].share()  # a rank wrote it
             seen.append(refer_tokens(count, self._seen[count]))
         return Learned({"train/loss": 0.0}, 1, merge_recorded(shares, seen))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from miles_runtime.remote_sample import Run, StoredGroup, unpack_run
+from miles_runtime.remote_sample import StoredGroup, unpack_run
 from miles_runtime.remote_tokens import RemoteTokens, StoredTokens
 from miles_tools.samples.rows import Pieces, RecordedTokens, Row, make_row, pack, response_of
 
@@ -41,7 +41,7 @@ class RowWriter:
         tokens: dict[int, StoredTokens] = {}
         rows: list[Row] = []
         for entry in entries:
-            rows += [entry] if isinstance(entry, Row) else _read(step, *entry, groups, tokens)
+            rows += [entry] if isinstance(entry, Row) else _read(step, entry, groups, tokens)
         unknown = self._pieces.take_unknown(np.concatenate([response_of(row) for row in rows]))
         if unknown:
             self._waiting = path, rows, secrets
@@ -53,10 +53,9 @@ class RowWriter:
         path.write_bytes(pack(rows, self._pieces, secrets))
 
 
-def _read(
-    step: int, run: Run, recorded: Any, data_set: str, groups: dict[int, StoredGroup], tokens: dict[int, StoredTokens]
-) -> list[Row]:
+def _read(step: int, entry: Any, groups: dict[int, StoredGroup], tokens: dict[int, StoredTokens]) -> list[Row]:
     """Convert the samples that ``remote`` refers to. groups, tokens: those of the message, by the identity of their blob."""
+    run, recorded, data_set = entry
     samples = unpack_run(run, groups)
     trained: list[RecordedTokens | None] = [None] * len(samples)
     if isinstance(recorded, tuple):
