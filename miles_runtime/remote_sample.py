@@ -201,7 +201,7 @@ def _read(sample: Sample) -> None:
 
 
 #: What is sent of the samples of a group: their number, and their numbers of tokens and values of ``SENT`` in packed form.
-Heads = tuple[int, Sequence[Packed]]
+Heads = tuple[int, list[Packed]]
 
 _STATUSES = [*Status]
 
@@ -209,7 +209,7 @@ _STATUSES = [*Status]
 def heads(samples: Sequence[Sample]) -> Heads:
     """Return what is sent of the samples of a group."""
     if not samples:
-        return 0, ()
+        return 0, []
     columns = [[len(sample.tokens) for sample in samples], *([getattr(s, name) for s in samples] for name in SENT)]
     columns[_STATUS] = [_STATUSES.index(status) for status in columns[_STATUS]]
     packed = [pack_column(column) for column in columns]

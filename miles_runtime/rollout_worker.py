@@ -86,19 +86,28 @@ class Letters:
 
     def pack(self) -> tuple[Any, ...]:
         """Return plain data without names of classes and attributes, which would be most of a message with one group."""
-        tickets = pack_column([*self.groups]) if self.groups else None
-        orders = [(o.samples, pack_column(o.indexes), len(o.indexes), o.evaluation) for o in self.groups.values()]
-        return self.step, self.policies or None, tickets, orders, self.answers or None, self.engines or None
+        orders = [
+            (ticket, order.samples, _start(order.indexes), len(order.indexes), order.evaluation)
+            for ticket, order in self.groups.items()
+        ]
+        columns = [pack_column(column) for column in zip(*orders, strict=True)]
+        return self.step, self.policies or None, len(orders), columns, self.answers or None, self.engines or None
 
     @classmethod
     def unpack(cls, packed: tuple[Any, ...]) -> Letters:
         """Inverse of ``pack``."""
-        step, policies, tickets, orders, answers, engines = packed
+        step, policies, count, columns, answers, engines = packed
         groups = {}
-        for ticket, order in zip(unpack_column(tickets, len(orders)) if orders else (), orders, strict=True):
-            samples, indexes, count, evaluation = order
-            groups[ticket] = GroupOrder(samples, unpack_column(indexes, count), evaluation)
+        for ticket, samples, start, size, evaluation in zip(*(unpack_column(c, count) for c in columns), strict=True):
+            indexes = range(start, start + size) if isinstance(start, int) else start
+            groups[ticket] = GroupOrder(samples, indexes, evaluation)
         return cls(step, policies or {}, groups, answers or {}, engines or {})
+
+
+def _start(indexes: Sequence[int]) -> int | list[int]:
+    """Return the first of consecutive indexes; others as a list."""
+    first = indexes[0]
+    return first if [*indexes] == [*range(first, first + len(indexes))] else [*indexes]
 
 
 @dataclasses.dataclass
@@ -121,7 +130,11 @@ class News:
     busy: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
     def pack(self) -> dict[int, Any]:
-        """Return the attributes that are not empty, by their positions."""
+        """Return the attributes that are not empty, by their positions. Equal columns of several groups become one object, to which pickle
+        refers."""
+        seen: dict[str, Any] = {}
+        for (_, columns), _ in filter(None, (value for value, _ in self.groups.values())):
+            columns[:] = [seen.setdefault(repr(c), c) if type(c) is tuple else c for c in columns]
         return {number: value for number, value in enumerate(vars(self).values()) if value}
 
     @classmethod
