@@ -85,8 +85,7 @@ class Evaluator:
         source.load_state(self._starts[name])
         groups: list[Group] = []
         for number, row in enumerate(source.next(source.length or 0)):
-            tokens = self.render(row)
-            if tokens is None:
+            if (tokens := self.render(row)) is None:
                 continue
             groups.append([*Prompt.of(row, tokens, number).samples(count)])
             for i, sample in enumerate(groups[-1]):

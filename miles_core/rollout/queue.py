@@ -217,9 +217,8 @@ class Prompt:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields except ``group_index``; token ids are int32 in base64."""
-        tokens = b64encode(self.tokens).decode()
-        data = {"text": self.text, "tokens": tokens, "label": self.label, "metadata": self.metadata}
-        return data | ({"policy": self.policy} if self.policy else {})
+        data = {"text": self.text, "tokens": b64encode(self.tokens).decode(), "label": self.label}
+        return data | {"metadata": self.metadata} | ({"policy": self.policy} if self.policy else {})
 
     @classmethod
     def from_json(cls, data: dict[str, Any], group_index: int = -1) -> Prompt:
@@ -284,8 +283,7 @@ class PromptQueue:
             )
         made = []
         for row in rows:
-            tokens = self.render(row)
-            if tokens is not None:
+            if (tokens := self.render(row)) is not None:
                 made.append(Prompt.of(row, tokens, self._number()))
                 self._left_out_since = 0
                 continue
