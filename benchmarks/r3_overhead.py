@@ -34,7 +34,8 @@ def median_interval(values: list[float]) -> list[float]:
 #: Flags of a run that shares a GPU with another one, and SGLang's options on it.
 ON_GPU = "--max-tokens-per-gpu 8192"
 SGLANG = """--engine sglang --rollout-max-context-len 328 --sglang-attention-backend triton --sglang-sampling-backend pytorch
-    --sglang-moe-runner-backend triton --sglang-cuda-graph-bs-decode 64,256 --sglang-mem-fraction-static 0.2 --sglang-max-total-tokens 100000"""
+    --sglang-moe-runner-backend triton --sglang-cuda-graph-bs-decode 64,256 --sglang-mem-fraction-static 0.2 --sglang-max-total-tokens 100000
+    --sglang-sleep-on-idle"""
 SGLANG_ON_CPU = "--engine sglang --rollout-max-context-len 328 --sglang-max-total-tokens 8192"
 
 
