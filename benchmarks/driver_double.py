@@ -153,10 +153,11 @@ class DoubleLearner(LearnerHandle):
         from miles_core.contracts.runtime import TrainedTokens
         from miles_core.train.share import merge_recorded, split_by_replica
         from miles_runtime.remote_tokens import pack_tokens, refer_tokens
+        from miles_runtime.sample_list import pack_share
 
         shares = split_by_replica(samples, self.run.config.train, 2)
         for share in shares:
-            sent = local_channel.Message(share)
+            sent = local_channel.Message(pack_share(share))
             if sent.buffers:
                 os.close(write_buffers(sent.buffers))
         seen = []
@@ -165,6 +166,7 @@ class DoubleLearner(LearnerHandle):
             if count not in self._seen:
                 values = np.zeros(int(os.environ["DRIVER_TOKENS"]), np.float32)
                 self._seen[count] = pack_tokens([TrainedTokens(values.copy(), values.copy()) for _ in range(count)])
+                self._seen[count].share()  # a rank wrote it
             seen.append(refer_tokens(count, self._seen[count]))
         return Learned({"train/loss": 0.0}, 1, merge_recorded(shares, seen))
 

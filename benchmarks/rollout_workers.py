@@ -8,6 +8,7 @@ workers do in parallel. Samples are saved; ``routes`` is the number of layers wi
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -27,6 +28,8 @@ from miles_core.cli.main import main as run_command
 from miles_core.train.share import Share
 from miles_runtime import blob_reader, local_channel, local_process
 from miles_testing.toy import toy_arguments
+
+STEPS = 3
 
 #: Uses the processor for some milliseconds, as a verifier does, and cannot run in parallel with other Python code of its process.
 REWARD = """
@@ -48,13 +51,16 @@ class Traffic:
 
     @contextmanager
     def count(self) -> Iterator[None]:
-        """Count in this context. Memory that travels as a descriptor counts where the message is its only holder."""
+        """Count in this context. Memory that travels as a descriptor counts where the message is its only holder, and where the driver
+        wrote it."""
         sent, received, mapped = local_channel.Message, local_channel._read, local_channel.split_buffers
 
         class Counted(sent):  # type: ignore[misc, valid-type]
             def __init__(message, value: Any) -> None:
                 super().__init__(value)
-                size = len(message.data) + sum(buffer.nbytes for buffer in message.buffers)
+                own = [blob for blob in message.blobs if blob.descriptor is None]  # not received from another process
+                buffers = [*message.buffers, *(buffer for blob in own for buffer in blob.buffers)]
+                size = len(message.data) + sum(buffer.nbytes for buffer in buffers)
                 self.bytes[_kind(value)] += size
 
         def read(connection: Any, size: int) -> Any:
@@ -77,19 +83,40 @@ def _kind(value: Any) -> str:
     return "to_workers" if isinstance(value, tuple) and isinstance(value[0], int) else "to_savers"
 
 
-def measure(workers: int | None, groups: int, length: int, routes: int, milliseconds: float) -> dict[str, Any]:
-    """Run three steps; return the time of the last one, the driver's processor time in it, and the bytes that it sent and received."""
+def write_prompts(path: Path, tokens: int) -> Path:
+    """Write 256 different prompts of ``tokens`` tokens each."""
+    letters = "abcdefghijklmnop"
+    rows = [json.dumps({"input": a + b + "a" * (tokens - 2), "label": "a"}) for a in letters for b in letters]
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def measure(
+    workers: int | None, groups: int, length: int, routes: int, milliseconds: float, size: int = 8, prompt: int = 100
+) -> dict[str, Any]:
+    """Run three steps; return the time of the last one, the driver's processor time in it, and the bytes that it sent and received in all
+    of them, with the files of samples.
+
+    Args:
+        workers: number of rollout workers; None for the driver alone.
+        groups: groups of a step.
+        length: tokens of a response.
+        routes: layers with a routing record.
+        milliseconds: processor time of a reward.
+        size: samples of a group.
+        prompt: tokens of a prompt.
+    """
     found: dict[str, Any] = {}
     plain, traffic = loop.step, Traffic()
 
     async def step(run: Any, *rest: Any) -> None:
         processor, wall = time.process_time(), time.perf_counter()
-        traffic.bytes.clear()
+        if not found:  # the first step: workers are built
+            traffic.bytes.clear()
         await plain(run, *rest)
-        found["driver_bytes_per_sample"] = {k: round(n / (groups * 8), 1) for k, n in sorted(traffic.bytes.items())}
         found["step_seconds"] = round(time.perf_counter() - wall, 3)
         found["driver_microseconds_per_token"] = round(
-            (time.process_time() - processor) / (groups * 8 * length) * 1e6, 3
+            (time.process_time() - processor) / (groups * size * length) * 1e6, 3
         )
 
     os.environ |= {"DRIVER_TOKENS": str(length), "DRIVER_ROUTES": str(routes)}
@@ -99,11 +126,12 @@ def measure(workers: int | None, groups: int, length: int, routes: int, millisec
         words = toy_arguments(
             [str(Path(__file__).with_name("driver_double.py"))],
             directory=Path(temporary) / "run",
-            steps=3,
+            steps=STEPS,
             runtime="driver_double",
             rollout_workers=workers,
             rollout_batch_size=groups,
-            n_samples_per_prompt=8,
+            n_samples_per_prompt=size,
+            prompt_data=write_prompts(Path(temporary) / "prompts.jsonl", prompt),
             rollout_max_response_len=length,
             custom_rm_path=reward,
             save_rollouts_size=1 << 40,
@@ -116,7 +144,8 @@ def measure(workers: int | None, groups: int, length: int, routes: int, millisec
                 raise SystemExit(status)
         finally:
             loop.step = plain
-    return found
+    samples = STEPS * groups * size
+    return {"driver_bytes_per_sample": {k: round(n / samples, 1) for k, n in sorted(traffic.bytes.items())}, **found}
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ SHARED = 16 << 10
 SMALL = 4 << 10
 #: Advice of madvise(2) that maps all pages without copying them: a fault for each would take longer than the copy (Linux 5.14).
 _POPULATE_READ = 22
+#: Size of a buffer in shared memory.
+_SIZE = struct.Struct(">Q")
 #: Buffers of one ``writev``: IOV_MAX of Linux.
 _PIECES = 1024
 
@@ -40,13 +43,12 @@ class Blob:
 
     Args:
         buffers: the pickle, then its large arrays as bytes.
-        descriptor: shared memory with these buffers, which the blob closes; ``buffers`` is then empty.
-        sizes: bytes of each buffer in the shared memory.
+        descriptor: shared memory with these buffers and their sizes, which the blob closes; ``buffers`` is then empty.
     """
 
-    def __init__(self, buffers: Sequence[np.ndarray], descriptor: int | None = None, sizes: Sequence[int] = ()) -> None:
+    def __init__(self, buffers: Sequence[np.ndarray], descriptor: int | None = None) -> None:
         self._buffers = list(buffers)
-        self.descriptor, self.sizes = descriptor, tuple(sizes) or tuple(len(buffer) for buffer in buffers)
+        self.descriptor = descriptor
         self._writing = threading.Lock()
 
     @classmethod
@@ -72,6 +74,16 @@ class Blob:
         return self._buffers
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each buffer."""
+        if self._buffers or self.descriptor is None:
+            return tuple(len(buffer) for buffer in self._buffers)
+        end = os.fstat(self.descriptor).st_size - _SIZE.size
+        (count,) = _SIZE.unpack(os.pread(self.descriptor, _SIZE.size, end))
+        sizes = os.pread(self.descriptor, count * _SIZE.size, end - count * _SIZE.size)
+        return tuple(size for (size,) in _SIZE.iter_unpack(sizes))
+
+    @property
     def shareable(self) -> bool:
         """Whether the blob travels as a descriptor."""
         return self.descriptor is not None or (hasattr(os, "memfd_create") and sum(self.sizes) >= SMALL)
@@ -80,7 +92,12 @@ class Blob:
         """Return the descriptor; the first call writes the buffers to shared memory."""
         with self._writing:
             if self.descriptor is None:
-                self.descriptor = write_buffers([buffer.data for buffer in self._buffers])
+                sizes = [
+                    _SIZE.pack(size) for size in (*self.sizes, len(self._buffers))
+                ]  # so messages need not contain them
+                self.descriptor = write_buffers(
+                    [*(buffer.data for buffer in self._buffers), memoryview(b"".join(sizes))]
+                )
             return self.descriptor
 
     def __reduce__(self) -> tuple[Any, ...]:

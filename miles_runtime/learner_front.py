@@ -31,6 +31,7 @@ from miles_runtime.engine_front import ENGINE_WORKER, EngineFront
 from miles_runtime.rank import Rank
 from miles_runtime.relay import is_relayed
 from miles_runtime.remote_tokens import refer_tokens
+from miles_runtime.sample_list import SampleList, pack_share
 from miles_runtime.workers import GRACE, RECORDER, Call, Workers, gather_in_order
 
 #: Makes the trainer keep exactly these parts in device memory.
@@ -157,7 +158,7 @@ class LearnerFront(LearnerHandle):
                 f"the policy {self.policy.name} is frozen and cannot learn; give it the role train or critic"
             )
         divided_to = split_by_replica(samples, self.run.config_of(self.policy).train, self.replicas)
-        sent = [self.ranks.share(share) for share in divided_to]
+        sent = [self.ranks.share(pack_share(share)) for share in divided_to]
         async with self.turns.train():
             answers = await self._each(lambda rank, world: rank.learn(sent[world.replica], step))
         self._holds = step + 1
@@ -323,7 +324,9 @@ class LearnerFront(LearnerHandle):
         """Compute values per sample on the ranks; return them in the order of the samples."""
         mine = shares(samples, [0] * len(samples), self.replicas)
         async with self.turns.read(("weights",)):
-            answers = await self._each(lambda rank, world: ask(rank, [samples[i] for i in mine[world.replica]]))
+            answers = await self._each(
+                lambda rank, world: ask(rank, SampleList(samples[i] for i in mine[world.replica]))
+            )
         found: dict[int, T] = {}
         for at, rows in zip(mine, self._one_per_replica(answers), strict=True):
             found |= zip(at, rows, strict=True)

@@ -44,7 +44,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if type(value) is not Blob or not value.shareable:
             return None
-        return self.blobs.setdefault(value, len(self.blobs)), value.sizes
+        return self.blobs.setdefault(value, len(self.blobs))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -53,10 +53,9 @@ class _Unpickler(pickle.Unpickler):
         self._blobs: dict[int, Blob] = {}
         self._descriptors = descriptors
 
-    def persistent_load(self, found: Any) -> Blob:
-        number, sizes = found
+    def persistent_load(self, number: Any) -> Blob:
         if number not in self._blobs:
-            self._blobs[number] = Blob([], self._descriptors[number], sizes)
+            self._blobs[number] = Blob([], self._descriptors[number])
         return self._blobs[number]
 
 

@@ -1,23 +1,27 @@
 """Samples whose tokens, texts and recorded fields stay where they were produced.
 
-A rollout worker sends the attributes in ``SENT`` of each sample of a group, and a blob with all samples. The driver receives
-``RemoteSample`` objects. They are sent to ranks as references, so the driver never reads the data of tokens. Access to any other attribute,
-in a rank or in the driver (a filter that compares responses, a checkpoint of waiting groups), reads the group and makes the object a plain
+A rollout worker sends the attributes in ``SENT`` of the samples of a group (``heads``), and a blob with all samples. The driver receives
+``RemoteSample`` objects. They are sent to ranks as references, so the driver never reads the data of tokens. References to samples of a
+group travel together (``sample_list``), with the attributes in ``SENT`` that the driver has changed. Access to any other attribute, in a rank
+or in the driver (a filter that compares responses, a checkpoint of waiting groups), reads the group and makes the object a plain
 ``Sample``; from then on it is sent like any other. Fields that the driver sets (a teacher's log-probs, a critic's values) travel next to the
 reference, so that setting them reads nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from operator import is_
 from typing import Any
 
-from miles_core.data.sample import Sample
+from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError, first_line
 from miles_runtime.blob import Blob, Stored
+from miles_runtime.packed_column import Packed, pack_column, unpack_column
 
 #: Attributes that travel with each sample. They contain nothing per token.
 SENT = (
@@ -27,18 +31,21 @@ SENT = (
 #: All other attributes.
 STORED = tuple(field.name for field in dataclasses.fields(Sample) if field.name not in SENT)
 
-#: Number of attributes of a ``RemoteSample`` as ``refer`` makes it.
-_ATTRIBUTES = len(SENT) + 3
-
 #: Held while samples are read: several threads may read the same ones.
 _READING = threading.RLock()
 
 
 class StoredGroup:
-    """The samples of a group in a blob, which are read once."""
+    """The samples of a group in a blob, which are read once.
+
+    Attributes:
+        stored: the blob.
+        sent: in the driver, the values of ``SENT`` that the worker sent, by name; other processes read them from the blob.
+    """
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
+        self.sent: dict[str, list[Any]] = {}
         self._samples: list[Sample] | None = None
 
     def sample(self, position: int) -> Sample:
@@ -62,6 +69,9 @@ class RemoteSample(Sample):
 
     @property
     def prompt_length(self) -> int:
+        if "_tokens" not in self.__dict__:
+            _read(self)
+            return len(self.tokens) - self.response_length
         total: int = self.__dict__["_tokens"]
         return total - self.response_length
 
@@ -74,9 +84,7 @@ class RemoteSample(Sample):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        if len(self.__dict__) > _ATTRIBUTES:  # fields that the driver set
-            return _restore, (self.__dict__,)
-        return resolve, (reference(self),)
+        return _restore, (self.__dict__,)
 
 
 class _Attribute:
@@ -152,6 +160,21 @@ class _Fields(_Attribute):
             super().__set__(sample, value)
 
 
+class _Sent:
+    """An attribute in ``SENT`` that the driver has not changed: outside the driver it is read from the group."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, sample: Any, owner: type) -> Any:
+        if sample is None:
+            return self
+        _read(sample)
+        return getattr(sample, self._name)
+
+
+for _name in SENT:
+    setattr(RemoteSample, _name, _Sent(_name))
 for _name in STORED:
     setattr(RemoteSample, _name, (_Fields if _name == "fields" else _Attribute)(_name))
 
@@ -169,46 +192,117 @@ def _read(sample: Sample) -> None:
             return
         own = sample.__dict__
         whole = own["_group"].sample(own["_position"])
-        own.update((name, getattr(whole, name)) for name in STORED)
+        own.update((name, getattr(whole, name)) for name in (*SENT, *STORED) if name not in own)
         if added := own.pop("_added", None):
             own["fields"] = own["fields"] | added
         for name in ("_group", "_position", "_tokens"):
-            del own[name]
+            own.pop(name, None)
         object.__setattr__(sample, "__class__", Sample)
 
 
-#: What is sent of a sample: its number of tokens and the values of ``SENT``.
-Head = tuple[Any, ...]
+#: What is sent of the samples of a group: their number, and their numbers of tokens and values of ``SENT`` in packed form.
+Heads = tuple[int, list[Packed]]
+
+_STATUSES = [*Status]
 
 
-def heads(samples: Sequence[Sample]) -> list[Head]:
-    """Return what is sent of each sample."""
-    return [(len(sample.tokens), *(getattr(sample, name) for name in SENT)) for sample in samples]
+def heads(samples: Sequence[Sample]) -> Heads:
+    """Return what is sent of the samples of a group."""
+    if not samples:
+        return 0, []
+    columns = [[len(sample.tokens) for sample in samples], *([getattr(s, name) for s in samples] for name in SENT)]
+    columns[_STATUS] = [_STATUSES.index(status) for status in columns[_STATUS]]
+    packed = [pack_column(column) for column in columns]
+    if columns[_ROLLOUT] == columns[_INDEX]:
+        packed[_ROLLOUT] = packed[_INDEX]  # pickle refers to it
+    return len(samples), packed
 
 
-def refer(sent: Sequence[Head], stored: Stored) -> list[Sample]:
+_STATUS, _INDEX, _ROLLOUT = (1 + SENT.index(name) for name in ("status", "index", "rollout_id"))
+
+
+def refer(sent: Heads, stored: Stored) -> list[Sample]:
     """Return references to the samples of a group, whose ``heads`` were sent."""
+    count, packed = sent
+    if not count:
+        return []
     group = StoredGroup(stored)
-    return [resolve((group, position, head)) for position, head in enumerate(sent)]
+    tokens, *columns = [unpack_column(column, count) for column in packed]
+    columns[_STATUS - 1] = [_STATUSES[number] for number in columns[_STATUS - 1]]
+    group.sent = dict(zip(SENT, columns, strict=True))
+    for name, column in zip(SENT, packed[1:], strict=True):
+        if isinstance(group.sent[name][0], (list, dict)):  # the driver may change the lists and dicts of the samples
+            if type(column) is list:
+                group.sent[name] = copy.deepcopy(column)
+            else:
+                group.sent[name] = [column[0]] * count if len(column) == 1 else unpack_column(column, count)
+    rows = zip(tokens, *columns, strict=True)
+    return [_restore(_state(group, position, size, row)) for position, (size, *row) in enumerate(rows)]
 
 
-#: A ``RemoteSample`` as plain data: its group, its position there, and its ``Head``.
-Reference = tuple[StoredGroup, int, Head]
+def _state(group: StoredGroup, position: int, tokens: int, values: Sequence[Any]) -> dict[str, Any]:
+    return {"_group": group, "_position": position, "_tokens": tokens, **dict(zip(SENT, values, strict=True))}
 
 
-def reference(sample: RemoteSample) -> Reference:
-    """Return a reference to a sample, with its current values of ``SENT`` and without fields that the driver set. It is smaller than the
-    object and faster to serialize."""
-    own = sample.__dict__
-    return own["_group"], own["_position"], (own["_tokens"], *(own[name] for name in SENT))
+def is_reference(sample: Sample) -> bool:
+    """Whether ``pack_run`` can refer to the sample, without fields that the driver set."""
+    return type(sample) is RemoteSample and "_tokens" in sample.__dict__
 
 
-def resolve(found: Reference) -> Sample:
-    """Inverse of ``reference``."""
-    group, position, head = found
-    return _restore(
-        {"_group": group, "_position": position, "_tokens": head[0], **dict(zip(SENT, head[1:], strict=True))}
-    )
+def is_complete_reference(sample: Sample) -> bool:
+    """Whether ``pack_run`` can refer to the sample and the driver has set no fields."""
+    return is_reference(sample) and "_added" not in sample.__dict__
+
+
+#: Consecutive samples of one group as plain data: the blob, the position of the first one, their number, and their packed values of ``SENT``
+#: that the driver has changed, by name.
+Run = tuple[Stored, int, int, Mapping[str, Packed] | None]
+
+
+def split_runs(
+    samples: Sequence[Sample], limit: int, refers: Callable[[Sample], bool] = is_complete_reference
+) -> Iterator[Sequence[Sample]]:
+    """Split samples into runs of at most ``limit`` consecutive samples of one group for ``pack_run``; a sample that ``refers`` rejects is
+    alone."""
+    start, group, position = 0, None, 0
+    for number, sample in enumerate(samples):
+        own = sample.__dict__
+        found = own["_group"] if refers(sample) else None
+        if number and (found is None or found is not group or own["_position"] != position or number - start >= limit):
+            yield samples[start:number]
+            start = number
+        group, position = found, own["_position"] + 1 if found is not None else 0
+    if samples:
+        yield samples[start:]
+
+
+def pack_run(run: Sequence[Sample]) -> Run:
+    """Pack a run of ``split_runs`` for another process."""
+    owns = [sample.__dict__ for sample in run]
+    group: StoredGroup = owns[0]["_group"]
+    first: int = owns[0]["_position"]
+    changed: dict[str, Packed] = {}
+    for name in SENT:
+        values = [own[name] for own in owns]
+        sent = group.sent.get(name, ())[first : first + len(run)]
+        if len(sent) < len(run) or not (all(map(is_, values, sent)) or all(map(_is_same, values, sent))):
+            changed[name] = pack_column(values)
+    return group.stored, first, len(run), changed or None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and one == other)
+
+
+def unpack_run(run: Run, groups: dict[int, StoredGroup]) -> list[Sample]:
+    """Inverse of ``pack_run``. groups: the groups of one message by the identity of their blob; a new one is added."""
+    stored, first, count, changed = run
+    group = groups.setdefault(id(stored), StoredGroup(stored))
+    columns = {name: unpack_column(column, count) for name, column in (changed or {}).items()}
+    return [
+        _restore({"_group": group, "_position": first + i, **{name: values[i] for name, values in columns.items()}})
+        for i in range(count)
+    ]
 
 
 def pack_samples(samples: Sequence[Sample]) -> Blob:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Run
@@ -21,6 +22,7 @@ from miles_runtime.direct_engines import EngineState, LostEngine
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import portable
+from miles_runtime.prompt_rows import PendingGroup, RowQueue
 from miles_runtime.remote_sample import pack_samples, refer
 from miles_runtime.restarts import Restarts
 from miles_runtime.rollout_worker import (
@@ -34,6 +36,8 @@ from miles_runtime.rollout_worker import (
 )
 from miles_runtime.workers import RECORDER, Workers, await_all, close_workers, recorded
 
+log = logging.getLogger(__name__)
+
 #: Records calls to rollout workers.
 ROLLOUT_WORKER = cast(RolloutWorker, RECORDER)
 
@@ -42,7 +46,8 @@ class RolloutFront(Producer):
     """Gives each group to the worker with the fewest groups.
 
     Which worker produces a group changes nothing: samples, their numbers and the keys of their requests are the driver's. If a worker is
-    lost, its requests are aborted and its groups are produced again, from the same samples and with the same keys.
+    lost, its requests are aborted and its groups are produced again, from the same samples and with the same keys. Workers read prompts from
+    prompt files themselves (``prompt_rows``); a worker whose machine lacks these files receives the prompts.
 
     Args:
         run: the driver's run.
@@ -63,6 +68,8 @@ class RolloutFront(Producer):
         self._starting: set[asyncio.Task[None]] = set()
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
+        self._queue: RowQueue | None = None
+        self.make_queue = self._make_queue
 
     async def start(self) -> None:
         for engine in self.direct.values():
@@ -80,10 +87,14 @@ class RolloutFront(Producer):
         self._lines, self._alive = {}, set()
         await close_workers([self.workers], self.run.stop_requested)
 
-    async def produce(self, samples: list[Sample], evaluation: bool = False) -> list[Sample]:
-        order = GroupOrder(pack_samples(samples), tuple(sample.index for sample in samples), evaluation)
+    def _make_queue(self, *args: Any) -> RowQueue:
+        self._queue = RowQueue(*args)
+        return self._queue
+
+    async def produce(self, samples: Sequence[Sample], evaluation: bool = False) -> list[Sample]:
         while True:
             line = await self._choose()
+            order = self._order(line, samples, evaluation)
             for engine in self.direct.values():
                 if engine.failure is not None:
                     raise engine.failure
@@ -100,6 +111,14 @@ class RolloutFront(Producer):
     async def abort(self, samples: Collection[int]) -> None:
         """Wait until workers have dropped the groups whose ``produce`` was cancelled."""
         await asyncio.gather(*(line.dropped() for line in self._lines.values()))
+
+    def _order(self, line: _Line, samples: Sequence[Sample], evaluation: bool) -> GroupOrder:
+        """Return the order for a group that the worker of ``line`` produces."""
+        if not isinstance(samples, PendingGroup):
+            return GroupOrder(pack_samples(samples), [sample.index for sample in samples], evaluation)
+        if samples.row is not None and self._queue is not None and line.reads(self._queue.digest):
+            return GroupOrder(samples.row, samples.indexes, evaluation)
+        return GroupOrder(pack_samples(samples[:1]), samples.indexes, evaluation)
 
     async def _choose(self) -> _Line:
         """Return the line to the worker with the fewest groups; wait for one if all are being replaced."""
@@ -124,11 +143,11 @@ class RolloutFront(Producer):
                 digest = await self.workers.ask(number, ROLLOUT_WORKER.digest())
                 same_plan(self.run.plan.digest, {self.workers.names[number]: digest})
                 seat = Seat(number, len(self.workers), client, tuple(self.engines), engines)
-                await self.workers.ask(number, ROLLOUT_WORKER.build(seat))
+                rows = await self.workers.ask(number, ROLLOUT_WORKER.build(seat))
                 break
             except WorkerLost as lost:
                 self.restarts.spend(lost)
-        self._lines[number] = _Line(self, number, client, self._lose)
+        self._lines[number] = _Line(self, number, client, self._lose, rows)
         self._alive = {*self._alive, number}  # a new set: see ``LeastLoaded.choose``
         self._changed.set()
 
@@ -164,10 +183,19 @@ class _Line:
         number: index of the worker.
         client: name under which the worker sends requests to engines.
         lose: called with the number and the loss after the worker's requests were aborted.
+        rows: result of ``RolloutWorker.build``: the digest of the prompt files that the worker reads, and why it cannot read them.
     """
 
-    def __init__(self, front: RolloutFront, number: int, client: str, lose: Callable[[int, WorkerLost], None]) -> None:
+    def __init__(
+        self,
+        front: RolloutFront,
+        number: int,
+        client: str,
+        lose: Callable[[int, WorkerLost], None],
+        rows: tuple[str, str] = ("", ""),
+    ) -> None:
         self.front, self.number, self.client, self.lose = front, number, client, lose
+        self._rows, self._warned = rows, False
         self.name = front.workers.names[number]
         self._tickets = itertools.count()
         self._open: dict[int, asyncio.Future[list[Sample]]] = {}
@@ -177,10 +205,20 @@ class _Line:
         self._drops: set[int] = set()
         self._posts: set[asyncio.Task[None]] = set()
         self._posting = self._engines_changed = False
+        self._policies: dict[str, tuple[int, int]] = {}
         self._busy: dict[str, int] = {}
         self._reports: set[asyncio.Task[None]] = set()
         self.send_engines()
         self._collecting = asyncio.create_task(self._collect())
+
+    def reads(self, digest: str) -> bool:
+        """Whether the worker reads the rows with this digest. The first time that it does not, log why."""
+        found, problem = self._rows
+        if found != digest and not self._warned:
+            why = problem or "its prompt files have other rows than the driver's"
+            log.warning("worker %s does not read prompts itself, so the driver sends them: %s", self.name, why)
+            self._warned = True
+        return found == digest
 
     async def produce(self, order: GroupOrder) -> list[Sample]:
         """Send a group and return references to its samples. Raises the error of the rollout, or the worker's loss."""
@@ -234,7 +272,8 @@ class _Line:
         try:
             while True:
                 coming = workers.send_stored(self.number, "news")
-                self._receive(*await workers.await_result(self.number, coming, "news"))
+                news, blobs = await workers.await_result(self.number, coming, "news")
+                self._receive(News.unpack(news), blobs)
         except Exception as error:
             lost = (
                 error if isinstance(error, WorkerLost) else await workers.declare_lost(self.number, first_line(error))
@@ -330,9 +369,10 @@ class _Line:
         if self._groups or self._answers or direct:
             policies = {policy.name: (policy.version, policy.trained) for policy in run.policies}
             engines = {name: EngineState.of(engine) for name, engine in direct.items()}
-            letters = Letters(run.step, policies, self._groups, self._answers, engines)
-            self._groups, self._answers, self._engines_changed = {}, {}, False
-            await self._call(ROLLOUT_WORKER.post(letters))  # type: ignore[func-returns-value]
+            changed = {} if policies == self._policies else policies
+            letters = Letters(run.step, changed, self._groups, self._answers, engines)
+            self._groups, self._answers, self._engines_changed, self._policies = {}, {}, False, policies
+            await self._call(ROLLOUT_WORKER.post(letters.pack()))  # type: ignore[func-returns-value]
 
     async def _call(self, call: object) -> None:
         """Make a recorded call of the worker. If the worker is lost, ``_collect`` notices; another error fails all groups."""

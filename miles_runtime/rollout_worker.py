@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
+from miles_core.data.sample import Sample
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.rollout.generate import LocalProducer
@@ -26,7 +27,9 @@ from miles_core.run.problems import Problems
 from miles_runtime.blob import Blob
 from miles_runtime.direct_engines import DirectEngines, EngineState, LostEngine, ReportedBusy
 from miles_runtime.mailbox import portable
+from miles_runtime.packed_column import pack_column, unpack_column
 from miles_runtime.patience import Patience
+from miles_runtime.prompt_rows import RowReader
 from miles_runtime.remote_sample import heads, pack_samples, read_samples
 from miles_runtime.worker import Order, Worker
 from miles_runtime.workers import Workers
@@ -45,13 +48,14 @@ class GroupOrder:
     """A group to produce.
 
     Attributes:
-        samples: its pending samples.
+        samples: the number of the prompt's row in the prompt files; or a blob with the pending samples, or with the first one if all are
+            copies of it with other indexes.
         indexes: the indexes of the samples.
         evaluation: see ``Producer.produce``.
     """
 
-    samples: Blob
-    indexes: tuple[int, ...]
+    samples: Blob | int
+    indexes: Sequence[int]
     evaluation: bool
 
 
@@ -70,7 +74,7 @@ class Letters:
 
     Attributes:
         step: the driver's ``run.step``.
-        policies: name -> (``version``, ``trained``).
+        policies: name -> (``version``, ``trained``), if they have changed.
         engines: policy -> its engines, if they are in other processes and have changed.
     """
 
@@ -79,6 +83,31 @@ class Letters:
     groups: dict[int, GroupOrder] = dataclasses.field(default_factory=dict)
     answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
     engines: Mapping[str, EngineState] = dataclasses.field(default_factory=dict)
+
+    def pack(self) -> tuple[Any, ...]:
+        """Return plain data without names of classes and attributes, which would be most of a message with one group."""
+        orders = [
+            (ticket, order.samples, _start(order.indexes), len(order.indexes), order.evaluation)
+            for ticket, order in self.groups.items()
+        ]
+        columns = [pack_column(column) for column in zip(*orders, strict=True)]
+        return self.step, self.policies or None, len(orders), columns, self.answers or None, self.engines or None
+
+    @classmethod
+    def unpack(cls, packed: tuple[Any, ...]) -> Letters:
+        """Inverse of ``pack``."""
+        step, policies, count, columns, answers, engines = packed
+        groups = {}
+        for ticket, samples, start, size, evaluation in zip(*(unpack_column(c, count) for c in columns), strict=True):
+            indexes = range(start, start + size) if isinstance(start, int) else start
+            groups[ticket] = GroupOrder(samples, indexes, evaluation)
+        return cls(step, policies or {}, groups, answers or {}, engines or {})
+
+
+def _start(indexes: Sequence[int]) -> int | list[int]:
+    """Return the first of consecutive indexes; others as a list."""
+    first = indexes[0]
+    return first if [*indexes] == [*range(first, first + len(indexes))] else [*indexes]
 
 
 @dataclasses.dataclass
@@ -99,6 +128,20 @@ class News:
     answers: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     lost: list[LostEngine] = dataclasses.field(default_factory=list)
     busy: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+
+    def pack(self) -> dict[int, Any]:
+        """Return the attributes that are not empty, by their positions. Equal columns of several groups become one object, to which pickle
+        refers."""
+        seen: dict[str, Any] = {}
+        for (_, columns), _ in filter(None, (value for value, _ in self.groups.values())):
+            columns[:] = [seen.setdefault(repr(c), c) if type(c) is tuple else c for c in columns]
+        return {number: value for number, value in enumerate(vars(self).values()) if value}
+
+    @classmethod
+    def unpack(cls, packed: Mapping[int, Any]) -> News:
+        """Inverse of ``pack``."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{names[number]: value for number, value in packed.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +177,9 @@ class RolloutWorker(Worker):
         self._blobs: list[Blob] = []
         self._direct: dict[str, DirectEngines] = {}
 
-    async def build(self, seat: Seat) -> None:
-        """Load the code of rollouts and rewards, and start the rollout functions."""
+    async def build(self, seat: Seat) -> tuple[str, str]:
+        """Load the code of rollouts and rewards, start the rollout functions and open the prompt files; return ``digest`` and ``problem``
+        of the ``RowReader``."""
         config = self.run.config
         limits = {path: whole for path in LIMITS if (whole := config.get(path)) is not None}
         shares = {path: share_limit(whole, seat.number, seat.count) for path, whole in limits.items()}
@@ -148,7 +192,9 @@ class RolloutWorker(Worker):
         engines = {name: self._direct.get(name) or _DriversEngine(name, self._call) for name in seat.policies}
         self.part = code.producer(self.run, engines)
         await self.part.start()
+        self._rows = RowReader(self.run)
         freeze_gc()
+        return self._rows.digest, self._rows.problem
 
     def _connect(self, seat: Seat, policy: str) -> DirectEngines:
         engines, said = seat.engines[policy]
@@ -166,10 +212,11 @@ class RolloutWorker(Worker):
         self._news.lost.append(lost)
         self._happened.set()
 
-    def post(self, letters: Letters) -> None:
-        """Receive new groups and the answers to calls."""
+    def post(self, packed: tuple[Any, ...]) -> None:
+        """Receive new groups and the answers to calls: packed ``Letters``."""
+        letters = Letters.unpack(packed)
         self.run.step = letters.step
-        for policy in self.run.policies:
+        for policy in self.run.policies if letters.policies else ():
             policy.version, policy.trained = letters.policies[policy.name]
         for name, state in letters.engines.items():
             self._direct[name].update(state)
@@ -184,9 +231,9 @@ class RolloutWorker(Worker):
         for ticket, order in letters.groups.items():
             self._groups[ticket] = asyncio.create_task(self._produce(ticket, order)), order
 
-    async def news(self) -> tuple[News, list[Blob]]:
-        """Wait for a call or a finished group, at most ``WAIT`` seconds; return all of them, and the samples of the groups. Only one call
-        may be active."""
+    async def news(self) -> tuple[dict[int, Any], list[Blob]]:
+        """Wait for a call or a finished group, at most ``WAIT`` seconds; return all of them as packed ``News``, and the samples of the
+        groups. Only one call may be active."""
         with suppress(TimeoutError):
             async with asyncio.timeout(WAIT):
                 await self._happened.wait()
@@ -197,7 +244,7 @@ class RolloutWorker(Worker):
         if self.part is not None:
             found.answers = dict(self.part.answers)
             self.part.answers.clear()
-        return found, blobs
+        return found.pack(), blobs
 
     async def drop(self, tickets: Collection[int]) -> None:
         """Cancel these groups, and make the engines abort their requests; return when rollout functions have released everything."""
@@ -221,7 +268,7 @@ class RolloutWorker(Worker):
 
     async def _produce(self, ticket: int, order: GroupOrder) -> None:
         try:
-            samples = await self.part.produce(read_samples(order.samples), order.evaluation)
+            samples = await self.part.produce(self._pending(order), order.evaluation)
             packed = pack_samples(samples)
             answer: Answer = (heads(samples), len(self._blobs)), None
             self._blobs.append(packed)
@@ -230,6 +277,16 @@ class RolloutWorker(Worker):
         self._groups.pop(ticket, None)
         self._news.groups[ticket] = answer
         self._happened.set()
+
+    def _pending(self, order: GroupOrder) -> Sequence[Sample]:
+        """Return the pending samples of a group."""
+        if isinstance(order.samples, int):
+            return self._rows.read(order.samples, order.indexes)
+        samples = read_samples(order.samples)
+        while len(samples) < len(order.indexes):
+            samples += read_samples(order.samples)
+            samples[-1].index = order.indexes[len(samples) - 1]
+        return samples
 
     async def _call(self, call: EngineCall) -> Any:
         ticket = next(self._tickets)

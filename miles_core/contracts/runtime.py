@@ -28,6 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -256,10 +257,12 @@ class Producer(ABC):
 
     Attributes:
         answers: statistics of requests and rollouts of training, metric -> (sum, count); the collector reads and clears them.
+        make_queue: makes the queue of prompts from the arguments of ``PromptQueue``; None for that class.
     """
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[float, float]] = {}
+        self.make_queue: Callable[..., Any] | None = None
 
     @abstractmethod
     async def start(self) -> None:
@@ -270,7 +273,7 @@ class Producer(ABC):
         """Stop them. Called however the run ends, and also if ``start`` failed."""
 
     @abstractmethod
-    async def produce(self, samples: list[Sample], evaluation: bool = False) -> list[Sample]:
+    async def produce(self, samples: Sequence[Sample], evaluation: bool = False) -> list[Sample]:
         """Generate and score the samples of one prompt. The result includes the samples that failed, without a reward.
 
         The call is cancelled when its group is dropped; ``abort`` follows.

@@ -152,7 +152,10 @@ class Prompts(PromptSource):
 
     def __getitem__(self, index: int) -> Row:
         """Return row ``index`` in the order of the files."""
-        at = self._chosen[index]
+        return self.row(self._chosen[index])
+
+    def row(self, at: int) -> Row:
+        """Return row ``at`` of the files, whose number does not depend on ``restrict``."""
         file = bisect_right(self._ends, at)
         row, place = self._files[file].read(at - (self._ends[file - 1] if file else 0))
         self._check(row, place)  # the file may have been edited since it was opened
@@ -176,24 +179,28 @@ class Prompts(PromptSource):
 
     def next(self, n: int) -> list[Row]:
         """Return the next ``n`` rows, which may span several epochs."""
+        return [self._read(at) for at in self.take(n)]
+
+    def take(self, n: int) -> list[int]:
+        """Return the numbers of the next ``n`` rows in the files, for ``row``, without reading them. Advances as ``next`` does."""
         rows = []
         for _ in range(n):
             if self._order is None:
                 self._order = epoch_order(len(self), self.seed, self._epoch) if self.shuffle else np.arange(len(self))
-            rows.append(self._read(int(self._order[self._offset])))
+            rows.append(self._chosen[int(self._order[self._offset])])
             self._offset += 1
             if self._offset == len(self):
                 self._epoch, self._offset, self._order = self._epoch + 1, 0, None
         return rows
 
-    def _read(self, index: int) -> Row:
-        """Return row ``index``, with its fault if it is invalid and was not examined before the run."""
+    def _read(self, at: int) -> Row:
+        """Return row ``at`` of the files, with its fault if it is invalid and was not examined before the run."""
         try:
-            return self[index]
+            return self.row(at)
         except DataError as error:
             if self.examined or isinstance(error, ChangedFileError):
                 raise
-            return Row("", index=index, examined=False, fault=str(error))
+            return Row("", index=at, examined=False, fault=str(error))
 
     def restrict(self, indices: Sequence[int]) -> None:
         """Restrict the data set to the rows with these indices, in this order; call it before the first ``next``."""

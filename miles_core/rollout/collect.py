@@ -202,7 +202,7 @@ class Collector:
         else:
             self.prompts.put_back(held)
 
-    async def _group(self, samples: Group) -> Group:
+    async def _group(self, samples: Sequence[Sample]) -> Group:
         """Generate and score one group. The result lacks the samples that failed; it is empty if all of them did."""
         group = await self.producer.produce(samples)
         self.progress.advance(len(group))

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from miles_core.data.column import TOKENS, as_column
 from miles_core.data.sample import Sample, Status
 from miles_core.rollout.collect import by_policy, reward_parts
 from miles_core.rollout.generate import FIRST_EVALUATION
@@ -86,11 +85,9 @@ class Evaluator:
         source.load_state(self._starts[name])
         groups: list[Group] = []
         for number, row in enumerate(source.next(source.length or 0)):
-            tokens = self.render(row)
-            if tokens is None:
+            if (tokens := self.render(row)) is None:
                 continue
-            prompt = Prompt(row.prompt, as_column(tokens, TOKENS), row.label, dict(row.metadata), number, row.policy)
-            groups.append(prompt.samples(count))
+            groups.append([*Prompt.of(row, tokens, number).samples(count)])
             for i, sample in enumerate(groups[-1]):
                 sample.index = first + number * count + i
         return list(await asyncio.gather(*(self._complete(group) for group in groups)))

@@ -338,7 +338,7 @@ class LocalProducer(Producer):
     async def stop(self) -> None:
         await self._started.aclose()
 
-    async def produce(self, samples: list[Sample], evaluation: bool = False) -> list[Sample]:
+    async def produce(self, samples: Sequence[Sample], evaluation: bool = False) -> list[Sample]:
         group = [s for made in await asyncio.gather(*map(self._generate[evaluation], samples)) for s in made]
         usable = [s for s in group if s.status is not Status.FAILED]
         if evaluation or not any(s.status is Status.ABORTED for s in usable):

@@ -6,7 +6,7 @@ import copy
 import logging
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -191,7 +191,12 @@ class Prompt:
     group_index: int
     policy: str = ""
 
-    def samples(self, count: int) -> list[Sample]:
+    @classmethod
+    def of(cls, row: Row, tokens: list[int], group_index: int) -> Prompt:
+        """Make the prompt of a row with its token ids."""
+        return cls(row.prompt, as_column(tokens, TOKENS), row.label, dict(row.metadata), group_index, row.policy)
+
+    def samples(self, count: int) -> Sequence[Sample]:
         """Create ``count`` pending samples, numbered from ``group_index * count``."""
         return [
             Sample(
@@ -212,9 +217,8 @@ class Prompt:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields except ``group_index``; token ids are int32 in base64."""
-        tokens = b64encode(self.tokens).decode()
-        data = {"text": self.text, "tokens": tokens, "label": self.label, "metadata": self.metadata}
-        return data | ({"policy": self.policy} if self.policy else {})
+        data = {"text": self.text, "tokens": b64encode(self.tokens).decode(), "label": self.label}
+        return data | {"metadata": self.metadata} | ({"policy": self.policy} if self.policy else {})
 
     @classmethod
     def from_json(cls, data: dict[str, Any], group_index: int = -1) -> Prompt:
@@ -259,8 +263,7 @@ class PromptQueue:
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts, starting with those put back. Each gets a new group number."""
-        again = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
-        made = [replace(prompt, group_index=self._number()) for prompt in again]
+        made = [replace(self.waiting.popleft(), group_index=self._number()) for _ in [*self.waiting][:count]]
         while len(made) < count:
             made += self._render_rows(count - len(made))
         self.out |= {p.group_index: p for p in made}
@@ -280,12 +283,8 @@ class PromptQueue:
             )
         made = []
         for row in rows:
-            tokens = self.render(row)
-            if tokens is not None:
-                prompt = Prompt(
-                    row.prompt, as_column(tokens, TOKENS), row.label, dict(row.metadata), self._number(), row.policy
-                )
-                made.append(prompt)
+            if (tokens := self.render(row)) is not None:
+                made.append(Prompt.of(row, tokens, self._number()))
                 self._left_out_since = 0
                 continue
             self.left_out += 1

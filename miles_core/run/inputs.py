@@ -150,7 +150,8 @@ class Inputs:
             for i, source in enumerate(sources):  # a recovered run without a checkpoint starts from the first prompt
                 source.load_state(self._starts.setdefault(i, source.state()))
             kind = run.config.data.prompts
-            queue = PromptQueue(self.prompts, self._render(run), kind, run.hooks.describe_part("prompts", kind))
+            make_queue = producer.make_queue or PromptQueue
+            queue = make_queue(self.prompts, self._render(run), kind, run.hooks.describe_part("prompts", kind))
             collector = Collector(run, queue, producer, log.progress, self.accept)
             name = run.config.run.schedule
             schedule: Schedule = run.hooks.make("schedule", name, run=run, collector=collector, parts=parts)

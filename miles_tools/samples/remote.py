@@ -9,11 +9,10 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from miles_core.errors import MilesError
 from miles_core.redact import secrets
 from miles_runtime.blob import Stored
 from miles_runtime.blob_reader import BlobReader, ReaderEnded, open_reader
-from miles_runtime.remote_sample import Reference, RemoteSample, StoredGroup, reference
+from miles_runtime.remote_sample import Run, is_reference, pack_run, split_runs
 from miles_runtime.remote_tokens import RemoteTokens
 from miles_tools.samples.files import join_parts, part_files
 from miles_tools.samples.process import SHARE
@@ -35,37 +34,67 @@ _LOOKUPS = 128
 #: Makes the function of the processes.
 WRITER = "miles_tools.samples.remote_process:RowWriter"
 
-#: Reference to values that training recorded: their group and position, or the log-probs and advantages themselves.
-Recorded = tuple[Any, Any]
-#: A sample with recorded values and the name of its evaluation set; or a row, if the driver has read the sample.
-Entry = tuple[Reference, Recorded | None, str] | Row
+#: Samples of one group that are sent together, and saved by the same process.
+_RUN = 16
+
+#: Values that training recorded for the samples of a run: their blob and the position of the first one there; or log-probs and advantages of
+#: each sample.
+Recorded = tuple[Stored, int] | list[tuple[np.ndarray | None, np.ndarray | None]]
+#: A run of samples with recorded values and the name of its evaluation set; or a row, if the driver has read the sample.
+Entry = tuple[Run, Recorded | None, str] | Row
 
 
-async def make_entries(step: int, samples: Sequence[tuple[Sample, RecordedTokens | None, str]]) -> list[Entry]:
-    """Return what is sent of each sample."""
-    entries: list[Entry] = []
+async def make_entries(
+    step: int, samples: Sequence[tuple[Sample, RecordedTokens | None, str]]
+) -> list[tuple[Entry, int]]:
+    """Return what is sent of the samples, each entry with its number of tokens."""
+    entries: list[tuple[Entry, int]] = []
     for start in range(0, len(samples), _AT_ONCE):
-        entries += [_entry(step, *each) for each in samples[start : start + _AT_ONCE]]
+        some = samples[start : start + _AT_ONCE]
+        at = 0
+        for run in split_runs([sample for sample, _, _ in some], _RUN, is_reference):
+            entries += _entries(step, some[at : at + len(run)])
+            at += len(run)
         await asyncio.sleep(0)
     return entries
 
 
-def _entry(step: int, sample: Sample, trained: RecordedTokens | None, data_set: str) -> Entry:
-    if type(sample) is not RemoteSample:
-        return as_text(make_row(step, sample, trained, data_set))
-    if type(trained) is RemoteTokens:
-        return reference(sample), (trained.group, trained.position), data_set
-    return reference(sample), None if trained is None else (trained.log_probs, trained.advantages), data_set
+def _entries(step: int, run: Sequence[tuple[Sample, RecordedTokens | None, str]]) -> Iterator[tuple[Entry, int]]:
+    """Return the entries of a run of ``split_runs``: one, unless data sets or the places of recorded values differ."""
+    if not is_reference(run[0][0]):
+        row = as_text(make_row(step, *run[0]))
+        yield row, count_tokens(row)
+        return
+    start = 0
+    for end in range(1, len(run) + 1):
+        if end == len(run) or not _continues(run[end - 1], run[end]):
+            part = run[start:end]
+            size = sum(1 + sample.prompt_length + sample.response_length for sample, _, _ in part)
+            yield (pack_run([sample for sample, _, _ in part]), _recorded(part), part[0][2]), size
+            start = end
 
 
-def _size(entry: Entry) -> int:
-    return count_tokens(entry) if isinstance(entry, Row) else 1 + entry[0][2][0]
+def _continues(
+    one: tuple[Sample, RecordedTokens | None, str], other: tuple[Sample, RecordedTokens | None, str]
+) -> bool:
+    left, right = one[1], other[1]
+    if one[2] != other[2] or type(left) is not type(right):
+        return False
+    if isinstance(left, RemoteTokens) and isinstance(right, RemoteTokens):
+        return left.group is right.group and left.position + 1 == right.position
+    return True
+
+
+def _recorded(run: Sequence[tuple[Sample, RecordedTokens | None, str]]) -> Recorded | None:
+    first = run[0][1]
+    if isinstance(first, RemoteTokens):
+        return first.group.stored, first.position
+    return None if first is None else [(each.log_probs, each.advantages) for _, each, _ in run if each is not None]
 
 
 def _stored(entries: Sequence[Entry]) -> Stored:
     """Return one of the blobs that the entries refer to; there is at least one."""
-    group: StoredGroup = next(entry for entry in entries if not isinstance(entry, Row))[0][0]
-    return group.stored
+    return next(entry for entry in entries if not isinstance(entry, Row))[0][0]
 
 
 class RemoteWriters:
@@ -84,24 +113,26 @@ class RemoteWriters:
         self._most = most
         self._readers: list[BlobReader] = []
 
-    def write(self, part: Path, step: int, entries: list[Entry]) -> None:
-        """Write samples to ``part``. Called in another thread than that of ``texts``. Empties ``entries`` when they are sent: the messages
-        hold the samples, so that not the driver frees gigabytes but the process that reads them last.
+    def write(self, part: Path, step: int, entries: list[tuple[Entry, int]]) -> None:
+        """Write the samples of ``make_entries`` to ``part``. Called in another thread than that of ``texts``. Empties ``entries`` when they
+        are sent: the messages hold the samples, so that not the driver frees gigabytes but the process that reads them last.
 
         Raises:
             OSError: the file cannot be written.
             MilesError: a process has ended, or samples cannot be read.
         """
-        sizes = [_size(entry) for entry in entries]
-        shares = [entries[share] for share in divide(sizes, min(self._most, 1 + sum(sizes) // SHARE))]
+        sizes = [size for _, size in entries]
+        listed = [entry for entry, _ in entries]
+        shares = [listed[share] for share in divide(sizes, min(self._most, 1 + sum(sizes) // SHARE))]
         while len(self._readers) < len(shares):
-            self._readers.append(open_reader(_stored(entries), WRITER))
+            self._readers.append(open_reader(_stored(listed), WRITER))
         files, busy = part_files(part, len(shares)), self._readers[: len(shares)]
         try:
             for reader, share, file in zip(busy, shares, files, strict=True):
                 reader.send((file, step, share, secrets(os.environ)))
             del share
             shares.clear()
+            listed.clear()
             entries.clear()
             for reader in busy:
                 if (unknown := reader.receive()) is not None:

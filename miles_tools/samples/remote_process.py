@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from miles_runtime.remote_sample import resolve
+from miles_runtime.remote_sample import StoredGroup, unpack_run
 from miles_runtime.remote_tokens import RemoteTokens, StoredTokens
 from miles_tools.samples.rows import Pieces, RecordedTokens, Row, make_row, pack, response_of
 
@@ -37,7 +37,11 @@ class RowWriter:
             self._write(*job)
             return None
         path, step, entries, secrets = message
-        rows = [entry if isinstance(entry, Row) else _read(step, *entry) for entry in entries]
+        groups: dict[int, StoredGroup] = {}
+        tokens: dict[int, StoredTokens] = {}
+        rows: list[Row] = []
+        for entry in entries:
+            rows += [entry] if isinstance(entry, Row) else _read(step, entry, groups, tokens)
         unknown = self._pieces.take_unknown(np.concatenate([response_of(row) for row in rows]))
         if unknown:
             self._waiting = path, rows, secrets
@@ -49,9 +53,15 @@ class RowWriter:
         path.write_bytes(pack(rows, self._pieces, secrets))
 
 
-def _read(step: int, reference: Any, recorded: Any, data_set: str) -> Row:
-    """Convert a sample that ``remote`` refers to."""
-    trained: RecordedTokens | None = None
-    if recorded is not None:
-        trained = RemoteTokens(*recorded) if isinstance(recorded[0], StoredTokens) else _Values(*recorded)
-    return make_row(step, resolve(reference), trained, data_set)
+def _read(step: int, entry: Any, groups: dict[int, StoredGroup], tokens: dict[int, StoredTokens]) -> list[Row]:
+    """Convert the samples that ``remote`` refers to. groups, tokens: those of the message, by the identity of their blob."""
+    run, recorded, data_set = entry
+    samples = unpack_run(run, groups)
+    trained: list[RecordedTokens | None] = [None] * len(samples)
+    if isinstance(recorded, tuple):
+        stored, first = recorded
+        values = tokens.setdefault(id(stored), StoredTokens(stored))
+        trained = [RemoteTokens(values, first + number) for number in range(len(samples))]
+    elif recorded is not None:
+        trained = [_Values(*each) for each in recorded]
+    return [make_row(step, sample, seen, data_set) for sample, seen in zip(samples, trained, strict=True)]

@@ -107,7 +107,7 @@ class SampleSaver:
         """
         self._replace(kind, step, lambda part: self._write(part, rows))
 
-    def _save_remote(self, kind: str, step: int, entries: list[Entry]) -> None:
+    def _save_remote(self, kind: str, step: int, entries: list[tuple[Entry, int]]) -> None:
         self._replace(kind, step, lambda part: self._remote.write(part, step, entries))
 
     def _write(self, part: Path, rows: Sequence[Row]) -> None:

@@ -17,10 +17,11 @@ from miles_core.data import Field, Sample
 from miles_core.data.batch import collate
 from miles_core.data.sample import Status
 from miles_core.errors import DataError
-from miles_core.train.share import shares
+from miles_core.train.share import Share, shares
 from miles_runtime.blob import Blob
 from miles_runtime.local_channel import Message, receive
 from miles_runtime.remote_sample import SENT, RemoteSample, heads, pack_samples, read_samples, refer
+from miles_runtime.sample_list import SampleList, pack_share
 
 ROUTES = Field("routes", "int16", "token-1", pad=-1, shape=(None, None))
 
@@ -224,3 +225,58 @@ def test_large_fields_are_not_copied():
     for name, array in (("routes", routes), ("small", small)):
         assert sample.fields[name].dtype == array.dtype and np.array_equal(sample.fields[name], array)
     assert np.shares_memory(sample.fields["routes"], routes)
+
+
+def several(count=4, size=3):
+    """Groups, the same as references, and their blobs, which count reads."""
+    groups = [group(size, 3000 + number) for number in range(count)]
+    blobs = [pack_samples(each) for each in groups]
+    return groups, [sample for each, blob in zip(groups, blobs, strict=True) for sample in refer(heads(each), blob)]
+
+
+def test_a_list_of_references_arrives_as_the_samples():
+    groups, found = several()
+    found[1].reward, found[1].remove_sample = 5.0, True
+    found[4].weight_versions.append((7, 5))
+    found[5].reward["a"] = 3.0
+    found[6].fields["values"] = np.arange(3.0)
+    assert found[8].tokens and type(found[8]) is Sample
+    mixed = [*found[:5], *found[6:], found[5], Sample(index=99, tokens=[1])]
+    ((received,), _) = send([SampleList(mixed)])
+    assert type(received) is list and len(received) == 13
+    received[0].response_length  # noqa: B018
+    assert type(received[0]) is Sample, "other processes read what the driver has not changed"
+    originals = [sample for each in groups for sample in each]
+    originals[1] = dataclasses.replace(originals[1], reward=5.0, remove_sample=True)
+    originals[4] = dataclasses.replace(originals[4], weight_versions=[(0, 4), (7, 5)])
+    originals[5] = dataclasses.replace(originals[5], reward={"a": 3.0, "b": 2.0})
+    originals[6] = dataclasses.replace(originals[6], fields=originals[6].fields | {"values": np.arange(3.0)})
+    same(received[:12], [*originals[:5], *originals[6:], originals[5]])
+    assert received[12] == Sample(index=99, tokens=[1])
+    assert [s.prompt_length for s in several()[1]] == [5] * 12
+
+
+def test_samples_of_a_group_share_one_read_and_one_descriptor():
+    before = open_files()
+    _, found = several(2)
+    (received,), _ = send([SampleList([found[0], found[3], found[1], found[4]])])
+    groups = [sample.__dict__["_group"] for sample in received]
+    assert groups[0] is groups[2] and groups[1] is groups[3] and groups[0] is not groups[1]
+    assert open_files() == before + 4, "two groups in two processes"
+
+
+def test_the_number_of_bytes_of_a_share_does_not_depend_on_what_samples_contain():
+    sizes = {}
+    for count in (10, 100):
+        samples = [
+            Sample(tokens=[1] * 5000, response_length=4000, group_index=n, index=8 * n + i, rollout_id=8 * n + i)
+            for n in range(count)
+            for i in range(8)
+        ]
+        blobs = [pack_samples(samples[start : start + 8]) for start in range(0, len(samples), 8)]
+        found = [one for n, blob in enumerate(blobs) for one in refer(heads(samples[8 * n : 8 * n + 8]), blob)]
+        share = Share(found, [0] * len(found), 1, [*range(len(found))])
+        sizes[count], received = send(pack_share(share))[1], send(pack_share(share))[0]
+        assert received.step_of == share.step_of and received.positions == share.positions
+        assert [s.index for s in received.samples] == [s.index for s in samples]
+    assert sizes[100] - sizes[10] < 90 * 8, "less than a byte per sample"

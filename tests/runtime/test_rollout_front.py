@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from types import SimpleNamespace
 
 from miles_core.contracts.engine import Request, Response, Sampling
+from miles_core.data.sample import Sample
 from miles_core.errors import WorkerLost
 from miles_runtime.blob import Blob
+from miles_runtime.remote_sample import heads, pack_samples, refer
 from miles_runtime.rollout_front import _Line
-from miles_runtime.rollout_worker import EngineCall, GroupOrder, News
+from miles_runtime.rollout_worker import EngineCall, GroupOrder, Letters, News
 from miles_runtime.workers import Workers
 
 
@@ -25,7 +28,7 @@ class Scripted(Workers):
             found = await self.news.get()
             if isinstance(found, Exception):
                 raise found
-            return found, []
+            return found.pack(), []
         self.calls.append((method, *args))
 
     async def renew(self, number):
@@ -69,13 +72,15 @@ def test_requests_of_a_worker_are_answered_cancelled_and_aborted():
         group = asyncio.ensure_future(line.produce(GroupOrder(Blob([]), (0,), False)))
         dropped = asyncio.ensure_future(line.produce(GroupOrder(Blob([]), (1,), False)))
         await asyncio.sleep(0.01)
-        (method, letters), *_ = workers.calls
+        (method, packed), *_ = workers.calls
+        letters = Letters.unpack(packed)
         assert (method, letters.step, letters.policies, [*letters.groups]) == ("post", 5, {"policy": (3, 2)}, [0, 1])
 
         workers.news.put_nowait(News(calls={n: generate(n) for n in range(4)}, answers={"engine/x": (1.0, 2.0)}))
         await asyncio.sleep(0.01)
         assert engine.started == [0, 1, 2, 3] and front.answers == {"engine/x": (1.0, 2.0)}
-        ((value, error),) = workers.calls[1][1].answers.values()
+        ((value, error),) = Letters.unpack(workers.calls[1][1]).answers.values()
+        assert Letters.unpack(workers.calls[1][1]).policies == {}, "sent once"
         assert value.tokens == [1] and error is None
 
         dropped.cancel()
@@ -95,3 +100,33 @@ def test_requests_of_a_worker_are_answered_cancelled_and_aborted():
         assert [number for number, _ in losses] == [0]
 
     asyncio.run(body())
+
+
+def test_messages_arrive_as_they_were_sent():
+    blob = Blob([])
+    groups = {
+        3: GroupOrder(17, range(8, 16), False),
+        4: GroupOrder(blob, range(16, 24), True),
+        9: GroupOrder(12, [5, 9, 2], False),
+    }
+    letters = Letters(2, {"policy": (3, 2)}, groups, {1: (None, WorkerLost("engine-0", "it was killed"))})
+    found = Letters.unpack(letters.pack())
+    assert (found.step, found.policies, found.answers, found.engines) == (2, {"policy": (3, 2)}, letters.answers, {})
+    orders = {ticket: (o.samples, [*o.indexes], o.evaluation) for ticket, o in found.groups.items()}
+    assert orders == {ticket: (o.samples, [*o.indexes], o.evaluation) for ticket, o in groups.items()}
+    assert Letters.unpack(Letters(1, {}).pack()) == Letters(1, {})
+
+    made = [
+        [Sample(tokens=[1, 2], reward=float(n), group_index=n, index=2 * n + i) for i in range(2)] for n in range(3)
+    ]
+    news = News(groups={n: ((heads(group), n), None) for n, group in enumerate(made)}, busy=[("engine-0", 1)])
+    news.groups[7] = None, WorkerLost("engine-0", "it was killed")
+    received = News.unpack(pickle.loads(pickle.dumps(news.pack())))
+    assert received.busy == news.busy and received.calls == {} and received.groups[7][0] is None
+    for n, group in enumerate(made):
+        (sent, position), error = received.groups[n]
+        assert position == n and error is None
+        assert refer(sent, pack_samples(group)) == group
+    one, other = (refer(received.groups[n][0][0], pack_samples(made[n]))[0] for n in range(2))
+    one.weight_versions.append((0, 1))
+    assert other.weight_versions == []

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from miles_core.data import prompt_index
+from miles_core.data import prompts as core_prompts
+from miles_core.data.prompts import Prompts
 from miles_core.errors import ConfigError, DataError, PlanError, WorkerLost
-from miles_runtime import remote_sample
+from miles_runtime import prompt_rows, remote_sample
 from miles_runtime.remote_tokens import StoredTokens
 from miles_runtime.rollout_worker import share_limit
 from miles_testing.doubles import apart
@@ -130,7 +133,7 @@ def reads(monkeypatch):
     def record(plain):
         def read(*args):
             frames = [(Path(frame.filename).name, frame.name) for frame in traceback.extract_stack()]
-            if ("learner.py", "_batch") not in frames:
+            if not any(file == "learner.py" for file, _ in frames):  # no rank
                 found.append(frames)
             return plain(*args)
 
@@ -164,6 +167,69 @@ def test_the_driver_receives_no_tokens(run_apart, alone, reads, monkeypatch):
         (s["step"], s["tokens"], s["pieces"]) for s in expected
     ]
     assert expected
+
+
+@pytest.fixture
+def rows_read(monkeypatch):
+    """For each row of a prompt file that was read during training, whether a rollout worker read it."""
+    found, plain = [], Prompts.row
+
+    def read(self, at):
+        frames = [(Path(frame.filename).name, frame.name) for frame in traceback.extract_stack()]
+        if not {"examine", "_groups"} & {name for _, name in frames}:  # checks before the run, and evaluations
+            found.append(("rollout_worker.py", "_pending") in frames)
+        return plain(self, at)
+
+    monkeypatch.setattr(Prompts, "row", read)
+    return found
+
+
+def test_workers_read_the_prompts(run_apart, alone, rows_read):
+    check_equal(run_apart(2, [(9, "rollout-1")]), alone)
+    assert rows_read and all(rows_read)
+
+
+def test_a_worker_without_the_prompt_files_receives_prompts(run_apart, alone, rows_read, monkeypatch):
+    def fail(*_):
+        raise DataError("there is no prompt file here")
+
+    monkeypatch.setattr(prompt_rows, "open_prompts", fail)
+    done = run_apart(2)
+    check_equal(done, alone)
+    assert rows_read and not any(rows_read)
+    log = (done.directory / "run.log").read_text()
+    for name in ("rollout-0", "rollout-1"):
+        line = f"worker {name} does not read prompts itself, so the driver sends them: there is no prompt file here"
+        assert log.count(line) == 1
+
+
+def test_a_worker_with_other_rows_receives_prompts(run_apart, alone, rows_read, monkeypatch, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"input": "h"}\n')
+    monkeypatch.setattr(prompt_rows, "open_prompts", lambda *_: Prompts(str(other)))
+    done = run_apart(1)
+    check_equal(done, alone)
+    assert rows_read and not any(rows_read)
+    assert "its prompt files have other rows than the driver's" in (done.directory / "run.log").read_text()
+
+
+def test_large_prompt_files_are_read_by_workers(run_apart, toy_run, rows_read, monkeypatch, tmp_path):
+    """Rows that are too long are left out by the driver, which renders them."""
+    for module in (prompt_index, core_prompts):
+        monkeypatch.setattr(module, "ROWS", 4)
+    monkeypatch.setattr(prompt_index, "SAMPLE", 3)
+    monkeypatch.setenv("MILES_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "large.jsonl"
+    path.write_text(
+        "".join(json.dumps({"input": "ab" * (1 + 9 * (n % 3 == 1)), "label": "a"}) + "\n" for n in range(9))
+    )
+    options = {"prompt_data": path, "rollout_max_prompt_len": 6, "rollout_shuffle": True, "eval_prompt_data": None}
+    options["eval_interval"] = None
+    alone = toy_run(steps=STEPS, save_interval=1, **options)
+    rows_read.clear()
+    done = run_apart(2, **options)
+    assert rows(done) == rows(alone) and checkpoints(done) == checkpoints(alone)
+    assert sum(rows_read) == STEPS * 2 < len(rows_read)
 
 
 def test_a_filter_that_reads_tokens_in_the_driver_is_noticed(run_apart, alone, reads, tmp_path):
