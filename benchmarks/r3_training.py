@@ -41,11 +41,15 @@ ROWS = 14
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--model", choices=["tiny", "moe"], default="tiny")
-    parser.add_argument("--groups", type=int, default=2, help="prompts with 8 samples of 320 tokens in a step (default: 2)")
+    parser.add_argument(
+        "--groups", type=int, default=2, help="prompts with 8 samples of 320 tokens in a step (default: 2)"
+    )
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a micro-batch (default: 8192)")
     parser.add_argument("--turns", type=int, default=8, help="measured steps of each side (default: 8)")
     parser.add_argument("--warm-up", type=int, default=2, help="unmeasured steps of each side (default: 2)")
-    parser.add_argument("--profile", action="store_true", help="print the events that differ between two profiled steps")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the events that differ between two profiled steps"
+    )
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as directory:
@@ -89,9 +93,7 @@ def make_trainer(given: argparse.Namespace, checkpoint: Path, replays: bool) -> 
     trainer = EmbeddedTrainer(model, config)
     run: Any = SimpleNamespace(plan=SimpleNamespace(fact=lambda name, default=None: EXPERTS["num_experts"]))
     wrap = plugin.wrap_forward(run, SimpleNamespace(generates=True)) if replays else None
-    trainer.bind(
-        Callbacks(wrap(trainer.forward) if wrap else trainer.forward, weighted, trainer.optimizer_step)
-    )
+    trainer.bind(Callbacks(wrap(trainer.forward) if wrap else trainer.forward, weighted, trainer.optimizer_step))
     return trainer
 
 
@@ -147,7 +149,10 @@ def compare(sides: dict[str, dict[str, dict[str, tuple[float, int]]]]) -> None:
     for place in ("gpu", "host"):
         plain, replayed = sides["plain"][place], sides["r3"][place]
         sums = [(sum(t for t, _ in side.values()), sum(n for _, n in side.values())) for side in (plain, replayed)]
-        print(f"{place}: plain {sums[0][0]:.1f} ms, {sums[0][1]} events; r3 {sums[1][0]:.1f} ms, {sums[1][1]} events", file=sys.stderr)
+        print(
+            f"{place}: plain {sums[0][0]:.1f} ms, {sums[0][1]} events; r3 {sums[1][0]:.1f} ms, {sums[1][1]} events",
+            file=sys.stderr,
+        )
         nothing = (0.0, 0)
         rows = [(replayed.get(k, nothing), plain.get(k, nothing), k) for k in {*plain, *replayed}]
         for (t, n), (before, count), name in sorted(rows, key=lambda row: -abs(row[0][0] - row[1][0]))[:ROWS]:

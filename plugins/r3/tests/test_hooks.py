@@ -80,6 +80,13 @@ def test_rows_without_a_record_get_distinct_valid_experts():
     assert routes[0].tolist() == [[0, 7]] * 2 and routes[3].tolist() == [[2, 5]] * 2
 
 
+def test_the_routes_of_each_layer_are_contiguous():
+    """Sorting a layer's choices by expert would otherwise copy them in every layer."""
+    column = batch().columns[ROUTES.name]
+    routes, _ = routes_of_rows(column, torch.tensor([0, 3, -1, 2, 6]), experts=8)
+    assert routes.dtype == torch.int64 and all(routes[:, layer].is_contiguous() for layer in range(routes.shape[1]))
+
+
 @pytest.mark.parametrize("experts", [0, 4])
 def test_padding_stays_within_the_experts(experts):
     column = torch.tensor([[[3, 1, 0]], [[-1, -1, -1]]])

@@ -88,10 +88,16 @@ def test_requests_that_finish_in_one_step_are_read_together(monkeypatch: pytest.
     monkeypatch.setattr(routes, "_table", table)
     run_pass(recorder, [4, 9, 2], seed=0)
     run_pass(recorder, [7, 3], seed=1)
-    pool = types.SimpleNamespace(req_to_token=torch.tensor([[4, 9, 7, 0], [4, 9, 3, 0], [2, 0, 0, 0]], dtype=torch.int32))
+    pool = types.SimpleNamespace(
+        req_to_token=torch.tensor([[4, 9, 7, 0], [4, 9, 3, 0], [2, 0, 0, 0]], dtype=torch.int32)
+    )
     processor = types.SimpleNamespace(req_to_token_pool=pool)
     requests = [finished(0, 4), finished(1, 4, start=2), finished(2, 2), finished(1, 2, start=9)]
-    alone = [recorder.get_topk(r.req_pool_idx, n, pool, r.routed_experts_start_len) for r, n in zip(requests, (4, 4, 2, 2))]
+    lengths = (4, 4, 2, 2)
+    alone = [
+        recorder.get_topk(r.req_pool_idx, length, pool, r.routed_experts_start_len)
+        for r, length in zip(requests, lengths, strict=True)
+    ]
     for request in requests:
         inside.complete_routes(lambda *_: pytest.fail("SGLang read a record by itself"), processor, request)
     with Counted() as counted:
