@@ -78,8 +78,8 @@ def stage_seconds(rates: Rates, cost: ModelCost, t: TrainerLayout, tokens: float
     speed = _speed(rates, cost, t)
     held = 2 * size.layer / t.tp if not cost.moe else 2 * (size.attention / t.tp + size.routed / (t.ep * t.etp))
     products = max(operations / speed, held / (rates.gpu.memory * rates.efficiency["decode_memory"]))
-    seconds = t.stage_layers * max(products, rates.seconds["train_layer"])
-    seconds += sparse * (rates.seconds["train_layer_moe"] - rates.seconds["train_layer"])
+    fixed, fixed_moe = (rates.gpu.launch * rates.seconds[name] for name in ("train_layer", "train_layer_moe"))
+    seconds = t.stage_layers * max(products, fixed) + sparse * (fixed_moe - fixed)
     seconds += t.stage_layers * _collectives(rates, cost, t, local)
     head = 2 * local * size.vocab * size.hidden / t.tp / (rates.gpu.bf16 * rates.efficiency["train_dense"])
     return seconds + sparse * _exchange(rates, cost, t, local) + head / t.pp
