@@ -128,7 +128,7 @@ def search(task: Task, count: int) -> Result:
         if best:
             break
     numbers = sides.count(sides.trainers), sides.count(sides.engines)
-    return Result(tuple(best), *numbers, refused, () if best else tuple(sides.explain()))
+    return Result(tuple(best), *numbers, refused, () if best else tuple(sides.explain(bool(refused))))
 
 
 def _accept(task: Task, every: Sequence[Found], count: int, refused: dict[str, int]) -> list[Found]:
@@ -171,7 +171,7 @@ class _Sides:
         self.trainers: dict[Any, list[tuple[TrainingTime, TrainerLayout]]] = {}
         self.engines: dict[Any, list[tuple[RolloutTime, EngineLayout]]] = {}
         #: Side -> option -> layouts that fit and have another value of it than the user set.
-        self.conflicts: dict[str, dict[str, int]] = {"trainer": {}, "engines": {}}
+        self.conflicts: dict[str, dict[str, int]] = {"trainer": {}, "engines": {}, "placement": {}}
 
     @staticmethod
     def count(found: Mapping[Any, Sequence[Any]]) -> int:
@@ -187,7 +187,7 @@ class _Sides:
             found = [
                 (training_time(self.rates, self.cost, t, self.task.work, colocated), t)
                 for t in planner.find(facts, self.task.model, ranks, budget)
-                if self._keeps("trainer", t.changes)
+                if self.keeps("trainer", t.changes)
             ]
             self.trainers[key] = sorted(found, key=lambda pair: pair[0].seconds)
         return self.trainers[key]
@@ -203,39 +203,45 @@ class _Sides:
             found = [
                 (rollout_time(self.rates, self.cost, e, work, continuous), e)
                 for e in planner.find(facts, self.task.model, gpus, self.memory - (_ASLEEP if colocated else 0.0))
-                if self._keeps("engines", e.changes)
+                if self.keeps("engines", e.changes)
             ]
             self.engines[key] = sorted(found, key=lambda pair: pair[0].seconds)
         return self.engines[key]
 
-    def _keeps(self, side: str, changes: Changes) -> bool:
+    def keeps(self, side: str, changes: Changes) -> bool:
         """Whether a layout leaves alone what the user set; else counts the options that it would change."""
-        changed = conflicting(self.task.facts, changes)
+        changed = _conflicts(self.task.facts, changes)
         for name in changed:
             self.conflicts[side][name] = self.conflicts[side].get(name, 0) + 1
         return not changed
 
-    def explain(self) -> Iterator[str]:
-        """Yield why no combination of layouts was found."""
+    def explain(self, refused: bool) -> Iterator[str]:
+        """Yield why no combination of layouts was found. refused: there were some, but the plan refused them."""
         facts, model, gpus = self.task.facts, self.task.model, self.task.gpus
-        if not self.count(self.trainers):
-            why = trainer_planner(str(facts.value("trainer"))).explain(facts, model, gpus)
-            yield f"trainer: {self._name_conflicts('trainer') or why}"
-        planner, found = engine_planner(str(facts.value("engine"))), self.count(self.engines)
-        for formats in _formats(facts, (*_FORMATS[:2], *_SMALLER)) if not found else ():
+        trainers, engines = self.count(self.trainers), self.count(self.engines)
+        if not trainers:
+            why = self._name_conflicts("trainer")
+            yield f"trainer: {why or trainer_planner(str(facts.value('trainer'))).explain(facts, model, gpus)}"
+        planner = engine_planner(str(facts.value("engine")))
+        for formats in _formats(facts, (*_FORMATS[:2], *_SMALLER)) if not engines else ():
             changed = change_facts(facts, formats)
             why = self._name_conflicts("engines") or planner.explain(changed, model, gpus)
             yield f"engines in {changed.value('rollout.precision')}: {why}"
-        if self.count(self.trainers) and found:
-            trainers = sorted({key[0] for key, layouts in self.trainers.items() if layouts})
-            engines = sorted({key[0] for key, layouts in self.engines.items() if layouts})
-            yield f"the trainer fits on {_list(trainers)} GPUs, the engines on {_list(engines)}; no placement that was tried on {gpus} GPUs suits both"
+        if trainers and engines and not refused:
+            conflicts = self._name_conflicts("placement")
+            places = [sorted({key[0] for key, layouts in side.items() if layouts}) for side in (self.trainers, self.engines)]
+            both = f"the trainer fits on {_list(places[0])} and the engines on {_list(places[1])} of {gpus} GPUs, but no placement suits both"
+            yield f"placement: {conflicts or both}"
 
     def _name_conflicts(self, side: str) -> str:
-        """Return which options exclude all layouts that fit; empty if none fits."""
+        """Return which options exclude all layouts that fit; empty if there is no such option."""
         facts, counted = self.task.facts, self.conflicts[side]
-        flags = [f"{fact.flag} {fact.value}" for name in sorted(counted, key=lambda n: -counted[n]) if (fact := facts.lookup(name)).flag]
-        return f"up to {max(counted.values()):,} layouts fit, but none has all of {', '.join(flags)}" if flags else ""
+        found = [facts.lookup(name) for name in sorted(counted, key=lambda name: -counted[name])]
+        flags = [f"{fact.flag} {fact.value}" for fact in found if fact.flag]
+        if not flags:
+            return ""
+        what = "combinations" if side == "placement" else "layouts"
+        return f"{max(counted.values()):,} {what} fit, but none has {'all of ' * (len(flags) > 1)}{', '.join(flags)}"
 
 
 def _list(numbers: Sequence[int]) -> str:
@@ -262,7 +268,7 @@ def _combinations(
             trainers = _select_trainers(sides.train(facts, ranks, colocated), engines, sides.memory, colocated)
             for generated, e in engines:
                 placed = placement.place(ranks, task.machine, gpus, e.gpus)
-                if placed is None or conflicting(task.facts, placed):
+                if placed is None or not sides.keeps("placement", placed):
                     continue
                 room = USABLE * sides.memory - _held_during_sync(e)
                 for trained, t in trainers:
@@ -290,7 +296,7 @@ def _held_during_sync(layout: TrainerLayout | EngineLayout) -> float:
     return max((usage.during_sync().parts.total for usage in layout.estimate()), default=0.0)
 
 
-def conflicting(facts: Facts, changes: Changes) -> list[str]:
+def _conflicts(facts: Facts, changes: Changes) -> list[str]:
     """Return the names of options that the user set to another value than the changes."""
     return [
         name
@@ -331,7 +337,7 @@ def _splits(task: Task) -> list[int]:
     def allowed(ranks: int) -> bool:
         gpus = task.gpus - ranks
         ways = (placement.place(ranks, task.machine, gpus, each) for each in range(1, gpus + 1) if not gpus % each)
-        return any(placed is not None and not conflicting(task.facts, placed) for placed in ways)
+        return any(placed is not None and not _conflicts(task.facts, placed) for placed in ways)
 
     shares = {_share(task, share) for share in _SPLITS}
     found = [ranks for ranks in sorted(shares) if ranks < task.gpus and allowed(ranks)]

@@ -75,6 +75,11 @@ def write_file(kind: str, options: argparse.Namespace, argv: Sequence[str]) -> s
     return said
 
 
+def check_options(kind: str, options: argparse.Namespace) -> None:
+    """Raise ConfigError for an invalid option of the job, before the run is known."""
+    KINDS[kind].write(Job(options.name, 1, 1, "", (), "", options.image, options.shared, options.hours))
+
+
 def paths_outside(argv: Sequence[str], shared: str) -> list[str]:
     """Return the paths in a command line that are not below the shared directory: absolute ones, and files of this machine."""
     values = dict.fromkeys(word.rpartition("=")[2].partition(":")[0] for word in argv if "/" in word)

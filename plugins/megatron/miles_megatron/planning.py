@@ -81,7 +81,7 @@ def explain(facts: Facts, model: Mapping[str, Any], ranks: int) -> str:
         return f"no parallel sizes divide {ranks} ranks, {a.layers} layers and {a.heads} heads"
     smallest, sizes = min(peaks, key=lambda pair: pair[0])
     return (
-        f"the smallest of {len(peaks)} layouts on {ranks} ranks needs {smallest / 1e9:.0f} GB on a GPU of "
+        f"the smallest of {len(peaks)} layouts on {ranks} ranks needs {smallest / 1e9:,.0f} GB on a GPU of "
         f"{facts.value('gpu.memory_gb')} GB, with recomputation and the optimizer on the host ({sizes.flags()})"
     )
 
@@ -125,6 +125,7 @@ def _layout(facts: Facts, a: Architecture, s: Sizes, work: Work, changes: Mappin
         etp=s.etp,
         virtual=s.virtual,
         stage_layers=max(s.stages(a.layers)),
+        last_layers=s.stages(a.layers)[-1],
         tokens=work.tokens,
         samples=0 if work.limit else int(facts.value("train.micro_batch_size") or 0),
         recompute={"full": 1.0, "selective": 0.2}.get(work.recompute, 0.0),

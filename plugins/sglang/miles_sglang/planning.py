@@ -82,7 +82,7 @@ def explain(facts: Facts, model: Mapping[str, Any], gpus: int) -> str:
     server = server_of(_change(facts, {"sglang.tp_size": tp, "sglang.mem_fraction_static": _SHARES[0] / 100}), gpu)
     return (
         f"on {tp} GPUs, the most that divide the model, weights and the cache of one sequence take "
-        f"{bytes_needed(facts, size, server) / GB:.0f} GB on each, and SGLang "
+        f"{bytes_needed(facts, size, server) / GB:,.0f} GB on each, and SGLang "
         f"needs {server.reserve / GB:.0f} of its {gpu / GB:.0f} GB for activations"
     )
 
