@@ -229,7 +229,9 @@ class _Sides:
             yield f"engines in {changed.value('rollout.precision')}: {why}"
         if trainers and engines and not refused:
             conflicts = self._name_conflicts("placement")
-            places = [sorted({key[0] for key, layouts in side.items() if layouts}) for side in (self.trainers, self.engines)]
+            places = [
+                sorted({key[0] for key, layouts in side.items() if layouts}) for side in (self.trainers, self.engines)
+            ]
             both = f"the trainer fits on {_list(places[0])} and the engines on {_list(places[1])} of {gpus} GPUs, but no placement suits both"
             yield f"placement: {conflicts or both}"
 

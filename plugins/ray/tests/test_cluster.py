@@ -39,5 +39,5 @@ def test_machines_whose_kind_ray_does_not_know_do_not_count(monkeypatch):
 
 
 def test_too_few_gpus_are_refused_with_the_numbers(monkeypatch):
-    with pytest.raises(ConfigError, match="this run takes 16 GPUs, 8 to train .* has 8"):
+    with pytest.raises(ConfigError, match=r"this run takes 16 GPUs, 8 to train .* has 8"):
         checked(monkeypatch, machine(8, "H100"))
