@@ -91,8 +91,8 @@ class _RecordAlias(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         typed = option_string or self.option_strings[0]
         for path, value in self.values.items():
-            rank = int(len(self.values) > 1)  # describes a whole run, so it replaces other flags
-            namespace.given.append(Assignment(path, value, typed, Source.FLAG, typed, rank))
+            # a flag with several values describes a whole run, so it replaces other flags
+            namespace.given.append(Assignment(path, value, typed, Source.FLAG, typed, int(len(self.values) > 1)))
 
 
 def new_parser(command: str = "miles train", extra: Sequence[tuple[str, str]] = ()) -> _Parser:
