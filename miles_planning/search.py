@@ -223,8 +223,11 @@ class _Sides:
             why = self._name_conflicts("trainer")
             yield f"trainer: {why or trainer_planner(str(facts.value('trainer'))).explain(facts, model, gpus)}"
         planner = engine_planner(str(facts.value("engine")))
-        for formats in _formats(facts, (*_FORMATS[:2], *_SMALLER)) if not engines else ():
+        fitting = {key[2] for key, layouts in self.engines.items() if layouts}
+        for formats in _formats(facts, (*_FORMATS[:2], *_SMALLER)):
             changed = change_facts(facts, formats)
+            if changed.value("rollout.precision") in fitting or (trainers and engines):
+                continue
             why = self._name_conflicts("engines") or planner.explain(changed, model, gpus)
             yield f"engines in {changed.value('rollout.precision')}: {why}"
         if trainers and engines and not refused:
