@@ -23,7 +23,9 @@ def describe_setup(config: Config, setup: Setup) -> tuple[str, ...]:
 
     decode, one = setup.speed.decode, setup.speed.decode.base(1)
     measured = options.decode_curve is not None
-    where = f"measured, {options.decode_curve}" if measured else f"computed from the peak rates of {options.gpu.upper()}"
+    where = (
+        f"measured, {options.decode_curve}" if measured else f"computed from the peak rates of {options.gpu.upper()}"
+    )
     rate = f"{1 / setup.speed.train:,.0f} tokens/s" if setup.speed.train else "no seconds per token"
     cache = "unlimited" if setup.speed.cache == float("inf") else f"{setup.speed.cache:,.0f} tokens"
     return (
