@@ -18,8 +18,8 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
 - to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``, ``hand_over_gradient``;
-- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``format_billions``, ``training_of``,
-  ``trainer_parts``, ``trainer_usage``, ``engine_usage``;
+- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``,
+  ``trainer_parts``, ``trainer_usage``, ``engine_usage``, ``format_billions``;
 - to count the tokens of each expert: ``ExpertLoads``, summed with ``sum_over_ranks``;
 - to replace steps of a model: ``Operations`` (with the types of its functions), ``operations_of``, ``use_operations``, and the calls
   that attention receives.
