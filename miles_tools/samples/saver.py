@@ -55,6 +55,7 @@ class SampleSaver:
 
     def __init__(self, run_dir: Path, tokenizer: Any, limit: int | None, writers: int = WRITERS) -> None:
         self.run_dir, self.limit, self.writers = run_dir, limit, writers
+        self._existed = self.run_dir.is_dir()
         self._pieces = Pieces(tokenizer)
         self._sizes: dict[tuple[int, str], int] = {}
         self._limit_logged = self._checked = False
