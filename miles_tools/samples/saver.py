@@ -123,9 +123,8 @@ class SampleSaver:
         target = self.run_dir / FILE.format(kind, step)
         part = target.with_suffix(".part")
         try:
-            if (
-                not self.run_dir.is_dir()
-            ):  # do not continue on the local disk below the mount point of a lost file system
+            # do not continue on the local disk below the mount point of a lost file system
+            if self._existed and not self.run_dir.is_dir():
                 raise FileNotFoundError(errno.ENOENT, "the run's directory is gone (a lost file system?)")
             target.parent.mkdir(parents=True, exist_ok=True)
             write(part)
