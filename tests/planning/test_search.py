@@ -98,6 +98,7 @@ def test_longer_responses_and_fewer_gpus_take_longer(checkpoint, capsys):
             "--engine embedded: no layouts of this engine",
         ),
         (["--hf-checkpoint", "MODEL", "--hardware", "8xH100,8xH200"], "a run needs GPUs of one kind"),
+        (["--hf-checkpoint", "MODEL", "--hardware", ""], "--hardware is empty: give machines, GPUs and their type"),
         (
             ["--hf-checkpoint", "MODEL", "--hardware", "8xH100", "--hardware=8xH200"],
             "8xH100 and 8xH200: a run needs GPUs of one kind",
