@@ -14,7 +14,7 @@ def no_collection_a_run():
     from miles_core.run import parts
 
     kept = parts.gc
-    parts.gc = types.SimpleNamespace(collect=int, freeze=int, unfreeze=int)
+    parts.gc = types.SimpleNamespace(collect=int, freeze=int, unfreeze=int, set_threshold=int)
     yield
     parts.gc = kept
 

@@ -42,6 +42,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "small": {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
     "tiny": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
 }  # fmt: skip
+#: Metrics of each step that the result keeps.
+ROW = (
+    "step", "time/step", "time/rollout", "time/train", "time/sync", "time/other", "time/save", "rollout/length_mean",
+    "rollout/staleness_mean", "rollout/dropped_groups", "rollout/tokens_per_second",
+)  # fmt: skip
 #: Options of SGLang that work without the kernels that it usually brings.
 GPU = """--sglang-attention-backend triton --sglang-sampling-backend pytorch --sglang-moe-runner-backend triton
     --sglang-fp8-gemm-backend triton --sglang-disable-prefill-cuda-graph --sglang-mem-fraction-static 0.4"""
@@ -220,10 +225,12 @@ def read_logs(log: Path, run: Path) -> str:
 
 
 def used_memory() -> list[int]:
-    """Return the used bytes of the first two GPUs, of all processes."""
+    """Return the used bytes of the first two GPUs that this process may use, of all processes."""
     if not torch.cuda.is_available():
         return [0, 0]
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["-i", visible]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = [int(line) << 20 for line in done.stdout.split()]
     return ([*found, 0, 0])[:2]
@@ -268,6 +275,7 @@ def parts_of(given: Any, checkpoint: Path, directory: Path, found: dict[str, Any
     yield "medians", medians(steps)
     yield "seconds_of_saves", [round(row["time/save"], 2) for row in steps if "time/save" in row]
     yield "restarts_cost", lost_seconds(steps)
+    yield "rows", [{name: round(row[name], 4) for name in ROW if name in row} for row in steps]
     if given.separate:
         yield "steps_per_minute", steps_per_minute(steps)
     try:

@@ -2,13 +2,15 @@
 
 The task: a prompt is a row of digits, and the answer their running sums modulo 10, so a wrong digit spoils what follows. A random
 mixture of experts learns it from a careless teacher (supervised, once per seed), then by GRPO, whose reward is the share of digits before the
-first wrong one. There is no KL term; ``--updates`` optimizer steps per rollout and the learning rates ``--lr`` decide how stable the run is. Arms
+first wrong one (``--reward exact``: 1 for the whole answer, else 0). There is no KL term; ``--updates`` optimizer steps per rollout and the
+learning rates ``--lr`` decide how stable the run is, and ``collapse_search.py`` looks for a setting in which FP8 alone decides. Arms
 differ in the engine's and the trainer's number format and in the correction only; the arms of a seed share the warm start, the prompts and the
 seed of the samples. Arm ``bf16`` has no number format: what it loses, no correction of a rounded rollout can win back.
 
 Every run is one ``miles train`` in ``--out/LR-ARM-SEED``, in a process forked from this one (``forked_runs.py``). The command may be ended
 (SIGTERM, ``--limit``) and given again: a run that is complete with the same flags is not repeated, another one goes on from its last
-checkpoint, and larger ``--steps`` prolong complete runs. Result and plot are written every ``--every`` seconds, and at the end; until all runs
+checkpoint, and larger ``--steps`` prolong complete runs. ``--lead`` keeps the runs in step, and ``--equal-steps`` compares them over the steps
+that all of them have made. Result and plot are written every ``--every`` seconds, and at the end; until all runs
 are complete they hold the steps that exist, and ``complete`` is false. ``--summarize`` starts nothing.
 
 For each learning rate and arm the table has the mean reward of the last tenth of the steps, the best mean over a tenth of the steps, how many
@@ -68,14 +70,21 @@ CURVES = {
 }
 #: Two-sided 95 % quantile of Student's t, by degrees of freedom.
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-REWARD = '''
+REWARDS = {
+    "share": '''
 def reward(args, sample):
     """Share of the answer's digits before the first wrong one; an answer that goes on is wrong there."""
     text, right = sample.response.strip(), 0
     while right < len(sample.label) and text[right : right + 1] == sample.label[right]:
         right += 1
     return {"score": right / len(sample.label) if len(text) <= len(sample.label) else right / len(text)}
-'''
+''',
+    "exact": '''
+def reward(args, sample):
+    """1 for the whole answer, else 0."""
+    return {"score": float(sample.response.strip() == sample.label)}
+''',
+}
 
 
 def running_sums(digits: str, errs: float, draw: random.Random) -> str:
@@ -88,7 +97,7 @@ def running_sums(digits: str, errs: float, draw: random.Random) -> str:
 
 
 def write_task(place: Path, length: int) -> None:
-    """Prompts, demonstrations of the careless teacher, and the reward."""
+    """Prompts, demonstrations of the careless teacher, and the rewards."""
     draw = random.Random(0)
 
     def row() -> str:
@@ -104,19 +113,28 @@ def write_task(place: Path, length: int) -> None:
     ]
     for name, rows in (("train", prompts), ("demonstrations", shown)):
         (place / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
-    (place / "reward.py").write_text(REWARD, encoding="utf-8")
+    for name, source in REWARDS.items():
+        (place / f"{name}.py").write_text(source, encoding="utf-8")
 
 
-def common(given: argparse.Namespace, seed: int, lr: float = 0.0) -> str:
-    """Flags of every run."""
-    place = given.out.resolve()
+def common(given: argparse.Namespace, seed: int) -> str:
+    """Flags of warm starts and runs: task and device."""
+    task = given.out.resolve() / "task"
     return (
-        f"--prompt-data {place}/task/train.jsonl --input-key prompt --label-key label --custom-rm-path {place}/task/reward.py:reward "
-        f"--reward-key score --rollout-shuffle --rollout-batch-size {given.prompts} --n-samples-per-prompt 8 "
-        f"--rollout-max-response-len {given.length + 1} --num-steps-per-rollout {given.updates} --lr {lr} --weight-decay 0 "
-        f"--adam-beta2 0.95 --clip-grad {given.clip_grad} --eps-clip {given.eps_clip} --eps-clip-high {given.eps_clip_high} "
-        f"--use-dynamic-batch-size --max-tokens-per-gpu 32768 --max-running-requests 512 --device {given.device} --dtype bfloat16 "
-        f"--log-level error --no-save-rollouts --no-self-check --seed {seed} {given.more}"
+        f"--prompt-data {task}/train.jsonl --input-key prompt --label-key label --reward-key score --rollout-shuffle "
+        f"--n-samples-per-prompt 8 --rollout-max-response-len {given.length + 1} --weight-decay 0 --adam-beta2 {given.adam_beta2} "
+        f"--use-dynamic-batch-size --max-tokens-per-gpu 32768 --max-running-requests 512 --device {given.device} --dtype {given.dtype} "
+        f"--log-level error --no-save-rollouts --no-self-check --seed {seed}"
+    )
+
+
+def algorithm(given: argparse.Namespace, lr: float) -> str:
+    """Flags of the runs alone: settings that differ in nothing else share the warm starts."""
+    return (
+        f"--custom-rm-path {given.out.resolve()}/task/{given.reward}.py:reward --rollout-batch-size {given.prompts} "
+        f"--num-steps-per-rollout {given.updates} --lr {lr} --adam-eps {given.adam_eps} --clip-grad {given.clip_grad} "
+        f"--eps-clip {given.eps_clip} --eps-clip-high {given.eps_clip_high} --entropy-coef {given.entropy} "
+        f"--advantage-estimator {given.estimator} {given.more}"
     )
 
 
@@ -127,18 +145,22 @@ def warm_start(given: argparse.Namespace, seed: int) -> ForkedRun:
     place = given.out / f"start-{seed}"
     if not (place / "model" / "config.json").is_file():
         head = given.hidden // 4
-        shape = Size(given.hidden, given.layers, 4, 2, head, given.experts, expert_hidden=given.hidden, init_std=0.05)
+        shape = Size(
+            given.hidden, given.layers, 4, 2, head, given.experts, given.experts_per_token, given.hidden, init_std=0.05
+        )
         make_checkpoint(place / "model", seed, shape)
-    sft = f"--sft-data {given.out.resolve()}/task/demonstrations.jsonl --sft-steps {given.sft_steps} --sft-batch-size 256 --sft-lr 2e-3"
-    words = f"--hf-checkpoint {place}/model {sft} --export-hf {place}/export {common(given, seed)}"
+    task = given.out.resolve() / "task"
+    sft = f"--sft-data {task}/demonstrations.jsonl --sft-steps {given.sft_steps} --sft-batch-size {given.sft_batch} --sft-lr 2e-3"
+    words = f"--hf-checkpoint {place}/model {sft} --custom-rm-path {task}/share.py:reward --export-hf {place}/export {common(given, seed)}"
     threads = max(1, given.cores // len(given.seeds))
     return ForkedRun(place / "run", words, 0, threads, place / "export" / "config.json")
 
 
 def run_of(given: argparse.Namespace, lr: float, arm: str, seed: int) -> ForkedRun:
     """The run of an arm and a seed."""
-    words = f"--hf-checkpoint {given.out}/start-{seed}/export --save-interval 20 --keep 1 {common(given, seed, lr)} {ARMS[arm]}"
-    return ForkedRun(given.out / f"{lr}-{arm}-{seed}", words, given.steps, given.threads)
+    words = f"--hf-checkpoint {given.out}/start-{seed}/export --save-interval 20 --keep 1 {common(given, seed)} "
+    words += f"{algorithm(given, lr)} {ARMS[arm]}"
+    return ForkedRun(given.out / f"{given.prefix}{lr}-{arm}-{seed}", words, given.steps, given.threads)
 
 
 def interval(values: list[float], digits: int = 4) -> list[float | None]:
@@ -243,14 +265,37 @@ def middle(curves: list[list[float]], part: int) -> tuple[list[float], list[floa
     return [statistics.fmean(c) for c in columns], [m - h for m, h in wide], [m + h for m, h in wide]
 
 
+def equal_steps(made: list[int]) -> int:
+    """Return the steps that all runs have made, apart from those with less than half of the most steps: they failed, or have just started."""
+    return min(steps for steps in made if 2 * steps >= max(made))
+
+
 def report(given: argparse.Namespace, last: bool) -> None:
     """Write the plot and the results of the runs so far. Print the table if this is the ``last`` report."""
+    if given.equal_steps:
+        given = argparse.Namespace(
+            **{**vars(given), "steps": equal_steps([len(run.rows()) for run in arm_runs(given)])}
+        )
     tables = tables_of(given)
     if not tables:
         return
     if given.plot:
         draw(tables, given.plot, max(1, given.steps // 10))
-    hidden = ("out", "plot", "save", "variant", "arms", "threads", "cores", "jobs", "limit", "every", "summarize")
+    hidden = (
+        "out",
+        "plot",
+        "save",
+        "variant",
+        "arms",
+        "threads",
+        "cores",
+        "jobs",
+        "limit",
+        "every",
+        "summarize",
+        "lead",
+        "prefix",
+    )
     settings = {name: value for name, value in vars(given).items() if name not in hidden}
     done = all(r.is_complete() for r in arm_runs(given))
     flags = {arm: ARMS[arm] for arm in given.arms}
@@ -274,17 +319,17 @@ def main() -> None:
     try:
         if not given.summarize:
             prepare(*MODEL)
-            if not (given.out / "task" / "reward.py").is_file():
+            if not (given.out / "task" / "exact.py").is_file():
                 write_task(given.out / "task", given.length)
             starts = [warm_start(given, seed) for seed in given.seeds]
             if run_all(starts, len(starts), until):
-                run_all(arm_runs(given), given.jobs, until, given.every, lambda: report(given, False))
+                run_all(arm_runs(given), given.jobs, until, given.every, lambda: report(given, False), given.lead)
     finally:
         report(given, True)
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line; ``words``: flags in its place."""
     parser = options(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory of the runs")
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="none: only the warm starts")
@@ -298,11 +343,29 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--experts-per-token", type=int, default=2)
+    parser.add_argument(
+        "--reward",
+        choices=REWARDS,
+        default="share",
+        help="share of the digits before the first wrong one, or all or nothing",
+    )
+    parser.add_argument("--estimator", default="grpo", help="advantage estimator")
     parser.add_argument("--lr", nargs="+", type=float, default=[4.5e-4, 6e-4], help="each with every arm and seed")
     parser.add_argument("--eps-clip", type=float, default=0.2)
     parser.add_argument("--eps-clip-high", type=float, default=0.28)
     parser.add_argument("--clip-grad", type=float, default=1.0)
+    parser.add_argument("--adam-beta2", type=float, default=0.95)
+    parser.add_argument("--adam-eps", type=float, default=1e-8)
+    parser.add_argument("--entropy", type=float, default=0.0, help="coefficient of the entropy bonus")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--sft-steps", type=int, default=300)
+    parser.add_argument("--sft-batch", type=int, default=256)
+    parser.add_argument(
+        "--prefix",
+        default="",
+        help="of the runs' directories; settings that differ in it may share the warm starts of --out",
+    )
     parser.add_argument("--more", default="", help="further flags of miles train")
     parser.add_argument("--plot", type=Path, help="SVG file for the curves")
     parser.add_argument("--variant", default="", help="part of the result file's name, such as a device")
@@ -311,9 +374,15 @@ def parse() -> argparse.Namespace:
         "--limit", type=float, default=1e9, help="seconds after which running runs are ended with a checkpoint"
     )
     parser.add_argument("--every", type=float, default=60, help="seconds between results of runs that are not complete")
+    parser.add_argument(
+        "--lead", type=int, default=0, help="steps that a run may be ahead of the slowest running one; 0: any number"
+    )
+    parser.add_argument(
+        "--equal-steps", action="store_true", help="compare the steps that all runs have made, instead of --steps"
+    )
     parser.add_argument("--summarize", action="store_true", help="start nothing; summarize the runs that exist")
     parser.set_defaults(threads=1)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

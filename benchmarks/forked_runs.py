@@ -1,7 +1,8 @@
 """Runs of ``miles train`` in forked processes: packages are imported once, and a run that was cut goes on from its last checkpoint.
 
 ``run_all`` starts at most ``jobs`` runs at a time, ends them at a given time so that each one writes a checkpoint, and calls back while they
-run, so that results of runs that are not complete can be written.
+run, so that results of runs that are not complete can be written. With ``lead`` it stops runs that are ahead until the slowest one has caught up,
+so that runs that are cut have made about equally many steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import connection
@@ -33,6 +34,8 @@ MODULES = (
 )
 #: Seconds in which a run that is ended finishes its step and writes its checkpoint.
 GRACE = 25.0
+#: Seconds between looks at the steps of runs that go in step.
+PACE = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class ForkedRun:
             :-1
         ]  # the last line of a process that was killed is incomplete
         return [row for row in map(json.loads, lines) if 0 < row["step"] <= self.steps]
+
+    def count(self) -> int:
+        """Number of lines of metrics so far, which grows by one per step."""
+        path = self.place / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.is_file() else 0
 
     def is_complete(self) -> bool:
         """Whether the run has made all its steps with these flags."""
@@ -116,7 +124,7 @@ def _train(words: list[str], output: Path, threads: int) -> None:
 
 def prepare(*modules: str) -> None:
     """Import what the runs need, with one thread: a process that has started a pool of threads cannot be forked."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     import torch
 
     torch.set_num_threads(1)
@@ -125,7 +133,12 @@ def prepare(*modules: str) -> None:
 
 
 def run_all(
-    runs: Sequence[ForkedRun], jobs: int, until: float, every: float = 60.0, report: Callable[[], None] | None = None
+    runs: Sequence[ForkedRun],
+    jobs: int,
+    until: float,
+    every: float = 60.0,
+    report: Callable[[], None] | None = None,
+    lead: int = 0,
 ) -> bool:
     """Make the runs that are not complete, in their order.
 
@@ -133,6 +146,7 @@ def run_all(
         jobs: runs at a time.
         until: value of ``time.monotonic()`` at which the running ones are ended with a checkpoint; SIGTERM does the same.
         every: seconds between calls of ``report``.
+        lead: steps that a running run may be ahead of the slowest one before it is stopped; 0: any number.
 
     Returns:
         whether all runs are complete.
@@ -155,7 +169,8 @@ def run_all(
                 run = waiting.pop(0)
                 process = run.start()
                 running[process.sentinel] = _Started(run, process, now)
-            wait_until(running, min(until, reported + every), failures)
+            pace(running.values(), lead)
+            wait_until(running, min(until, reported + every, now + PACE if lead else until), failures)
             if report and time.monotonic() >= reported + every:
                 report()
                 reported = time.monotonic()
@@ -173,11 +188,26 @@ class _Ended(Exception):
     """This process received SIGTERM."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Started:
     run: ForkedRun
     process: BaseProcess
     time: float
+    stopped: bool = False
+
+    def let_run(self, go: bool) -> None:
+        """Stop the process or let it continue."""
+        if self.stopped == go and self.process.pid and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGCONT if go else signal.SIGSTOP)
+            self.stopped = not go
+
+
+def pace(running: Collection[_Started], lead: int) -> None:
+    """Stop the runs that are more than ``lead`` steps ahead of the slowest one, and continue the others; 0 steps: no run is stopped."""
+    if lead:
+        steps = [started.run.count() for started in running]
+        for started, made in zip(running, steps, strict=True):
+            started.let_run(made - min(steps) <= lead)
 
 
 def wait_until(running: dict[int, _Started], until: float, failures: list[str]) -> None:
@@ -196,6 +226,7 @@ def stop(running: Sequence[_Started]) -> None:
     """End runs: each finishes its step and writes a checkpoint, or is killed after ``GRACE`` seconds."""
     for started in running:
         started.process.terminate()
+        started.let_run(True)
     end = time.monotonic() + GRACE
     for started in running:
         started.process.join(max(0.0, end - time.monotonic()))

@@ -1,7 +1,7 @@
-"""A step of the Megatron trainer on two ranks, divided in every way, against the same step on one: gradient norm, log-probabilities, weights.
+"""A step of the Megatron trainer on two or four ranks, divided in every way, against the same step on one: gradient norm, log-probabilities, weights.
 
 A small random mixture of experts (4 layers, 8 experts) takes one step of AdamW at 1e-3 over 12 samples of 200 tokens; log-probabilities are
-compared before and after it, and the weights that are exported then. Two GPUs compute in BF16 with NCCL and TransformerEngine, a machine
+compared before and after it, and the weights that are exported then. GPUs compute in BF16 with NCCL and TransformerEngine, a machine
 without any in float32 with gloo and Megatron-Core's own modules. Differences are the largest ones; in BF16 log-probabilities move by tenths
 with the order of sums.
 The script starts its ranks itself. The last line is one JSON object.
@@ -23,16 +23,29 @@ from typing import Any
 from measure import finish, installed, options
 from megatron_step import loss, make_batch
 
-#: How two ranks divide the work, as ``miles_megatron.sizes.Sizes`` says it.
-DIVISIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"tp": 2, "sequence": True},
-    {"pp": 2},
-    {"pp": 2, "virtual": 2},
-    {"ep": 2},
-    {"cp": 2},
-    {"pp": 2, "virtual": 3, "embedding": True, "loss": True},
-)
+#: Ranks -> how they divide the work, as ``miles_megatron.sizes.Sizes`` says it. Ranks that nothing divides hold replicas.
+DIVISIONS: dict[int, tuple[dict[str, Any], ...]] = {
+    1: ({},),
+    2: (
+        {},
+        {"tp": 2, "sequence": True},
+        {"pp": 2},
+        {"pp": 2, "virtual": 2},
+        {"ep": 2},
+        {"cp": 2},
+        {"pp": 2, "virtual": 3, "embedding": True, "loss": True},
+    ),
+    4: (
+        {},
+        {"tp": 2, "sequence": True, "pp": 2},
+        {"ep": 4},
+        {"tp": 2, "sequence": True},
+        {"ep": 2},
+        {"pp": 2, "ep": 2},
+        {"tp": 2, "sequence": True, "cp": 2},
+        {"pp": 4},
+    ),
+}
 SAMPLES, LENGTH = 12, 200
 
 
@@ -93,8 +106,8 @@ def stepped(checkpoint: Path, sizes: dict[str, Any]) -> dict[str, Any]:
     def log_probs() -> torch.Tensor:
         whole = torch.zeros(len(batch.tokens), device=trainer.device)
         whole[rows] = trainer.log_probs(part, "old")["log_probs"].to(whole)
-        if trainer.s.dp > 1:
-            dist.all_reduce(whole)
+        if trainer.s.dp > 1:  # each sample is on one replica, which may have several ranks
+            dist.all_reduce(whole, dist.ReduceOp.MIN)
         return whole.cpu()
 
     before = log_probs()
@@ -102,11 +115,11 @@ def stepped(checkpoint: Path, sizes: dict[str, Any]) -> dict[str, Any]:
     after = log_probs()
     units = trainer.units(everywhere=True)
     weights = {name: t.float().cpu().clone() for unit in units for name, t in unit.tensors.items()}
-    return {"norm": float(norm), "before": before, "after": after, "weights": weights}
+    return {"dp": trainer.s.dp, "norm": float(norm), "before": before, "after": after, "weights": weights}
 
 
 def rank(directory: Path) -> None:
-    """One rank: alone it makes what is compared with; two compare."""
+    """One rank: alone it makes what is compared with; several compare."""
     import torch
     import torch.distributed as dist
 
@@ -115,12 +128,12 @@ def rank(directory: Path) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if gpu else "gloo")
     one, rows = directory / "one.pt", []
-    for sizes in DIVISIONS if dist.get_world_size() > 1 else ({},):
+    for sizes in DIVISIONS[dist.get_world_size()]:
         found = stepped(directory / "model", sizes)
         if dist.get_world_size() == 1:
             torch.save(found, one)
             continue
-        row = compared(sizes, found, torch.load(one))
+        row = compared(sizes, found.pop("dp"), found, torch.load(one))
         rows.append(row)
         if dist.get_rank() == 0:
             print(row, flush=True)
@@ -131,12 +144,12 @@ def rank(directory: Path) -> None:
     dist.destroy_process_group()
 
 
-def compared(sizes: dict[str, Any], found: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
+def compared(sizes: dict[str, Any], dp: int, found: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
     """The largest differences, and that of the norms in parts of them."""
     moved = {name: float((found[name] - one[name]).abs().max()) for name in ("before", "after")}
     weights = max(float((t - one["weights"][name]).abs().max()) for name, t in found["weights"].items())
     return {
-        "sizes": sizes or {"dp": 2},
+        "sizes": sizes | ({"dp": dp} if dp > 1 else {}),
         "grad_norm": found["norm"],
         "grad_norm_off": round(found["norm"] / one["norm"] - 1, 6),
         "log_probs": {"before": round(moved["before"], 6), "after": round(moved["after"], 6)},
@@ -155,8 +168,9 @@ def launch(ranks: int, script: Path, flags: list[str]) -> None:
 
 
 def main() -> None:
-    """Start one rank, then two, and save what they found."""
+    """Start one rank, then several, and save what they found."""
     parser = options(__doc__)
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -166,7 +180,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         make_checkpoint(Path(scratch))
-        for ranks in (1, 2):
+        for ranks in (1, given.ranks):
             launch(ranks, Path(__file__), ["--directory", scratch])
         rows = json.loads((Path(scratch) / "rows.json").read_text())
     gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
@@ -176,7 +190,7 @@ def main() -> None:
         {"gpus": gpu, "rows": rows},
         given.save,
         lambda: installed(*packages),
-        "gpu" if gpu else "",
+        "-".join([*(["gpu"] if gpu else []), *([f"{given.ranks}-ranks"] if given.ranks > 2 else [])]),
     )
 
 

@@ -1,7 +1,8 @@
-"""Tokens per second of the Megatron trainer on one and two ranks, next to what the plan estimates.
+"""Tokens per second of the Megatron trainer on one, two and four ranks, next to what the plan estimates.
 
 The model is that of ``cluster_run.py``; a step is forward, backward and AdamW in BF16. *Strong* scaling keeps the samples of a step, *weak*
-scaling keeps the samples per rank. Two ranks divide the experts (``ep``) or hold all of them (``dp``). The script starts its ranks itself::
+scaling keeps the samples per rank. Ranks divide the experts (``ep``), hold all of them (``dp``), or, four of them, divide tensors and layers
+or tensors alone. The script starts its ranks itself, with ``--most 4`` also four::
 
     python benchmarks/megatron_scaling.py --save
 """
@@ -24,8 +25,17 @@ from measure import finish, installed, options
 from megatron_divisions import launch, make_trainer
 from megatron_step import make_batch
 
-#: Layout of two ranks -> sizes.
-LAYOUTS: dict[str, dict[str, Any]] = {"dp": {}, "ep": {"ep": 2}}
+#: Ranks -> layout -> sizes.
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"": {}},
+    2: {"dp": {}, "ep": {"ep": 2}},
+    4: {
+        "dp": {},
+        "ep": {"ep": 4},
+        "tp2 pp2": {"tp": 2, "sequence": True, "pp": 2},
+        "dp2 tp2": {"tp": 2, "sequence": True},
+    },
+}
 WARM_UP, STEPS = 2, 4
 
 
@@ -56,7 +66,7 @@ def rank(given: argparse.Namespace) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if gpu else "gloo")
     ranks, rows = dist.get_world_size(), []
-    for name, sizes in LAYOUTS.items() if ranks > 1 else (("", {}),):
+    for name, sizes in LAYOUTS[ranks].items():
         trainer = make_trainer(
             given.ranks / "model", sizes, micro_batch_size=None, max_tokens=given.max_tokens, longest=given.length
         )
@@ -84,12 +94,15 @@ def predict(given: argparse.Namespace, row: dict[str, Any], checkpoint: Path) ->
     from miles_planning.training_time import training_time
     from miles_planning.workload import Workload
 
+    sizes = LAYOUTS[row["ranks"]][row["layout"]]
     flags = f"""--hf-checkpoint {checkpoint} --save {checkpoint}-run --runtime ray --trainer megatron --engine sglang
-        --actor-num-gpus-per-node {row["ranks"]} --expert-model-parallel-size {2 if row["layout"] == "ep" else 1}
+        --actor-num-gpus-per-node {row["ranks"]} --expert-model-parallel-size {sizes.get("ep", 1)}
+        --tensor-model-parallel-size {sizes.get("tp", 1)} --pipeline-model-parallel-size {sizes.get("pp", 1)}
+        {"--sequence-parallel" if "sequence" in sizes else ""}
         --use-dynamic-batch-size --max-tokens-per-gpu {given.max_tokens} --prompt-data none.jsonl --num-rollout 1"""
     config = load(flags.split())
     catalogue = catalogue_for(config)
-    facts = facts_for(config, [f"hardware=1x4x{given.gpu}"])
+    facts = facts_for(config, [f"hardware=1x8x{given.gpu}"])
     result = check(requested_plugins(config, facts, catalogue), catalogue, facts)
     model = model_config(config.model.hf_checkpoint)
     assert model is not None
@@ -117,6 +130,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="per step of one rank")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch")
+    parser.add_argument("--most", type=int, choices=(2, 4), default=2, help="ranks")
     parser.add_argument("--checkpoint", type=Path, help="directory of the model; made if it does not exist")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -130,7 +144,7 @@ def main() -> None:
             (scratch / "model").symlink_to(checkpoint.absolute())
         same = ["--samples", given.samples, "--length", given.length, "--max-tokens", given.max_tokens]
         rows: list[dict[str, Any]] = []
-        for ranks in (1, 2):
+        for ranks in (ranks for ranks in LAYOUTS if ranks <= given.most):
             launch(ranks, Path(__file__), ["--ranks", name, *map(str, same)])
             rows += json.loads((scratch / f"rows-{ranks}.json").read_text())
         rows = [row | {"planned": predict(given, row, checkpoint)} for row in scaled(rows, given)]

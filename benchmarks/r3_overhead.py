@@ -5,7 +5,8 @@ Two processes, held between steps, A B B A, so that neither is always the second
 ratios turn by turn with its 95 % interval (order statistics; no distribution is assumed), and their quartiles.
 
 ``--gpu moe`` takes the step of ``grpo_step.py --gpu`` on a GPU, and ``--engine sglang`` SGLang beside the embedded trainer. Both sides correct by
-importance sampling and stay on the GPU, so micro-batches and caches are small.
+importance sampling and stay on the GPU, so micro-batches and caches are small. With ``--save`` the result is written after each turn, so a run
+that is cut keeps the turns it had: ``turns`` counts them.
 """
 
 from __future__ import annotations
@@ -33,47 +34,60 @@ def median_interval(values: list[float]) -> list[float]:
 #: Flags of a run that shares a GPU with another one, and SGLang's options on it.
 ON_GPU = "--max-tokens-per-gpu 8192"
 SGLANG = """--engine sglang --rollout-max-context-len 328 --sglang-attention-backend triton --sglang-sampling-backend pytorch
-    --sglang-moe-runner-backend triton --sglang-cuda-graph-bs-decode 64,256 --sglang-mem-fraction-static 0.2 --sglang-max-total-tokens 100000"""
+    --sglang-moe-runner-backend triton --sglang-cuda-graph-bs-decode 64,256 --sglang-mem-fraction-static 0.2 --sglang-max-total-tokens 100000
+    --sglang-sleep-on-idle"""
 SGLANG_ON_CPU = "--engine sglang --rollout-max-context-len 328 --sglang-max-total-tokens 8192"
+
+
+def start(given: argparse.Namespace, directory: Path) -> list[Worker]:
+    """The two sides, each a process that makes its model and engine."""
+    from workload import make_workload, random_words
+
+    work = random_words(directory, given.gpu) if given.gpu else make_workload(directory)
+    count = given.prompts_a_step or (GPU_PROMPTS if given.gpu else PROMPTS)
+    command = [sys.executable, str(Path(__file__).with_name("grpo_step.py")), "--worker", "miles"]
+    command += ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file)]
+    command += ["--steps", str((given.steps_a_turn + 1) * (given.turns + given.warm_up) + 1)]
+    command += ["--steps-a-turn", str(given.steps_a_turn), "--prompts-a-step", str(count)]
+    command += ["--gpu", given.gpu] if given.gpu else []
+    base = f"--num-steps-per-rollout {given.mini_steps} --log-level info"
+    base += f" {ON_GPU}" if given.gpu else ""
+    if given.engine == "sglang":
+        base += f" {SGLANG if device_of(given) == 'cuda' else SGLANG_ON_CPU}"
+    plugins = ["tis"] if given.gpu else []
+    workers = []
+    for name, more in (("plain", plugins), ("r3", ["r3", *plugins])):
+        flags = " ".join([base, *(["--plugins", ",".join(more)] if more else [])])
+        workers.append(Worker(name, [*command, f"--worker-flags={flags}"], given.threads))
+    return workers
 
 
 def compare(given: argparse.Namespace) -> dict[str, Any]:
     """Turns of both sides."""
-    from workload import make_workload, random_words
-
-    turns, warm_up = given.turns, given.warm_up
+    reports: dict[str, list[dict[str, Any]]] = {"plain": [], "r3": []}
     with tempfile.TemporaryDirectory() as directory:
-        work = random_words(Path(directory), given.gpu) if given.gpu else make_workload(Path(directory))
-        count = given.prompts_a_step or (GPU_PROMPTS if given.gpu else PROMPTS)
-        command = [sys.executable, str(Path(__file__).with_name("grpo_step.py")), "--worker", "miles"]
-        command += ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file)]
-        command += ["--steps", str((given.steps_a_turn + 1) * (turns + warm_up) + 1)]
-        command += ["--steps-a-turn", str(given.steps_a_turn), "--prompts-a-step", str(count)]
-        command += ["--gpu", given.gpu] if given.gpu else []
-        base = f"--num-steps-per-rollout {given.mini_steps} --log-level info"
-        base += f" {ON_GPU}" if given.gpu else ""
-        if given.engine == "sglang":
-            base += f" {SGLANG if device_of(given) == 'cuda' else SGLANG_ON_CPU}"
-        plugins = ["tis"] if given.gpu else []
-        workers = []
-        for name, more in (("plain", plugins), ("r3", ["r3", *plugins])):
-            flags = " ".join([base, *(["--plugins", ",".join(more)] if more else [])])
-            workers.append(Worker(name, [*command, f"--worker-flags={flags}"], given.threads))
-        reports: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
+        workers = start(given, Path(directory))
         try:
-            for turn in range(warm_up + turns):
+            for turn in range(given.warm_up + given.turns):
                 for worker in workers if turn % 2 else workers[::-1]:
                     report = worker.turn()
-                    if turn >= warm_up:
+                    if turn >= given.warm_up:
                         reports[worker.name].append(report)
-                print(f"turn {turn + 1}/{warm_up + turns}", file=sys.stderr, flush=True)
+                print(f"turn {turn + 1}/{given.warm_up + given.turns}", file=sys.stderr, flush=True)
+                if len(reports["r3"]) > 1:
+                    write(given, summarize(given, reports), quiet=True)
         finally:
             for worker in workers:
                 worker.close()
+    return summarize(given, reports)
+
+
+def summarize(given: argparse.Namespace, reports: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """The result of the turns so far; two at least."""
     ratios = [b["seconds"] / a["seconds"] for a, b in zip(reports["plain"], reports["r3"], strict=True)]
     return {
         "threads": given.threads,
-        "turns": turns,
+        "turns": len(ratios),
         "steps_a_turn": given.steps_a_turn,
         "mini_steps": given.mini_steps,
         "engine": given.engine,
@@ -83,6 +97,14 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         "ratio_quartiles": [round(x, 4) for x in statistics.quantiles(ratios, n=4)],
         "sides": {name: medians(found) | {"range": spread(found)} for name, found in reports.items()},
     }
+
+
+def write(given: argparse.Namespace, result: dict[str, Any], quiet: bool = False) -> None:
+    """Write the result file; ``quiet`` while turns are missing."""
+    plugins = ("miles-core", "miles-plugin-r3", "torch", "transformers")
+    parts = [*(["sglang"] if given.engine == "sglang" else []), *([given.gpu] if given.gpu else [])]
+    variant = "-".join([*parts, *([] if given.mini_steps == 1 else [f"{given.mini_steps}-steps"])])
+    finish("r3_overhead", result, given.save, lambda: installed(*plugins), variant, quiet)
 
 
 def main() -> None:
@@ -95,11 +117,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
     parser.add_argument("--prompts-a-step", type=int, default=0, help="prompts of a step, as in grpo_step.py")
     given = parser.parse_args()
-    result = compare(given)
-    plugins = ("miles-core", "miles-plugin-r3", "torch", "transformers")
-    parts = [*(["sglang"] if given.engine == "sglang" else []), *([given.gpu] if given.gpu else [])]
-    variant = "-".join([*parts, *([] if given.mini_steps == 1 else [f"{given.mini_steps}-steps"])])
-    finish("r3_overhead", result, given.save, lambda: installed(*plugins), variant)
+    write(given, compare(given))
 
 
 if __name__ == "__main__":

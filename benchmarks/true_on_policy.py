@@ -169,9 +169,10 @@ def measure_time(given: argparse.Namespace, gpu: str = "") -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         work = random_words(Path(directory), gpu) if gpu else make_workload(Path(directory))
         command = [sys.executable, str(Path(__file__).with_name("grpo_step.py")), "--worker", "miles"]
-        command += ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file), "--steps-a-turn", "1"]
+        command += ["--checkpoint", str(work.checkpoint), "--prompts", str(work.prompt_file)]
         turns = given.turns + given.warm_up
-        command += ["--steps", str(2 * turns + 1)]  # the first step of a turn is not counted
+        command += ["--steps-a-turn", str(given.steps_a_turn)]
+        command += ["--steps", str((given.steps_a_turn + 1) * turns + 1)]  # the first step of a turn is not counted
         command += ["--gpu", gpu] if gpu else []
         command += ["--micro-batch", str(given.micro_batch)]
         flags = {"plain": "--num-steps-per-rollout 1", "exact": "--num-steps-per-rollout 1 --plugins true_on_policy"}
@@ -194,6 +195,7 @@ def measure_time(given: argparse.Namespace, gpu: str = "") -> dict[str, Any]:
     return {
         "threads": given.threads,
         "turns": len(ratios),
+        "steps_a_turn": given.steps_a_turn,
         "ratio_median": round(statistics.median(ratios), 3),
         "ratio_median_interval": [round(x, 3) for x in median_interval(ratios)],
         "largest_gap": {name: max(report["gap"] for report in found) for name, found in reports.items()},
@@ -204,6 +206,7 @@ def measure_time(given: argparse.Namespace, gpu: str = "") -> dict[str, Any]:
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--turns", type=int, default=20, help="measured steps of each side")
+    parser.add_argument("--steps-a-turn", type=int, default=1, help="counted steps of a turn")
     parser.add_argument("--warm-up", type=int, default=2, help="unmeasured turns of each side")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no turn of a model begins")
     parser.add_argument(

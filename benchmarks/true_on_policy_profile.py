@@ -78,6 +78,17 @@ def steps_of(model: Any, given: argparse.Namespace, samples: list[Sample]) -> di
     return {"train": lambda: trainer.step(batch), "rollout": lambda: asyncio.run(answers())}
 
 
+def library_sizes(model: Any) -> dict[str, list[int]]:
+    """Inner x columns of each product on a GPU -> the sizes of its pieces that the plugin's kernel computes, since the library's bits differ."""
+    if not torch.cuda.is_available():
+        return {}
+    from miles_true_on_policy.library import compare
+
+    shapes = {(*p.shape, p.dtype, p.device) for p in model.parameters() if p.dim() == 2}
+    tried = {f"{shape[1]}x{shape[0]}": compare(*shape) for shape in sorted(shapes, key=str)}
+    return {name: [size for size, equal in sizes.items() if not equal] for name, sizes in tried.items()}
+
+
 def seconds_of(step: Callable[[], Any]) -> float:
     """Seconds of a step, the GPU's work included."""
     wait()
@@ -152,6 +163,8 @@ def main() -> None:
     make_invariant(models["exact"])
     steps = {side: steps_of(model, given, samples) for side, model in models.items()}
     result: dict[str, Any] = {"model": given.model, "micro_batch": given.micro_batch}
+    result["library_sizes_that_differ"] = library_sizes(models["exact"])
+    print("library sizes that differ", result["library_sizes_that_differ"], file=sys.stderr, flush=True)
     for part in given.parts:
         for side in SIDES:
             print(part, side, "first", round(seconds_of(steps[side][part]), 2), "s", file=sys.stderr, flush=True)

@@ -63,10 +63,10 @@ def main() -> None:
     )
 
 
-def add_newline(checkpoint: Path) -> None:
-    """Make a line break a token: verl refuses every prompt of a Qwen model whose tokenizer has none."""
+def add_tokens(checkpoint: Path) -> None:
+    """Add the tokens without which verl refuses every prompt of a Qwen model: a line break and the end of a turn."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    tokenizer.add_tokens(["\n"])
+    tokenizer.add_tokens(["\n", "<|im_end|>"])
     tokenizer.save_pretrained(checkpoint)
 
 
@@ -74,7 +74,7 @@ def measure(given: Any, work: Path) -> dict[str, Any]:
     """Run verl; medians of its steps."""
     checkpoint, metrics = make_model(given.model, work / "model"), work / "steps.jsonl"
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
-    add_newline(checkpoint)
+    add_tokens(checkpoint)
     log = given.log or work / "verl.log"
     environment = os.environ | {
         "VERL_FILE_LOGGER_PATH": str(metrics),

@@ -73,6 +73,8 @@ LAYERS: list[dict[str, str]] = [
 TOOLS: list[dict[str, str]] = [
     {
         "bytecode": "",
+        "cuda_context": "",
+        "transformers_import": "",
     },
     {
         "environment": "bytecode core: redact",
@@ -93,16 +95,17 @@ TOOLS: list[dict[str, str]] = [
     {
         "rewards": "http_client core: errors redact data reward contracts",
         "convert": "core: errors nearest lookup data plugin config checkpoint precision",
-        "report": "environment output_file progress samples core: errors version plugin observe run mismatch: mismatch",
+        "report": "environment output_file progress samples core: errors version redact plugin observe run "
+        "mismatch: mismatch",
         "authoring": "core: errors nearest version plugin config",
-        "demo": "core: errors plugin observe",
+        "demo": "transformers_import core: errors plugin observe",
     },
     {
         "verify": "output_file report core: version data precision contracts mismatch: mismatch",
     },
     {
         "examine": "rewards convert sinks core: plugin config",
-        "commands": "environment convert report authoring demo verify core: errors redact plugin config observe checkpoint "
+        "commands": "cuda_context environment convert report authoring demo verify core: errors redact plugin config observe checkpoint "
         "precision contracts run cli",
     },
 ]
@@ -169,7 +172,7 @@ ROOMS: list[dict[str, str]] = [
         "kernels": "core: errors",
     },
     {
-        "model": "manifest kernels core: errors data plugin checkpoint precision contracts tools: environment convert",
+        "model": "manifest kernels core: errors data plugin checkpoint precision contracts tools: environment convert transformers_import",
     },
     {
         "quantized": "model core: errors data precision contracts sync",

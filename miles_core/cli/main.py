@@ -7,7 +7,9 @@ imported only when it is called.
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # the process's own command line: its tracebacks are its last words
         sys.excepthook = show_exception
+        gc.set_threshold(50_000)  # until the parts are built: imports create many objects and no garbage
+        atexit.register(gc.freeze)  # the interpreter's end would search all objects for garbage
     try:
         return _dispatch(words)
     except KeyboardInterrupt:

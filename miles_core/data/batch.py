@@ -111,15 +111,22 @@ class Batch:
         return self.column("loss_mask")
 
     def select(self, samples: Sequence[int] | Tensor) -> Batch:
-        """Return a batch of the samples at these positions, in that order, with all columns."""
+        """Return a batch of the samples at these positions, in that order, with all columns. Those of one run of samples are views."""
         picked = torch.as_tensor(samples, dtype=torch.int64, device=self.tokens.device)
         lengths = self.lengths.index_select(0, picked)
-        spans = zip(self.starts.index_select(0, picked).tolist(), lengths.tolist(), strict=True)
-        # index_select and arange, since advanced indexing and repeat_interleave start all of torch's threads, whatever the size
-        at = torch.cat([_EMPTY, *(torch.arange(start, start + n) for start, n in spans)]).to(picked.device)
+        runs: list[list[int]] = []
+        for start, n in zip(self.starts.index_select(0, picked).tolist(), lengths.tolist(), strict=True):
+            if runs and runs[-1][1] == start:
+                runs[-1][1] += n
+            else:
+                runs.append([start, start + n])
 
-        def rows(column: Tensor) -> Tensor:
-            return column.index_select(0, at)
+        # slices, since selecting rows by index takes several times as long, and advanced indexing starts all of torch's threads
+        def rows(column: Any) -> Any:
+            if isinstance(column, Ragged):
+                return column.select(torch.cat([_EMPTY, *(torch.arange(*run) for run in runs)]).to(picked.device))
+            parts = [column[start:end] for start, end in runs]
+            return parts[0] if len(parts) == 1 else torch.cat([column[:0], *parts])
 
         return Batch(
             tokens=rows(self.tokens),
@@ -128,7 +135,7 @@ class Batch:
             group=self.group.index_select(0, picked),
             rollout=self.rollout.index_select(0, picked),
             index=self.index.index_select(0, picked),
-            columns={k: v.select(at) if isinstance(v, Ragged) else rows(v) for k, v in self.columns.items()},
+            columns={k: rows(v) for k, v in self.columns.items()},
             scalars={k: v.index_select(0, picked) for k, v in self.scalars.items()},
             inputs=self.inputs,
         )
@@ -177,10 +184,8 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
             batch.scalars[spec.name] = torch.as_tensor(
                 np.asarray([spec.pad if v is None else v for v in values], spec.dtype)
             )
-        elif spec.ragged:
-            batch.columns[spec.name] = _ragged_column(spec, samples, values)
         else:
-            batch.columns[spec.name] = _column(spec, samples, values)
+            batch.columns[spec.name] = (_ragged_column if spec.ragged else _column)(spec, samples, values)
         if spec.align in ("token", "token-1"):
             batch.inputs |= {spec.name}
     return batch

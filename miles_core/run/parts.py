@@ -50,10 +50,11 @@ def runtime_of(run: Run) -> Runtime:
 
 
 def freeze_gc() -> None:
-    """Exclude everything allocated so far from garbage collection. Otherwise every full collection would visit all objects of all
-    imported modules, which takes tenths of a second every few steps. ``gc.unfreeze`` reverses this."""
+    """Exclude everything allocated so far from garbage collection, and collect as often as Python does by default. Otherwise every full
+    collection would visit all objects of all imported modules, which takes tenths of a second every few steps. ``gc.unfreeze`` reverses this."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700)
 
 
 @asynccontextmanager

@@ -54,10 +54,11 @@ def supervised_samples(run: Run, rows: Prompts, limits: Limits = NO_LIMITS) -> l
     Raises:
         DataError: a pair cannot be tokenised or is too long for the model. Names the row.
     """
-    samples = []
-    for number, row in enumerate(rows):
+    samples, chosen = [], list(rows)
+    answers = run.tokenizer([str(row.label) for row in chosen], add_special_tokens=False).input_ids
+    for number, (row, answer) in enumerate(zip(chosen, answers, strict=True)):
         prompt = encode_prompt(run.render, row, limits)
-        answer = [*run.tokenizer.encode(str(row.label), add_special_tokens=False), run.tokenizer.eos_token_id]
+        answer.append(run.tokenizer.eos_token_id)
         if limits.context is not None and len(prompt) + len(answer) > limits.context:
             raise DataError(
                 f"{row.place}: prompt and response have {len(prompt) + len(answer)} tokens, and {limits.context} fit "

@@ -92,16 +92,29 @@ class StaticCall:
         options: AttentionOptions | None = None,
     ) -> Tensor:
         """See ``Call.attend``."""
-        keys, values = self.slabs("k", module.layer_idx, key), self.slabs("v", module.layer_idx, value)
+        keys, values = self.append(module.layer_idx, key, value)
         q = query[0].transpose(0, 1)
         if _kernels_support(q, key, value):
-            from miles_embedded.engine.attention_kernel import append_rows, attend_rows
+            from miles_embedded.engine.attention_kernel import attend_rows
+
+            return attend_rows(q.contiguous(), keys, values, self, scaling, options)[None]
+        return self._attend_with_torch(q, keys, values, scaling, options)[None]
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Store the fed tokens' keys and values of a layer, [1, heads, count * queries, dim] each; on a GPU in one launch.
+
+        Returns:
+            slabs of the prompts and of the rows, for keys and for values.
+        """
+        keys, values = self.slabs("k", layer, key), self.slabs("v", layer, value)
+        if key.is_cuda and key.stride(3) == value.stride(3) == 1 and kernels_run(key.device):
+            from miles_embedded.engine.attention_kernel import append_rows
 
             append_rows(key, value, keys[1], values[1], self.lengths, self.queries)
-            return attend_rows(q.contiguous(), keys, values, self, scaling, options)[None]
-        self.write(keys[1], key[0].transpose(0, 1))
-        self.write(values[1], value[0].transpose(0, 1))
-        return self._attend_with_torch(q, keys, values, scaling, options)[None]
+        else:
+            self.write(keys[1], key[0].transpose(0, 1))
+            self.write(values[1], value[0].transpose(0, 1))
+        return keys, values
 
     def write(self, slab: Tensor, entries: Tensor) -> None:
         """Store the fed tokens' entries [count * queries, heads, ...] in ``slab`` of the own store."""

@@ -90,9 +90,10 @@ class StaticStep:
     def _draw(self, logits: Tensor) -> None:
         from miles_embedded.kernels.draw import draw_rows
 
-        batch, normalize = self.batch, operations_of(self.runner.model).log_softmax
+        batch, operations, count = self.batch, operations_of(self.runner.model), len(logits)
         draw_rows(logits, batch, stream_start(self.seed))
-        if normalize is not log_softmax:  # the kernel's log-probabilities are not those of the model's own function
-            count = len(logits)
-            every = normalize(divide_by_temperature(logits.float(), batch.temperature[:count]))
-            batch.results[1, :count] = every.gather(-1, batch.tokens[:count, None]).squeeze(1).double()
+        if (
+            operations.log_softmax is not log_softmax
+        ):  # the kernel's log-probabilities are not those of the model's own function
+            divided = divide_by_temperature(logits.float(), batch.temperature[:count])
+            batch.results[1, :count] = operations.log_probs(divided, batch.tokens[:count])

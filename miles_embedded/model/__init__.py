@@ -3,3 +3,7 @@
 Both run the same Transformers modules with a ``Call`` per forward pass, compute log-probabilities the same way, and address tensors by
 their checkpoint names. ``operations`` lets a plugin replace individual steps of a layer.
 """
+
+from miles_tools.transformers_import import import_transformers
+
+import_transformers()

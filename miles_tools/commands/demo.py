@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles_core.errors import ConfigError
+from miles_tools.cuda_context import open_context
 
 
 def run(argv: Sequence[str]) -> int:
@@ -16,6 +17,10 @@ def run(argv: Sequence[str]) -> int:
     chosen, extra = _parser().parse_known_args(argv)
     if chosen.dir == "":
         raise ConfigError("--dir '': the path is empty; leave it out for runs/demo-<time>")
+    if chosen.device != "cpu" and not any(
+        word.startswith("--runtime") for word in extra
+    ):  # this process will use the GPU
+        open_context()
     directory = Path(chosen.dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     from miles_core.config.load import load
     from miles_core.plugin.discovery import discover

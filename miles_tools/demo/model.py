@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_tools.transformers_import import import_transformers
+
 PAD = "<|pad|>"
 START = "<|start|>"
 END = "<|end|>"
@@ -48,6 +50,8 @@ BENCHMARK = Size(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, expert_
 def make_tokenizer() -> Any:
     """A byte-level ``PreTrainedTokenizerFast`` with end, padding and chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    import_transformers()
     from transformers import PreTrainedTokenizerFast
 
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), PAD, START, END]
@@ -78,6 +82,8 @@ def make_checkpoint(directory: str | Path, seed: int = 0, size: Size | None = No
         The number of parameters.
     """
     import torch
+
+    import_transformers()
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, logging
 
     logging.disable_progress_bar()

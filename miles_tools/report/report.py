@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from miles_core.observe.metrics import names, read, series
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.panel import Panel
 from miles_core.plugin.plan import Plan
+from miles_core.redact import redact
 from miles_core.run.ending import ENDING
 from miles_core.version import __version__
 from miles_mismatch.budget import BUDGET_FILE
@@ -41,6 +43,8 @@ log = logging.getLogger(__name__)
 
 HTML = "report.html"
 IMAGES = "report"
+#: Image of the mismatch budget.
+BUDGET = "budget"
 #: Metrics with a preferred direction; for others the table shows the range only.
 UPWARD = ("reward/mean", "eval/accuracy", "eval/reward", "rollout/tokens_per_second")
 #: Plots above the samples.
@@ -75,13 +79,29 @@ def report(run_dir: Path | str) -> Path:
     if not found:
         raise MilesError(f"{run_dir} is not a run directory: it has neither metrics.jsonl, plan.json nor config.yaml")
     records = read(run_dir / "metrics.jsonl")
-    config = read_yaml(run_dir / "config.yaml")
-    total = _lookup(config, "rollout", "num_rollout")
-    total = total if isinstance(total, int) else None
     declared = [panel for plugin in discover().values() for panel in plugin.panels]
     chosen = panels(records, [panel for panel in declared if panel.kind != "grid"])
     grids = list(find_grids(run_dir, declared))
-    images = _write_images(run_dir / IMAGES, chosen, records, grids)
+    budget = read_json(run_dir / BUDGET_FILE)
+    with ThreadPoolExecutor(1) as beside:  # other processes draw while this one writes the page
+        drawing = beside.submit(draw_all, chosen, records)
+        page = _page(run_dir, records, budget, [*chosen, *(panel for panel, _ in grids)])
+        images = drawing.result() | {panel.name: png for panel, png in grids}
+    images |= {BUDGET: draw_budget(budget)} if budget else {}
+    _write_images(run_dir / IMAGES, images)
+    target = run_dir / HTML
+    write_file(target, _insert_images(page, images))
+    return target
+
+
+def _page(
+    run_dir: Path, records: Sequence[Mapping[str, Any]], budget: Mapping[str, Any], shown: Sequence[Panel]
+) -> str:
+    """Render the page with the names of the images in place of the images, and remove credentials. Images contain none, and searching
+    them takes longer than drawing them."""
+    config = read_yaml(run_dir / "config.yaml")
+    total = _lookup(config, "rollout", "num_rollout")
+    total = total if isinstance(total, int) else None
     page = render(
         HTML,
         title=run_dir.resolve().name,
@@ -90,17 +110,22 @@ def report(run_dir: Path | str) -> Path:
         plan=read_json(run_dir / "plan.json"),
         environment=_environment(run_dir),
         hints=review(records, hints_of(discover().values(), _holds(run_dir / "plan.json"))),
-        sections=_sections([*chosen, *(panel for panel, _ in grids)], images, records),
-        budget=_budget(run_dir),
+        sections=_sections(shown, records),
+        budget=_budget(budget),
         rows=[_row(name, records) for name in sorted(names(records), key=_rank)],
         samples=browser(run_dir, _lookup(config, "reward", "reward_key")),
         changed=_list_changed(config),
         version=__version__,
         made=time.strftime("%Y-%m-%d %H:%M"),
     )
-    target = run_dir / HTML
-    write_file(target, page)
-    return target
+    return redact(page)
+
+
+def _insert_images(page: str, images: Mapping[str, bytes]) -> bytes:
+    """Replace the names of images in a page by the images."""
+    for name, png in images.items():
+        page = page.replace(f'src="{name}.png"', f'src="data:image/png;base64,{base64.b64encode(png).decode()}"')
+    return page.encode()
 
 
 def render(template: str, **values: Any) -> str:
@@ -111,18 +136,14 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def _write_images(
-    directory: Path, chosen: Sequence[Panel], records: Sequence[Mapping[str, Any]], grids: Sequence[tuple[Panel, bytes]]
-) -> dict[str, str]:
-    """Draw every panel into ``directory`` (emptied of earlier plots); returns panel name -> data URI."""
-    images = draw_all(chosen, records) | {panel.name: png for panel, png in grids}
+def _write_images(directory: Path, images: Mapping[str, bytes]) -> None:
+    """Write every image into ``directory``, and remove earlier ones."""
     make_folder(directory)
     for name, png in images.items():
         write_file(directory / f"{name}.png", png)
     for old in directory.glob("*.png"):
         if old.stem not in images:
             old.unlink()
-    return {name: "data:image/png;base64," + base64.b64encode(png).decode() for name, png in images.items()}
 
 
 @dataclass(frozen=True)
@@ -135,14 +156,12 @@ class Section:
     folded: bool = False
 
 
-def _sections(
-    chosen: Sequence[Panel], images: Mapping[str, str], records: Sequence[Mapping[str, Any]]
-) -> list[Section]:
+def _sections(chosen: Sequence[Panel], records: Sequence[Mapping[str, Any]]) -> list[Section]:
     """The plots in the order of the page: the first few, the rest of training, each plugin's, and folded ones at the end."""
     sections: dict[str, list[dict[str, str]]] = {}
     still = []
     for panel in chosen:
-        plot = {"title": panel.title, "image": images[panel.name]}
+        plot = {"title": panel.title, "image": f"{panel.name}.png"}
         if panel.kind == "grid" or moves(panel, records):
             sections.setdefault(panel.section, []).append(plot)
         else:
@@ -156,15 +175,16 @@ def _sections(
     return [section for section in found if section.plots]
 
 
-def _budget(run_dir: Path) -> dict[str, Any]:
+def _budget(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the causes of the mismatch between engine and trainer at the first sync, measured with ``--verify-logprobs``."""
-    found = read_json(run_dir / BUDGET_FILE)
     if not found:
         return {}
-    png = draw_budget(found)
-    write_file(run_dir / IMAGES / "budget.png", png)
-    image = "data:image/png;base64," + base64.b64encode(png).decode()
-    return {"image": image, "columns": BUDGET_COLUMNS, "rows": budget_rows(found), "version": found.get("version")}
+    return {
+        "image": f"{BUDGET}.png",
+        "columns": BUDGET_COLUMNS,
+        "rows": budget_rows(found),
+        "version": found.get("version"),
+    }
 
 
 def _status(run_dir: Path, records: Sequence[Mapping[str, Any]], total: int | None) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from types import ModuleType
@@ -124,3 +125,19 @@ def test_a_name_that_no_file_has_is_one_sentence(capsys, words):
     said = capsys.readouterr().err
     assert "File name too long" in said or "no such directory" in said
     assert "Traceback" not in said
+
+
+def test_the_processs_own_command_line_defers_garbage_collection(monkeypatch):
+    registered = []
+    monkeypatch.setattr(cli.atexit, "register", registered.append)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "argv", ["miles", "--version"])
+    usual = gc.get_threshold()
+    try:
+        assert cli.main(["--version"]) == 0
+        assert gc.get_threshold() == usual and not registered
+        assert cli.main() == 0
+        assert gc.get_threshold()[0] == 50_000
+        assert registered == [gc.freeze]
+    finally:
+        gc.set_threshold(*usual)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from miles_core.errors import ConfigError, MilesError, PluginError
+from miles_core.run import parts
 from miles_testing.doubles import apart
 
 #: A frozen teacher that generates nothing: its log-probs of the samples' tokens and its best tokens travel with the samples.
@@ -247,3 +250,16 @@ def test_an_option_that_cannot_change_is_refused(toy_run, tmp_path, options, mes
     (tmp_path / "changes.py").write_text(CONFIGURE.replace("OPTIONS", repr(options)))
     with pytest.raises(ConfigError, match=message):
         toy_run([str(tmp_path / "changes.py")], steps=2)
+
+
+def test_built_parts_search_for_garbage_as_usual_and_leave_out_what_was_there_before(monkeypatch):
+    monkeypatch.setattr(parts, "gc", gc)  # the suite replaces it
+    usual = gc.get_threshold()
+    gc.set_threshold(50_000)
+    try:
+        parts.freeze_gc()
+        assert gc.get_threshold()[0] == 700
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*usual)

@@ -138,15 +138,18 @@ def routes_of_rows(column: Tensor, rows: Tensor, experts: int = 0) -> tuple[Tens
         experts: number of experts E; 0 if unknown.
 
     Returns:
-        routes [physical rows, layers, k] int64, and a mask [physical rows] bool of rows with a record.
+        routes [physical rows, layers, k] int64, in which the rows of each layer are contiguous, and a mask [physical rows] bool of rows
+        with a record.
     """
-    routes = column[rows.clamp(min=0)].long()
-    k = routes.shape[-1]
-    recorded = (routes[:, 0, 0] >= 0) & (rows >= 0)
+    given = column.index_select(0, rows.clamp(min=0)).transpose(0, 1)
+    k = given.shape[-1]
+    recorded = (given[0, :, 0] >= 0) & (rows >= 0)
     experts = experts or max(int(column.max()) + 1, k)  # fallback only: the maximum needs a device synchronisation
     start = torch.arange(len(rows), device=rows.device)[:, None]
     filler = (start + torch.arange(k, device=rows.device)) % experts
-    return torch.where(recorded[:, None, None], routes, filler[:, None, :]), recorded
+    routes = torch.empty(given.shape, dtype=torch.int64, device=given.device)
+    torch.where(recorded[:, None], given, filler, out=routes)
+    return routes.transpose(0, 1), recorded
 
 
 def disagreement(ctx: Context) -> dict[str, tuple[Tensor, Tensor]]:

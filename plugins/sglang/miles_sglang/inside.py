@@ -3,7 +3,8 @@
 It is active only in an SGLang that this plugin started, and makes these changes:
 
 - Routed experts leave a scheduler as int32 and pass three processes. For models with at most 256 experts they are sent as uint8.
-- The record of routed experts is kept in GPU memory (``routes``). SGLang copies it to host memory in every step.
+- The record of routed experts is kept in GPU memory (``routes``). SGLang copies it to host memory in every step. It is read once for all
+  requests that finish in the same step.
 - A model that starts without weights is filled with random numbers, including the scales of the cached keys and values. Updates do not
   include these scales, so they are reset to "not set".
 - A checkpoint with tied embeddings stores the embedding only. Models of SGLang that have a separate output layer receive it as well.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _READS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_pos
 _FILLS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
 _RECORDS = "sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
 _COLLECTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_SENDS = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 
 def digest() -> str:
@@ -53,7 +55,8 @@ def install() -> None:
     HookRegistry.register(_FILLS, unset_cache_scales, HookType.AFTER)
     HookRegistry.register(_READS, read_tied_head, HookType.BEFORE)
     HookRegistry.register(_RECORDS, keep_routes, HookType.AFTER)
-    HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", complete_routes, HookType.AFTER)
+    HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", complete_routes, HookType.AROUND)
+    HookRegistry.register(f"{_SENDS}.stream_output", read_routes, HookType.BEFORE)
     retraction.register(HookRegistry.register, HookType)
     Scheduler.miles_digest = _check_digest
     Scheduler.miles_coverage = check_coverage
@@ -95,13 +98,31 @@ def keep_routes(_: None, runner: Any) -> None:
     keep_on_gpu(runner, os.environ[VARIABLE])
 
 
-def complete_routes(_: None, processor: Any, request: Any) -> None:
-    """Complete a request's routed experts and convert them to the dtype in which they are sent."""
+def complete_routes(collect: Callable[..., None], processor: Any, request: Any) -> None:
+    """Complete a finished request's routed experts and convert them to the dtype in which they are sent.
+
+    If the record is in GPU memory, ``read_routes`` does it for all requests of the step."""
     import torch
 
+    from miles_sglang import routes
+
+    if (table := routes.table()) is not None:
+        if request.return_routed_experts:
+            table.finish(request, processor.req_to_token_pool)
+        return
+    collect(processor, request)
     retraction.restore_routes(request)
     if request.routed_experts is not None:
         request.routed_experts = request.routed_experts.to(getattr(torch, os.environ[VARIABLE]))
+
+
+def read_routes(*_: Any, **__: Any) -> None:
+    """Read the routed experts of the requests that finished in this step, before SGLang sends its results."""
+    from miles_sglang import routes
+
+    if (table := routes.table()) is not None:
+        for request in table.collect():
+            retraction.restore_routes(request)
 
 
 def check(engine: Any) -> None:

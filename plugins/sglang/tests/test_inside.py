@@ -76,11 +76,15 @@ def test_routed_experts_leave_a_scheduler_as_bytes_and_the_half_is_known_by_its_
         inside.check(Scheduler())
     inside.install()
     inside.check(Scheduler())
-    collect = next(hook for target, hook in hooks.items() if target.endswith("_maybe_collect_routed_experts"))
-    request = types.SimpleNamespace(routed_experts=torch.tensor([[[0, 255]]], dtype=torch.int32))
-    collect(None, None, request)
+    complete = next(hook for target, hook in hooks.items() if target.endswith("_maybe_collect_routed_experts"))
+    request = types.SimpleNamespace(routed_experts=None)
+
+    def collect(processor: Any, request: Any) -> None:
+        request.routed_experts = torch.tensor([[[0, 255]]], dtype=torch.int32)
+
+    complete(collect, None, request)
     assert request.routed_experts.tolist() == [[[0, 255]]] and request.routed_experts.dtype == torch.uint8
-    collect(None, None, types.SimpleNamespace(routed_experts=None))
+    complete(lambda *_: None, None, types.SimpleNamespace(routed_experts=None))
     ours = inside.digest()
     monkeypatch.setattr(inside, "digest", lambda: "another")
     with pytest.raises(AssertionError, match=f"its digest is another, not {ours}"):

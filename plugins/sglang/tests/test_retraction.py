@@ -105,8 +105,7 @@ def test_experts_of_tokens_sampled_before_a_retraction_are_kept(scheduler: Any, 
     rows += 1
     made.output_ids += [7]
     for each in (made, fresh):
-        each.routed_experts = capturer.get_topk(0, 8, None, 0)
-        inside.complete_routes(None, None, each)
+        inside.complete_routes(lambda _, r: setattr(r, "routed_experts", capturer.get_topk(0, 8, None, 0)), None, each)
     assert (
         made.routed_experts.flatten().tolist() == [0] * 4 + [1] * 2 + [2] and made.routed_experts.dtype == torch.uint8
     )

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from miles_sglang import inside, routes
 from miles_sglang.routes import RouteTable, keep_on_gpu
 
 SLOTS, LAYERS, K = 12, 3, 2
@@ -56,6 +58,73 @@ def test_a_request_gets_the_experts_of_its_tokens_from_all_passes(dtype: torch.d
         assert not len(recorder.get_topk(request, 5, pool, 9))
     with pytest.raises(ValueError, match="start_len is -1"):
         recorder.get_topk(0, 5, pool, -1)
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def finished(row: int, tokens: int, start: int = 0) -> Any:
+    return types.SimpleNamespace(
+        origin_input_ids=[5, 5],
+        output_ids_through_stop=[7] * (tokens - 2),
+        routed_experts_start_len=start,
+        req_pool_idx=row,
+        return_routed_experts=True,
+        routed_experts=None,
+    )
+
+
+def test_requests_that_finish_in_one_step_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, recorder = RouteTable(made := Recorder(), torch.uint8), made
+    monkeypatch.setattr(routes, "_table", table)
+    run_pass(recorder, [4, 9, 2], seed=0)
+    run_pass(recorder, [7, 3], seed=1)
+    pool = types.SimpleNamespace(req_to_token=torch.tensor([[4, 9, 7, 0], [4, 9, 3, 0], [2, 0, 0, 0]], dtype=torch.int32))
+    processor = types.SimpleNamespace(req_to_token_pool=pool)
+    requests = [finished(0, 4), finished(1, 4, start=2), finished(2, 2), finished(1, 2, start=9)]
+    alone = [recorder.get_topk(r.req_pool_idx, n, pool, r.routed_experts_start_len) for r, n in zip(requests, (4, 4, 2, 2))]
+    for request in requests:
+        inside.complete_routes(lambda *_: pytest.fail("SGLang read a record by itself"), processor, request)
+    with Counted() as counted:
+        inside.read_routes(None, requests, True)
+    assert all(torch.equal(r.routed_experts, one) for r, one in zip(requests, alone, strict=True))
+    assert counted.operations.count("index_select") == 2  # slots and rows of all of them
+    unasked = finished(0, 4)
+    unasked.return_routed_experts = False
+    inside.complete_routes(lambda *_: pytest.fail("SGLang read a record by itself"), processor, unasked)
+    inside.read_routes(None, requests, True)
+    assert unasked.routed_experts is None and not table.collect()
+
+
+def test_rows_of_a_retracted_request_precede_those_of_the_second_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, recorder = RouteTable(made := Recorder(), torch.uint8), made
+    monkeypatch.setattr(routes, "_table", table)
+    run_pass(recorder, [4, 9, 7], seed=0)
+    pool = types.SimpleNamespace(req_to_token=torch.tensor([[4, 9, 7, 0]], dtype=torch.int32))
+    request = finished(0, 4)
+    request.miles_routes = torch.full((2, LAYERS, K), 77, dtype=torch.uint8)
+    inside.complete_routes(lambda *_: None, types.SimpleNamespace(req_to_token_pool=pool), request)
+    inside.read_routes()
+    assert bool((request.routed_experts[:2] == 77).all()) and torch.equal(request.routed_experts[2], table.rows[7])
+
+
+def test_a_pass_writes_its_rows_with_one_operation() -> None:
+    """A decode step of a small model is bound by the scheduler's time, and each operation takes some microseconds of it."""
+    recorder = Recorder()
+    RouteTable(recorder, torch.uint8)
+    batch = types.SimpleNamespace(out_cache_loc=torch.tensor([4, 9]))
+    with Counted() as counted:
+        recorder.on_forward_end(forward_batch=batch, can_run_graph=True, cuda_graph_batch=None, no_copy_to_cpu=True)
+    assert [name for name in counted.operations if name != "slice"] == ["index_copy_"]
 
 
 def test_a_model_on_a_cpu_or_without_records_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ def compare(columns: int, inner: int, dtype: torch.dtype, device: torch.device) 
     for size in sizes:
         expected = compute_product(x[None, :size], weight.t()[None])[0]
         found[size] = torch.equal(torch.mm(x[:size], weight.t()), expected)
+    _plan.cache_clear()
     return found
 
 
@@ -64,23 +65,39 @@ def divide(rows: int, largest: int = SIZES[-1]) -> tuple[tuple[int, int], ...]:
     return tuple(pieces)
 
 
+@cache
+def _plan(
+    rows: int, columns: int, inner: int, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[int, int, int, bool], ...]:
+    """First row, rows, size, and whether the library computes it, of each piece; nothing if the kernel computes the whole product."""
+    equal = _equal.get((columns, inner, dtype, device), {})
+    if not rows or _FULL not in equal or not any(equal.values()):
+        return ()
+    plan, first = [], 0
+    for count, size in divide(rows, max(equal)):
+        plan.append((first, count, size, equal[size]))
+        first += count
+    return tuple(plan)
+
+
 class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        equal = _equal.get((*weight.shape, weight.dtype, weight.device), {})
-        if not any(equal.values()) or _FULL not in equal or x.dtype != weight.dtype or not weight.is_contiguous():
+        whole = x.dtype == weight.dtype and weight.is_contiguous()
+        plan = _plan(len(x), *weight.shape, weight.dtype, weight.device) if whole else ()
+        if not plan:
             return compute_product(x[None], weight.t()[None])[0]
-        if not len(x):
-            return x.new_empty(0, len(weight))
-        pieces = divide(len(x), max(equal))
-        counts = [count for count, _ in pieces]
         x, transposed = x.contiguous(), weight.t()
+        _, count, size, equal = plan[0]
+        if len(plan) == 1 and equal and count == size:  # not torch.mm, which mode.Invariant replaces
+            return torch.ops.aten.mm(x, transposed)
         out = x.new_empty(len(x), len(weight))
-        for (count, size), part, target in zip(pieces, x.split(counts), out.split(counts), strict=True):
-            if not equal[size]:
+        for first, count, size, equal in plan:
+            part, target = x.narrow(0, first, count), out.narrow(0, first, count)
+            if not equal:
                 target.copy_(compute_product(part[None], transposed[None])[0])
-            elif count < size:  # not torch.mm, which mode.Invariant replaces
+            elif count < size:
                 target.copy_(torch.ops.aten.mm(pad(part, (0, 0, 0, size - count)), transposed)[:count])
             else:
                 torch.ops.aten.mm.out(part, transposed, out=target)

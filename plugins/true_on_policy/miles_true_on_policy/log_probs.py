@@ -20,7 +20,11 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return [rows]: log-probabilities of ``tokens`` [rows] over logits [rows, vocabulary]."""
-    return log_softmax(logits).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    if not products.uses_kernels(logits) or logits.dtype != torch.float32:
+        return log_softmax(logits).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    from miles_true_on_policy.normalize import pick_log_softmax
+
+    return pick_log_softmax(logits, tokens)
 
 
 def supported_log_probs(logits: Tensor, tokens: Tensor, support: Ragged) -> Tensor:

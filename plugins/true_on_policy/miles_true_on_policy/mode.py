@@ -81,11 +81,15 @@ def _reduce(function: Callable[..., Any], mean: bool, x: Any, *args: Any, **kwar
 
 
 def _choose_largest(function: Callable[..., Any], x: Any, k: int, *args: Any, **kwargs: Any) -> Any:
-    """Call ``torch.topk``; on a GPU with a stable sort, since topk leaves the order of equal entries to the number of rows."""
+    """Call ``torch.topk``; on a GPU in the order of a stable sort, since topk leaves the order of equal entries to the number of rows."""
     dim = kwargs.get("dim", args[0] if args else -1)
     largest = kwargs.get("largest", args[1] if len(args) > 1 else True)
     if not products.uses_kernels(x):
         return function(x, k, *args, **kwargs)
+    from miles_true_on_policy.choice import can_choose, largest_entries
+
+    if largest and dim in (-1, x.dim() - 1) and can_choose(x, k):
+        return torch.return_types.topk(largest_entries(x, k))
     values, index = x.sort(dim=dim, descending=largest, stable=True)
     return torch.return_types.topk((values.narrow(dim, 0, k), index.narrow(dim, 0, k)))
 

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from miles_core.plugin import ConfigError
 from miles_embedded import AttentionOptions, Call, DecodeCall, PackedCall, PromptCall, StaticCall
 from miles_true_on_policy.attention_kernel import BLOCK, FIELDS, Place, attend_tiles, choose_tile, queries_of
+from miles_true_on_policy.sequences import to_device
 
 #: Key in ``Context.attached`` of a call's tiles, by queries per tile.
 _TILES = "true_on_policy.tiles"
@@ -40,8 +41,11 @@ def attend_by_tiles(
         call, StaticCall
     ):  # a prompt comes before the first step in static buffers, which may be recorded in a graph
         check_attention(heads, kv_heads, q.shape[2], v.shape[2], q.dtype, q.device)
-    keys = _places(call, "k", module.layer_idx, key, k)
-    values = _places(call, "v", module.layer_idx, value, v)
+    if isinstance(call, StaticCall):
+        keys, values = (_of_slabs(*slabs) for slabs in call.append(module.layer_idx, key, value))
+    else:
+        keys = _places(call, "k", module.layer_idx, key, k)
+        values = _places(call, "v", module.layer_idx, value, v)
     tile = choose_tile(query.dtype, query.shape[3], value.shape[3], isinstance(call, (StaticCall, DecodeCall)))
     tiles = _tiles(call, queries_of(tile, heads, kv_heads), query.device)
     return attend_tiles(q, keys, values, tiles, scaling, tile, options, kv_heads, sums)[None]
@@ -86,20 +90,20 @@ def _with_plain_rows(x: Tensor) -> Tensor:
 
 def _places(call: Call, kind: str, layer: int, entries: Tensor, rows: Tensor) -> tuple[Place, Place]:
     """Where the front's and the own keys or values are: ``entries`` [1, heads, rows, dim], which are stored; ``rows`` are the same."""
-    if isinstance(call, StaticCall):
-        prompts, own = call.slabs(kind, layer, entries)
-        call.write(own, rows)
-        return Place.of_slab(prompts), Place.of_slab(own)
     if isinstance(call, DecodeCall):
         cache = call.rows.cache
         shape = entries.shape[1], entries.shape[3:], entries
         own = cache.own.slab((kind, layer), *shape)
         call.rows.write(own, rows)
-        return Place.of_slab(cache.prefixes.slab((kind, layer), *shape)), Place.of_slab(own)
+        return _of_slabs(cache.prefixes.slab((kind, layer), *shape), own)
     if isinstance(call, PromptCall):
         call.store(kind, layer, call.pad(rows).transpose(1, 2))
     place = Place.of_rows(rows)
     return place, place
+
+
+def _of_slabs(prompts: Tensor, own: Tensor) -> tuple[Place, Place]:
+    return Place.of_slab(prompts), Place.of_slab(own)
 
 
 def _tiles(call: Call, queries: int, device: torch.device) -> Tensor:
@@ -126,7 +130,7 @@ def _compute_tiles(call: Call, queries: int, device: torch.device) -> Tensor:
     records[:, 2] = before[segment] + offset
     for field, values in ((3, front), (4, front_slot), (5, own_slot)):
         records[:, field] = values[segment]
-    return torch.from_numpy(records).to(device, non_blocking=True)
+    return to_device(records, device)
 
 
 def _segments(call: Call) -> tuple[np.ndarray, ...]:

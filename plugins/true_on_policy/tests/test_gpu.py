@@ -45,6 +45,21 @@ def test_gradients(kernels):
             torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("rows", [0, 3, 16, 40, 70, 530])
+def test_pieces_give_the_product_whoever_computes_them(kernels, monkeypatch, rows):
+    from miles_true_on_policy import library
+
+    device = torch.empty(0, device=HERE).device
+    x, weight = torch.randn(rows, 32, device=HERE), torch.randn(24, 32, device=HERE)
+    sizes = {size: size not in (16, 64) for size in library.SIZES if size <= library._FULL}
+    monkeypatch.setitem(library._equal, (24, 32, x.dtype, device), sizes)
+    library._plan.cache_clear()
+    plan = library._plan(rows, 24, 32, x.dtype, device)
+    assert sum(count for _, count, _, _ in plan) == rows and all(equal == sizes[size] for _, _, size, equal in plan)
+    torch.testing.assert_close(library.multiply_pieces(x, weight), x @ weight.t(), rtol=1e-4, atol=1e-4)
+    library._plan.cache_clear()
+
+
 def gap(checkpoint, dtype, exact, graphs=False, temperature=1.0):
     """Number of tokens, and the largest |difference| between engine and trainer over several micro-batches."""
     from miles_core.contracts.engine import Request, Sampling
@@ -163,6 +178,34 @@ def test_log_softmax_of_a_row_depends_on_it_only(kernels, vocabulary):
     whole = log_softmax(x)
     for i in (0, 1, 2, 3, 17, 250):
         assert torch.equal(log_softmax(x[i : i + 3].clone()), whole[i : i + 3])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("vocabulary", [64, 259, 32000, 151936])
+def test_the_log_probability_of_a_token_depends_on_its_row_only(kernels, vocabulary):
+    """One token of a decode step, and the same among those of a training batch."""
+    from miles_true_on_policy.normalize import log_softmax, pick_log_softmax
+
+    x = 4 * torch.randn(300, vocabulary, device="cuda")
+    tokens = torch.randint(vocabulary, (300,), device="cuda")
+    whole = pick_log_softmax(x, tokens)
+    assert torch.equal(whole, log_softmax(x).gather(1, tokens[:, None])[:, 0])
+    for first, rows in ((0, 1), (7, 3), (40, 257)):
+        piece = slice(first, first + rows)
+        assert torch.equal(pick_log_softmax(x[piece].clone(), tokens[piece]), whole[piece])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("experts", "k"), [(8, 2), (32, 4), (128, 8), (257, 16)])
+def test_chosen_experts_are_those_of_a_stable_sort(kernels, experts, k):
+    from miles_true_on_policy.choice import largest_entries
+
+    x = torch.randint(2 * experts, (5000, experts), device="cuda").float().softmax(-1)
+    values, index = largest_entries(x, k)
+    expected, places = x.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(values, expected[:, :k]) and torch.equal(index, places[:, :k])
 
 
 @pytest.mark.gpu

@@ -1,0 +1,102 @@
+"""Imports Transformers without the packages that its model classes do not use, which take seconds where many packages are installed.
+
+Wherever they are installed, Transformers imports scikit-learn with SciPy and pandas for one function of assisted generation, and SciPy for
+one function of detection losses; here these functions import them when they are called. Its first module lists the files of all installed
+distributions to find the versions of a few packages; here this happens if a package has no distribution of the same name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+__all__ = ["import_transformers"]
+
+#: Packages that only the distribution of the same name contains.
+NAMED_ALIKE = frozenset(
+    {"accelerate", "kernels", "numpy", "peft", "safetensors", "tokenizers", "torch", "torchao", "torchvision", "triton"}
+)
+#: Module -> check in ``transformers.utils`` -> what the module imports if the check is true.
+DEFERRED = {
+    "transformers.generation.candidate_generator": {"is_sklearn_available": ("sklearn.metrics", "roc_curve")},
+    "transformers.loss.loss_utils": {"is_scipy_available": ("scipy.optimize", "linear_sum_assignment")},
+}
+
+
+def import_transformers() -> None:
+    """Import Transformers and the modules of ``DEFERRED``. Modules that are imported already, and those that a version of Transformers does
+    not have, stay as they are."""
+    if "transformers" not in sys.modules:
+        find = importlib.metadata.packages_distributions
+        importlib.metadata.packages_distributions = lambda: Distributions(find)
+        try:
+            importlib.import_module("transformers")
+        finally:
+            importlib.metadata.packages_distributions = find
+    for module, functions in DEFERRED.items():
+        if module not in sys.modules and importlib.util.find_spec(module) is not None:
+            _import_deferring(module, functions)
+
+
+def _import_deferring(module: str, functions: Mapping[str, tuple[str, str]]) -> None:
+    """Import a module while the checks in ``functions`` are false, then give the true checks and deferred functions to the modules
+    that this imported."""
+    utils = importlib.import_module("transformers.utils")
+    checks = {name: getattr(utils, name) for name in functions if hasattr(utils, name)}
+    for name in checks:
+        setattr(utils, name, _is_unavailable)
+    before = set(sys.modules)
+    try:
+        importlib.import_module(module)
+    finally:
+        for name, check in checks.items():
+            setattr(utils, name, check)
+        for made in [sys.modules[key] for key in sys.modules.keys() - before]:
+            for name, (source, function) in functions.items():
+                if vars(made).get(name) is _is_unavailable:  # which only names in ``checks`` are
+                    setattr(made, name, checks[name])
+                    vars(made).setdefault(function, _defer(source, function))
+
+
+def _is_unavailable() -> bool:
+    return False
+
+
+def _defer(source: str, name: str) -> Callable[..., Any]:
+    """Return a function that imports its module when it is called."""
+
+    def deferred(*arguments: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module(source), name)(*arguments, **options)
+
+    return deferred
+
+
+class Distributions(Mapping[str, list[str]]):
+    """Package -> names of the distributions that contain it, listed on demand.
+
+    Args:
+        find: lists all of them, as ``importlib.metadata.packages_distributions``.
+    """
+
+    def __init__(self, find: Callable[[], Mapping[str, list[str]]]) -> None:
+        self._find = find
+
+    @cached_property
+    def _all(self) -> Mapping[str, list[str]]:
+        return self._find()
+
+    def __getitem__(self, package: str) -> list[str]:
+        if package in NAMED_ALIKE and any(True for _ in importlib.metadata.distributions(name=package)):
+            return [package]
+        return self._all[package]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
