@@ -2,7 +2,7 @@
 
 ``benchmarks/recipes.json`` has recipes with sources: GPUs, parallel sizes, lengths, and what was published about seconds and memory. Each
 recipe's options become flags, and ``miles plan --hardware ...`` checks them; the estimates of ``miles_planning`` are compared with what
-was published::
+was published. ``benchmarks/recipes_unseen.json`` has more of them, which were collected after the efficiencies had been chosen::
 
     python benchmarks/recipes_plan.py --save
 """
@@ -36,6 +36,8 @@ from miles_planning.training_time import training_time
 from miles_planning.workload import Workload
 
 RECIPES = ROOT / "benchmarks" / "recipes.json"
+#: Recipes that were collected after the efficiencies had been chosen, so that they test them.
+UNSEEN = ROOT / "benchmarks" / "recipes_unseen.json"
 CONFIGS = ROOT / "tests" / "published"
 #: Models of the recipes that are stored under another name.
 STORED = {"glm4.5-355b": "glm-4.5"}
@@ -125,14 +127,14 @@ def _placement(row: dict[str, Any]) -> list[str]:
     if row["engine_dp"] > 1:
         found += ["--sglang-dp-size", str(row["engine_dp"]), "--sglang-enable-dp-attention"]
     if row["mem_fraction"]:
-        # vLLM's share refers to the whole GPU and includes activations, about a tenth of it. SGLang's excludes them and refers to free memory: a
+        # vLLM's share refers to the whole GPU and includes activations, about 8 GB. SGLang's excludes them and refers to free memory: a
         # sleeping trainer keeps 2 GB
         share = row["mem_fraction"]
         if row["engine"] == "vllm":
             kept = 2.0 / row["gpu_memory_gb"] if row["placement"] == "colocated" else 0.0
-            share = (share - 0.1) / (1 - kept)
+            share = (share - 8 / row["gpu_memory_gb"]) / (1 - kept)
         found += ["--sglang-mem-fraction-static", f"{share:.2f}"]
-    return found + (["--rollout-precision", "fp8"] if row["rollout_precision"] == "fp8" else [])
+    return found + (["--rollout-precision", row["rollout_precision"]] if row["rollout_precision"] != "bf16" else [])
 
 
 def _megatron(row: dict[str, Any]) -> list[str]:
@@ -200,7 +202,7 @@ def judge_on(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     result = check(requested_plugins(config, facts, catalogue), catalogue, facts)
     found["accepted"] = not result.problems if row["engine"] else None
     if result.problems and row["engine"]:
-        found["reason"] = "; ".join(f"{p.who} needs {p.needs}: {p.because}" for p in result.problems)
+        found["reason"] = "; ".join(f"{p.who} {p.verb} {p.needs}: {p.because}" for p in result.problems)
     found["seconds_of_the_plan"] = round(time.perf_counter() - start, 2)
     model = model_config(str(checkpoint))
     assert model is not None
@@ -276,15 +278,21 @@ def main() -> None:
     parser.add_argument("--only", default="", help="recipes whose id contains this")
     parser.add_argument("--search", action="store_true", help="also measure the processor time of searches")
     given = parser.parse_args()
-    rows = [row for row in json.loads(RECIPES.read_text(encoding="utf-8")) if given.only in row["id"]]
+    judged, unseen = judge_file(RECIPES, given.only), judge_file(UNSEEN, given.only)
+    result = {"summary": summarize(judged), "rows": judged, "unseen_summary": summarize(unseen), "unseen": unseen}
+    if given.search:
+        result["search_seconds"] = measure_search()
+    finish("recipes_plan", result, given.save, lambda: {"miles-core": metadata.version("miles-core")})
+
+
+def judge_file(file: Path, only: str) -> list[dict[str, Any]]:
+    """Judge the recipes of a file whose ids contain ``only``."""
+    rows = [row for row in json.loads(file.read_text(encoding="utf-8")) if only in row["id"]]
     with tempfile.TemporaryDirectory() as folder:
         judged = [judge(row, Path(folder)) for row in rows]
     for one in judged:
         print(one, file=sys.stderr)
-    result = {"summary": summarize(judged), "rows": judged}
-    if given.search:
-        result["search_seconds"] = measure_search()
-    finish("recipes_plan", result, given.save, lambda: {"miles-core": metadata.version("miles-core")})
+    return judged
 
 
 def measure_search() -> dict[str, float]:

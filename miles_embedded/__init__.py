@@ -18,8 +18,8 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
 - to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``, ``hand_over_gradient``;
-- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``, ``trainer_parts``,
-  ``trainer_usage``, ``engine_usage``;
+- to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``,
+  ``trainer_parts``, ``trainer_usage``, ``engine_usage``, ``format_billions``;
 - to count the tokens of each expert: ``ExpertLoads``, summed with ``sum_over_ranks``;
 - to replace steps of a model: ``Operations`` (with the types of its functions), ``operations_of``, ``use_operations``, and the calls
   that attention receives.
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from miles_embedded.memory.usage import (
         engine_usage,
         engines_gpus,
+        format_billions,
         longest_sample,
         size_of,
         trainer_parts,
@@ -156,6 +157,7 @@ __all__ = [
     "export_checkpoint",
     "fill_rows",
     "find_routed",
+    "format_billions",
     "full_values",
     "gather_tensor",
     "hand_over_gradient",
@@ -220,7 +222,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.engine.static_step": "padded_rows",
         "miles_embedded.kernels.available": "kernels_run",
         "miles_embedded.memory.model_size": "ModelSize model_size",
-        "miles_embedded.memory.usage": "engine_usage engines_gpus longest_sample size_of trainer_parts trainer_usage training_of "
+        "miles_embedded.memory.usage": "engine_usage engines_gpus format_billions longest_sample size_of trainer_parts trainer_usage training_of "
         "wanted_rows",
         "miles_embedded.model.attention": "AttentionOptions",
         "miles_embedded.model.call": "Call active_context",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.plugin import ConfigError, Facts
 from miles_planning.hardware import check_hardware
-from miles_planning.launch.command import KINDS, add_options, write_file
+from miles_planning.launch.command import KINDS, add_options, check_options, write_file
 from miles_planning.packages import PARTS, check_packages, read_option
 from miles_planning.workload import Workload
 from miles_tools.commands.plan import USAGE, collect_facts, make_parser
@@ -36,6 +36,10 @@ def plan(argv: Sequence[str]) -> int:
     parser.add_argument("--launch", choices=tuple(KINDS), help="write a launch file for the fastest layout")
     add_options(parser)
     options, rest = parser.parse_known_args(list(argv))
+    if options.top < 1:
+        raise ConfigError(f"--top {options.top}: show at least one layout")
+    if options.launch:
+        check_options(options.launch, options)
     from miles_planning.search import search
     from miles_planning.show import command_of, describe
 
@@ -86,13 +90,16 @@ def _workload(facts: Facts, options: Any) -> tuple[Workload, list[str]]:
         notes.append(
             f"responses of {response:,.0f} tokens on average: half of --rollout-max-response-len (--mean-response-len sets it)"
         )
-    if not 0 < response <= longest:
+    if not 1 <= response <= longest:
         raise ConfigError(
             f"--mean-response-len {response:g} must be between 1 and --rollout-max-response-len {longest}"
         )
+    most = float(facts.value("rollout.max_prompt_len") or facts.value("model.context") or 1 << 20)
     if prompt is None:
-        prompt = min(512.0, float(facts.value("rollout.max_prompt_len") or 512))
+        prompt = min(512.0, most)
         notes.append(f"prompts of {prompt:,.0f} tokens on average (--mean-prompt-len sets it)")
+    if not 1 <= prompt <= most:
+        raise ConfigError(f"--mean-prompt-len {prompt:g} must be between 1 and the longest prompt, {most:,.0f} tokens")
     samples = int(facts.value("rollout.batch_size") or 1) * int(facts.value("rollout.n_samples_per_prompt") or 1)
     steps = int(facts.value("train.num_steps_per_rollout") or 0)
     steps = steps or max(samples // int(facts.value("train.global_batch_size") or samples), 1)

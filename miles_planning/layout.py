@@ -29,6 +29,7 @@ class TrainerLayout:
         tp, pp, cp, ep, etp: tensor, pipeline, context, expert and expert-tensor parallel sizes.
         virtual: chunks per pipeline stage.
         stage_layers: decoder layers of the largest stage.
+        last_layers: decoder layers of the last stage; 0 if it has as many.
         tokens: maximum tokens per micro-batch of one replica.
         samples: samples per micro-batch; 0 if it is filled up to ``tokens``.
         recompute: share of a layer's forward pass that the backward pass repeats, 0 to 1.
@@ -48,6 +49,7 @@ class TrainerLayout:
     etp: int = 1
     virtual: int = 1
     stage_layers: int = 1
+    last_layers: int = 0
     tokens: int = 8192
     samples: int = 0
     recompute: float = 0.0

@@ -21,6 +21,7 @@ class Gpu:
         memory: bytes per second of the GPU's memory.
         nvlink, network: bytes per second and direction within a machine and between machines.
         host: bytes per second between GPU and host memory.
+        launch: factor of the fixed times of training layers.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Gpu:
     nvlink: float
     network: float
     host: float
+    launch: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def rates_of(gpu: str, machine: int = 8) -> Rates:
     units = {"bf16": 1e12, "fp8": 1e12, "memory": 1e12, "nvlink": 1e9, "network": 1e9, "host": 1e9}
     sync: dict[str, float] = table["sync"]  # type: ignore[assignment]
     return Rates(
-        Gpu(gpu, **{name: row[name] * unit for name, unit in units.items()}),
+        Gpu(gpu, **{name: row[name] * unit for name, unit in units.items()}, launch=row.get("launch", 1.0)),
         {name: entry["value"] for name, entry in table["efficiency"].items()},
         {name: entry["value"] for name, entry in table["seconds"].items()},
         {"rate": sync["rate"] * 1e9, "colocated_rate": sync["colocated_rate"] * 1e9, "fixed": sync["fixed"]},

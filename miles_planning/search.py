@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from miles_core.plugin import ConfigError, Facts
 from miles_core.plugin.check import check
+from miles_core.plugin.memory import USABLE
 from miles_planning.layout import (
     Changes,
     EngineLayout,
@@ -126,7 +128,7 @@ def search(task: Task, count: int) -> Result:
         if best:
             break
     numbers = sides.count(sides.trainers), sides.count(sides.engines)
-    return Result(tuple(best), *numbers, refused, () if best else tuple(_explain(sides)))
+    return Result(tuple(best), *numbers, refused, () if best else tuple(sides.explain(bool(refused))))
 
 
 def _accept(task: Task, every: Sequence[Found], count: int, refused: dict[str, int]) -> list[Found]:
@@ -140,22 +142,11 @@ def _accept(task: Task, every: Sequence[Found], count: int, refused: dict[str, i
         checked[kind] = checked.get(kind, 0) + 1
         result = check(task.requested, task.manifests, change_facts(task.facts, found.changes))
         if result.problems:
-            first = f"{result.problems[0].who} needs {result.problems[0].needs}"
+            first = f"{result.problems[0].who} {result.problems[0].verb} {result.problems[0].needs}"
             refused[first] = refused.get(first, 0) + 1
         else:
             best[kind] = found
     return list(best.values())
-
-
-def _explain(sides: _Sides) -> Iterator[str]:
-    """Yield why no layout of the trainer or the engines fits."""
-    facts, model, gpus = sides.task.facts, sides.task.model, sides.task.gpus
-    if not sides.count(sides.trainers):
-        yield f"trainer: {trainer_planner(str(facts.value('trainer'))).explain(facts, model, gpus)}"
-    planner = engine_planner(str(facts.value("engine")))
-    for formats in _formats(facts, (*_FORMATS[:2], *_SMALLER)) if not sides.count(sides.engines) else ():
-        changed = change_facts(facts, formats)
-        yield f"engines in {changed.value('rollout.precision')}: {planner.explain(changed, model, gpus)}"
 
 
 def change_facts(facts: Facts, changes: Changes) -> Facts:
@@ -177,33 +168,34 @@ class _Sides:
     def __init__(self, task: Task, cost: ModelCost, rates: Rates) -> None:
         self.task, self.cost, self.rates = task, cost, rates
         self.memory = float(task.facts.value("gpu.memory_gb") or 0) * GB
-        self.trainers: dict[Any, tuple[int, list[tuple[TrainingTime, TrainerLayout]]]] = {}
-        self.engines: dict[Any, tuple[int, list[tuple[RolloutTime, EngineLayout]]]] = {}
+        self.trainers: dict[Any, list[tuple[TrainingTime, TrainerLayout]]] = {}
+        self.engines: dict[Any, list[tuple[RolloutTime, EngineLayout]]] = {}
+        #: Side -> option -> layouts that fit and have another value of it than the user set.
+        self.conflicts: dict[str, dict[str, int]] = {"trainer": {}, "engines": {}, "placement": {}}
 
     @staticmethod
-    def count(found: Mapping[Any, tuple[int, Any]]) -> int:
+    def count(found: Mapping[Any, Sequence[Any]]) -> int:
         """Number of layouts that divide and fit."""
-        return sum(number for number, _ in found.values())
+        return sum(map(len, found.values()))
 
     def train(self, facts: Facts, ranks: int, colocated: bool) -> list[tuple[TrainingTime, TrainerLayout]]:
-        """Return the fastest layouts of the trainer on ``ranks`` GPUs."""
+        """Return the layouts of the trainer on ``ranks`` GPUs, fastest first."""
         key = (ranks, colocated, facts.value("train.precision"))
         if key not in self.trainers:
             planner = trainer_planner(str(facts.value("trainer")))
-            budget = 0.95 * self.memory - (_ASLEEP if colocated else 0.0)
+            budget = USABLE * self.memory - (_ASLEEP if colocated else 0.0)
             found = [
                 (training_time(self.rates, self.cost, t, self.task.work, colocated), t)
                 for t in planner.find(facts, self.task.model, ranks, budget)
-                if respects(self.task.facts, t.changes)
+                if self.keeps("trainer", t.changes)
             ]
-            found.sort(key=lambda pair: pair[0].seconds)
-            self.trainers[key] = len(found), found[:_COMBINED]
-        return self.trainers[key][1]
+            self.trainers[key] = sorted(found, key=lambda pair: pair[0].seconds)
+        return self.trainers[key]
 
     def generate(
         self, facts: Facts, gpus: int, colocated: bool, work: Workload
     ) -> list[tuple[RolloutTime, EngineLayout]]:
-        """Return the fastest layouts of engines on ``gpus`` GPUs."""
+        """Return the layouts of engines on ``gpus`` GPUs, fastest first."""
         key = (gpus, colocated, facts.value("rollout.precision"))
         if key not in self.engines:
             planner = engine_planner(str(facts.value("engine")))
@@ -211,11 +203,54 @@ class _Sides:
             found = [
                 (rollout_time(self.rates, self.cost, e, work, continuous), e)
                 for e in planner.find(facts, self.task.model, gpus, self.memory - (_ASLEEP if colocated else 0.0))
-                if respects(self.task.facts, e.changes)
+                if self.keeps("engines", e.changes)
             ]
-            found.sort(key=lambda pair: pair[0].seconds)
-            self.engines[key] = len(found), found[:_COMBINED]
-        return self.engines[key][1]
+            self.engines[key] = sorted(found, key=lambda pair: pair[0].seconds)
+        return self.engines[key]
+
+    def keeps(self, side: str, changes: Changes) -> bool:
+        """Whether a layout leaves alone what the user set; else counts the options that it would change."""
+        changed = _conflicts(self.task.facts, changes)
+        for name in changed:
+            self.conflicts[side][name] = self.conflicts[side].get(name, 0) + 1
+        return not changed
+
+    def explain(self, refused: bool) -> Iterator[str]:
+        """Yield why no combination of layouts was found. refused: there were some, but the plan refused them."""
+        facts, model, gpus = self.task.facts, self.task.model, self.task.gpus
+        trainers, engines = self.count(self.trainers), self.count(self.engines)
+        if not trainers:
+            why = self._name_conflicts("trainer")
+            yield f"trainer: {why or trainer_planner(str(facts.value('trainer'))).explain(facts, model, gpus)}"
+        planner = engine_planner(str(facts.value("engine")))
+        fitting = {key[2] for key, layouts in self.engines.items() if layouts}
+        for formats in _formats(facts, (*_FORMATS[:2], *_SMALLER)):
+            changed = change_facts(facts, formats)
+            if changed.value("rollout.precision") in fitting or (trainers and engines):
+                continue
+            why = self._name_conflicts("engines") or planner.explain(changed, model, gpus)
+            yield f"engines in {changed.value('rollout.precision')}: {why}"
+        if trainers and engines and not refused:
+            conflicts = self._name_conflicts("placement")
+            places = [
+                sorted({key[0] for key, layouts in side.items() if layouts}) for side in (self.trainers, self.engines)
+            ]
+            both = f"the trainer fits on {_list(places[0])} and the engines on {_list(places[1])} of {gpus} GPUs, but no placement suits both"
+            yield f"placement: {conflicts or both}"
+
+    def _name_conflicts(self, side: str) -> str:
+        """Return which options exclude all layouts that fit; empty if there is no such option."""
+        facts, counted = self.task.facts, self.conflicts[side]
+        found = [facts.lookup(name) for name in sorted(counted, key=lambda name: -counted[name])]
+        flags = [f"{fact.flag} {fact.value}" for fact in found if fact.flag]
+        if not flags:
+            return ""
+        what = "combinations" if side == "placement" else "layouts"
+        return f"{max(counted.values()):,} {what} fit, but none has {'all of ' * (len(flags) > 1)}{', '.join(flags)}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _combinations(
@@ -234,21 +269,45 @@ def _combinations(
                 changes["schedule"], work = "ahead", dataclasses.replace(work, lag=1)
             facts = change_facts(task.facts, changes)
             gpus = ranks if colocated else task.gpus - ranks
-            trainers = sides.train(facts, ranks, colocated)
-            for generated, e in sides.generate(facts, gpus, colocated, work) if trainers else ():
+            engines = sides.generate(facts, gpus, colocated, work)[:_COMBINED]
+            trainers = _select_trainers(sides.train(facts, ranks, colocated), engines, sides.memory, colocated)
+            for generated, e in engines:
                 placed = placement.place(ranks, task.machine, gpus, e.gpus)
-                if placed is None or not respects(task.facts, placed):
+                if placed is None or not sides.keeps("placement", placed):
                     continue
+                room = USABLE * sides.memory - _held_during_sync(e)
                 for trained, t in trainers:
+                    if colocated and _held_during_sync(t) > room:
+                        continue
                     time = step_time(sides.rates, generated, trained, e, work, colocated)
                     yield Found(colocated, t, e, time, {**changes, **placed, **t.changes, **e.changes})
 
 
-def respects(facts: Facts, changes: Changes) -> bool:
-    """Whether the changes leave alone what the user set."""
-    return not any(
-        facts.lookup(name).chosen and facts.value(name) != value for name, value in changes.items() if name in facts
-    )
+def _select_trainers(
+    trainers: Sequence[tuple[TrainingTime, TrainerLayout]],
+    engines: Sequence[tuple[RolloutTime, EngineLayout]],
+    memory: float,
+    colocated: bool,
+) -> list[tuple[TrainingTime, TrainerLayout]]:
+    """Return the fastest layouts of the trainer; on the engines' GPUs, those whose weights fit next to the engines' during a weight sync."""
+    if not colocated or not engines:
+        return list(trainers[:_COMBINED])
+    room = USABLE * memory - min(_held_during_sync(e) for _, e in engines)
+    return list(islice((pair for pair in trainers if _held_during_sync(pair[1]) <= room), _COMBINED))
+
+
+def _held_during_sync(layout: TrainerLayout | EngineLayout) -> float:
+    """Return the most bytes that a process of a layout keeps on its GPU during a weight sync."""
+    return max((usage.during_sync().parts.total for usage in layout.estimate()), default=0.0)
+
+
+def _conflicts(facts: Facts, changes: Changes) -> list[str]:
+    """Return the names of options that the user set to another value than the changes."""
+    return [
+        name
+        for name, value in changes.items()
+        if name in facts and facts.lookup(name).chosen and facts.value(name) != value
+    ]
 
 
 def _formats(facts: Facts, pairs: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
@@ -272,8 +331,22 @@ def _placements(task: Task) -> list[tuple[bool, int]]:
     given, schedule = task.facts.lookup("colocate"), task.facts.value("schedule")
     found = [(True, task.gpus)] if (given.value if given.chosen else schedule == "sync") else []
     if not given.chosen or not given.value:
-        found += [(False, ranks) for ranks in sorted({_share(task, share) for share in _SPLITS}) if ranks < task.gpus]
+        found += [(False, ranks) for ranks in _splits(task)]
     return found
+
+
+def _splits(task: Task) -> list[int]:
+    """Return the ranks of the trainer to try with engines on the other GPUs: shares of all, or what the options allow."""
+    placement, unit = runtime_planner(str(task.facts.value("runtime"))), _unit(task)
+
+    def allowed(ranks: int) -> bool:
+        gpus = task.gpus - ranks
+        ways = (placement.place(ranks, task.machine, gpus, each) for each in range(1, gpus + 1) if not gpus % each)
+        return any(placed is not None and not _conflicts(task.facts, placed) for placed in ways)
+
+    shares = {_share(task, share) for share in _SPLITS}
+    found = [ranks for ranks in sorted(shares) if ranks < task.gpus and allowed(ranks)]
+    return found or [ranks for ranks in range(unit, task.gpus, unit) if allowed(ranks)]
 
 
 def _finer_placements(task: Task, every: Sequence[Found]) -> list[tuple[bool, int]]:
@@ -288,5 +361,10 @@ def _finer_placements(task: Task, every: Sequence[Found]) -> list[tuple[bool, in
 
 def _share(task: Task, share: float) -> int:
     """Return this share of the GPUs in whole machines, or in GPUs of a single machine."""
-    unit = task.machine if task.gpus > task.machine else 1
+    unit = _unit(task)
     return max(round(share * task.gpus / unit), 1) * unit
+
+
+def _unit(task: Task) -> int:
+    """Return the GPUs by which placements differ: those of a machine, or one on a single machine."""
+    return task.machine if task.gpus > task.machine else 1

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from miles_core.config.config import Config
 
 GB = 1e9
+#: Where the numbers of a search come from.
+ESTIMATED = (
+    "estimated: all memory and seconds, from the GPU's peak rates and measured efficiencies (sources: miles_planning/rates.toml; "
+    "compared with published runs in docs/planning.md)"
+)
 #: Facts of the hardware that a plan may contain as changes; they are no options.
 _HARDWARE = ("gpu.",)
 
@@ -34,7 +39,7 @@ def describe(
             "assumed": list(notes),
         }
         return json.dumps(content, indent=1)
-    lines = [_heading(task, result), *(f"  assumed: {note}" for note in notes), ""]
+    lines = [_heading(task, result), *(f"  assumed: {note}" for note in notes), f"  {ESTIMATED}", ""]
     if not result.best:
         lines.append("no layout fits:")
         lines += [f"  {why}" for why in result.misfits]
@@ -87,12 +92,12 @@ def _describe_turns(found: Found, task: Task) -> str:
 def _paragraph(number: int, found: Found, task: Task) -> list[str]:
     t, e, s = found.trainer, found.engine, found.time
     where = f"colocated on {t.ranks} GPUs" if found.colocated else f"trainer {t.ranks} GPUs, engines {e.count * e.gpus}"
-    experts = f", EP {t.ep}, ETP {t.etp}" if t.ep * t.etp > 1 else ""
+    experts = f", EP {t.ep}, ETP {t.etp}" if t.ep > 1 or (t.etp > 1 and task.facts.value("model.moe")) else ""
     saved = ["recompute"] * (t.recompute == 1) + ["optimizer on the host"] * bool(t.offloaded)
     peak = max(u.parts.total for u in t.estimate()) / GB
     rows = [
         f"{number}. {s.seconds:,.0f} s per step: {where}, {_describe_turns(found, task)}",
-        f"   trainer: TP {t.tp}, PP {t.pp}, CP {t.cp}{experts}, {t.dp} replicas, {t.precision}, micro-batches of {t.tokens:,} tokens"
+        f"   trainer: TP {t.tp}, PP {t.pp}, CP {t.cp}{experts}, {t.dp} replica{'s' * (t.dp > 1)}, {t.precision}, micro-batches of {t.tokens:,} tokens"
         f"{''.join(', ' + word for word in saved)}; peak {peak:.0f} GB",
         f"   engines: {e.count} x TP {e.tp}{f', attention DP {e.dp}' if e.dp > 1 else ''}, {e.precision}; "
         f"{s.rollout.running} sequences at once each, cache of {e.cache:,} tokens",

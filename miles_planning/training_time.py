@@ -64,25 +64,25 @@ def training_time(
 
 
 def stage_seconds(rates: Rates, cost: ModelCost, t: TrainerLayout, tokens: float, context: float) -> float:
-    """Seconds of the forward pass of one micro-batch through the largest stage.
+    """Seconds of the forward pass of one micro-batch through the slowest stage: the largest one, or the last one with the output layer.
 
     Args:
         tokens: tokens of the micro-batch on one replica.
         context: tokens of a sample.
     """
     size = cost.size
-    sparse = t.stage_layers * size.sparse_layers / size.layers
     local = tokens / t.cp
     layer = (cost.active - size.vocab * size.hidden) / size.layers
     operations = local * (2 * layer + cost.attended * context) / t.tp
     speed = _speed(rates, cost, t)
     held = 2 * size.layer / t.tp if not cost.moe else 2 * (size.attention / t.tp + size.routed / (t.ep * t.etp))
     products = max(operations / speed, held / (rates.gpu.memory * rates.efficiency["decode_memory"]))
-    seconds = t.stage_layers * max(products, rates.seconds["train_layer"])
-    seconds += sparse * (rates.seconds["train_layer_moe"] - rates.seconds["train_layer"])
-    seconds += t.stage_layers * _collectives(rates, cost, t, local)
+    sparse = size.sparse_layers / size.layers
+    fixed, fixed_moe = (rates.gpu.launch * rates.seconds[name] for name in ("train_layer", "train_layer_moe"))
+    each = max(products, fixed) + sparse * (fixed_moe - fixed)
+    each += _collectives(rates, cost, t, local) + sparse * _exchange(rates, cost, t, local)
     head = 2 * local * size.vocab * size.hidden / t.tp / (rates.gpu.bf16 * rates.efficiency["train_dense"])
-    return seconds + sparse * _exchange(rates, cost, t, local) + head / t.pp
+    return max(t.stage_layers * each, (t.last_layers or t.stage_layers) * each + head)
 
 
 def _speed(rates: Rates, cost: ModelCost, t: TrainerLayout) -> float:

@@ -50,9 +50,13 @@ def run(argv: Sequence[str]) -> int:
 
         draw(results, Path(chosen.plot))
     if chosen.json:
-        found = [{"name": r.name, **r.summary(), "steps": r.seconds, "wall_seconds": round(r.wall, 2)} for r in results]
+        found = [
+            {"name": r.name, **r.summary(), "steps": r.seconds, "wall_seconds": round(r.wall, 2), "assumed": r.assumed}
+            for r in results
+        ]
         print(json.dumps({"simulated": found}))
     else:
+        print("\n".join((*dict.fromkeys(line for r in results for line in r.assumed), "")))
         print(format_table([(r.name, r.summary()) for r in results]))
         if chosen.plot:
             print(f"plot: {Path(chosen.plot).resolve()}")
@@ -75,7 +79,10 @@ def format_table(rows: Sequence[tuple[str, dict[str, float]]]) -> str:
 
 def _cases(compare: str | None, splits: str | None) -> list[tuple[str, list[str], list[str]]]:
     """Return (name, flags of the schedule, flags of the split) of every simulation."""
-    schedules = [(name, ["--schedule", *name.split()]) for name in compare.split(",")] if compare else [("", [])]
+    names = [name.strip() for name in compare.split(",")] if compare is not None else []
+    if "" in names:
+        raise ConfigError(f"--compare {compare!r}: an entry is empty; write schedules, for example sync,ahead")
+    schedules = [(name, ["--schedule", *name.split()]) for name in names] or [("", [])]
     places = [(text, _split_flags(text)) for text in splits.split(",")] if splits else [("", [])]
     return [(" ".join(filter(None, (a, b))), flags, place) for (a, flags), (b, place) in product(schedules, places)]
 

@@ -37,6 +37,6 @@ GPUS = {
 
 def find_gpu(name: str) -> Gpu:
     """Return the GPU of a name. Raises ConfigError with the known names if there is none."""
-    if name not in GPUS:
+    if name.upper() not in GPUS:
         raise ConfigError(f"--gpu {name}: its rates are unknown; known are {', '.join(GPUS)}")
-    return GPUS[name]
+    return GPUS[name.upper()]

@@ -85,8 +85,9 @@ def parse_setup(config: Config) -> Setup:
         options.correlation,
         config.train.seed,
     )
+    speed = _speed(options, longest)
     return Setup(
-        _speed(options, longest),
+        speed,
         lengths,
         engine_gpus // options.engine_size,
         options.trainer_gpus if shared else options.trainer_gpus + engine_gpus,
@@ -94,10 +95,26 @@ def parse_setup(config: Config) -> Setup:
         options.trainer_gpus,
         -(-longest // options.resolution),
         options.restart,
-        None if options.failure_hours is None else 3600 * options.failure_hours,
+        _failure_seconds(options, speed, longest),
         warm_up,
         bound + 1 if bound else 0,
     )
+
+
+def _failure_seconds(options: SimulationConfig, speed: Speed, longest: int) -> float | None:
+    """Return the mean seconds between failures of an engine; None if none fails.
+
+    Raises:
+        ConfigError: engines would hardly ever be up for as long as the longest response takes, so the run would not end."""
+    if options.failure_hours is None:
+        return None
+    seconds, response = 3600 * options.failure_hours, longest * speed.decode.base(1)
+    if seconds < options.restart + response:
+        raise ConfigError(
+            f"--engine-failure-hours {options.failure_hours:g}: an engine that fails every {seconds:.3g} s makes no progress, because it takes "
+            f"{options.restart:g} s to replace (--engine-restart-seconds) and the longest response takes {response:,.0f} s"
+        )
+    return seconds
 
 
 def _speed(options: SimulationConfig, longest: int) -> Speed:
@@ -109,6 +126,7 @@ def _speed(options: SimulationConfig, longest: int) -> Speed:
         prefill, train, sync = (value or 0.0 for value in given)
         assert options.decode_curve is not None  # otherwise the model is needed
         cache = float(options.cache_tokens or "inf")
+        _check_cache(cache, longest, f"--cache-tokens {options.cache_tokens}: the cache of an engine")
         return Speed(
             read_curve(options.decode_curve), prefill, train, sync, 0.0, options.train_fixed, options.switch, cache
         )
@@ -135,6 +153,7 @@ def _speed(options: SimulationConfig, longest: int) -> Speed:
 def _cache(options: SimulationConfig, model: ModelShape, weights: float, memory: float, longest: int) -> float:
     """Return the tokens that fit into the cache of one engine."""
     if options.cache_tokens is not None:
+        _check_cache(options.cache_tokens, longest, f"--cache-tokens {options.cache_tokens}: the cache of an engine")
         return options.cache_tokens
     free = options.engine_size * memory * options.cache_memory - weights
     if free <= 0:
@@ -143,12 +162,18 @@ def _cache(options: SimulationConfig, model: ModelShape, weights: float, memory:
             f"(--engine-memory {options.cache_memory:g}), and its weights need {weights / 1e9:.0f} GB; raise --engine-size"
         )
     tokens = free / model.kv_bytes if model.kv_bytes else float("inf")
+    _check_cache(
+        tokens, longest, f"the cache of an engine of {options.engine_size} {options.gpu}", "; raise --engine-size"
+    )
+    return tokens
+
+
+def _check_cache(tokens: float, longest: int, what: str, remedy: str = "") -> None:
+    """Raise ConfigError if a cache cannot hold the longest response."""
     if tokens < longest:
         raise ConfigError(
-            f"the cache of an engine of {options.engine_size} {options.gpu} holds {tokens:.0f} tokens, and a response may have "
-            f"--rollout-max-response-len {longest}; raise --engine-size"
+            f"{what} holds {tokens:,.0f} tokens, and a response may have --rollout-max-response-len {longest:,}{remedy}"
         )
-    return tokens
 
 
 def _model(options: SimulationConfig, needed: bool) -> ModelShape | None:

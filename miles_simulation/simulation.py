@@ -32,6 +32,7 @@ from miles_core.run.problems import Problems
 from miles_simulation import parts
 from miles_simulation.clock import VirtualLoop
 from miles_simulation.cluster import SimulatedRuntime
+from miles_simulation.description import describe_setup
 from miles_simulation.providers import RUNTIME
 from miles_simulation.setup import NAME, Setup, parse_setup
 
@@ -68,6 +69,7 @@ class Simulated:
         training: 1 while the trainer trained, over time.
         failures: engines that failed.
         wall: real seconds of the simulation.
+        assumed: lines that say which lengths and speeds were given, measured or computed.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Simulated:
     training: list[tuple[float, int]]
     failures: int = 0
     wall: float = 0.0
+    assumed: tuple[str, ...] = ()
     seconds: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -203,6 +206,7 @@ def simulate(words: Sequence[str], name: str = "", report: Report | None = None)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="miles-simulate-") as directory, _quiet():
         setup = parse_setup(config)
+        assumed = describe_setup(config, setup)
         rollout = config.rollout
         wanted = rollout.num_rollout
         sizes = {"max_response_len": -(-rollout.max_response_len // setup.unit), "num_rollout": wanted + setup.tail}
@@ -221,6 +225,7 @@ def simulate(words: Sequence[str], name: str = "", report: Report | None = None)
         runtime.trainer.over_time.points,
         runtime.engines.failures,
         time.perf_counter() - start,
+        assumed,
     )
 
 

@@ -159,6 +159,28 @@ def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(refused, tmp_path
     assert [record["step"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("saved", [True, False], ids=["samples", "checkpoints"])
+def test_a_lost_file_system_ends_the_run_instead_of_moving_it_to_the_local_disk(refused, tmp_path, monkeypatch, saved):
+    from miles_core.run.checkpoints import RunCheckpoints
+
+    plain = RunCheckpoints.commit
+
+    async def commit(self):
+        await plain(self)
+        if self.run.step == 2:  # as after umount --lazy: the mount point is there and empty
+            await self.complete()
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+
+    monkeypatch.setattr(RunCheckpoints, "commit", commit)
+    text = refused(save_interval=1, steps=5, save_rollouts=saved)
+    assert "step 3" in text and "the run's directory is gone (a lost file system?)" in text
+    assert "delete the directory" not in text and not (tmp_path / "run" / "checkpoints").exists()
+    kept = tmp_path / "elsewhere"
+    words = toy_arguments(directory=None, save=None, load=kept, steps=5, log_level="error", save_rollouts=saved)
+    monkeypatch.setattr(RunCheckpoints, "commit", plain)
+    assert main(["train", *words]) == 0 and (kept / "checkpoints" / "step_00000005").is_dir()
+
+
 def test_a_run_directory_that_cannot_be_made(refused, file):
     blocker = file("blocker", "")
     assert f"--save {blocker / 'run'}: the directory cannot be made" in refused(directory=blocker / "run")

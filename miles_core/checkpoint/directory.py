@@ -76,7 +76,8 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        directory: directory of the checkpoints; created by the first save.
+        directory: directory of the checkpoints; created by the first save, but not its parent, so that a run whose file system is gone
+            does not continue on the local disk.
     """
 
     def __init__(self, directory: Path | str) -> None:
@@ -113,9 +114,7 @@ class Checkpoints:
         """Delete all but the last ``count`` checkpoints. Renames each one first, so that no partial checkpoint is ever visible."""
         for step in self.steps()[:-count]:
             path = self.path(step)
-            dropped = path.with_name(f".{path.name}.dropped")
-            path.rename(dropped)
-            shutil.rmtree(dropped, ignore_errors=True)
+            shutil.rmtree(path.rename(path.with_name(f".{path.name}.dropped")), ignore_errors=True)
 
     @contextmanager
     def save(self, step: int, plan: Mapping[str, Any] | None = None) -> Iterator[Path]:
@@ -133,7 +132,7 @@ class Checkpoints:
         final = self.path(step)
         work = self.directory / f".{final.name}.saving"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(exist_ok=True)
             self.recover()
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
@@ -182,15 +181,15 @@ class Checkpoints:
 
     def _cannot_save(self, step: int, written: int, error: BaseException) -> CheckpointError:
         earlier = [_size(self.path(s)) for s in self.steps()]
-        needed = max([written, *earlier])
-        free = shutil.disk_usage(self.directory if self.directory.is_dir() else self.directory.parent).free
+        free = shutil.disk_usage(next(path for path in (self.directory, *self.directory.parents) if path.is_dir())).free
         safe = f"the {len(earlier)} earlier checkpoints there are untouched" if earlier else "nothing was left there"
         if _no_space(error):
             return CheckpointError(
-                f"the disk is full: saving step {step} in {self.directory} needs {needed:,} bytes or more and {free:,} "
+                f"the disk is full: saving step {step} in {self.directory} needs {max([written, *earlier]):,} bytes or more and {free:,} "
                 f"are free; {safe}. Free space there or choose another --save"
             )
-        return CheckpointError(f"cannot save step {step} in {self.directory}: {error}; {safe}")
+        lost = "" if self.directory.parent.is_dir() else "the run's directory is gone (a lost file system?)"
+        return CheckpointError(f"cannot save step {step} in {self.directory}: {lost or f'{error}; {safe}'}")
 
 
 def check_files(path: Path | str) -> dict[str, Any]:

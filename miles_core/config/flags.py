@@ -91,7 +91,8 @@ class _RecordAlias(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         typed = option_string or self.option_strings[0]
         for path, value in self.values.items():
-            namespace.given.append(Assignment(path, value, typed, Source.FLAG, typed))
+            # a flag with several values describes a whole run, so it replaces other flags
+            namespace.given.append(Assignment(path, value, typed, Source.FLAG, typed, int(len(self.values) > 1)))
 
 
 def new_parser(command: str = "miles train", extra: Sequence[tuple[str, str]] = ()) -> _Parser:

@@ -142,6 +142,7 @@ class Plugin:
         pairs: supported precision pairs.
         before, after: names of plugins that this plugin precedes or follows in every chain.
         aliases: flags that set fixed values, flag -> {option path: value}, e.g. ``{"--rollout-mine": {"rollout.precision": "mine"}}``.
+            One that sets several options replaces other flags that set them.
         environment: environment variable -> path of the option that it sets.
         elsewhere: flags of other software that users may expect, flag -> what to use instead, e.g.
             ``{"--server-model": "give --hf-checkpoint"}``. A mapping translates the flag's value, e.g.

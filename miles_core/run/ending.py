@@ -44,7 +44,8 @@ class Ending:
         """Return the final lines of a run: locations of its results, and the command that continues it."""
         saved = checkpoint_step(Path(self.checkpoint)) if self.checkpoint else 0
         again = "delete the directory, or choose another one with --save," if self.step else "run the same command"
-        held = self.checkpoint or f"none: {again} to start again"
+        lost = "" if Path(self.directory).is_dir() else "unknown: the run's directory is gone"
+        held = self.checkpoint or lost or f"none: {again} to start again"
         if self.step > saved:
             steps = f"step {self.step}" if self.step == saved + 1 else f"steps {saved + 1} to {self.step}"
             held += f"; {steps} could not be saved"

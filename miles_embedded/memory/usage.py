@@ -159,7 +159,7 @@ def trainer_usage(facts: Facts, size: ModelSize) -> Usage:
     how = training_of(facts)
     strategy = "" if how.ranks == 1 else f", {facts.value('embedded.sharding_strategy')}"
     note = (
-        f"trainer: {size.parameters / 1e9:,.3g} billion parameters on {how.ranks} rank{'s' * (how.ranks > 1)}{strategy}; "
+        f"trainer: {format_billions(size.parameters)} parameters on {how.ranks} rank{'s' * (how.ranks > 1)}{strategy}; "
         f"micro-batches of {how.tokens:,} tokens ({longest_sample(facts)[1]})"
     )
     parts = trainer_parts(size, how)
@@ -200,6 +200,11 @@ def _smaller_trainer(
             yield {**_on_ranks(facts, ranks, engines_gpus(facts)), **how_many}
             yield {**_on_ranks(facts, ranks, 0), **how_many, "colocate": True}
             return
+
+
+def format_billions(count: float) -> str:
+    """Return a number of parameters with three digits, for example ``30.5 billion`` or ``1,030 billion``."""
+    return f"{float(f'{count / 1e9:.3g}'):,g} billion"
 
 
 def engines_gpus(facts: Facts) -> int:

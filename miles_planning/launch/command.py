@@ -67,12 +67,22 @@ def write_file(kind: str, options: argparse.Namespace, argv: Sequence[str]) -> s
             f"{path}: an option of this command looks like a credential, and the file would keep it; give it to the job as an environment "
             "variable"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {path}: the file cannot be written ({error.strerror})") from error
     said = f"wrote {path}: {job.machines} x {job.gpus} x {job.gpu}, {job.header}\nstart it with: {module.submit(os.fspath(path))}"
+    if len(job.command) > len(argv) + 2:
+        said += f"\nadded {' '.join(job.command[-2:])}: the run's directory must be one that all machines share"
     if elsewhere := paths_outside(argv, job.shared):
         said += f"\nnot below --shared {job.shared}, so that every machine needs them at the same path: {', '.join(elsewhere)}"
     return said
+
+
+def check_options(kind: str, options: argparse.Namespace) -> None:
+    """Raise ConfigError for an invalid option of the job, before the run is known."""
+    KINDS[kind].write(Job(options.name, 1, 1, "", (), "", options.image, options.shared, options.hours))
 
 
 def paths_outside(argv: Sequence[str], shared: str) -> list[str]:
@@ -99,6 +109,8 @@ def make_job(options: argparse.Namespace, argv: Sequence[str]) -> Job:
             f"--hardware {options.hardware}: a run on {machines} machines needs a runtime with several processes, for example --runtime ray"
         )
     command = ("miles", "train", *argv)
+    if config.run.save is None and config.run.load is None:
+        command = (*command, "--save", f"{options.shared.rstrip('/')}/{options.name}")
     return Job(
         options.name,
         machines,

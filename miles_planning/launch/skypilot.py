@@ -48,7 +48,7 @@ def _script(job: Job) -> str:
         "sleep 10",
         f'export RAY_ADDRESS="$first:{PORT}"',
         job.wait_for_machines(),
-        job.command_line,
+        f"timeout --signal=TERM {job.hours}h {job.command_line}",
     ]
     return "\n".join(lines) + "\n"
 

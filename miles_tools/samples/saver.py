@@ -4,6 +4,7 @@ produced are read there (``remote``)."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,6 +55,7 @@ class SampleSaver:
 
     def __init__(self, run_dir: Path, tokenizer: Any, limit: int | None, writers: int = WRITERS) -> None:
         self.run_dir, self.limit, self.writers = run_dir, limit, writers
+        self._existed = self.run_dir.is_dir()
         self._pieces = Pieces(tokenizer)
         self._sizes: dict[tuple[int, str], int] = {}
         self._limit_logged = self._checked = False
@@ -121,14 +123,16 @@ class SampleSaver:
         target = self.run_dir / FILE.format(kind, step)
         part = target.with_suffix(".part")
         try:
+            # do not continue on the local disk below the mount point of a lost file system
+            if self._existed and not self.run_dir.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "the run's directory is gone (a lost file system?)")
             target.parent.mkdir(parents=True, exist_ok=True)
             write(part)
             size = part.stat().st_size
             part.replace(target)
         except OSError as error:
             raise MilesError(
-                f"cannot write the samples of step {step} to {target}: {error.strerror}; free space there and resume the run, "
-                "or resume it with --no-save-rollouts"
+                f"cannot write the samples of step {step} to {target}: {error.strerror}; {_advise(error)}"
             ) from error
         self._sizes[step, kind] = size
         self._forget_oldest(step)
@@ -206,6 +210,13 @@ class SampleSaver:
                 self._limit_logged = True
             (self.run_dir / FILE.format(kind, step)).unlink(missing_ok=True)
             total -= self._sizes.pop((step, kind))
+
+
+def _advise(error: OSError) -> str:
+    """Return what to do about a file that could not be written."""
+    if error.errno == errno.ENOENT:
+        return "mount it again, and resume the run from its last checkpoint"
+    return "free space there and resume the run, or resume it with --no-save-rollouts"
 
 
 def make_saver(run: Run) -> SampleSaver:

@@ -248,6 +248,7 @@ def test_plans_are_compared_by_what_matters():
 
 
 def test_load_means_a_run_a_checkpoint_directory_or_a_step(tmp_path):
+    (tmp_path / "run").mkdir()
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     for step in (4, 8):
         save(checkpoints, step)

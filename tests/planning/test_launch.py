@@ -70,6 +70,13 @@ def check_shell(text):
 
 def simulate(text, tmp_path, machines, **environment):
     """Run a script with commands that only record how they are called, and return the lines of the record."""
+    done, record = execute(text, tmp_path, machines, **environment)
+    assert done.returncode == 0, done.stderr
+    return record.read_text(encoding="utf-8").splitlines()
+
+
+def execute(text, tmp_path, machines, **environment):
+    """Run a script with recorded commands; returns the finished process and the file of the record."""
     record, folder = tmp_path / "record", tmp_path / "bin"
     folder.mkdir()
     bodies = {
@@ -83,12 +90,11 @@ def simulate(text, tmp_path, machines, **environment):
     for name, body in bodies.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
         (folder / name).chmod(0o755)
-    path = f"{folder}:/usr/bin:/bin"
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_CPUS_ON_NODE": "96", **environment}
     done = subprocess.run(
-        ["bash", "-c", text], env={"PATH": path, **environment}, text=True, capture_output=True, check=False, timeout=30
+        ["bash", "-c", text], env=environment, text=True, capture_output=True, check=False, timeout=30
     )
-    assert done.returncode == 0, done.stderr
-    return record.read_text(encoding="utf-8").splitlines()
+    return done, record
 
 
 def test_the_slurm_script_starts_ray_on_every_machine_and_the_driver_once(launch, tmp_path):
@@ -103,12 +109,39 @@ def test_the_slurm_script_starts_ray_on_every_machine_and_the_driver_once(launch
     driver = [line for line in lines if line.startswith("miles train")]
     assert len(driver) == 1 and driver[0].endswith("RAY_ADDRESS=node0:6379") and "--prompt-data a b.jsonl" in driver[0]
     assert lines.index("python3") < lines.index(driver[0]), "the driver starts when all machines have joined"
+    steps = [line for line in lines if line.startswith("srun")]
+    assert all("--cpus-per-task=96 --cpu-bind=none" in line for line in steps), "Ray counts the processors of its step"
+    assert "#SBATCH --mem=0" in text, "an optimizer in host memory needs all of it"
 
 
-def test_a_missing_shared_directory_stops_the_slurm_script(launch, tmp_path):
+def test_a_run_without_a_directory_gets_one_below_the_shared_one(launch):
+    path, said = launch("slurm", "--name", "first")
+    assert "added --save /shared/first: the run's directory must be one that all machines share" in said
+    assert "--save /shared/first\n" in path.read_text(encoding="utf-8")
+    path, said = launch("slurm", "--save", "/data/runs/1")
+    assert "added" not in said and path.read_text(encoding="utf-8").count("--save") == 1
+
+
+def test_a_file_that_cannot_be_written_is_named(checkpoint):
+    with pytest.raises(ConfigError, match=r"--out /proc/x/y: the file cannot be written"):
+        run(["slurm", "--hardware", "2x8xH100", "--out", "/proc/x/y", "--hf-checkpoint", checkpoint("qwen3-30b-a3b"), *RUN,
+             "--actor-num-nodes", "2"])  # fmt: skip
+
+
+def test_gpus_that_the_run_leaves_idle_are_reported(checkpoint, capsys):
+    argv = ["--hf-checkpoint", checkpoint("qwen3-30b-a3b"), *RUN, "--actor-num-nodes", "2"]
+    assert plan(["--hardware", "4x8xH100", *argv]) == 0
+    assert "the run uses 16 of 32 GPUs" in capsys.readouterr().out
+    assert plan(["--hardware", "2x8xH100", *argv]) == 0
+    assert "the run uses" not in capsys.readouterr().out
+
+
+def test_a_shared_directory_that_any_machine_lacks_stops_the_slurm_script(launch, tmp_path):
     path, _ = launch("slurm", "--shared", "/no/such/directory")
-    done = subprocess.run(["bash", str(path)], text=True, capture_output=True, check=False)
+    done, record = execute(path.read_text(encoding="utf-8"), tmp_path, 2, SLURM_JOB_NODELIST="node[0-1]")
     assert done.returncode == 1 and "/no/such/directory is not mounted on" in done.stderr
+    (check,) = record.read_text(encoding="utf-8").splitlines()
+    assert check.startswith("srun ") and "--ntasks-per-node=1" in check and "--nodes" not in check, "on every machine"
 
 
 def test_paths_outside_the_shared_directory_are_named(tmp_path, monkeypatch):
@@ -180,6 +213,7 @@ def test_the_skypilot_task_has_documented_fields_and_a_script_for_each_rank(laun
         assert lines == ["ray start --address=10.0.0.1:6379 --num-gpus=8 --disable-usage-stats --block"]
     else:
         assert len(drivers) == 1 and drivers[0].endswith("RAY_ADDRESS=10.0.0.1:6379")
+        assert "timeout --signal=TERM 24h miles train" in task["run"], "--hours limits it"
 
 
 def test_a_run_that_the_plan_refuses_is_not_launched(launch, tmp_path):

@@ -98,6 +98,7 @@ def test_longer_responses_and_fewer_gpus_take_longer(checkpoint, capsys):
             "--engine embedded: no layouts of this engine",
         ),
         (["--hf-checkpoint", "MODEL", "--hardware", "8xH100,8xH200"], "a run needs GPUs of one kind"),
+        (["--hf-checkpoint", "MODEL", "--hardware", ""], "--hardware is empty: give machines, GPUs and their type"),
         (
             ["--hf-checkpoint", "MODEL", "--hardware", "8xH100", "--hardware=8xH200"],
             "8xH100 and 8xH200: a run needs GPUs of one kind",
@@ -114,3 +115,78 @@ def test_the_embedded_trainer_is_searched_too(checkpoint, capsys):
     argv = ["--hf-checkpoint", checkpoint("qwen3-4b"), "--hardware", "8xH100", "--trainer", "embedded", *BATCH]
     code, result = run_search(capsys, *argv)
     assert code == 0 and all("--trainer embedded" in row["command"] for row in result["best"])
+
+
+def test_a_layout_that_the_user_sets_is_estimated_even_if_no_search_would_propose_it(checkpoint, capsys):
+    """46 layers in stages of 12, 12, 12 and 10, as a recipe of miles has them."""
+    typed = ["--pipeline-model-parallel-size", "4", "--num-layers-in-last-pipeline-stage", "10"]
+    typed += ["--tensor-model-parallel-size", "1", "--expert-model-parallel-size", "8", "--actor-num-nodes", "4"]
+    typed += ["--rollout-num-gpus", "48", "--recompute-granularity", "full"]
+    argv = ["--hf-checkpoint", checkpoint("glm-4.5-air"), "--hardware", "80xH100", *BATCH, *typed]
+    code, result = run_search(capsys, *argv)
+    assert code == 0, result["misfits"]
+    for row in result["best"]:
+        assert (row["trainer"]["ranks"], row["trainer"]["pp"], row["trainer"]["recompute"]) == (32, 4, 1.0)
+        words = shlex.split(row["command"])
+        assert words.count("--num-layers-in-last-pipeline-stage") == 1
+        prepare(load(words[2:]), ["hardware=80xH100"])
+
+
+def test_an_engine_that_is_full_of_weights_is_tried_on_twice_the_gpus(checkpoint, capsys):
+    large = ["--rollout-batch-size", "256", "--n-samples-per-prompt", "16", "--rollout-max-response-len", "16384"]
+    argv = ["--hf-checkpoint", checkpoint("kimi-k2"), "--hardware", "256xH200", *large, "--rollout-precision", "fp8"]
+    _, result = run_search(capsys, *argv)
+    assert {row["engine"]["tp"] for row in result["best"]} == {16}, "on 8 GPUs the cache holds a few sequences"
+    assert {row["colocated"] for row in result["best"]} == {True, False}, "and the trainer's weights fit next to it"
+
+
+def test_a_short_sample_is_not_split_over_gpus(checkpoint, capsys):
+    short = ["--rollout-max-context-len", "4096", "--rollout-max-response-len", "4096", "--max-tokens-per-gpu", "4096"]
+    argv = ["--hf-checkpoint", checkpoint("llama3.1-8b"), "--hardware", "16xH100", "--rollout-batch-size", "64", *short]
+    _, result = run_search(capsys, *argv)
+    assert {row["trainer"]["cp"] for row in result["best"]} == {1}
+    _, result = run_search(capsys, *argv, "--context-parallel-size", "4")
+    assert {row["trainer"]["cp"] for row in result["best"]} == {4}, "unless the user wants it"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "options", "messages", "absent"),
+    [
+        ("8xH200", [], ["trainer: the smallest of"], "engines in"),  # engines fit
+        ("32xH200", ["--tensor-model-parallel-size", "3"], ["trainer: ", "fit, but none has --tensor-model-parallel-size 3"], "engines"),
+        ("64xH200", ["--rollout-num-gpus", "100"], ["placement: ", "fit, but none has --rollout-num-gpus 100"], "trainer:"),
+        ("64xH200", ["--train-precision", "nvfp4"], ["megatron needs --train-precision bf16"], "placement:"),
+    ],
+    ids=["the trainer's memory", "an option of the trainer", "an option of the placement", "a number format"],
+)  # fmt: skip
+def test_the_reason_names_what_does_not_fit(checkpoint, capsys, hardware, options, messages, absent):
+    argv = ["--hf-checkpoint", checkpoint("qwen3-235b-a22b"), "--hardware", hardware, *BATCH, *options]
+    assert plan(["--search", *argv]) == 2
+    text = capsys.readouterr().out.partition("no layout fits:")[2]
+    assert all(message in text for message in messages) and absent not in text, text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--top", "0"], "--top 0: show at least one layout"),
+        (["--mean-prompt-len", "0"], "--mean-prompt-len 0 must be between 1 and the longest prompt, 40,960"),
+        (["--mean-prompt-len", "nan"], "--mean-prompt-len nan must be"),
+        (["--mean-prompt-len", "300", "--rollout-max-prompt-len", "256"], "the longest prompt, 256 tokens"),
+        (["--launch", "kuberay"], "pods run an image; give one with --image"),
+        (["--launch", "slurm", "--hours", "0"], "--hours 0: a job needs at least one hour"),
+    ],
+)
+def test_impossible_options_are_refused_before_the_search(options, message, checkpoint, monkeypatch):
+    monkeypatch.setattr("miles_planning.search.search", None)  # calling it would fail
+    argv = ["--hf-checkpoint", checkpoint("qwen3-4b"), "--hardware", "8xH100", *BATCH, *options]
+    with pytest.raises(ConfigError, match=message):
+        plan(["--search", *argv])
+
+
+def test_the_table_says_that_numbers_are_estimates_and_from_where(checkpoint, capsys):
+    argv = ["--hf-checkpoint", checkpoint("qwen3-4b"), "--hardware", "8xH100", *BATCH, "--top", "1"]
+    assert plan(["--search", *argv]) == 0
+    text = capsys.readouterr().out
+    assert "estimated: all memory and seconds" in text and "rates.toml" in text and "assumed: prompts of 512" in text
+    assert "ETP" not in text and " 1 replicas" not in text, "a dense model has no experts"

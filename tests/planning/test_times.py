@@ -143,3 +143,20 @@ def test_phases_take_turns_or_run_at_the_same_time():
     rest = sync_seconds(H200, ENGINE, False) + both.other
     assert both.seconds == pytest.approx(max(generated.seconds, trained.seconds) + rest)
     assert turns.seconds == pytest.approx(generated.seconds + trained.seconds + rest)
+
+
+def test_the_last_stage_of_a_pipeline_computes_the_output_layer():
+    even = TrainerLayout(8, pp=8, stage_layers=8, last_layers=8)
+    shorter = replace(even, last_layers=4)
+    slow, fast = (stage_seconds(H200, QWEN, layout, 8192, 4096) for layout in (even, shorter))
+    whole = stage_seconds(H200, QWEN, replace(even, last_layers=0), 8192, 4096)
+    assert slow == pytest.approx(whole) and fast < slow, "a shorter last stage leaves time for the output layer"
+
+
+def test_launches_take_longer_on_grace():
+    assert rates_of("GB200").gpu.launch > 1 == rates_of("B200").gpu.launch
+    layout, few = TrainerLayout(8, ep=8, stage_layers=94), 512
+    slow, fast = (
+        stage_seconds(replace(H200, gpu=replace(H200.gpu, launch=x)), MOE, layout, few, few) for x in (2.0, 1.0)
+    )
+    assert slow > 1.5 * fast

@@ -88,9 +88,14 @@ def test_the_last_lines_can_be_typed():
         (2, "delete the directory, or choose another one with --save, to start"),
     ],
 )
-def test_a_run_without_a_checkpoint_says_how_to_start_again(step, words):
+def test_a_run_without_a_checkpoint_says_how_to_start_again(step, words, tmp_path):
     """``--save`` refuses a directory with the metrics of a step."""
-    assert words in Ending(why="ended", step=step, of=3, directory="run").lines()[1]
+    assert words in Ending(why="ended", step=step, of=3, directory=str(tmp_path)).lines()[1]
+
+
+def test_a_run_whose_directory_is_gone_does_not_advise_to_delete_it(tmp_path):
+    lines = Ending(why="ended", step=2, of=3, directory=str(tmp_path / "gone")).lines()
+    assert lines[1].startswith("checkpoint: unknown: the run's directory is gone")
 
 
 def _claim(directory):

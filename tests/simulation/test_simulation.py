@@ -121,7 +121,12 @@ def test_the_command_compares_and_draws(words, tmp_path, capsys):
     compare = ["--compare", "sync,async --no-partial-rollout", "--splits", "2+1"]
     assert run([*few, *compare, "--plot", str(plot)]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in table[1:3]] == ["sync 2+1", "async --no-partial-rollout 2+1"]
+    at = table.index("") + 1
+    assert [line.split("  ")[0] for line in table[at + 1 : at + 3]] == ["sync 2+1", "async --no-partial-rollout 2+1"]
+    assumed = "\n".join(table[:at])
+    assert "responses constant:100 (given), at most 1,000 tokens; prompts constant:25 (given)" in assumed
+    assert "10.0 ms per step with one request" in assumed and f"(measured, {tmp_path / 'curve.json'})" in assumed
+    assert "weight sync 0.2 s (given)" in assumed
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert run([*few, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["simulated"]
@@ -141,12 +146,30 @@ def test_the_command_compares_and_draws(words, tmp_path, capsys):
         ({"gpu": "Z9", "parameters": 1e9}, "--gpu Z9: its rates are unknown; known are A100"),
         ({"parameters": 1e12}, "its weights need 2000 GB; raise --engine-size"),
         ({"splits": "3"}, "--splits 3: write GPUs of engines"),
+        ({"compare": "sync,,async"}, "--compare 'sync,,async': an entry is empty"),
+        ({"cache_tokens": 999}, "--cache-tokens 999: the cache of an engine holds 999 tokens, and a response may have"),
+        ({"parameters": 1e9, "cache_tokens": 9}, "--cache-tokens 9: the cache of an engine holds 9 tokens"),
+        (
+            {"engine_failure_hours": 1e-9},
+            "an engine that fails every 3.6e-06 s makes no progress, because it takes 300 s",
+        ),
+        (
+            {"engine_failure_hours": 5 / 3600, "engine_restart_seconds": 0},
+            "every 5 s makes no progress, because it takes 0 s to replace (--engine-restart-seconds) and the longest response takes 10 s",
+        ),
     ],
 )
 def test_mistakes_are_explained(words, changed, message):
     with pytest.raises(MilesError) as caught:
         run(words(**changed))
     assert message in str(caught.value)
+
+
+def test_speeds_from_peak_rates_are_shown_as_computed(words, capsys):
+    given = words("--parameters", "8e9", "--gpu", "h200", num_rollout=3)
+    del given[given.index("--decode-curve") : given.index("--decode-curve") + 2]
+    assert run(given) == 0
+    assert "(computed from the peak rates of H200); cache" in capsys.readouterr().out
 
 
 def test_shared_engines_have_the_gpus_of_the_trainer(words):

@@ -100,3 +100,8 @@ def test_several_flags_of_one_plugin_are_one_problem():
 def test_a_command_line_that_needs_no_translation_is_left_alone():
     argv = ["--lr", "1e-6", "--eval-prompt-data", "aime=x.jsonl"]
     assert translate(argv, collect(())) == (argv, {})
+
+
+def test_flags_about_the_weight_update_of_miles_have_a_translation():
+    line = working(said("--check-weight-update-equal --update-weight-transfer-mode p2p --use-kl-loss --lr 1e-6"))
+    assert "--verify-logprobs" in line and not any("transfer" in word for word in line)

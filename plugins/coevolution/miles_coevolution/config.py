@@ -39,6 +39,7 @@ class CoevolutionConfig:
         flag="--co-evolution-population-size",
         help="members of each side, with selection and mutation after each round (default: one, without selection)",
         ge=1,
+        fixed=True,
     )
     selection_fraction: float = option(
         0.25,

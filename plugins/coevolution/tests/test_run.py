@@ -174,6 +174,17 @@ def test_a_resumed_run_goes_on_bit_for_bit(run, tmp_path, configuration):
         assert len(names) > 4 and {n: one[n] for n in names} == {n: two.get(n) for n in names}
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_population_of_another_size_is_not_resumed(run, tmp_path, caplog, size):
+    small, parts = POPULATION.replace("population_size: 3", "population_size: 2"), tmp_path / "parts"
+    sizes = {2: small, 4: POPULATION.replace("population_size: 3", "population_size: 4")}
+    run(POPULATION, steps=1, directory=parts, rollout_batch_size=8)
+    caplog.clear()
+    with pytest.raises(MilesError, match=f"coevolution.population_size was 3, is now {size}") as refused:
+        run(sizes[size], steps=2, directory=parts, load=parts, rollout_batch_size=8)
+    assert "\n" not in str(refused.value).strip() and not caplog.records, "one sentence, and no warning before it"
+
+
 @pytest.mark.parametrize(
     ("configuration", "options", "message"),
     [

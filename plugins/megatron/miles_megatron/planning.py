@@ -19,9 +19,9 @@ from miles_planning import TrainerLayout
 _TOKENS = (8192, 16384, 32768)
 #: Context-parallel sizes to try.
 _CONTEXT = (1, 2, 4, 8)
-#: Options that save memory, cheapest first: (options, changes of the work).
+#: Options that save memory, cheapest first: (options, changes of the work). The first keeps what the user set.
 _SAVINGS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
-    ({}, {"recompute": "", "offloaded": 0.0}),
+    ({}, {}),
     ({"megatron.recompute_granularity": "full"}, {"recompute": "full", "offloaded": 0.0}),
     (
         {
@@ -43,20 +43,21 @@ def read(facts: Facts, model: Mapping[str, Any]) -> TrainerLayout | None:
 
 
 def find(facts: Facts, model: Mapping[str, Any], ranks: int, budget: float) -> Iterator[TrainerLayout]:
-    """Implements ``miles_planning.layout.TrainerPlanner``: each layout with the cheapest savings under which it fits."""
+    """Implements ``miles_planning.layout.TrainerPlanner``: each layout with the cheapest savings under which it fits.
+
+    Sizes that the user set and that ``candidates`` does not propose (other stages, virtual stages) are a layout too."""
     a = _architecture(model)
     if a is None:
         return
     old = sizes_of(facts)
-    given = facts.lookup("train.max_tokens_per_gpu")
+    given, context = facts.lookup("train.max_tokens_per_gpu"), facts.lookup("megatron.context_parallel_size")
     limits = (0,) if given.chosen or facts.lookup("train.micro_batch_size").chosen else _TOKENS
-    for cp in (n for n in _CONTEXT if not ranks % n):
+    for cp in (n for n in ((old.cp,) if context.chosen else _CONTEXT) if not ranks % n):
         start = Sizes(ranks=ranks, cp=cp)
         works = [(limit, _work(facts, start, limit)) for limit in limits]
-        longest = works[0][1].longest
-        for s in candidates(start, a, (cp,)):
+        for s in dict.fromkeys((*candidates(start, a, (cp,)), *_typed(replace(old, ranks=ranks), a, cp))):
             for limit, work in works:
-                if limit and cp > 1 and limit * cp >= 2 * max(longest, limit):
+                if work.limit * cp >= 2 * max(work.longest, work.limit) and cp > 1 and not context.chosen:
                     continue  # a smaller context-parallel size holds as many tokens
                 fitting = _cheapest(a, s, work.split_over(s), budget)
                 if fitting is not None:
@@ -80,9 +81,14 @@ def explain(facts: Facts, model: Mapping[str, Any], ranks: int) -> str:
         return f"no parallel sizes divide {ranks} ranks, {a.layers} layers and {a.heads} heads"
     smallest, sizes = min(peaks, key=lambda pair: pair[0])
     return (
-        f"the smallest of {len(peaks)} layouts on {ranks} ranks needs {smallest / 1e9:.0f} GB on a GPU of "
+        f"the smallest of {len(peaks)} layouts on {ranks} ranks needs {smallest / 1e9:,.0f} GB on a GPU of "
         f"{facts.value('gpu.memory_gb')} GB, with recomputation and the optimizer on the host ({sizes.flags()})"
     )
+
+
+def _typed(s: Sizes, a: Architecture, cp: int) -> tuple[Sizes, ...]:
+    """Return the sizes that the options set, if they have this context-parallel size and divide."""
+    return (s,) if s.cp == cp and not any(misfits(s, a)) else ()
 
 
 def _architecture(model: Mapping[str, Any]) -> Architecture | None:
@@ -119,6 +125,7 @@ def _layout(facts: Facts, a: Architecture, s: Sizes, work: Work, changes: Mappin
         etp=s.etp,
         virtual=s.virtual,
         stage_layers=max(s.stages(a.layers)),
+        last_layers=s.stages(a.layers)[-1],
         tokens=work.tokens,
         samples=0 if work.limit else int(facts.value("train.micro_batch_size") or 0),
         recompute={"full": 1.0, "selective": 0.2}.get(work.recompute, 0.0),

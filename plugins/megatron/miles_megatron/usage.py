@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from miles_core.plugin import CheckpointError, Facts, Parts, Usage
-from miles_embedded import engines_gpus
+from miles_embedded import engines_gpus, format_billions
 from miles_megatron import count, families
 from miles_megatron.architecture import Architecture
 from miles_megatron.memory import GB, Stage, Work, memory, peak
@@ -45,7 +45,7 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
 def usages_of(facts: Facts, a: Architecture, s: Sizes, w: Work) -> Iterator[Usage]:
     """Yield one row per pipeline stage for sizes that pass ``misfits``."""
     total = count.model(a, int(bool(facts.value(MTP)))).total
-    size = f"{total / 1e9:,.3g} billion" if total > 1e7 else f"{total:,}"
+    size = format_billions(total) if total > 1e7 else f"{total:,}"
     note = (
         f"trainer: {a.family}, {size} parameters on {s.ranks} rank{'s' * (s.ranks > 1)} ({ranks_of(facts)[1]}), {s.dp} replicas; "
         f"micro-batches of {w.tokens:,} tokens ({context(facts)[1]})"

@@ -45,6 +45,11 @@ def test_metrics_of_an_evaluation_without_training(held_out):
     assert (2 * parts[0] + 3 * parts[1]) / 5 == pytest.approx(found["eval/set/accuracy"])
 
 
+def test_only_evaluating_replaces_the_steps_of_a_training_command(held_out):
+    done = toy_run(num_rollout=3, eval_only=True, **{**held_out, "eval_interval": 20})
+    assert done.run.step == 0 and "eval/set/accuracy" in done.metrics[0] and len(done.metrics) == 1
+
+
 def test_a_run_that_does_not_improve_stops(held_out):
     done = toy_run(steps=9, lr=None, early_stop_after=2, early_stop_metric="eval/set/accuracy", **held_out)
     assert 2 <= done.run.step < 9 and done.run.stop_requested

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds that the processes of a local cluster survive the loss of the control store (default: 60), long enough to save a checkpoint.
 OUTLIVE = 600
+#: Prefix of the resource by which Ray names the kind of a machine's GPUs.
+KIND = "accelerator_type:"
 #: Variables that name the network interface of gloo and NCCL.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -87,8 +89,15 @@ class Cluster:
             ) from error
 
     def _check(self) -> None:
-        """Raise ConfigError if the cluster has too few GPUs (or CPUs) for the run."""
+        """Raise ConfigError if the cluster has too few GPUs (or CPUs) for the run, or GPUs of several kinds."""
         sizes, have = self.sizes, int(self.resources.get(self.unit, 0))
+        kinds = count_gpus(node["Resources"] for node in ray.nodes() if node["Alive"])
+        if self.unit == "GPU" and len(kinds) > 1:
+            found = " and ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            raise ConfigError(
+                f"{self.name} has GPUs of {len(kinds)} kinds, {found}: a run needs one kind, because all ranks and engines wait for the "
+                "slowest and must fit the smallest; start Ray on machines of one kind"
+            )
         if self.devices > have:
             engines = (
                 "on the same ones"
@@ -114,6 +123,16 @@ class Cluster:
             node.kill_all_processes(check_alive=False, allow_graceful=False)
             _end_session(node.get_session_dir_path())
         _skip_destructors()
+
+
+def count_gpus(machines: Iterable[Mapping[str, float]]) -> dict[str, int]:
+    """Return kind of GPU -> number of GPUs, from the resources of a cluster's machines; Ray names the kind of each machine."""
+    found: dict[str, int] = {}
+    for resources in machines:
+        kind = next((name.removeprefix(KIND) for name in resources if name.startswith(KIND)), None)
+        if kind is not None and resources.get("GPU"):
+            found[kind] = found.get(kind, 0) + int(resources["GPU"])
+    return found
 
 
 def _skip_destructors() -> None:

@@ -27,7 +27,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     sizes = options.sizes(bool(facts.value("colocate")))
     problems = [*_contradictions(facts, options, sizes)]
     if facts.elsewhere:
-        return Review(problems=(*problems, *_check_planned_hardware(facts, sizes)))
+        return Review(_describe_idle(facts, sizes), (*problems, *_check_planned_hardware(facts, sizes)))
     address = options.address or os.environ.get("RAY_ADDRESS")
     if address:
         if not answers(address):
@@ -104,6 +104,13 @@ def _check_planned_hardware(facts: Facts, sizes: Sizes) -> list[Problem]:
     if machines and not found and sizes.devices > machines * count:
         found.append(_too_many(facts, sizes, machines * count, ("gpu.machines", "gpu.count")))
     return found
+
+
+def _describe_idle(facts: Facts, sizes: Sizes) -> tuple[str, ...]:
+    """Return a note if the run leaves GPUs of the planned hardware unused."""
+    have = int(facts.value("gpu.machines") or 1) * int(facts.value("gpu.count") or 0)
+    used = sizes.devices * (1 if facts.value("ray.share_policy_gpus") else len(facts.policies))
+    return (f"the run uses {used} of {have} GPUs",) if 0 < used < have else ()
 
 
 def _too_many(facts: Facts, sizes: Sizes, have: int, hardware: tuple[str, ...]) -> Problem:

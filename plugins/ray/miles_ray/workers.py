@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import ray
 from ray import exceptions
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from miles_core.plugin import MilesError, WorkerLost
+from miles_core.plugin import ConfigError, MilesError, WorkerLost
 from miles_ray.actor import BEAT, Actor, Found
 from miles_ray.stored import StoredBlobs
 from miles_ray.watch import raylet_lives
@@ -25,6 +25,8 @@ from miles_runtime import Order, Stored, Workers, last_lines, short_of_memory, u
 #: Maximum concurrent calls of an actor. Requests to a paused engine stay open until new weights arrive; with Ray's default of 1000, the
 #: call that sends the weights could queue behind them and deadlock.
 CALLS = 1_000_000
+#: Seconds to wait for a machine with room if the one of a lost worker left the cluster.
+REPLACING = 300.0
 #: Calls to the actors of an engine on all its machines; all others go to the first.
 _FOR_ALL_PARTS = frozenset({"build", "close"})
 
@@ -128,7 +130,25 @@ class RayWorkers(Workers):
         remote: Any = ray.remote  # its annotations lack concurrency groups
         actor = remote(concurrency_groups={BEAT: 1})(Actor)
         made = actor.options(**options).remote(name, self.order.directory, self.level, place.devices)
-        return made, await self._answer(number, made.where.remote())
+        return made, await self._await_location(number, made.where.remote(), group)
+
+    async def _await_location(self, number: int, answer: Any, group: PlacementGroup | None) -> Any:
+        """Await the location of a new actor.
+
+        Raises:
+            ConfigError: the machine of its placement group left, and for ``REPLACING`` seconds no other had room.
+        """
+        task = asyncio.ensure_future(self._answer(number, answer))
+        try:
+            while not (await asyncio.wait({task}, timeout=REPLACING))[0]:
+                if group is not None and placement_group_table(group)["state"] == "RESCHEDULING":
+                    raise ConfigError(
+                        f"its machine left the cluster, and for {REPLACING:g} s none of the others ({_describe_others()}) had room for "
+                        f"{_describe(group.bundle_specs[0])} more; start Ray on another machine and resume the run"
+                    )
+            return await task
+        finally:
+            task.cancel()
 
     async def beat(self, number: int) -> Sequence[str]:
         parts = [actor.beat.remote() for actor, _ in self.parts[number]]
@@ -197,6 +217,19 @@ class RayWorkers(Workers):
             if found is not None and not here:
                 with contextlib.suppress(exceptions.RayError):  # the node is gone with its processes
                     await _on(found, _end)
+
+
+def _describe(resources: Mapping[str, float]) -> str:
+    """Return the number of GPUs, or without GPUs of CPUs, for messages."""
+    unit = "GPU" if resources.get("GPU") else "CPU"
+    count = resources.get(unit, 0.0)
+    return f"{count:g} {unit}{'s' * (count != 1)}"
+
+
+def _describe_others() -> str:
+    """Return what each machine of the cluster has that can compute."""
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return ", ".join(_describe(one) for one in machines if one.get("GPU") or one.get("CPU")) or "nothing"
 
 
 async def _on(found: Found, function: Any) -> Any:

@@ -71,6 +71,23 @@ class TestTwoMachinesOfWhichOneDies(RuntimeContract):
         assert "weights travel through messages over the runtime's channel, because there is no shared memory" in after
 
 
+@pytest.mark.thorough
+def test_a_machine_that_does_not_come_back_ends_the_run_with_the_numbers(cluster, monkeypatch, tmp_path):
+    import ray
+
+    monkeypatch.setattr("miles_ray.workers.REPLACING", 3.0)
+    (tmp_path / "faults.py").write_text(FAULTS.replace("from miles_zero_copy import segment", "segment = None"))
+    machines = sum(node["Alive"] and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes())
+    run = {"actor_num_nodes": machines, "colocate": True, "rollout_num_gpus": 1, "save_interval": 1, "steps": 3}
+    try:
+        message = r"its machine left the cluster, and for 3 s none of the others \(2 CPUs.*\) had room for 1 CPU more"
+        with pytest.raises(ConfigError, match=message):
+            toy_run([str(tmp_path / "faults.py")], directory=tmp_path / "run", runtime="ray", **run)
+        assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir(), "the run can be resumed"
+    finally:
+        cluster.add_node(num_cpus=2)
+
+
 def test_more_than_there_is_is_refused_before_anything_is_built(cluster):
     with pytest.raises(ConfigError, match=r"this run takes 7 CPUs, 6 to train .* and 1 for engines .* has [46]"):
         toy_run(runtime="ray", actor_num_nodes=2, actor_num_gpus_per_node=3)

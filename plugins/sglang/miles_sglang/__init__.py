@@ -32,6 +32,10 @@ plugin = Plugin(
     }
     | {
         "--sglang-cuda-graph-bs": {"**": "--sglang-cuda-graph-bs-decode {list}"},
+        "--sglang-cuda-graph-max-bs": {"*": "--sglang-cuda-graph-max-bs-decode {}"},
+        "--sglang-max-running-requests": {"*": "--max-running-requests {}"},
+        "--sglang-tp": {"*": "--sglang-tp-size {}"},
+        "--sglang-tensor-parallel-size": {"*": "--sglang-tp-size {}"},
         "--sglang-enable-ep-moe": {"": ""},
         "--sglang-enable-deepep-moe": {"": "--sglang-moe-a2a-backend deepep"},
         "--sglang-expert-parallel-size": {"*": "--sglang-ep-size {}"},

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.plugin import Facts, Parts, Problem, Usage, describe_fact
-from miles_embedded import ModelSize, longest_sample, model_size, size_of, wanted_rows
+from miles_embedded import ModelSize, format_billions, longest_sample, model_size, size_of, wanted_rows
 
 GB = 1e9
 MIB = float(1 << 20)
@@ -154,9 +154,11 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     note = f"engine: {precision} weights on {server.gpus} GPU{'s' * (server.gpus > 1)}"
     if gpu:
         tokens = int(pool / each)
+        fitting = tokens // longest
+        enough = f"all {rows:,} of the engine's" if fitting >= rows else f"{fitting:,} of up to {rows:,}"
         note += (
-            f", {server.fraction:.2f} of each for weights and cache ({server.origin}): the cache holds {tokens:,} tokens, that is "
-            f"{tokens // longest:,} of up to {rows:,} concurrent sequences of maximum length ({longest:,} tokens: {why})"
+            f", {server.fraction:.2f} of each for weights and cache ({server.origin}): the cache holds {tokens:,} tokens, enough for "
+            f"{enough} concurrent sequences of maximum length ({longest:,} tokens: {why})"
         )
     else:
         note += f"; a cache of {rows:,} sequences of {longest:,} tokens ({why})"
@@ -193,7 +195,7 @@ def find_size_problems(facts: Facts, model: Mapping[str, Any] | None) -> Iterato
         (
             f"{precision} weights",
             f"{weight_bytes(size, precision) / GB:.1f} GB",
-            f"{size.parameters / 1e9:,.3g} billion parameters",
+            f"{format_billions(size.parameters)} parameters",
         ),
         (
             "GPUs of an engine",

@@ -44,15 +44,15 @@ def read(facts: Facts, model: Mapping[str, Any], gpus: int) -> EngineLayout | No
 def find(facts: Facts, model: Mapping[str, Any], gpus: int, budget: float) -> Iterator[EngineLayout]:
     """Implements ``miles_planning.layout.EnginePlanner``: for each size of an engine the largest share of a GPU that fits.
 
-    Engines on several machines are proposed only if none fits into one."""
+    Engines on several machines are proposed up to twice the size of the smallest that fits: one that is full of weights has little cache."""
     size = size_of(facts, model)
     gpu = free_memory(facts)
     if size is None or not gpu:
         return
-    machine, found = int(facts.value("gpu.count") or 8), False
+    machine, smallest = int(facts.value("gpu.count") or 8), 0
     for tp in (1 << n for n in range(12)):
-        if tp > machine and found:
-            return  # an engine on several machines is slower than one that fits into one
+        if smallest and tp > max(machine, 2 * smallest):
+            return
         if (
             tp > min(gpus, _MACHINES * machine)
             or gpus % tp
@@ -65,7 +65,7 @@ def find(facts: Facts, model: Mapping[str, Any], gpus: int, budget: float) -> It
             share = next((s / 100 for s in _SHARES if _fits(changed, size, gpu, budget, s / 100)), None)
             if share is None:
                 continue
-            found = True
+            smallest = smallest or tp
             changes = {**changes, "sglang.mem_fraction_static": share}
             changed = _change(changed, {"sglang.mem_fraction_static": share})
             yield _layout(changed, model, size, server_of(changed, gpu), gpus, changes)
@@ -82,7 +82,7 @@ def explain(facts: Facts, model: Mapping[str, Any], gpus: int) -> str:
     server = server_of(_change(facts, {"sglang.tp_size": tp, "sglang.mem_fraction_static": _SHARES[0] / 100}), gpu)
     return (
         f"on {tp} GPUs, the most that divide the model, weights and the cache of one sequence take "
-        f"{bytes_needed(facts, size, server) / GB:.0f} GB on each, and SGLang "
+        f"{bytes_needed(facts, size, server) / GB:,.0f} GB on each, and SGLang "
         f"needs {server.reserve / GB:.0f} of its {gpu / GB:.0f} GB for activations"
     )
 

@@ -236,3 +236,12 @@ def test_a_model_that_sglang_lacks_is_refused_unless_transformers_modules_are_as
     miles_testing.plan(**given, sglang_model_impl="transformers")
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "own_models")
     miles_testing.plan(**given)
+
+
+def test_sglang_s_own_names_of_options_are_translated():
+    tables = miles_sglang.plugin.elsewhere
+    assert tables["--sglang-tp"] == tables["--sglang-tensor-parallel-size"] == {"*": "--sglang-tp-size {}"}
+    assert tables["--sglang-max-running-requests"] == {"*": "--max-running-requests {}"}
+    assert tables["--sglang-cuda-graph-max-bs"] == {"*": "--sglang-cuda-graph-max-bs-decode {}"}
+    names = {f"--sglang-{field}".replace("_", "-") for field in SglangConfig.__dataclass_fields__}
+    assert {"--sglang-tp-size", "--sglang-cuda-graph-max-bs-decode"} <= names

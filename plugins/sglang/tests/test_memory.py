@@ -114,3 +114,23 @@ def test_a_colocated_engine_leaves_memory_to_a_sleeping_trainer_by_default(check
     (table,) = plan(**given, facts=["hardware=1xH200"], sglang_mem_fraction_static=0.7).reviews
     assert "0.70 of each for weights and cache (--sglang-mem-fraction-static 0.7)" in table
     assert [default_share("inline", False), default_share("ray", True), default_share("ray", False)] == [0.4, 0.8, None]
+
+
+def test_the_note_on_the_cache_and_the_size_read_like_sentences(checkpoint):
+    """Room for more sequences than there are, and a model of more than 1,000 billion parameters."""
+    few = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 1000}
+    (table,) = (
+        n
+        for n in engine_alone(checkpoint, "qwen3-30b-a3b", "8xH200", tensor_model_parallel_size=4, **few).reviews
+        if "memory of a GPU" in n
+    )
+    assert re.search(r"the cache holds [\d,]+ tokens, enough for all 4 of the engine's concurrent sequences", table)
+    many = {"rollout_batch_size": 512, "n_samples_per_prompt": 8, "rollout_max_response_len": 30000}
+    (table,) = (
+        n
+        for n in engine_alone(checkpoint, "qwen3-30b-a3b", "8xH200", tensor_model_parallel_size=4, **many).reviews
+        if "memory of a GPU" in n
+    )
+    assert re.search(r"enough for \d+ of up to 256 concurrent sequences", table)
+    with pytest.raises(PlanError, match="1,030 billion parameters"):
+        engine_alone(checkpoint, "kimi-k2", "8xH200")
