@@ -48,19 +48,21 @@ def main() -> None:
     parser.add_argument("--also", nargs="*", default=[], help="further settings of verl, as NAME=VALUE")
     parser.add_argument("--log", type=Path, help="save verl's output here")
     given = parser.parse_args()
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     with tempfile.TemporaryDirectory() as directory:
         found = measure(given, Path(directory))
         print(f"verl: {json.dumps(found)}", file=sys.stderr, flush=True)
-        found["miles"] = {engine: miles(given, engine, Path(directory) / "model") for engine in given.miles}
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
-    result = {"model": given.model, "gpu": gpu, "commit": commit(), **found}
-    finish(
-        "verl_step",
-        result,
-        given.save,
-        lambda: installed("verl", "torch", "transformers", "sglang", "ray"),
-        given.model,
-    )
+        result = {"model": given.model, "gpu": gpu, "commit": commit(), **found, "miles": {}}
+        for engine in given.miles:
+            save(given, result, quiet=True)  # what is measured stays if the next part fails
+            result["miles"][engine] = miles(given, engine, Path(directory) / "model")
+    save(given, result)
+
+
+def save(given: Any, result: dict[str, Any], quiet: bool = False) -> None:
+    """Write the result; ``quiet`` while parts are missing."""
+    packages = ("verl", "torch", "transformers", "sglang", "ray")
+    finish("verl_step", result, given.save, lambda: installed(*packages), given.model, quiet)
 
 
 def add_tokens(checkpoint: Path) -> None:
@@ -109,7 +111,7 @@ def measure(given: Any, work: Path) -> dict[str, Any]:
 
 def miles(given: Any, engine: str, checkpoint: Path) -> dict[str, Any]:
     """Run the step of ``sglang_step.py`` with an engine."""
-    same = {"prompts": given.prompts, "tokens": given.tokens, "steps": given.steps, "max_tokens": 32768}
+    same = {"prompts": given.prompts, "tokens": given.tokens, "steps": given.steps, "max_tokens": 32768, "lr": 1e-6}
     return measure_miles(argparse.Namespace(engine=engine, sglang_log=None, **same), "tis", checkpoint)
 
 

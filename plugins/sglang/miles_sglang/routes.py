@@ -80,7 +80,7 @@ class RouteTable:
             places = torch.from_numpy(np.concatenate([f.places for f in finished]))
             records = self._read_all(finished[0].slots, places).split([len(f.places) for f in finished])
             for each, record in zip(finished, records, strict=True):
-                each.request.routed_experts = record
+                each.request.routed_experts = record.clone()  # pickling a view writes the records of all requests
         if self._processed is not None:
             self._processed.record()
         return [each.request for each in finished]
