@@ -121,8 +121,7 @@ class Ask:
         parent = after if after is not None else self.transcript.find(tokens)
         whole = as_column(tokens, TOKENS)
         policy = policy or self.policy
-        answer = self._generation(whole, chosen, policy)
-        return self._record(parent, whole, policy, answer)
+        return self._record(parent, whole, policy, self._generation(whole, chosen, policy))
 
     async def _record(self, parent: Turn | None, tokens: Column, policy: str, answer: Awaitable[Response]) -> Turn:
         try:

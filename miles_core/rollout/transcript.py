@@ -67,8 +67,7 @@ class Turn:
 
     def follows(self, tokens: Sequence[int]) -> bool:
         """Return whether this turn's prompt follows the parent in ``tokens``. The caller ensures that ``tokens`` contain the parent."""
-        first = self.start - len(self.prompt)
-        return self.prompt == tokens[first : self.start]
+        return self.prompt == tokens[self.start - len(self.prompt) : self.start]
 
     def is_prefix_of(self, tokens: Sequence[int]) -> bool:
         """Return whether the path to this turn is a prefix of ``tokens``. The caller ensures that ``tokens`` contain the parent."""
@@ -94,14 +93,12 @@ class Transcript:
     @property
     def branches(self) -> int:
         """Number of additional branches: roots after the first, and children of a turn after its first."""
-        siblings = [self.roots, *(turn.children for turn in self.turns)]
-        return sum(max(0, len(turns) - 1) for turns in siblings)
+        return sum(max(0, len(turns) - 1) for turns in [self.roots, *(turn.children for turn in self.turns)])
 
     @property
     def leaves(self) -> list[Turn]:
         """The last turns of all branches, without discarded turns."""
-        live = [turn for turn in self.turns if not turn.discarded]
-        return [turn for turn in live if all(child.discarded for child in turn.children)]
+        return [turn for turn in self.turns if not turn.discarded and all(child.discarded for child in turn.children)]
 
     def find(self, tokens: Sequence[int]) -> Turn | None:
         """Return the deepest turn that is a prefix of ``tokens``; the latest one if there are several, None if there is none."""
