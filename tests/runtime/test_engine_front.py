@@ -120,7 +120,7 @@ def test_weights_travel_in_blocks(recorded, said):
 
     async def main():
         workers = recorded(NAMES[:2])
-        front = EngineFront(workers, said, 3 * 2 * ALIGNMENT, World(1, 3))  # two weights in a block of this rank
+        front = EngineFront(workers, said, 2 * ALIGNMENT, World(1, 3))  # two weights in a block
         front.push = 9
         await front.update_weights(iter(units), 7)
         taken = [call[3:] for call in workers.asked("take") if call[0] == 0 and call[2] == 9]

@@ -157,7 +157,7 @@ def test_an_engine_that_streams_holds_no_buckets(streaming):
         await streaming.begin_push(1, RANKS)
         first = asyncio.create_task(send(streaming, 1, 0, 4, "abc"))
         await asyncio.sleep(0.01)
-        assert not streaming._buckets and streaming.part.version == -1 and not first.done()
+        assert not streaming._blocks and streaming.part.version == -1 and not first.done()
         await asyncio.gather(first, send(streaming, 1, 1, 4, ""))  # a rank without buckets
         assert streaming.part.weights == {"a": [4], "b": [4], "c": [4]} and streaming.part.version == 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_sglang.buckets import Bucket
-from miles_sglang.loader import load
+from miles_sglang.loader import _unpack, load
 
 
 class Model(nn.Module):
@@ -67,8 +68,6 @@ class Clearing(Model):
 
 
 def bucket(seed: int) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
-    import json
-
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"gate": (2, 4), "up": (3, 4), "half": (3, 4), "own": (3,)}
     tensors = {n: torch.randn(size, dtype=torch.bfloat16 if n == "own" else None) for n, size in sizes.items()}
@@ -174,8 +173,6 @@ class Forgetful(nn.Module):
 
 
 def test_scales_that_a_model_forgets_are_loaded_or_missed() -> None:
-    import json
-
     model = Forgetful()
     for seed in (0, 1):  # by name, and as remembered copies
         made, tensors = Bucket(), {}
