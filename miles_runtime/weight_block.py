@@ -23,7 +23,7 @@ ENOUGH = 128 << 20
 #: Offsets of tensors are multiples of this many bytes, a cache line.
 ALIGNMENT = 64
 #: Iterations of the event loop after which a call has left this process: it passes through several tasks (``Workers``) before.
-STARTING = 8
+STARTING = 4
 
 #: Description of the weights in a block.
 Table = list[list[Any]]

@@ -28,7 +28,7 @@ FIRST = 16 << 20
 PIECES, PIECE = 16, 64 << 20
 
 #: Iterations of the event loop after which a message has left this process: it passes through several tasks of the runtime before.
-STARTING = 8
+STARTING = 4
 
 #: Number of probe buckets that measure a path.
 PROBES = 3
