@@ -164,7 +164,11 @@ class BlockSender:
         if (needed := room_of(unit)) > self._nbytes:
             return WeightBlock(needed)
         spare, self._spare = self._spare, None
-        return spare if spare is not None else WeightBlock(self._nbytes, any(tensor.is_cuda for tensor in unit.parts.values()))
+        return (
+            spare
+            if spare is not None
+            else WeightBlock(self._nbytes, any(tensor.is_cuda for tensor in unit.parts.values()))
+        )
 
 
 def read_block(table: Table, data: np.ndarray) -> Iterator[Encoded]:

@@ -184,7 +184,14 @@ def _allocation(number: int, index: int, address: int) -> dict[str, Any] | None:
 
 def _describe(handle: str, nbytes: int, index: int, base: int) -> dict[str, Any]:
     """Describe an allocation for messages. Its own process cannot open the handle and uses the address instead."""
-    return {"handle": handle, "nbytes": nbytes, "gpu": _uuid(index), "base": base, "process": _process(), "host": _host()}
+    return {
+        "handle": handle,
+        "nbytes": nbytes,
+        "gpu": _uuid(index),
+        "base": base,
+        "process": _process(),
+        "host": _host(),
+    }
 
 
 def _process() -> str:
@@ -222,7 +229,9 @@ def attach(where: Mapping[str, Any]) -> Tensor:
     if not torch.cuda.is_available():
         raise SyncError(f"the weights are on GPU {where['gpu']}, but the engine's process has no GPU")
     if where["host"] != _host():
-        raise SyncError(f"the weights are on GPU {where['gpu']} of another host, which is not visible to the engine's process")
+        raise SyncError(
+            f"the weights are on GPU {where['gpu']} of another host, which is not visible to the engine's process"
+        )
     seen = {_uuid(i): i for i in range(torch.cuda.device_count())}
     hidden = where["gpu"] not in seen
     index, pointer = torch.cuda.current_device() if hidden else seen[where["gpu"]], ctypes.c_uint64()

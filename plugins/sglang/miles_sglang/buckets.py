@@ -55,7 +55,9 @@ class Bucket:
         place = torch.device(device) if device and own.type == "cpu" else own
         if own.type == "cpu" and (span := self._span()) is not None:
             whole, starts = span
-            table = [[name, dtype, shape, start] for (name, dtype, shape, _), start in zip(self.tensors, starts, strict=True)]
+            table = [
+                [name, dtype, shape, start] for (name, dtype, shape, _), start in zip(self.tensors, starts, strict=True)
+            ]
             return Flat(torch.empty(len(whole), dtype=torch.uint8, device=place).copy_(whole), table)
         array = torch.empty(self.size, dtype=torch.uint8, device=place)
         sources = [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in self.named]

@@ -79,7 +79,9 @@ def test_memory_of_a_gpu_that_is_hidden_from_the_engine_is_mapped(blind):
 def test_a_driver_that_does_not_map_a_hidden_gpu_is_said(blind):
     driver, where = blind
     driver.refuses = True
-    with pytest.raises(SyncError, match=r"does not show the GPU GPU-hidden \(cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_CONTEXT"):
+    with pytest.raises(
+        SyncError, match=r"does not show the GPU GPU-hidden \(cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_CONTEXT"
+    ):
         attach(where)
 
 
