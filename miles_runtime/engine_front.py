@@ -12,7 +12,7 @@ import numpy as np
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.data.world import ALONE, World
-from miles_core.errors import MismatchError, SyncError, WorkerLost
+from miles_core.errors import MismatchError, WorkerLost
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import Mailbox
 from miles_runtime.relay import is_relayed

@@ -14,8 +14,8 @@ from miles_core.data.unit import Encoded
 from miles_core.data.world import World
 from miles_core.errors import MismatchError, WorkerLost
 from miles_runtime.engine_front import EngineFront
-from miles_runtime.weight_block import ALIGNMENT, read_block
 from miles_runtime.least_loaded import LeastLoaded
+from miles_runtime.weight_block import ALIGNMENT, read_block
 
 NAMES = ("engine-0", "engine-1", "engine-2")
 
