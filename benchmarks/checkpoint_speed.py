@@ -32,6 +32,7 @@ from miles_core.data.sample import Sample
 from miles_core.observe.timer import Clock
 from miles_core.rollout.queue import Prompt
 from miles_core.run.checkpoints import RunCheckpoints
+from miles_core.run.parts import freeze_gc
 
 TENSOR = 256 << 20  # bytes
 #: Samples that wait for training, their tokens, and prompts in use.
@@ -167,6 +168,7 @@ async def measure_gaps(root: Path, tensors: dict[str, torch.Tensor], files: int)
         "async save": lambda: save(True),
         "load": resume,
     }
+    freeze_gc()  # as a run does; otherwise full collections visit all modules' objects, which takes tenths of a second
     return {name: await longest_gap(function) for name, function in work.items()}
 
 
