@@ -103,7 +103,9 @@ def test_requests_that_finish_in_one_step_are_read_together(monkeypatch: pytest.
     with Counted() as counted:
         inside.read_routes(None, requests, True)
     assert all(torch.equal(r.routed_experts, one) for r, one in zip(requests, alone, strict=True))
-    assert all(r.routed_experts.untyped_storage().nbytes() == one.numel() for r, one in zip(requests, alone, strict=True))
+    assert all(
+        r.routed_experts.untyped_storage().nbytes() == one.numel() for r, one in zip(requests, alone, strict=True)
+    )
     assert counted.operations.count("index_select") == 2  # slots and rows of all of them
     unasked = finished(0, 4)
     unasked.return_routed_experts = False
