@@ -89,7 +89,7 @@ several comparisons.
 **Here the gap decides.** With the plain FP8 rollout every seed's reward falls below half of its best. `bf16` and `true_on_policy`, whose gap
 is 0 in every step although both sides compute in FP8, lose no seed. Importance sampling delays the fall and loses two of three seeds; FP8 on
 both sides loses one. At this rate `bf16` itself varies so much between seeds that three of them cannot exclude a difference of 0 from `plain`.
-`r3` and `r3+tis` have no result: r3's check of the router refused this model in BF16 on the GPU.
+`r3` and `r3+tis` have no result: r3's check of the router refused this model in BF16 on the GPU, which was mended afterwards.
 
 ![Reward and KL divergence of each arm in the chosen setting, with 95 % intervals; dashed: bf16](collapse-search.png)
 """
