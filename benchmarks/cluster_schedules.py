@@ -69,7 +69,7 @@ def simulate(run: dict[str, Any], config: Path, speeds: list[str], steps: int) -
     return dict(json.loads(done.stdout.strip().splitlines()[-1])["simulated"][0])
 
 
-def measured(run: dict[str, Any]) -> dict[str, float]:
+def summarize(run: dict[str, Any]) -> dict[str, float]:
     """Return the mean steps per minute and staleness after the first steps."""
     rows = run["rows"][FIRST:]
     return {
@@ -97,7 +97,7 @@ def main() -> None:
         speeds = fit(runs[0], directory)
         curve = json.loads((directory / "curve.json").read_text())
         for run in runs:
-            real, found = measured(run), simulate(run, directory / "config.json", speeds, given.steps)
+            real, found = summarize(run), simulate(run, directory / "config.json", speeds, given.steps)
             predicted = 60 / found["seconds_per_step"]
             row: dict[str, Any] = {"schedule": read_flag(run, "--schedule"), "gpus": run["gpus"], "measured": real}
             row |= {"simulated": {"steps_per_minute": predicted, "staleness": found["staleness_mean"]}}

@@ -237,7 +237,7 @@ def load(checkpoint: Path, device: str) -> Any:
 
 @contextmanager
 def graphs_counted(found: dict[str, Any]) -> Iterator[None]:
-    """Report the graphs of what is compiled meanwhile, and why they ended."""
+    """Count the graphs that the compiler makes within this block, and collect the reasons why they end."""
     torch._dynamo.reset()
     counters.clear()
     yield

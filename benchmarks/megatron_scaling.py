@@ -66,7 +66,11 @@ def rank(given: argparse.Namespace) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if gpu else "gloo")
     ranks, rows = dist.get_world_size(), []
+    layers = json.loads((given.ranks / "model" / "config.json").read_text())["num_hidden_layers"]
     for name, sizes in LAYOUTS[ranks].items():
+        if layers % sizes.get("pp", 1):
+            print(f"left out: {name}, since stages cannot have equally many of {layers} layers", flush=True)
+            continue
         trainer = make_trainer(
             given.ranks / "model", sizes, micro_batch_size=None, max_tokens=given.max_tokens, longest=given.length
         )

@@ -1,4 +1,4 @@
-"""What r3 costs a training step of the embedded trainer: two trainers of one model in turns, one of which replays recorded experts.
+"""Measures how much longer a training step of the embedded trainer takes with r3. Two trainers of the same model take turns; one replays experts.
 
 No engine takes part: records are random and equal for the shared prompt of a group, as an engine with a prefix cache makes them. The rows of a
 micro-batch are therefore the same on both sides, and the time of a step differs by replay only. ``--profile`` prints what differs between two

@@ -22,7 +22,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
   ``trainer_parts``, ``trainer_usage``, ``engine_usage``, ``format_billions``;
 - to count the tokens of each expert: ``ExpertLoads``, summed with ``sum_over_ranks``;
 - to replace steps of a model: ``Operations`` (with the types of its functions), ``operations_of``, ``use_operations``, and the calls
-  that attention receives.
+  that attention receives; to run without the replaced steps: ``class_forwards``.
 
 ``miles_embedded.testing`` is public too.
 """
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
         operations_of,
         use_operations,
     )
-    from miles_embedded.model.parts import backbone, decoder_layers, head, text_configuration
+    from miles_embedded.model.parts import backbone, class_forwards, decoder_layers, head, text_configuration
     from miles_embedded.model.released import Released
     from miles_embedded.model.storage import (
         codes_of,
@@ -147,6 +147,7 @@ __all__ = [
     "build_empty",
     "check_finite",
     "checkpoint_config",
+    "class_forwards",
     "codes_of",
     "decoder_layers",
     "distribution",
@@ -228,7 +229,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.call": "Call active_context",
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
-        "miles_embedded.model.parts": "backbone decoder_layers head text_configuration",
+        "miles_embedded.model.parts": "backbone class_forwards decoder_layers head text_configuration",
         "miles_embedded.model.storage": "codes_of full_values gather_tensor hand_over_gradient is_constant local_shard mark_constant mark_hosted",
         "miles_embedded.quantized.encoded": "EncodedParameter encode_weights share_weights",
         "miles_embedded.model.examine": "examine",

@@ -87,8 +87,8 @@ class RemoteSample(Sample):
         return _restore, (self.__dict__,)
 
 
-class _Attribute:
-    """An attribute that is read from the group when it is used."""
+class _Sent:
+    """An attribute in ``SENT`` that the driver has not changed: outside the driver it is read from the group."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -98,6 +98,10 @@ class _Attribute:
             return self
         _read(sample)
         return getattr(sample, self._name)
+
+
+class _Attribute(_Sent):
+    """An attribute that only the group has; setting it makes the object a plain sample."""
 
     def __set__(self, sample: Any, value: Any) -> None:
         _read(sample)
@@ -158,19 +162,6 @@ class _Fields(_Attribute):
             isinstance(value, RemoteFields) and value.sample is sample
         ):  # ``sample.fields |= more`` sets what it got
             super().__set__(sample, value)
-
-
-class _Sent:
-    """An attribute in ``SENT`` that the driver has not changed: outside the driver it is read from the group."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, sample: Any, owner: type) -> Any:
-        if sample is None:
-            return self
-        _read(sample)
-        return getattr(sample, self._name)
 
 
 for _name in SENT:

@@ -2,12 +2,13 @@
 
 ``put_forward`` replaces a forward until the module's class changes: ``on_model`` lets a plugin change the class of a module. An instance
 attribute ``forward`` would hide the forward of the new class, because Python looks up instances first. The replacement therefore
-compares, at every call, the class's current forward with the original one.
+compares, at every call, the class's current forward with the original one. ``class_forwards`` suspends replacements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -19,6 +20,8 @@ from miles_core.errors import CheckpointError
 VALUE_HEAD = "miles_value_head"
 #: Attribute that is true if the value head is in place of the output layer.
 VALUES_ONLY = "miles_values_only"
+#: Attribute of the functions that ``put_forward`` makes.
+_REPLACEMENT = "miles_replacement"
 
 
 def configuration(model: Any) -> Any:
@@ -83,4 +86,21 @@ def put_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
         current = type(module).forward
         return (forward if current is replaced else current)(module, *args, **kwargs)
 
+    choose.__dict__[_REPLACEMENT] = True
     module.__dict__["forward"] = MethodType(choose, module)
+
+
+@contextmanager
+def class_forwards(module: nn.Module) -> Iterator[None]:
+    """Suspend the replacements by ``put_forward`` in ``module`` and its submodules, so that the code of their classes runs inside the context.
+
+    Instance forwards of any other origin stay.
+    """
+    replaced = {m: f for m in module.modules() if getattr(f := m.__dict__.get("forward"), _REPLACEMENT, False)}
+    for part in replaced:
+        del part.__dict__["forward"]
+    try:
+        yield
+    finally:
+        for part, forward in replaced.items():
+            part.__dict__["forward"] = forward

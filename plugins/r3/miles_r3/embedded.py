@@ -7,6 +7,7 @@ Modules store no state: routes arrive in ``ctx.attached`` and leave in ``ctx.ext
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from miles_core.plugin import PluginError
 from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Context
-from miles_embedded import Routed, active_context, find_routed, routed_blocks
+from miles_embedded import Routed, active_context, class_forwards, find_routed, routed_blocks
 from miles_r3 import ROUTES
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
 from miles_r3.routers import RULES, Weights, sigmoid_of_gathered, softmax_scaled
@@ -47,49 +48,61 @@ def tap(model: nn.Module, deterministic: bool = False) -> None:
 
 
 def matching_rule(block: nn.Module) -> Weights:
-    """Return the rule that reproduces this block's gate weights bitwise on random input. Raises PluginError if none does."""
+    """Return the rule that reproduces this block's gate weights bitwise on random input. Raises PluginError if none does.
+
+    The family's code is compared, without steps that the model computes with other kernels (on a GPU, ``Operations.route``): these round
+    differently. The rules read the indices that the router chose, so the order of equal logits has no influence."""
     found = find_routed(block)
     assert found is not None
-    seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {"rule": None}
     handle = found.scores.register_forward_hook(lambda m, a, out: seen.update(logits=_logits(out)))
     weight, generator = found.scores.weight, torch.Generator().manual_seed(0)
     # Some routers have float32 weights in a model of another dtype, and convert their input.
     dtype = next((p.dtype for p in found.experts.parameters() if p.is_floating_point()), weight.dtype)
     hidden = torch.randn(1, 64, weight.shape[-1], generator=generator).to(weight.device, dtype)
-    try:
-        with torch.no_grad():
-            index, given = _choice(found, hidden)
-    finally:
-        handle.remove()
     # Algebraically equal rules may agree on all these rows, so the more likely rule is tried first: families with a softmax of
     # gathered logits have no ``gate``. A learned scale may still be 1.
     rules = RULES if getattr(block, "gate", None) is not None else RULES[::-1]
-    for rule in (softmax_scaled,) if hasattr(found.router, "per_expert_scale") else rules:
-        own = rule(seen["logits"], index, block)
-        if own.dtype == given.dtype and torch.equal(own, given):
-            return rule
-    raise PluginError(
-        f"r3 cannot replay {type(block).__name__}: none of its {len(RULES)} rules reproduces this router's weights "
-        "exactly; run without r3"
-    )
+    if hasattr(found.router, "per_expert_scale"):
+        rules = (softmax_scaled,)
+
+    def compare(index: Tensor, given: Tensor) -> None:
+        seen["rule"] = next((rule for rule in rules if _is_equal(rule(seen["logits"], index, block), given)), None)
+
+    try:
+        with torch.no_grad(), class_forwards(found.router):
+            _see_choice(found, hidden, compare)
+    finally:
+        handle.remove()
+    if seen["rule"] is None:
+        raise PluginError(
+            f"r3 cannot replay {type(block).__name__}: none of its {len(RULES)} rules reproduces this router's weights "
+            "exactly; run without r3"
+        )
+    matching: Weights = seen["rule"]
+    return matching
 
 
-def _choice(found: Routed, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return index and weights [rows, k] that the block passes to its experts for ``hidden`` [1, rows, dim].
+def _is_equal(own: Tensor, given: Tensor) -> bool:
+    return own.dtype == given.dtype and torch.equal(own, given)
 
-    If the block is the decoder layer itself, which needs more inputs than hidden states, its router returns both."""
+
+def _see_choice(found: Routed, hidden: Tensor, see: Callable[[Tensor, Tensor], None]) -> None:
+    """Run the block on ``hidden`` [1, rows, dim] and call ``see`` with the index and weights [rows, k] that its experts receive.
+
+    ``see`` runs inside the block, as a replay does: a plugin may replace torch's functions there (``true_on_policy``). If the block is the
+    decoder layer itself, which needs more inputs than hidden states, its router returns both."""
     if hasattr(found.block, "self_attn"):
         returned = found.router(hidden[0])
         (index,) = (x for x in returned if not x.is_floating_point())
         (weights,) = (x for x in returned if x.is_floating_point() and x.shape == index.shape)
-        return index, weights
-    seen: list[tuple[Tensor, ...]] = []
-    handle = found.experts.register_forward_pre_hook(lambda m, a: seen.append(a))
+        see(index, weights)
+        return
+    handle = found.experts.register_forward_pre_hook(lambda module, args: see(args[1], args[2]))
     try:
         found.block(hidden)
     finally:
         handle.remove()
-    return seen[0][1], seen[0][2]
 
 
 def _keep_logits(gate: nn.Module, args: tuple, output: Any) -> None:

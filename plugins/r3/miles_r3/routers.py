@@ -2,8 +2,8 @@
 
 Replay fixes the indices only. The weights are recomputed from the trainer's own router logits gathered at those
 indices, so the router keeps its gradient (arXiv 2510.11370, section 4). Terms that only affect the selection (correction biases, group
-limits) are not used. A rule is used only after ``embedded.matching_rule`` has verified that it equals the module's own result bitwise on
-random input. The same formula with another result dtype is therefore a separate rule.
+limits) are not used. A rule is used only after ``embedded.matching_rule`` has verified that it equals the result of the family's code
+bitwise on random input. The same formula with another result dtype is therefore a separate rule.
 """
 
 from __future__ import annotations

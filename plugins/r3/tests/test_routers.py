@@ -4,8 +4,10 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from miles_core.plugin import PluginError
+from miles_embedded import Operations, use_operations
 from miles_embedded.model.load import NAME
 from miles_r3.embedded import matching_rule, moe_blocks
 from miles_r3.routers import softmax_of_gathered, softmax_then_gather
@@ -72,6 +74,93 @@ def test_golden_weights():
     expected = torch.tensor([[0.8175745, 0.1824255]])
     torch.testing.assert_close(softmax_then_gather(logits, index, block), expected)
     torch.testing.assert_close(softmax_of_gathered(logits, index, block), expected)
+
+
+def block_with_ties(dtype):
+    """A block whose 32 router rows are 8 rows, four times each: every token's best four logits are equal."""
+    block = block_of("Qwen3Moe", dtype, num_experts=32, hidden_size=64)
+    with torch.no_grad():
+        rows = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)) / 8
+        block.gate.weight.copy_(rows.repeat(4, 1))
+    return block
+
+
+class OtherKernel:
+    """A router's choice as another library may compute it: equal probabilities in any order, and weights in the next place in half of the
+    rows."""
+
+    def __init__(self, places=1):
+        self.places, self.calls, self.draw = places, 0, torch.Generator().manual_seed(0)
+
+    def __call__(self, logits, k, normalized):
+        self.calls += 1
+        order = torch.randperm(logits.shape[-1], generator=self.draw)
+        weights, place = logits[:, order].softmax(-1, dtype=torch.float32).sort(dim=-1, descending=True, stable=True)
+        weights, index = weights[:, :k], order[place[:, :k]]
+        weights = (weights / weights.sum(-1, keepdim=True) if normalized else weights).to(logits.dtype)
+        for _ in range(self.places):
+            weights[::2] = torch.nextafter(weights[::2], torch.ones_like(weights[::2]))
+        return weights, index
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_in_place_of_the_familys_code_is_no_other_router(dtype):
+    """As on a GPU, where a model computes the choice with its own kernel as long as no gradient is needed."""
+    block, kernel = block_with_ties(dtype), OtherKernel()
+    assert use_operations(block, Operations(route=kernel))["route"] == 1
+    hidden = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
+    logits, weights, index = block.gate(hidden)
+    assert not torch.equal(index, block.gate(hidden)[2])
+    assert not torch.equal(weights, softmax_then_gather(logits, index, block))
+    assert matching_rule(block) is softmax_then_gather
+    calls = kernel.calls
+    block.gate(hidden)
+    assert kernel.calls == calls + 1  # in use again
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_logits_may_be_chosen_in_any_order(dtype):
+    block, kernel = block_with_ties(dtype), OtherKernel(places=0)
+
+    class AnyOrder(type(block.gate)):
+        def forward(self, hidden):
+            logits = nn.functional.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
+            return logits, *kernel(logits, self.top_k, True)
+
+    block.gate.__class__ = AnyOrder
+    assert matching_rule(block) is softmax_then_gather and kernel.calls == 1
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_router_that_rounds_differently_itself_is_refused(where):
+    """Only the operations of a model's table may round differently: no other code of the family or of a plugin."""
+    block = block_with_ties(torch.bfloat16)
+    base = type(block.gate).forward
+
+    def forward(self, hidden):
+        logits, weights, index = base(self, hidden)
+        return logits, torch.nextafter(weights, torch.ones_like(weights)), index
+
+    if where == "class":
+        block.gate.__class__ = type("Shifted", (type(block.gate),), {"forward": forward})
+    else:
+        block.gate.forward = forward.__get__(block.gate)
+    with pytest.raises(PluginError, match="Qwen3MoeSparseMoeBlock"):
+        matching_rule(block)
+
+
+class OtherSums(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        return torch.nextafter(found, found + 1) if func is torch.Tensor.sum else found
+
+
+def test_rules_are_compared_where_they_are_replayed():
+    """A plugin may replace torch's functions inside a block, as ``true_on_policy`` does; the replay then calls its functions, too."""
+    block, mode = block_of("Qwen3Moe"), OtherSums()
+    block.register_forward_pre_hook(lambda module, args: mode.__enter__() and None)
+    block.register_forward_hook(lambda module, args, output: mode.__exit__(None, None, None))
+    assert matching_rule(block) is softmax_then_gather
 
 
 def test_an_unknown_router_is_refused_by_name():

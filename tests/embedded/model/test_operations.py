@@ -12,6 +12,7 @@ from miles_embedded.engine.runner import Runner
 from miles_embedded.model.load import load_model
 from miles_embedded.model.logprobs import token_log_probs
 from miles_embedded.model.operations import TORCH, Operations, operations_of, use_operations
+from miles_embedded.model.parts import class_forwards
 from miles_testing.tiny import tiny_checkpoint
 
 _TINY = {
@@ -255,3 +256,21 @@ def test_attention_is_given_the_call_and_what_the_layer_has_beyond(tmp_path):
     seen.clear()
     logits(model, range(2, 4))
     assert {o.window for name, _, _, o in seen if name == "PromptCall"} == {0}, "no window is wider than the sequences"
+
+
+def test_replacements_can_be_suspended(checkpoint, used):
+    names, table = used
+    model = load_model(checkpoint, "float32")
+    use_operations(model, table)
+    router = model.model.layers[0].mlp.gate
+    hidden, replaced = torch.randn(3, 32), vars(router)["forward"]
+    names.clear()
+    with pytest.raises(ZeroDivisionError), class_forwards(model.model.layers[0]):
+        router(hidden)
+        assert not names
+        raise ZeroDivisionError
+    router(hidden)
+    assert names == {"route"} and vars(router)["forward"] is replaced
+    router.forward = foreign = lambda hidden: hidden
+    with class_forwards(router):
+        assert vars(router)["forward"] is foreign
