@@ -52,7 +52,7 @@ class EngineFront(Engine):
         self, engines: Workers, said: Mapping[str, Any], bucket_size: int = 1, world: World = ALONE, client: str = ""
     ) -> None:
         self.engines, self.said, self.world = engines, said, world
-        self._blocks = BlockSender(world.bucket_bytes(bucket_size), lambda data: self.engines.share(data), self._take)
+        self._blocks = BlockSender(world.bucket_bytes(bucket_size), engines.share, self._take)
         self.capabilities = said["capabilities"]
         self.kv_cache_dtype = said["kv_cache_dtype"]
         self.native_products = said["native_products"]

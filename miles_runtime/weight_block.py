@@ -131,17 +131,19 @@ class BlockSender:
         return self._sent
 
     async def _send(self, block: WeightBlock, version: int) -> None:
-        """Start to send a block once the previous one was loaded."""
-        data = block.data()
-        await self._finish_sending()
+        """Start to send a block once the previous one was loaded; it is shared while that is in progress."""
         if self._error is not None:
             self._reuse(block)
             return
+        data, table = block.data(), block.table
         shared = self._share(data)
-        self._sending = asyncio.ensure_future(self._take(self._sent, block.table, shared, version))
-        self._sent += 1
         if shared is not data:
             self._reuse(block)
+        await self._finish_sending()
+        if self._error is not None:
+            return
+        self._sending = asyncio.ensure_future(self._take(self._sent, table, shared, version))
+        self._sent += 1
         for _ in range(STARTING):
             await asyncio.sleep(0)
 
@@ -164,11 +166,9 @@ class BlockSender:
         if (needed := room_of(unit)) > self._nbytes:
             return WeightBlock(needed)
         spare, self._spare = self._spare, None
-        return (
-            spare
-            if spare is not None
-            else WeightBlock(self._nbytes, any(tensor.is_cuda for tensor in unit.parts.values()))
-        )
+        if spare is not None:
+            return spare
+        return WeightBlock(self._nbytes, any(tensor.is_cuda for tensor in unit.parts.values()))
 
 
 def read_block(table: Table, data: np.ndarray) -> Iterator[Encoded]:

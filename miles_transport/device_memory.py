@@ -220,20 +220,18 @@ class _Mapped:
 def attach(where: Mapping[str, Any]) -> Tensor:
     """Map the memory of a ``DeviceMemory`` or a loan, of another process or this one.
 
-    A GPU of this host that CUDA_VISIBLE_DEVICES hides from this process can be read through peer access of its current GPU (CUDA 10.1): the
-    tensor then says that it is there, and no context is created on the hidden GPU.
+    Memory of a GPU that CUDA_VISIBLE_DEVICES hides from this process is mapped for peer access by its current GPU, which is then the
+    tensor's device (the CUDA driver supports that since version 10.1).
 
     Raises:
         SyncError: this process cannot access that GPU, or the driver refuses.
     """
     if not torch.cuda.is_available():
         raise SyncError(f"the weights are on GPU {where['gpu']}, but the engine's process has no GPU")
-    if where["host"] != _host():
-        raise SyncError(
-            f"the weights are on GPU {where['gpu']} of another host, which is not visible to the engine's process"
-        )
     seen = {_uuid(i): i for i in range(torch.cuda.device_count())}
     hidden = where["gpu"] not in seen
+    if hidden and where["host"] != _host():
+        raise SyncError(f"the weights are on GPU {where['gpu']} of another host, whose memory this host cannot map")
     index, pointer = torch.cuda.current_device() if hidden else seen[where["gpu"]], ctypes.c_uint64()
     if where["process"] == _process():
         return _tensor(where["base"], where["nbytes"], index)

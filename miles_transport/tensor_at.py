@@ -44,8 +44,11 @@ _held: dict[int, tuple[Any, ...]] = {}
 
 
 @_Deleter
-def _release(address: int) -> None:
-    _held.pop(address, None)
+def _release(address: int, held: dict[int, tuple[Any, ...]] = _held) -> None:
+    held.pop(address, None)
+
+
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_release))  # when the process ends, tensors may be freed after this module
 
 
 def tensor_at(pointer: int, nbytes: int, device: torch.device, owner: object) -> Tensor:

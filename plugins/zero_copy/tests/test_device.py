@@ -76,6 +76,13 @@ def test_memory_of_a_gpu_that_is_hidden_from_the_engine_is_mapped(blind):
     assert driver.closed == 1
 
 
+def test_memory_of_another_host_is_not_mapped(blind):
+    driver, where = blind
+    with pytest.raises(SyncError, match="GPU-hidden of another host, whose memory this host cannot map"):
+        attach(where | {"host": "other"})
+    assert torch.equal(attach(where), driver.memory)
+
+
 def test_a_driver_that_does_not_map_a_hidden_gpu_is_said(blind):
     driver, where = blind
     driver.refuses = True
