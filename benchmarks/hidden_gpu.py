@@ -2,7 +2,13 @@
 
     python benchmarks/hidden_gpu.py --save
 
-The writer sees only the first GPU, the reader only the second, as a trainer rank and an engine do under Ray.
+The writer sees only the first GPU, the reader only the second, as a trainer rank and an engine do under Ray. The reader copies a bucket and a loan of
+``zero_copy`` several times, and verifies their checksums. For each, ``result`` is one of
+
+- ``read``: the bytes are correct;
+- ``refused``: the driver does not map the memory. A run then takes the next path (NCCL);
+- ``failed``: it was mapped but not read correctly. ``context_works`` tells whether the reader could use its own GPU afterwards: if not, an
+  engine would have died, and such memory must not be mapped.
 """
 
 from __future__ import annotations
@@ -13,35 +19,60 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from measure import finish, installed, options
 
-from miles_transport import Bucket, DeviceMemory, Inbox
+from miles_core.data import Encoded
+from miles_core.errors import SyncError
+from miles_transport import Bucket, DeviceMemory, Inbox, Loan
 
-NBYTES, TIMES = 1 << 30, 8
+NBYTES, SIZE, TIMES = 1 << 30, 64 << 20, 8
 
 
 def write() -> None:
-    """Fill a bucket, print its message, and keep the memory until the reader is done."""
-    from miles_core.data import Encoded
-
+    """Print the messages of a bucket and a loan, and keep their memory until the reader is done."""
     torch.manual_seed(0)
     memory = DeviceMemory(NBYTES, torch.device("cuda", 0))
-    bucket = Bucket(memory.buffer)
-    size = 64 << 20
-    while bucket.end + size <= NBYTES:
+    bucket, loan = Bucket(memory.buffer), Loan()
+    filled = True
+    while filled:
         name = f"w{len(bucket.units)}"
-        bucket.add(Encoded(name, {name: torch.randn(size // 2, device="cuda").to(torch.bfloat16)}))
+        filled = bucket.add(Encoded(name, {name: torch.randn(SIZE // 2, device="cuda").to(torch.bfloat16)}))
+    tensors = [torch.randn(SIZE // 2, device="cuda").to(torch.bfloat16) for _ in range(NBYTES // SIZE)]
+    lent = [loan.add(f"w{number}", tensor) for number, tensor in enumerate(tensors)]
+    torch.cuda.synchronize()
     print(json.dumps(bucket.header() | {"memory": memory.memory}), flush=True)
+    print(json.dumps(loan.message() if all(lent) else None), flush=True)
     sys.stdin.read()
 
 
-def read() -> dict[str, Any]:
-    """Read the bucket of the message on standard input several times; its checksum is verified each time."""
-    message, inbox, seconds = json.loads(sys.stdin.readline()), Inbox(), []
+def read() -> None:
+    """Read the bucket and the loan of the messages on standard input; print a result for each."""
     own = torch.empty(NBYTES, dtype=torch.uint8, device="cuda")
+    for line in sys.stdin:
+        message = json.loads(line)
+        if message is None:
+            print(json.dumps({"result": "not lent: torch's memory has no handles"}), flush=True)
+            continue
+        hidden = str(torch.cuda.get_device_properties(0).uuid) not in line
+        found: dict[str, Any] = {"gpu_is_hidden": hidden, "bytes": message["nbytes"], "result": "read"}
+        try:
+            seconds = list(copy_times(message, own))
+            found["first_seconds"] = round(seconds[0], 4)
+            found["gb_per_second"] = round(message["nbytes"] / statistics.median(seconds[1:]) / 1e9, 2)
+        except Exception as error:
+            refused = isinstance(error, SyncError) and "driver did not provide" in str(error)
+            found |= {"result": "refused" if refused else "failed", "error": f"{type(error).__name__}: {error}"[:500]}
+            found["context_works"] = works()
+        print(json.dumps(found), flush=True)
+
+
+def copy_times(message: dict[str, Any], own: torch.Tensor) -> Iterator[float]:
+    """Copy the tensors of a message several times; yield the seconds. The checksum is verified each time."""
+    inbox = Inbox()
     for _ in range(TIMES):
         torch.cuda.synchronize()
         start, at = time.perf_counter(), 0
@@ -50,17 +81,20 @@ def read() -> dict[str, Any]:
                 unit.copy(own[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape), tensor)
                 at += tensor.nbytes
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return {
-        "bytes": message["nbytes"],
-        "hidden": message["memory"]["gpu"] != str(torch.cuda.get_device_properties(0).uuid),
-        "gb_per_second": round(message["nbytes"] / statistics.median(seconds[1:]) / 1e9, 2),
-        "first_seconds": round(seconds[0], 4),
-    }
+        yield time.perf_counter() - start
+
+
+def works() -> bool:
+    """Return whether this process can still use its GPU."""
+    try:
+        torch.cuda.synchronize()
+        return int(torch.ones(8, device="cuda").sum()) == 8
+    except RuntimeError:
+        return False
 
 
 def run() -> dict[str, Any]:
-    """Start both processes; return what the reader measured."""
+    """Start both processes; return what the reader found."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
 
     def start(role: str, gpu: str) -> subprocess.Popen[str]:
@@ -71,12 +105,17 @@ def run() -> dict[str, Any]:
 
     writer, reader = start("write", given[0]), start("read", given[1])
     assert writer.stdout is not None
+    found: dict[str, Any] = {}
     try:
-        said, _ = reader.communicate(writer.stdout.readline(), timeout=120)
+        messages = writer.stdout.readline() + writer.stdout.readline()
+        lines, _ = reader.communicate(messages, timeout=60)
+        found = dict(zip(("bucket", "loan"), map(json.loads, lines.splitlines()), strict=False))
+    except subprocess.TimeoutExpired:
+        found["reader"] = "hangs"
     finally:
-        writer.communicate(timeout=60)
         reader.kill()
-    return json.loads(said) if reader.returncode == 0 else {"failed": reader.returncode}
+        writer.communicate(timeout=30)
+    return found | {"exit_of_reader": reader.wait(), "exit_of_writer": writer.returncode}
 
 
 def main() -> None:
@@ -84,7 +123,7 @@ def main() -> None:
     if role == "write":
         write()
     elif role == "read":
-        print(json.dumps(read()))
+        read()
     else:
         given = options(__doc__).parse_args()
         finish("hidden_gpu", run(), given.save, lambda: installed("torch"))

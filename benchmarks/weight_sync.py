@@ -138,7 +138,7 @@ def through_ray(stream: Any, turns: Turns) -> dict:
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     own = ray.remote(Own).options(num_cpus=0).remote("cpu")
-    nbytes = 0
+    nbytes = sum(unit.nbytes for unit in stream(None))
 
     async def take(_number: int, table: Table, data: Any, _version: int) -> None:
         await own.read.remote(table, data)
@@ -146,16 +146,7 @@ def through_ray(stream: Any, turns: Turns) -> dict:
     sender = BlockSender(ENOUGH, ray.put, take)
 
     def send() -> None:
-        nonlocal nbytes
-        nbytes = 0
-
-        def counted() -> Iterator[Encoded]:
-            nonlocal nbytes
-            for unit in stream(None):
-                nbytes += unit.nbytes
-                yield unit
-
-        asyncio.run(sender.send(counted(), 1))
+        asyncio.run(sender.send(stream(None), 1))
 
     try:
         found = turns.of(send)

@@ -36,7 +36,7 @@ def sync_seconds(rates: Rates, e: EngineLayout, colocated: bool, transport: str)
     """Seconds in which all engines receive new weights.
 
     With the transport ``copy``, weights pass through host memory, and one process of each engine receives all of them. All other transports
-    are estimated like ``buckets``, between GPUs."""
+    are estimated like ``buckets``, which is between GPUs."""
     sent = e.weights * e.gpus
     if transport == PLAIN:
         return sent / rates.sync["copy_rate"]

@@ -43,11 +43,11 @@ class _Managed(ctypes.Structure):
 _held: dict[int, tuple[Any, ...]] = {}
 
 
-@_Deleter
-def _release(address: int, held: dict[int, tuple[Any, ...]] = _held) -> None:
+def _forget(address: int, held: dict[int, tuple[Any, ...]] = _held) -> None:
     held.pop(address, None)
 
 
+_release = _Deleter(_forget)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_release))  # when the process ends, tensors may be freed after this module
 
 

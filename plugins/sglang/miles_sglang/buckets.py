@@ -48,8 +48,8 @@ class Bucket:
     def flatten(self, device: str = "") -> Flat:
         """Copy the tensors into one array on their device; host tensors go to ``device`` if it is not empty.
 
-        Host tensors that lie closely together, as they do in a block that arrived from elsewhere, are copied in one piece, and keep their
-        offsets to each other: a GPU takes one large copy from memory that is not pinned several times faster than thousands of small ones.
+        Host tensors that are close together in one storage, as in a block of another process, are copied in one piece and keep their relative
+        offsets: from memory that is not pinned, one large copy is several times faster than thousands of small ones.
         """
         own = self.named[0][1].device if self.named else torch.device("cpu")
         place = torch.device(device) if device and own.type == "cpu" else own
@@ -67,8 +67,8 @@ class Bucket:
         return Flat(array, self.tensors)
 
     def _span(self) -> tuple[Tensor, list[int]] | None:
-        """Return the bytes from the first tensor to the last, and where each starts; None if they are not closely together in one storage,
-        or not aligned."""
+        """Return the bytes from the first tensor to the last, and the offset of each; None if the tensors are not aligned, or not close together
+        in one storage."""
         first = min((tensor for _, tensor in self.named), key=Tensor.data_ptr, default=None)
         if first is None or len(self.named) == 1:
             return None
@@ -79,7 +79,7 @@ class Bucket:
             return None
         if any(not t.is_contiguous() or t.untyped_storage().data_ptr() != storage.data_ptr() for _, t in self.named):
             return None
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage, base - storage.data_ptr(), (end,))
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage, base - storage.data_ptr(), (end,), (1,))
         return whole, starts
 
 
