@@ -95,7 +95,7 @@ def works() -> bool:
 
 def run() -> dict[str, Any]:
     """Start both processes; return what the reader found."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    given = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
 
     def start(role: str, gpu: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
