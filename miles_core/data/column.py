@@ -72,14 +72,10 @@ def join_columns(columns: Iterable[Column], typecode: str = TOKENS) -> Column:
 def as_column(values: Any, typecode: str) -> Any:
     """Convert a list, a tuple or a numpy array [n] of numbers. Other values, and those that do not fit the type, are returned as they are:
     the check of their owner describes them."""
-    if (
-        isinstance(values, np.ndarray)
-        and values.ndim == 1
-        and values.dtype.kind in ("iu" if typecode != FLOATS else "f")
-    ):
-        return Column.of(values, typecode)
     if type(values) not in (list, tuple):
-        return values
+        kinds = "iu" if typecode != FLOATS else "f"
+        fits = isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in kinds
+        return Column.of(values, typecode) if fits else values
     try:
         return Column(typecode, values)
     except (TypeError, OverflowError):

@@ -16,7 +16,7 @@ import pluggy
 
 from miles_core.errors import MilesError, PluginError
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.chain import ErrorNote, Wrapper, add_checks, add_error_notes, compose, names_plugin
+from miles_core.plugin.chain import ErrorNote, Wrapper, add_checks, add_error_notes, compose, names_plugin, note
 from miles_core.plugin.core import CORE
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import Facts
@@ -48,6 +48,7 @@ class Hooks:
         boundaries: Mapping[str, Boundary],
     ) -> None:
         self._specs = read_specs(specs)
+        self._names = {hook: frozenset(arguments) for hook, arguments in self._specs.items()}
         self._boundaries = boundaries
         standard = [plugin for plugin in manifests.values() if plugin.standard]
         self._active = [*(manifests[name] for name in plan.order), *standard, CORE]
@@ -63,8 +64,11 @@ class Hooks:
         boundary = self._boundaries.get(name, UNCHECKED)
         for plugin, function, taken in self._implementations(name, arguments):
             state = boundary.before(arguments) if boundary.before is not None else None
-            with ErrorNote(plugin, name):
+            try:
                 value = function(*[arguments[a] for a in taken])
+            except Exception as error:
+                note(error, plugin, name)
+                raise
             if value is not None:
                 raise refuse(
                     plugin,
@@ -182,7 +186,7 @@ class Hooks:
     def _implementations(self, name: str, arguments: Mapping[str, Any]) -> list[Implementation]:
         if name not in self._calls:
             raise TypeError(f"there is no hook {name!r}; {did_you_mean(name, self._specs)}")
-        if arguments.keys() != set(self._specs[name]):
+        if arguments.keys() != self._names[name]:
             raise TypeError(f"{name} is called with {sorted(arguments)}, it takes {sorted(self._specs[name])}")
         return self._calls[name]
 

@@ -70,7 +70,9 @@ class RewardFunction:
 
     async def __call__(self, args: Any, scored: Any) -> Any:
         loop = asyncio.get_running_loop()
-        async with self._limits.setdefault(loop, asyncio.Semaphore(self.concurrency)):
+        if (limit := self._limits.get(loop)) is None:
+            limit = self._limits[loop] = asyncio.Semaphore(self.concurrency)
+        async with limit:
             if self._pool is not None:
                 return await loop.run_in_executor(self._pool, self.function, args, scored)
             return await self.function(args, scored)
@@ -133,9 +135,10 @@ async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> No
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if left := [task for task in tasks if not task.done()]:
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
 
 async def _score_one(sample: Any, reward: RewardFunction, args: Any) -> None:
