@@ -281,8 +281,10 @@ def add(into: dict[str, tuple[Any, Any]], more: Mapping[str, tuple[Any, Any]]) -
     """Add the pairs of ``more`` to those of ``into`` by name; sums and weights are floats or one-element tensors. Of metrics whose name
     ends in ``_max``, the larger value is kept instead of the sum."""
     for name, (total, weight) in more.items():
-        old, before = into.get(name, (0.0, 0.0))
-        into[name] = (_larger(old, total) if name.endswith("_max") else old + total, before + weight)
+        if name in into:
+            old, before = into[name]
+            total, weight = _larger(old, total) if name.endswith("_max") else old + total, before + weight
+        into[name] = total, weight
 
 
 def _larger(old: Any, new: Any) -> Any:
@@ -290,8 +292,10 @@ def _larger(old: Any, new: Any) -> Any:
 
 
 def as_floats(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[float, float]]:
-    """Convert (sum, weight) tensors to Python floats. Synchronises with the device."""
-    return {name: (float(total), float(weight)) for name, (total, weight) in pairs.items()}
+    """Convert (sum, weight) tensors to Python floats. Synchronises with their device, once if they have only one."""
+    flat = [torch.as_tensor(value, dtype=torch.float64).reshape(()) for pair in pairs.values() for value in pair]
+    numbers = torch.stack(flat).tolist() if len({each.device for each in flat}) == 1 else [float(each) for each in flat]
+    return dict(zip(pairs, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
 
 
 def means(pairs: Mapping[str, tuple[float, float]]) -> dict[str, float]:
