@@ -26,6 +26,8 @@ from torch import Tensor
 from miles_core.data.field import CORE_FIELDS, Field
 from miles_core.data.sample import Sample
 
+#: Columns of core -> attributes of a sample.
+_OWN = {"loss_mask": "mask", "rollout_log_probs": "rollout_log_probs"}
 _EMPTY = torch.zeros(0, dtype=torch.int64)
 
 
@@ -175,7 +177,8 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
         index=torch.tensor([s.index for s in samples], dtype=torch.int64),
     )
     for spec in (*CORE_FIELDS, *declared):
-        values = [_value(s, spec.name) for s in samples]
+        own = _OWN.get(spec.name)
+        values = [getattr(s, own) if own else s.fields.get(spec.name) for s in samples]
         if not samples and spec.name == "loss_mask":
             batch.columns[spec.name] = torch.zeros(0)
         if all(v is None for v in values):
@@ -191,22 +194,13 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
     return batch
 
 
-def _value(sample: Sample, name: str) -> object:
-    if name == "loss_mask":
-        return sample.mask
-    if name == "rollout_log_probs":
-        return sample.rollout_log_probs
-    return sample.fields.get(name)
-
-
 def _first_row(spec: Field, sample: Sample) -> int:
     return sample.prompt_length if spec.align == "response" else 0
 
 
 def _column(spec: Field, samples: Sequence[Sample], values: Sequence[object]) -> Tensor:
     known = next(np.asarray(v) for v in values if v is not None)
-    total = sum(len(s.tokens) for s in samples)
-    out = np.full((total, *known.shape[1:]), spec.pad, dtype=spec.dtype)
+    out = np.full((sum(len(s.tokens) for s in samples), *known.shape[1:]), spec.pad, dtype=spec.dtype)
     at = 0
     for sample, value in zip(samples, values, strict=True):
         if value is not None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,15 @@ class PromptTemplate:
             )
         self.renderer = Renderer(tokenizer, variables) if tokenizer.chat_template else None
 
-    def __call__(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        """Convert ``prompt`` to token ids; the result is never empty.
+    def encode_texts(self, prompts: list[Any]) -> list[list[int]] | list[None]:
+        """Tokenise all prompts at once, which takes a fraction of the time, for ``__call__``; Nones where this is not possible."""
+        if not self.apply_chat_template and all(isinstance(prompt, str) for prompt in prompts):
+            with suppress(Exception):  # the call with the prompt raises it again
+                return list(self.tokenizer(prompts).input_ids)
+        return [None] * len(prompts)
+
+    def __call__(self, prompt: str | list[dict[str, Any]], encoded: list[int] | None = None) -> list[int]:
+        """Convert ``prompt`` to token ids; the result is never empty. ``encoded``: what ``encode_texts`` returned for it.
 
         Raises:
             DataError: chat messages without a chat template, messages that the template rejects, or an empty result.
@@ -69,13 +77,13 @@ class PromptTemplate:
             raise DataError(
                 f"the prompt {prompt!r:.80} is a list of chat messages; give --apply-chat-template to render it"
             )
-        tokens = self._plain(prompt)
+        tokens = self._plain(prompt, encoded)
         if not tokens:
             raise DataError(f"the prompt {prompt!r:.80} has no token; remove it from the data")
         return tokens
 
-    def _plain(self, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer.encode(text)
+    def _plain(self, text: str, encoded: list[int] | None) -> list[int]:
+        tokens: list[int] = self.tokenizer.encode(text) if encoded is None else encoded
         end = self.tokenizer.eos_token_id
         if end is not None and tokens and tokens[-1] == end and not text.endswith(self.tokenizer.eos_token):
             return tokens[:-1]
@@ -241,11 +249,10 @@ class Prompts(PromptSource):
 
     def _check(self, row: dict[str, Any], place: str) -> None:
         for key in (self.input_key, self.label_key, self.metadata_key):
-            if key is not None:
-                _check_text(row.get(key), key, place)
-        keys = ", ".join(repr(key) for key in row) or "none"
+            if key is not None and row.get(key) is not None:
+                _check_text(row[key], key, place)
         if self.input_key not in row:
-            raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {keys}")
+            raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {_keys(row)}")
         _check_prompt(row[self.input_key], self.input_key, place)
         named = (self.input_key, self.label_key, self.metadata_key)
         for key, value in row.items():
@@ -253,7 +260,9 @@ class Prompts(PromptSource):
                 raise DataError(explain_media(place, f"the column {key!r} is not empty"))
         if self.label_key is not None:
             if self.label_key not in row:
-                raise DataError(f"{place}: no key {self.label_key!r} for the label; choose --label-key from: {keys}")
+                raise DataError(
+                    f"{place}: no key {self.label_key!r} for the label; choose --label-key from: {_keys(row)}"
+                )
             if row[self.label_key] is None:
                 raise DataError(f"{place}: the label {self.label_key!r} is null; every row needs one")
         metadata = row.get(self.metadata_key)
@@ -268,6 +277,10 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """
     key = hashlib.sha256(f"prompts:{seed}:{epoch}".encode()).digest()
     return np.random.RandomState(np.frombuffer(key, dtype="<u4")).permutation(rows)
+
+
+def _keys(row: dict[str, Any]) -> str:
+    return ", ".join(map(repr, row)) or "none"
 
 
 def _check_text(value: Any, key: str, place: str) -> None:

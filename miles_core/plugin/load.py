@@ -16,7 +16,7 @@ import pluggy
 
 from miles_core.errors import MilesError, PluginError
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.chain import ErrorNote, Wrapper, add_checks, add_error_notes, compose, names_plugin, note
+from miles_core.plugin.chain import ErrorNote, Wrapper, add_checks, add_error_notes, compose, names_plugin
 from miles_core.plugin.core import CORE
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import Facts
@@ -64,11 +64,8 @@ class Hooks:
         boundary = self._boundaries.get(name, UNCHECKED)
         for plugin, function, taken in self._implementations(name, arguments):
             state = boundary.before(arguments) if boundary.before is not None else None
-            try:
+            with ErrorNote(plugin, name):
                 value = function(*[arguments[a] for a in taken])
-            except Exception as error:
-                note(error, plugin, name)
-                raise
             if value is not None:
                 raise refuse(
                     plugin,

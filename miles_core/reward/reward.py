@@ -70,9 +70,7 @@ class RewardFunction:
 
     async def __call__(self, args: Any, scored: Any) -> Any:
         loop = asyncio.get_running_loop()
-        if (limit := self._limits.get(loop)) is None:
-            limit = self._limits[loop] = asyncio.Semaphore(self.concurrency)
-        async with limit:
+        async with self._limits.setdefault(loop, asyncio.Semaphore(self.concurrency)):
             if self._pool is not None:
                 return await loop.run_in_executor(self._pool, self.function, args, scored)
             return await self.function(args, scored)
@@ -135,9 +133,7 @@ async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> No
     try:
         await asyncio.gather(*tasks)
     finally:
-        if left := [task for task in tasks if not task.done()]:
-            for task in left:
-                task.cancel()
+        if left := [task for task in tasks if task.cancel()]:  # those that are not done
             await asyncio.gather(*left, return_exceptions=True)
 
 

@@ -56,8 +56,9 @@ def supervised_samples(run: Run, rows: Prompts, limits: Limits = NO_LIMITS) -> l
     """
     samples, chosen = [], list(rows)
     answers = run.tokenizer([str(row.label) for row in chosen], add_special_tokens=False).input_ids
-    for number, (row, answer) in enumerate(zip(chosen, answers, strict=True)):
-        prompt = encode_prompt(run.render, row, limits)
+    texts = run.render.encode_texts([row.prompt for row in chosen])
+    for number, (row, text, answer) in enumerate(zip(chosen, texts, answers, strict=True)):
+        prompt = encode_prompt(run.render, row, limits, text)
         answer.append(run.tokenizer.eos_token_id)
         if limits.context is not None and len(prompt) + len(answer) > limits.context:
             raise DataError(
