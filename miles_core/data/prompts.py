@@ -48,7 +48,7 @@ class PromptTemplate:
         apply_chat_template: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
+        self.tokenizer, self.apply_chat_template, self._end = tokenizer, apply_chat_template, tokenizer.eos_token_id
         if apply_chat_template and not tokenizer.chat_template:
             name = tokenizer.name_or_path or "this model"
             raise ConfigError(
@@ -61,7 +61,7 @@ class PromptTemplate:
         """Tokenise all prompts at once, which takes a fraction of the time, for ``__call__``; Nones where this is not possible."""
         if not self.apply_chat_template and all(isinstance(prompt, str) for prompt in prompts):
             with suppress(Exception):  # the call with the prompt raises it again
-                return list(self.tokenizer(prompts).input_ids)
+                return list(self.tokenizer(prompts, return_attention_mask=False).input_ids)
         return [None] * len(prompts)
 
     def __call__(self, prompt: str | list[dict[str, Any]], encoded: list[int] | None = None) -> list[int]:
@@ -84,8 +84,7 @@ class PromptTemplate:
 
     def _plain(self, text: str, encoded: list[int] | None) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text) if encoded is None else encoded
-        end = self.tokenizer.eos_token_id
-        if end is not None and tokens and tokens[-1] == end and not text.endswith(self.tokenizer.eos_token):
+        if tokens and tokens[-1] == self._end and not text.endswith(self.tokenizer.eos_token):
             return tokens[:-1]
         return tokens
 
@@ -251,8 +250,9 @@ class Prompts(PromptSource):
         for key in (self.input_key, self.label_key, self.metadata_key):
             if key is not None and row.get(key) is not None:
                 _check_text(row[key], key, place)
+        keys = ", ".join(map(repr, row)) or "none"
         if self.input_key not in row:
-            raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {_keys(row)}")
+            raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {keys}")
         _check_prompt(row[self.input_key], self.input_key, place)
         named = (self.input_key, self.label_key, self.metadata_key)
         for key, value in row.items():
@@ -260,9 +260,7 @@ class Prompts(PromptSource):
                 raise DataError(explain_media(place, f"the column {key!r} is not empty"))
         if self.label_key is not None:
             if self.label_key not in row:
-                raise DataError(
-                    f"{place}: no key {self.label_key!r} for the label; choose --label-key from: {_keys(row)}"
-                )
+                raise DataError(f"{place}: no key {self.label_key!r} for the label; choose --label-key from: {keys}")
             if row[self.label_key] is None:
                 raise DataError(f"{place}: the label {self.label_key!r} is null; every row needs one")
         metadata = row.get(self.metadata_key)
@@ -277,10 +275,6 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """
     key = hashlib.sha256(f"prompts:{seed}:{epoch}".encode()).digest()
     return np.random.RandomState(np.frombuffer(key, dtype="<u4")).permutation(rows)
-
-
-def _keys(row: dict[str, Any]) -> str:
-    return ", ".join(map(repr, row)) or "none"
 
 
 def _check_text(value: Any, key: str, place: str) -> None:

@@ -48,7 +48,6 @@ class Hooks:
         boundaries: Mapping[str, Boundary],
     ) -> None:
         self._specs = read_specs(specs)
-        self._names = {hook: frozenset(arguments) for hook, arguments in self._specs.items()}
         self._boundaries = boundaries
         standard = [plugin for plugin in manifests.values() if plugin.standard]
         self._active = [*(manifests[name] for name in plan.order), *standard, CORE]
@@ -183,7 +182,7 @@ class Hooks:
     def _implementations(self, name: str, arguments: Mapping[str, Any]) -> list[Implementation]:
         if name not in self._calls:
             raise TypeError(f"there is no hook {name!r}; {did_you_mean(name, self._specs)}")
-        if arguments.keys() != self._names[name]:
+        if arguments.keys() != set(self._specs[name]):
             raise TypeError(f"{name} is called with {sorted(arguments)}, it takes {sorted(self._specs[name])}")
         return self._calls[name]
 
