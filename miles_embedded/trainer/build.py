@@ -13,6 +13,7 @@ from miles_core.errors import PluginError
 from miles_core.plugin.guard import describe
 from miles_core.train.micro_batches import micro_batch_limits
 from miles_core.train.optimizer import OptimizerConfig
+from miles_embedded.memory.free import check_free_memory
 from miles_embedded.model.load import build_model, resolve_device
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer.data_parallel import Alone, Replicated, current_world
@@ -27,6 +28,7 @@ from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
     """Make the trainer of ``--trainer embedded``."""
     config = run.config_of(policy)
+    check_free_memory(run, config, "trainer")
     precision = TrainedPrecision(run, policy)
     trains = policy.learns and steps_follow(config)
 
