@@ -6,6 +6,7 @@ at the first long response.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -19,8 +20,14 @@ from miles_core.plugin.model_config import model_config
 from miles_embedded.model.load import resolve_device
 
 
+log = logging.getLogger(__name__)
+
+
 def check_free_memory(run: Any, config: Config, kind: str) -> None:
     """Check that the GPU of this process has the memory for an engine or trainer, before it is built.
+
+    Weights, gradients and optimizer state are certain, so a run that has no room for them is refused. Activations and cache are estimated for the
+    longest samples, so a run that has no room for these gets a warning.
 
     Args:
         run: the run; its plan has the options and the plugins that estimate memory.
@@ -39,16 +46,21 @@ def check_free_memory(run: Any, config: Config, kind: str) -> None:
     usages = usages_of(run, config)
     together = run.plan.fact("runtime") == "inline" and not run.plan.fact("colocate")
     asked = [u for u in usages if together or u.kind == kind]
-    needed = sum(u.parts.total for u in asked) if together else max((u.parts.total for u in asked), default=0.0)
+    join = sum if together else max
+    needed = join([0.0, *(u.parts.total for u in asked)])
+    certain = join([0.0, *(u.parts.total - u.parts.activations - u.parts.cache for u in asked)])
     if needed <= free + reserved:
         return
     parts = ", ".join(f"{u.parts.total / GB:.1f} GB for the {u.kind}" for u in asked)
-    raise ConfigError(
+    text = (
         f"the GPU has {(free + reserved) / GB:.1f} of {whole / GB:.1f} GB free, because other programs use the rest, and this run asks for "
         f"{needed / GB:.1f} GB ({parts}; `miles plan` shows its parts): end those programs or choose another GPU with CUDA_VISIBLE_DEVICES; "
         "--max-running-requests and --rollout-max-response-len make the engine's cache smaller, --max-tokens-per-gpu and "
         "--recompute-activations the trainer's activations, --offload-optimizer its state"
     )
+    if certain > free + reserved:
+        raise ConfigError(text)
+    log.warning("%s", text)
 
 
 def usages_of(run: Any, config: Config) -> list[Usage]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,15 +32,15 @@ def deterministic_algorithms() -> Iterator[None]:
         RuntimeError: from an operation that has no deterministic algorithm.
     """
     os.environ.setdefault(*WORKSPACE)
-    settings = torch.utils.deterministic
+    settings: Any = torch.utils.deterministic
     before = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error")
-    settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write NaN to every new tensor
+    settings.fill_uninitialized_memory = False  # it would write NaN to every new tensor
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(before[0])
-        settings.fill_uninitialized_memory = before[1]  # type: ignore[attr-defined]
+        settings.fill_uninitialized_memory = before[1]
 
 
 class DeterministicTrainer(EmbeddedTrainer):

@@ -16,8 +16,11 @@ class Run:
         self.plan = type("Plan", (), {"fact": lambda self, name: facts.get(name)})()
 
 
-def check(monkeypatch, available, kind="engine", device="cuda", reserved=0, **facts):
-    usages = [Usage("trainer", "rank", Parts(weights=20 * GB)), Usage("engine", "GPU", Parts(cache=10 * GB))]
+def check(monkeypatch, available, kind="engine", device="cuda", reserved=0, usages=(), **facts):
+    usages = usages or [
+        Usage("trainer", "rank", Parts(weights=20 * GB)),
+        Usage("engine", "GPU", Parts(weights=10 * GB)),
+    ]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (available * GB, 80 * GB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved * GB)
     monkeypatch.setattr(free, "usages_of", lambda run, config: usages)
@@ -34,6 +37,19 @@ def test_both_sides_of_one_process_are_counted(monkeypatch):
         "29.0 of 80.0 GB free" in text and "asks for 30.0 GB (20.0 GB for the trainer, 10.0 GB for the engine" in text
     )
     assert all(flag in text for flag in ("--max-running-requests", "--recompute-activations")) and "\n" not in text
+
+
+def test_activations_and_cache_that_may_not_fit_are_a_warning(monkeypatch, caplog):
+    usages = [
+        Usage("trainer", "rank", Parts(weights=20 * GB, activations=30 * GB)),
+        Usage("engine", "GPU", Parts(cache=10 * GB)),
+    ]
+    check(monkeypatch, 61, runtime="inline", usages=usages)
+    assert not caplog.records
+    check(monkeypatch, 59, runtime="inline", usages=usages)
+    assert "asks for 60.0 GB (50.0 GB for the trainer, 10.0 GB for the engine" in caplog.text
+    with pytest.raises(ConfigError, match=r"asks for 60\.0 GB"):
+        check(monkeypatch, 19, runtime="inline", usages=usages)
 
 
 def test_what_this_process_holds_is_its_own(monkeypatch):
