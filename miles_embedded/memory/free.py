@@ -19,7 +19,6 @@ from miles_core.plugin.memory import GB, USABLE
 from miles_core.plugin.model_config import model_config
 from miles_embedded.model.load import resolve_device
 
-
 log = logging.getLogger(__name__)
 
 
