@@ -15,7 +15,7 @@ from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.engine.settings import Settings
-from miles_embedded.memory.free import check_free_memory
+from miles_embedded.model.free_memory import check_free_memory
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import build_model
 from miles_embedded.model.parts import head

@@ -13,7 +13,7 @@ from miles_core.errors import PluginError
 from miles_core.plugin.guard import describe
 from miles_core.train.micro_batches import micro_batch_limits
 from miles_core.train.optimizer import OptimizerConfig
-from miles_embedded.memory.free import check_free_memory
+from miles_embedded.model.free_memory import check_free_memory
 from miles_embedded.model.load import build_model, resolve_device
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer.data_parallel import Alone, Replicated, current_world

@@ -5,7 +5,7 @@ import torch
 
 from miles_core.errors import ConfigError
 from miles_core.plugin import Parts, Usage
-from miles_embedded.memory import free
+from miles_embedded.model import free_memory
 from miles_testing import plan
 
 GB = 10**9
@@ -23,9 +23,9 @@ def check(monkeypatch, available, kind="engine", device="cuda", reserved=0, usag
     ]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (available * GB, 80 * GB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved * GB)
-    monkeypatch.setattr(free, "usages_of", lambda run, config: usages)
+    monkeypatch.setattr(free_memory, "usages_of", lambda run, config: usages)
     config = type("Config", (), {"model": type("Model", (), {"device": device})})
-    free.check_free_memory(Run(**facts), config, kind)
+    free_memory.check_free_memory(Run(**facts), config, kind)
 
 
 def test_both_sides_of_one_process_are_counted(monkeypatch):
@@ -79,7 +79,7 @@ def test_the_estimate_is_that_of_the_plan():
             "Config", (), {"model": type("Model", (), {"hf_checkpoint": accepted.fact("model.hf_checkpoint")})}
         )
         run = type("Run", (), {"plan": accepted})
-        sizes[len(plugins)] = {u.kind: u.parts for u in free.usages_of(run, config)}
+        sizes[len(plugins)] = {u.kind: u.parts for u in free_memory.usages_of(run, config)}
         assert sizes[len(plugins)].keys() == {"trainer", "engine"}
     assert sizes[1]["trainer"].gradients < sizes[0]["trainer"].gradients
 
