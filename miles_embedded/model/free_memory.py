@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 
-from miles_core.config.config import Config
 from miles_core.errors import ConfigError
-from miles_core.plugin import Facts, Usage
 from miles_core.plugin.discovery import discover
-from miles_core.plugin.memory import GB, USABLE
+from miles_core.plugin.facts import Facts
+from miles_core.plugin.memory import GB, USABLE, Usage
 from miles_core.plugin.model_config import model_config
 from miles_embedded.model.load import resolve_device
 
 log = logging.getLogger(__name__)
 
 
-def check_free_memory(run: Any, config: Config, kind: str) -> None:
+def check_free_memory(run: Any, config: Any, kind: str) -> None:
     """Check that the GPU of this process has the memory for an engine or trainer, before it is built.
 
     Weights, gradients and optimizer state are certain, so a run that has no room for them is refused. Activations and cache are estimated for the
@@ -62,7 +61,7 @@ def check_free_memory(run: Any, config: Config, kind: str) -> None:
     log.warning("%s", text)
 
 
-def usages_of(run: Any, config: Config) -> list[Usage]:
+def usages_of(run: Any, config: Any) -> list[Usage]:
     """Return the memory of the run's processes on a GPU, as its active plugins estimate it; empty if the checkpoint has no known sizes."""
     from importlib import import_module
 
