@@ -352,6 +352,13 @@ def say(*words: Any) -> None:
     print(*words, file=sys.stderr, flush=True)
 
 
+def advance(trial: Iterator[None], keep: Callable[[], None]) -> bool:
+    """Run the next part of a trial and save what is known, so that a killed process loses one part; False at its end."""
+    more = next(trial, DONE) is not DONE
+    keep()
+    return more
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
@@ -369,15 +376,20 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     device, started = "cuda" if torch.cuda.is_available() else "cpu", time.monotonic()
     result: dict[str, Any] = {"rows": list(ROWS), "micro_batch": given.micro_batch}
+
+    def keep(quiet: bool = True) -> None:
+        versions = ("miles-core", "miles-plugin-true-on-policy", "torch", "transformers")
+        variant = "gpu" if device == "cuda" else "cpu"
+        finish("exact_compile", result, given.save, lambda: installed(*versions), variant, quiet)
+
     try:
         with tempfile.TemporaryDirectory() as directory:
             parts = {"model": try_model(directory, device, given, result), "pieces": try_pieces(device, given, result)}
             trials = {name: parts[name] for name in given.parts}
             while trials and time.monotonic() - started < given.limit:  # in turns, so that a short run has some of both
-                trials = {name: trial for name, trial in trials.items() if next(trial, DONE) is not DONE}
+                trials = {name: trial for name, trial in trials.items() if advance(trial, keep)}
     finally:
-        versions = ("miles-core", "miles-plugin-true-on-policy", "torch", "transformers")
-        finish("exact_compile", result, given.save, lambda: installed(*versions), "gpu" if device == "cuda" else "cpu")
+        keep(quiet=False)
 
 
 if __name__ == "__main__":

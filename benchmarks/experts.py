@@ -33,6 +33,8 @@ MODES = {
     "on the device, recomputed": (False, True),
     "offloaded, recomputed": (True, True),
 }
+#: A mode that is measured twice (``--repeat``): without deterministic algorithms a GPU adds in another order each time.
+REPEATED = {"on the device, again": MODES["on the device"]}
 
 
 def measure(given: argparse.Namespace, mode: str, checkpoint: Path) -> dict[str, Any]:
@@ -42,11 +44,12 @@ def measure(given: argparse.Namespace, mode: str, checkpoint: Path) -> dict[str,
     from miles_core.data import Batch, Sample, collate
     from miles_core.trainer import Callbacks, Context, Loss, OptimizerConfig, Output
     from miles_embedded import load_model
+    from miles_embedded.trainer.deterministic import DeterministicTrainer
     from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
     from miles_experts.offload import offload_experts
 
     torch.set_num_threads(given.threads)
-    offload, recompute = MODES[mode]
+    offload, recompute = (MODES | REPEATED)[mode]
     cuda, clock = given.device == "cuda", Clock()
     model = load_model(checkpoint, given.dtype, given.device)
     for parameter in model.parameters():  # products on a CPU round by the alignment of their operands
@@ -56,7 +59,7 @@ def measure(given: argparse.Namespace, mode: str, checkpoint: Path) -> dict[str,
         offload_experts(model)
         clock.note("offload")
     config = TrainerConfig(OptimizerConfig(lr=1e-4, clip_grad=1.0), micro_batch_size=1, recompute=recompute)
-    trainer = EmbeddedTrainer(model, config)
+    trainer = (DeterministicTrainer if given.deterministic else EmbeddedTrainer)(model, config)
 
     def loss(output: Output, micro_batch: Batch, ctx: Context) -> Loss:
         assert output.log_probs is not None
@@ -119,12 +122,13 @@ def compare(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -
         checkpoint = Path(directory, "model")
         make_checkpoint("qwen3_moe", checkpoint, sizes, given.device)
         clock.note("checkpoint")
-        for mode in MODES:
+        for mode in MODES | (REPEATED if given.repeat else {}):
             # without offloading, a model may not fit into the GPU's memory: that is a result, too
             found[mode] = in_fork(partial(measure, given, mode, checkpoint))
             clock.note(mode)
-            here = found[next(m for m in MODES if MODES[m] == (False, MODES[mode][1]))]
-            if MODES[mode][0] and "digest" in here and "digest" in found[mode]:
+            offload, recompute = (MODES | REPEATED)[mode]
+            here = found[next(m for m in MODES if MODES[m] == (False, recompute))]
+            if (offload or mode in REPEATED) and "digest" in here and "digest" in found[mode]:
                 same = (here["digest"], here["norms"]) == (found[mode]["digest"], found[mode]["norms"])
                 found[mode]["bit_equal"] = same
             print(f"{mode:<28}", found[mode], file=sys.stderr, flush=True)
@@ -144,6 +148,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens per micro-batch")
     parser.add_argument("--micro-batches", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--steps", type=int, default=3, help="measured steps, after one more")
+    parser.add_argument("--deterministic", action="store_true", help="train as with --embedded-deterministic")
+    parser.add_argument("--repeat", action="store_true", help="measure one mode twice, and compare its bits")
     parser.add_argument("--variant", default="", help="end of the result file's name")
     given = parser.parse_args()
     versions = ("miles-core", "miles-plugin-experts", "torch", "transformers")

@@ -59,7 +59,12 @@ def main() -> None:
     result: dict[str, Any] = {"model": given.model}
 
     def save(quiet: bool) -> None:
-        versions = ("miles-core", "miles-plugin-optimizers", "torch", "transformers", "torchao")
+        versions = ["miles-core", "miles-plugin-optimizers", "torch", "transformers"]
+        used = [
+            *(given.sides if "step" in given.parts else ()),
+            *(given.optimizers if "learning" in given.parts else ()),
+        ]
+        versions += ["torchao"] if any(name.startswith("adamw8bit") for name in used) else []
         finish("optimizers", result, given.save, lambda: installed(*versions), given.variant, quiet)
 
     with tempfile.TemporaryDirectory() as directory:

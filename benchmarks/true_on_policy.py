@@ -224,6 +224,7 @@ def main() -> int:
     parser.add_argument(
         "--micro-batch", type=int, default=0, help="tokens in a micro-batch of a timed step (default: of grpo_step.py)"
     )
+    parser.add_argument("--variant", default="", help="end of the result file's name")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     parts: dict[str, Callable[[], Any]] = {
@@ -245,7 +246,9 @@ def main() -> int:
     ]
     inexact = [row for row in tables if isinstance(row, dict) and any(exact for _, exact in row.values())]
     plugins = ("miles-core", "miles-plugin-true-on-policy", "torch", "transformers")
-    variant = "-".join([*(given.only or []), *(["gpu"] if given.device == "cuda" else [])])
+    variant = "-".join(
+        [*(given.only or []), *(["gpu"] if given.device == "cuda" else []), *([given.variant] if given.variant else [])]
+    )
     finish("true_on_policy", result, given.save, lambda: installed(*plugins), variant)
     if inexact:
         print(json.dumps(inexact), file=sys.stderr)

@@ -215,6 +215,12 @@ class EmbeddedConfig:
         help="on a GPU the engine decodes by replaying CUDA graphs if the model and the options allow it; this flag launches every "
         "step from Python instead, which is several times slower but runs Python hooks of the model at every step",
     )
+    deterministic: bool = option(
+        False,
+        flag="--embedded-deterministic",
+        help="train with PyTorch's deterministic algorithms, which are slower on a GPU: there a run that continues a checkpoint then has the bits "
+        "of one that was never stopped, as it always has on a CPU",
+    )
     offload_optimizer: bool = option(
         False,
         flag="--offload-optimizer",

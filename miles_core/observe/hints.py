@@ -101,7 +101,7 @@ def for_error(error: BaseException, known: Iterable[Hint]) -> str | None:
             return f"what usually helps: {advice[name]}"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return (
-            "memory ran out: lower --micro-batch-size or --max-tokens-per-gpu, then --rollout-batch-size; a shorter "
-            "--rollout-max-response-len also helps"
+            "memory ran out: in training lower --max-tokens-per-gpu (or --micro-batch-size) or use --recompute-activations, in the "
+            "engine lower --max-running-requests; a smaller --rollout-batch-size and a shorter --rollout-max-response-len help both"
         )
     return None

@@ -15,6 +15,7 @@ from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.self_check import self_check
 from miles_embedded.engine.settings import Settings
+from miles_embedded.model.free_memory import check_free_memory
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import build_model
 from miles_embedded.model.parts import head
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
     """Make the engine of ``--engine embedded``, with the decoder of the first active plugin that provides one, otherwise ``plain``."""
     config = run.config_of(policy)
+    check_free_memory(run, config, "engine")
     model = build_model(run, policy, "rollout")
     if config.model.self_check:
         self_check(model)

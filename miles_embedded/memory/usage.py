@@ -239,14 +239,17 @@ def engine_usage(facts: Facts, size: ModelSize, shares: bool) -> Usage:
     width = 1 if str(facts.value("rollout.kv_cache_dtype")).startswith("float8") else _width(facts)
     row = float(longest * size.cached * width)
     drafts = size.mtp * float(_width(facts)) if facts.value("plugin.speculative") else 0.0
+    graphs = 0.0 if facts.value("embedded.disable_cuda_graph") else graph_bytes(size, rows, _width(facts))
     parts = Parts(
         weights=weights + codes,
         draft=drafts,
         cache=rows * row,
-        activations=4.0 * min(rows * size.vocab, LOGITS) + 4.0 * _width(facts) * size.hidden * longest,
+        activations=4.0 * min(rows * size.vocab, LOGITS) + 4.0 * _width(facts) * size.hidden * longest + graphs,
         other=0.0 if inline else CONTEXT,
     )
     note = f"engine: a cache of {rows:,} sequences of {longest:,} tokens ({why}; --max-running-requests bounds the sequences)"
+    if graphs:
+        note += f"; {graphs / 1e9:.1f} GB of its activations are CUDA graphs"
     if not weights:
         note += "; it shares the trainer's weights"
 
@@ -256,6 +259,28 @@ def engine_usage(facts: Facts, size: ModelSize, shares: bool) -> Usage:
             yield {"rollout.max_running_requests": left}
 
     return Usage("engine", "GPU", parts, parts.other, note=note, fitting=find_fitting)
+
+
+def graph_rows(rows: int) -> list[int]:
+    """Return the numbers of rows of the CUDA graphs that are recorded for up to ``rows`` sequences, as ``static_step.padded_rows``."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, 64]
+    sizes += range(128, rows + 64, 64)
+    return sizes[: 1 + sum(size < rows for size in sizes)]
+
+
+def graph_bytes(size: ModelSize, rows: int, width: int) -> float:
+    """Bytes that CUDA graphs for up to ``rows`` sequences keep while the engine is awake.
+
+    The graphs share one pool. Each size keeps its logits; the largest step's temporary tensors are shared: FP32 logits, and per row the hidden
+    state, the norm's FP32 input, queries, keys and values, and the feed-forward layer. The driver's own memory for the launches is not counted.
+    """
+    every = graph_rows(rows)
+    row = (
+        4 * size.vocab
+        + width * (2 * size.hidden + size.attention / size.hidden + 4 * size.active_ffn)
+        + 4 * size.hidden
+    )
+    return float(sum(every) * size.vocab * width + every[-1] * row)
 
 
 def shares_storage(facts: Facts) -> bool:

@@ -13,9 +13,11 @@ from miles_core.errors import PluginError
 from miles_core.plugin.guard import describe
 from miles_core.train.micro_batches import micro_batch_limits
 from miles_core.train.optimizer import OptimizerConfig
+from miles_embedded.model.free_memory import check_free_memory
 from miles_embedded.model.load import build_model, resolve_device
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer.data_parallel import Alone, Replicated, current_world
+from miles_embedded.trainer.deterministic import DeterministicTrainer
 from miles_embedded.trainer.fully_shard import FullyShard
 from miles_embedded.trainer.optimizer import find_fault
 from miles_embedded.trainer.self_check import self_check
@@ -26,6 +28,7 @@ from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
     """Make the trainer of ``--trainer embedded``."""
     config = run.config_of(policy)
+    check_free_memory(run, config, "trainer")
     precision = TrainedPrecision(run, policy)
     trains = policy.learns and steps_follow(config)
 
@@ -51,7 +54,8 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
         warn_if_crowded()
     parallel = data_parallel(config.embedded.sharding_strategy, device)
     settings = trainer_config(config, device, trains=trains)
-    return EmbeddedTrainer(model, settings, lambda: build("ref"), precision, parallel, optimizer)
+    kind = DeterministicTrainer if config.embedded.deterministic else EmbeddedTrainer
+    return kind(model, settings, lambda: build("ref"), precision, parallel, optimizer)
 
 
 def steps_follow(config: Any) -> bool:

@@ -18,3 +18,22 @@ def triton():
     if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
         pytest.skip("Triton was imported without its interpreter")
     return pytest.importorskip("triton")
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ]
+)
+def on_device(request):
+    """Options of a run on each device that is here. On a GPU, two runs are compared bit by bit with deterministic algorithms only."""
+    if request.param == "cpu":
+        return {"device": "cpu"}
+    return {"device": "cuda", "dtype": "bfloat16", "embedded_deterministic": True}

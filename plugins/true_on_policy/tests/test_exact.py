@@ -53,8 +53,8 @@ def test_the_gap_is_zero_and_without_the_plugin_it_is_not(toy_run, family, dtype
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_micro_batches_and_requests_change_nothing(toy_run, split):
-    run = toy_run(["true_on_policy"], steps=1, max_running_requests=3, n_samples_per_prompt=5, **split)
+def test_micro_batches_and_requests_change_nothing(toy_run, split, on_device):
+    run = toy_run(["true_on_policy"], steps=1, max_running_requests=3, n_samples_per_prompt=5, **split, **on_device)
     assert gaps(run) == [0.0]
 
 
@@ -92,37 +92,40 @@ def test_adapters_next_to_the_base(toy_run):
 
 
 @pytest.mark.parametrize("other", ["tis", "r3"])
-def test_corrections_and_replay_are_the_identity(toy_run, other):
-    alone, both = (toy_run(plugins, steps=1, lr=1e-2) for plugins in (["true_on_policy"], ["true_on_policy", other]))
+def test_corrections_and_replay_are_the_identity(toy_run, other, on_device):
+    sides = (["true_on_policy"], ["true_on_policy", other])
+    alone, both = (toy_run(plugins, steps=1, lr=1e-2, **on_device) for plugins in sides)
     assert_same_bits(alone, both)
+    assert gaps(both) == [0.0]
     if other == "tis":
         assert both.metrics[0]["tis/ess"] == 1.0
 
 
-def test_without_the_plugin_a_correction_is_not(toy_run):
-    alone, corrected = (toy_run(plugins, steps=1, lr=1e-2) for plugins in ([], ["tis"]))
+def test_without_the_plugin_a_correction_is_not(toy_run, on_device):
+    alone, corrected = (toy_run(plugins, steps=1, lr=1e-2, **on_device) for plugins in ([], ["tis"]))
     left, right = weights_after(alone), weights_after(corrected)
     assert any(not torch.equal(left[name], right[name]) for name in left)
 
 
-def test_tokens_of_partial_rollouts_that_have_the_trained_weights(toy_run):
-    run = toy_run(["true_on_policy"], partial_rollout=True, over_sampling_batch_size=4, lr=0.0)
+def test_tokens_of_partial_rollouts_that_have_the_trained_weights(toy_run, on_device):
+    run = toy_run(["true_on_policy"], partial_rollout=True, over_sampling_batch_size=4, lr=0.0, **on_device)
     assert gaps(run) == [0.0, 0.0]
 
 
-def test_engines_and_a_trainer_in_other_processes(toy_run):
-    run = toy_run([APART, "true_on_policy"], runtime="apart", apart_engines=2, dtype="bfloat16")
+def test_engines_and_a_trainer_in_other_processes(toy_run, on_device):
+    run = toy_run([APART, "true_on_policy"], runtime="apart", apart_engines=2, **{"dtype": "bfloat16", **on_device})
     assert gaps(run) == [0.0, 0.0]
 
 
-def test_an_engine_and_a_trainer_that_take_turns_on_one_device(toy_run):
-    run = toy_run(["true_on_policy"], colocate=True, dtype="bfloat16", rollout_max_response_len=9)
+def test_an_engine_and_a_trainer_that_take_turns_on_one_device(toy_run, on_device):
+    options = {"dtype": "bfloat16", **on_device}
+    run = toy_run(["true_on_policy"], colocate=True, rollout_max_response_len=9, **options)
     assert gaps(run) == [0.0, 0.0]
     assert all("time/colocate" in record for record in run.metrics)  # both sides released and took back their memory
 
 
-def test_a_resumed_run(toy_run):
-    whole, first = (toy_run(["true_on_policy"], steps=steps) for steps in (2, 1))
-    resumed = toy_run(["true_on_policy"], load=first.directory)
+def test_a_resumed_run(toy_run, on_device):
+    whole, first = (toy_run(["true_on_policy"], steps=steps, **on_device) for steps in (2, 1))
+    resumed = toy_run(["true_on_policy"], load=first.directory, **on_device)
     assert gaps(resumed)[-1] == 0.0
     assert_same_bits(whole, resumed)

@@ -150,3 +150,19 @@ def test_absurd_sizes_are_refused_quickly(checkpoint, tmp_path):
         plan(hf_checkpoint=str(path), facts=["hardware=8xH200"])
     with pytest.raises(CheckpointError, match="num_hidden_layers is 10000000, more than the 2,000"):
         plan(hf_checkpoint=str(path), trainer="megatron", facts=["hardware=8xH200", "megatron.ranks=8"])
+
+
+def test_graphs_are_counted_for_the_rows_that_are_recorded(checkpoint):
+    from miles_embedded.engine.static_step import padded_rows
+    from miles_embedded.memory.usage import graph_bytes, graph_rows
+
+    for rows in (1, 3, 8, 9, 48, 64, 65, 128, 129, 256, 500):
+        assert graph_rows(rows) == sorted({padded_rows(n) for n in range(1, rows + 1)})
+    least = 2 * SIZE.vocab * sum(graph_rows(256))  # BF16 logits of every graph
+    assert least < graph_bytes(SIZE, 256, 2) < 3 * least
+    given = {"hf_checkpoint": checkpoint("qwen3-4b"), "facts": ["hardware=H200"], "rollout_batch_size": 8}
+    notes = [
+        next(n for n in plan(**given, embedded_disable_cuda_graph=off).reviews if n.startswith("memory of a GPU"))
+        for off in (False, True)
+    ]
+    assert "are CUDA graphs" in notes[0] and "CUDA graphs" not in notes[1]

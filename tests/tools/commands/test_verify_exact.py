@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from miles_core.cli.main import main
 from miles_core.errors import ConfigError
@@ -22,11 +23,28 @@ def on_model(model, role):
 """
 
 
-@pytest.fixture
-def verify(tmp_path, capsys):
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ]
+)
+def verify(tmp_path, capsys, request):
     def call(*words):
         model = toy_files("qwen3") / "model"
         given = ["--hf-checkpoint", str(model), "--save", str(tmp_path / "out"), "--no-self-check"]
+        given += [
+            "--device",
+            request.param,
+            "--dtype",
+            "float32",
+        ]  # the planted difference is smaller than a place of BF16
         code = main(["verify", "--exact", "--json", *given, *words])
         return code, json.loads(capsys.readouterr().out)["policies"][0], (tmp_path / "out" / "verify.html").read_text()
 
