@@ -30,14 +30,14 @@ plugin = format_plugin(
         ),
     ),
     notes={
-        f"{EMULATED} and gpu.sm > 0 and model.device != cpu": (
+        f"{EMULATED} and gpu != none and model.device != cpu": (
             "emulated products cost time and save no memory: measured on H100 and H200, training took 1.05 to 1.33 times as long as in "
             "BF16 (dense) and 1.37 to 2.28 times (mixture of experts), rollouts 1.49 to 1.69 times"
         ),
         f"{EMULATED} and gpu.sm >= 90 and model.device != cpu": (
             "this GPU has FP8 tensor cores, which the run does not use; leave --emulate-precision out to use them"
         ),
-        f"{EMULATED} and (gpu.sm == 0 or model.device == cpu)": (
+        f"{EMULATED} and (gpu == none or model.device == cpu)": (
             "emulated products cost time and save no memory: measured on one CPU thread, a step took 1.23 times as long as in BF16 with FP8 "
             "in the engine, and 1.36 times with FP8 on both sides"
         ),

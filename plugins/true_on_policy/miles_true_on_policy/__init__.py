@@ -18,7 +18,7 @@ plugin = Plugin(
             because="both sides must compute with the same functions, and the plugin replaces those of the embedded engine and trainer",
         ),
         Rule(
-            needs="model.device == cpu or model.device == auto and gpu.sm == 0 or gpu.sm == 90",
+            needs="model.device == cpu or model.device == auto and gpu == none or gpu.sm == 90",
             because="equal bits were verified on CPUs and on Hopper GPUs (sm_90) only, and the libraries may choose other kernels on other GPUs; "
             "give --device cpu",
         ),
