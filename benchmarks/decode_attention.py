@@ -85,8 +85,8 @@ def run(calls: list[Callable[[], Tensor]], expected: Tensor, check: bool) -> dic
     try:
         found = {"difference": round(float((calls[0]() - expected).abs().max()), 5)}
         return found if check else {**found, "us": time_calls(calls)}
-    except torch.OutOfMemoryError:
-        return {"error": "out of memory"}
+    except RuntimeError as error:  # out of memory, for example
+        return {"error": str(error).splitlines()[0]}
 
 
 def time_calls(calls: list[Callable[[], Tensor]]) -> float:
