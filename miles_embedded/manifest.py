@@ -254,6 +254,12 @@ plugin = Plugin(
     version=__version__,
     core=f"=={__version__}",
     config=EmbeddedConfig,
+    notes={
+        "engine == embedded and model.quantized != none and rollout.precision == bf16": (
+            "the checkpoint stores quantised weights, and the engine computes with the dequantised ones in BF16: only --rollout-precision "
+            "selects a format for the rollout, the checkpoint does not"
+        )
+    },
     provides={
         "model": {"transformers": "miles_embedded.model.load:make_model"},
         "engine": {"embedded": "miles_embedded.engine.build:make_engine"},

@@ -148,6 +148,7 @@ def chosen(path: str, value: object, flag: str = "") -> Fact:
 def facts(*more: Fact, sm: int = 100, moe: bool = True, **precision: str) -> Facts:
     """A host and a model; ``rollout=`` and ``train=`` choose precisions."""
     base = [*gpu("B200" if sm >= 100 else "H200", sm), Fact("model.moe", moe, "config.json: num_experts=128")]
+    base += [Fact("model.quantized", "none", "config.json: no quantization_config")]
     base += [Fact("model.dtype", "bfloat16", "default"), Fact("rollout.generate", "turn", "default")]
     base += [chosen(f"{side}.precision", value) for side, value in precision.items()]
     return Facts([*base, *more])

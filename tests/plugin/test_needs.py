@@ -5,6 +5,7 @@ import pytest
 from miles_core.config.load import load
 from miles_core.errors import ConfigError, PlanError, PluginError
 from miles_core.plugin.check import check
+from miles_core.plugin.detect import model_facts
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import Fact, Facts
 from miles_core.plugin.load import Hooks
@@ -50,7 +51,7 @@ def test_options_of_core_need_what_a_backend_can(flags, needed):
 def test_a_part_that_nothing_asks_for_is_told_and_a_second_one_refused():
     drafts = [mine(name, provides={"decoder": {name: "m:d"}}) for name in ("one", "two")]
     config = load([], manifests=[embedded, tools, *drafts])
-    manifests, facts = config.schema.manifests, Facts(config.facts())
+    manifests, facts = config.schema.manifests, Facts([*config.facts(), *model_facts(None)])
     assert not check({"one": "--plugins"}, manifests, facts).problems
     (problem,) = check({"one": "--plugins", "two": "--plugins"}, manifests, facts).problems
     assert problem.headline == "two brings a second decoder" and "one also provides one" in problem.because

@@ -37,3 +37,28 @@ def test_a_recipe_that_nobody_has_is_one_sentence(plan):
     with pytest.raises(ConfigError) as refused:
         plan(fp8_recipe="xyz")
     assert str(refused.value) == ("--fp8-recipe xyz: fp8.recipe cannot be 'xyz'; it is one of blockwise or mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "cost"),
+    [
+        (["gpu=A100"], {"device": "cuda"}, "measured on H100 and H200, training took 1.05 to 1.33 times"),
+        (["gpu=H100"], {"device": "cuda"}, "measured on H100 and H200, training took 1.05 to 1.33 times"),
+        (["gpu=H100"], {"device": "cpu"}, "measured on one CPU thread, a step took 1.23 times"),
+        (["gpu=none"], {}, "measured on one CPU thread, a step took 1.23 times"),
+    ],
+)
+def test_a_plan_says_what_emulation_costs(plan, facts, options, cost):
+    (note,) = (
+        line for line in plan(facts=facts, rollout_fp8=True, emulate_precision=True, **options).advice if "cost" in line
+    )
+    assert cost in note
+    assert not [
+        line for line in plan(facts=facts, plugins=["fp8"], emulate_precision=True, **options).advice if "cost" in line
+    ]
+
+
+@pytest.mark.parametrize(("gpu", "device", "unused"), [("A100", "cuda", 0), ("H100", "cuda", 1), ("H100", "cpu", 0)])
+def test_a_plan_names_tensor_cores_that_emulation_leaves_unused(plan, gpu, device, unused):
+    advice = plan(facts=[f"gpu={gpu}"], device=device, rollout_fp8=True, emulate_precision=True).advice
+    assert sum("leave --emulate-precision out" in line for line in advice) == unused

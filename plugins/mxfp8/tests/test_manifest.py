@@ -56,3 +56,9 @@ def test_the_trainers_modules_are_its_own(plan):
     assert "trainer = embedded" in str(refusal.value)
     with pytest.raises(ConfigError, match=r"--transformer-impl local: it belongs to the plugin fp8 or mxfp8"):
         plan(transformer_impl="local")
+
+
+def test_a_plan_says_what_emulation_costs(plan):
+    advice = plan(facts=["gpu=H100"], rollout_precision="mxfp8", train_precision="mxfp8", emulate_precision=True).advice
+    (note,) = (line for line in advice if "emulated products cost" in line)
+    assert "1.44 times" in note and "on a GPU was not measured" in note

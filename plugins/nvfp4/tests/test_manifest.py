@@ -32,3 +32,9 @@ def test_other_recipes_and_element_types_are_refused(plan):
 def test_a_dense_model_is_refused(plan):
     with pytest.raises(PlanError, match=r"nvfp4 needs model\.moe"):
         plan(family="qwen3", **BOTH, emulate_precision=True)
+
+
+def test_a_plan_says_what_emulation_costs(plan):
+    advice = plan(facts=["gpu=H100"], rollout_precision="nvfp4", train_precision="nvfp4", emulate_precision=True).advice
+    (note,) = (line for line in advice if "emulated products cost" in line)
+    assert "1.35 times" in note and "on a GPU was not measured" in note

@@ -26,6 +26,12 @@ plugin = Plugin(
     version=__version__,
     core="~=0.1",
     config=SglangConfig,
+    notes={
+        "engine == sglang and model.quantized != none and rollout.precision == bf16": (
+            "the checkpoint stores quantised weights, and SGLang receives the dequantised ones in BF16: only --rollout-precision selects a "
+            "format for the rollout, while a server of SGLang alone would take the checkpoint's"
+        )
+    },
     elsewhere={
         f"--sglang-{name.replace('_', '-')}": f"give {flag}" if flag else "the engine sets it"
         for name, flag in OWN.items()

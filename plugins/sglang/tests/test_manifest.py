@@ -245,3 +245,14 @@ def test_sglang_s_own_names_of_options_are_translated():
     assert tables["--sglang-cuda-graph-max-bs"] == {"*": "--sglang-cuda-graph-max-bs-decode {}"}
     names = {f"--sglang-{field}".replace("_", "-") for field in SglangConfig.__dataclass_fields__}
     assert {"--sglang-tp-size", "--sglang-cuda-graph-max-bs-decode"} <= names
+
+
+@pytest.mark.parametrize(("quantized", "notes"), [("fp8", 1), ("none", 0)])
+@pytest.mark.parametrize("engine", ["sglang", "embedded"])
+def test_a_plan_says_that_the_format_of_a_checkpoint_is_not_that_of_the_rollout(plan, engine, quantized, notes):
+    url = {"sglang_url": "http://host:30000"} if engine == "sglang" else {}
+    given = {"engine": engine, "facts": [f"model.quantized={quantized}"], **url}
+    advice = [line for line in plan(**given).advice if "only --rollout-precision selects a format" in line]
+    assert len(advice) == notes and all(line.startswith(engine) for line in advice)
+    with_format = plan(rollout_fp8=True, emulate_precision=True, **given).advice
+    assert not any("only --rollout-precision" in line for line in with_format)

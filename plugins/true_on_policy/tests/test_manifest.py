@@ -6,13 +6,18 @@ from miles_core.errors import PlanError
 from miles_testing.tiny import tiny_checkpoint
 from miles_testing.toy import plan
 
+OTHERS = ("A100", "B200", "L40S")
 INT4 = {"int4_group_size": 16}
 
 
 @pytest.mark.parametrize(
     ("plugins", "options", "facts", "because"),
     [
-        ([], {"device": "cuda"}, ["gpu=A100"], "tested on CPUs and on Hopper GPUs only"),
+        *(
+            ([], {"device": "cuda"}, [f"gpu={gpu}"], r"verified on CPUs and on Hopper GPUs \(sm_90\) only")
+            for gpu in OTHERS
+        ),
+        ([], {"device": "auto"}, ["gpu=B200"], "give --device cpu"),
         (["fp8"], {"device": "cuda", "rollout_fp8": True, "train_fp8": True}, ["gpu=H200"], "unless --fp8-fixed-order"),
         (
             ["int4"],
@@ -36,6 +41,13 @@ def test_it_is_refused(plugins, options, facts, because):
 
 def test_a_hopper_gpu_is_accepted():
     assert "true_on_policy" in plan(["true_on_policy"], ["gpu=H200"], device="cuda", dtype="bfloat16").order
+
+
+def test_the_cpu_of_a_machine_with_another_gpu_is_the_fix():
+    with pytest.raises(PlanError) as refusal:
+        plan(["true_on_policy"], ["gpu=B200"], device="cuda")
+    assert "\n    --device cpu\n" in str(refusal.value) and "--device auto" not in str(refusal.value)
+    assert "true_on_policy" in plan(["true_on_policy"], ["gpu=B200"], device="cpu").order
 
 
 def test_native_fp8_products_of_one_order_are_accepted():
