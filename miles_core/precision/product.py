@@ -61,6 +61,11 @@ class Product(ABC):
         """Convert a stored weight (``Format.storage``) to the layout of codes and scales that the tensor cores need, as views or copies.
         Tensors that the caller stores keep these strides."""
 
+    def restore(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Parts | None:
+        """Convert the result of ``prepare`` for a weight [N, K] back to ``Format.storage``, as views or copies. None if the layout cannot be
+        converted back: an engine then keeps the decoded weight as well."""
+        return None
+
     @abstractmethod
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
         """Multiply x [M, K] in ``dtype``, M >= 1, by a prepared weight [N, K]; return [M, N].

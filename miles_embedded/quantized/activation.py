@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from miles_embedded.model.grouped_experts import INPUT_ROUNDING
 from miles_embedded.model.parts import configuration
 from miles_embedded.model.views import View, matrices, views
 from miles_embedded.quantized.experts import NativeExperts, takes_experts
+from miles_embedded.quantized.freed import DecodedCalls
 from miles_embedded.quantized.joint_codes import join_codes
 from miles_embedded.quantized.linear import NativeLinear
 
@@ -49,14 +51,18 @@ class RoundedInputs:
         model: prepared by ``miles_embedded.model.load``, before it is wrapped for checkpointing, compilation or sharding.
         codec: determines the quantised weights and their format.
         product: native product for linear layers, used once ``take`` has received their codes; None emulates it.
+        codes_only: free the values of weights whose codes arrived (``quantized.freed``), for an engine.
 
     Raises:
         ConfigError: matrices that read the same input are only partly quantised, or a module is neither linear nor experts.
     """
 
-    def __init__(self, model: nn.Module, codec: Codec, product: Product | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, codec: Codec, product: Product | None = None, codes_only: bool = False
+    ) -> None:
         self.enabled = True
         self.native = True
+        self.codes_only = codes_only
         self.product = product
         self.layers: dict[str, NativeLinear] = {}
         self.experts: dict[str, NativeExperts] = {}
@@ -127,6 +133,8 @@ class RoundedInputs:
         """Restore the model's original forward."""
         for layer in self.layers.values():
             layer.remove()
+        for experts in dict.fromkeys(self.experts.values()):
+            experts.restore()
         self.layers, self.experts = {}, {}
         for handle in self._handles:
             handle.remove()
@@ -169,8 +177,17 @@ class RoundedInputs:
             if not isinstance(rounding, _ExpertInputs) or set(rounding.chosen.values()) != {None}:
                 continue
             if is_standard(module, product.dtype) and takes_experts(module, members, self.format, product):
-                rounding.product = NativeExperts(module, members, self.format, product)
-                self.experts |= dict.fromkeys(rounding.product.names, rounding.product)
+                native = rounding.product = NativeExperts(module, members, self.format, product, self.codes_only)
+                self.experts |= dict.fromkeys(native.names, native)
+                if self.codes_only:
+                    self._handles += DecodedCalls(native.weights.values(), partial(self._reads_values, native)).attach(
+                        module
+                    )
+
+    def _reads_values(self, native: NativeExperts, args: tuple[Any, ...]) -> bool:
+        """Whether a call of experts reads values instead of codes."""
+        on = self.enabled and self.native and native.ready and not torch.is_grad_enabled()
+        return not on or args[0].dtype != native.product.dtype or args[0].numel() == 0
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self(args[0]), *args[1:])
