@@ -1,9 +1,15 @@
 """FP8 weights in blocks of 128 x 128 (DeepSeek-V3 style) for miles-core."""
 
-from miles_core.plugin import Rule, format_plugin
+from miles_core.plugin import Rule, Set, format_plugin
 from miles_fp8.config import Fp8Config
 
 __version__ = "0.1.0"
+
+#: Where ``--quantized-product auto`` is native (``product.Fp8Product``).
+_NATIVE = (
+    "gpu.sm >= 90 and gpu.sm < 100 and model.dtype != float32 and not precision.emulated and precision.quantized_product != emulated "
+    "and fp8.activation_form == divide"
+)
 
 plugin = format_plugin(
     "fp8",
@@ -25,6 +31,13 @@ plugin = format_plugin(
             because="with FP8 rollout and BF16 training sampled and trained probabilities differ",
         ),
     ),
+    sets={
+        "embedded.engine_weight_bytes": Set(
+            1.0,
+            f"rollout.precision == fp8 and engine == embedded and {_NATIVE}",
+            "native products read the codes, and the engine drops the decoded weights",
+        )
+    },
     both_when="fp8.recipe == blockwise",
     both_because="--fp8-recipe blockwise is block-wise FP8 on both sides",
     provides={"fp8_recipe": {"blockwise": "miles_fp8.format:Fp8"}},
