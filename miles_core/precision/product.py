@@ -7,7 +7,7 @@ codes are the same bytes in both cases, but the results differ. Therefore a form
 and its emulated product, and every run measures it before the first step (``mismatch.product_probe``).
 
 The kind of product is chosen once per model from the user's options, the device and its libraries. It never depends on the number of
-rows, because a token's result would then depend on the rest of the batch. Engine and trainer of a unified run make the same choice.
+rows, because a token's result would then depend on the rest of the batch. A trainer may choose otherwise than the engine.
 """
 
 from __future__ import annotations

@@ -6,10 +6,8 @@ from miles_fp8.config import Fp8Config
 __version__ = "0.1.0"
 
 #: Where ``--quantized-product auto`` is native (``product.Fp8Product``).
-_NATIVE = (
-    "gpu.sm >= 90 and gpu.sm < 100 and model.dtype != float32 and not precision.emulated and precision.quantized_product != emulated "
-    "and fp8.activation_form == divide"
-)
+_HOPPER = "gpu.sm >= 90 and gpu.sm < 100 and model.dtype != float32 and not precision.emulated and fp8.activation_form == divide"
+_NATIVE = f"{_HOPPER} and precision.quantized_product != emulated"
 
 plugin = format_plugin(
     "fp8",
@@ -32,11 +30,16 @@ plugin = format_plugin(
         ),
     ),
     sets={
+        "precision.quantized_product": Set(
+            "native",
+            f"fp8.fixed_order and {_HOPPER}",
+            "it makes engine and trainer compute equal products, which are native on both sides",
+        ),
         "embedded.engine_weight_bytes": Set(
             1.0,
             f"rollout.precision == fp8 and engine == embedded and {_NATIVE}",
             "native products read the codes, and the engine drops the decoded weights",
-        )
+        ),
     },
     both_when="fp8.recipe == blockwise",
     both_because="--fp8-recipe blockwise is block-wise FP8 on both sides",

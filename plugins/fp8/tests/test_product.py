@@ -1,15 +1,20 @@
 """The product of FP8 codes: its operands on any machine, itself where there is a Hopper GPU."""
 
+import asyncio
+import gc
 import math
 
 import pytest
 import torch
 
+from miles_core.engine import Request, Sampling
 from miles_core.format import Codec, Products, emulate_product, reference_only
 from miles_embedded import load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
+from miles_embedded.model.storage import codes_of
 from miles_embedded.model.views import export
+from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.weights import install
 from miles_fp8.format import CODES, SCALES, TILE, Fp8
 from miles_fp8.product import Fp8Product, scale_rows
@@ -26,6 +31,16 @@ hopper = [
 
 def product(format=None):
     return (format or Fp8()).product(torch.device("cuda"), torch.bfloat16)
+
+
+def freed_parameters(model):
+    return [p for p in model.parameters() if codes_of(p) is not None]
+
+
+async def ask(engine):
+    """Tokens and log-probabilities of 20 requests."""
+    requests = [Request([5, 6, 7 + i], Sampling(12), key=i) for i in range(20)]
+    return [(r.tokens, r.log_probs) for r in await asyncio.gather(*map(engine.generate, requests))]
 
 
 def normal(*shape, seed=0):
@@ -209,6 +224,35 @@ class TestOnTheGpu:
         # a value of the middle that is rounded otherwise may get the neighbouring code
         assert float((found - exact).norm() / exact.norm()) < 0.01
 
+    @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+    def test_an_engine_holds_codes_only_and_answers_as_with_decoded_weights(self, tmp_path, family):
+        sizes = {"hidden_size": 256, "intermediate_size": 1024, "moe_intermediate_size": 512, "head_dim": 64}
+        path = tiny_checkpoint(family, tmp_path, num_hidden_layers=4, **sizes)
+        codec, trainer = Codec(Fp8()), load_model(path, "bfloat16", "cuda")
+
+        def measured(codes_only):
+            """Return bytes that an update adds, answers after two updates, emulated scores, and the number of freed weights."""
+            model = load_model(path, "bfloat16", "cuda")
+            engine = EmbeddedEngine(model, Settings(str, codec=codec, products=Products("native")))
+            if not codes_only:
+                engine._weights.inputs = RoundedInputs(model, codec, engine._weights.inputs.product)
+            before, added, answers = torch.cuda.memory_allocated(), 0, []
+            for version in (0, 1):  # the second update replaces codes under recorded graphs
+                asyncio.run(engine.update_weights(codec.encode(export(trainer)), version))
+                added = added or torch.cuda.memory_allocated() - before
+                answers.append(asyncio.run(ask(engine)))
+            with engine.emulated_products():
+                (score,) = asyncio.run(engine.score([[3, 1, 4, 1, 5]]))
+            return added, answers, score, sum(p.numel() for p in freed_parameters(model))
+
+        more, expected, near, none = measured(False)
+        gc.collect()
+        less, found, score, count = measured(True)
+        assert found == expected and none == 0 and count > 1_000_000
+        # codes next to values: one byte more per weight; codes instead of values: one byte less
+        assert more > 0.95 * count and less < -0.9 * count
+        assert abs(score - near).max() < 0.1
+
     def test_engine_and_trainer_of_a_model_multiply_codes_and_agree(self, tmp_path):
         sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
         path = tiny_checkpoint("qwen3", tmp_path, **sizes)
@@ -218,8 +262,6 @@ class TestOnTheGpu:
         quantizer = engine.quantizer(codec.format)
         assert check_product("engine", codec.format, quantizer.product, quantizer.shapes) > 0
         fake = install(trainer, codec, products.of(codec.format, trainer))
-        import asyncio
-
         asyncio.run(engine.update_weights(codec.encode(export(trainer)), 0))
         assert engine.native_products and len(fake.inputs.layers) == 2 * 7
         x = normal(33, 256).bfloat16().cuda()
