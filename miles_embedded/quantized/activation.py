@@ -39,6 +39,7 @@ from miles_embedded.quantized.experts import NativeExperts, takes_experts
 from miles_embedded.quantized.freed import DecodedCalls
 from miles_embedded.quantized.joint_codes import join_codes
 from miles_embedded.quantized.linear import NativeLinear
+from miles_embedded.quantized.shared_rounding import SharedRounding, share_roundings
 
 #: Weight name of an experts module -> [experts] bool, whose inputs are rounded; None for all.
 Chosen = dict[str, Tensor | None]
@@ -67,6 +68,7 @@ class RoundedInputs:
         self.layers: dict[str, NativeLinear] = {}
         self.experts: dict[str, NativeExperts] = {}
         self._handles: list[Any] = []
+        self._emulated: dict[nn.Module, SharedRounding | None] = {}
         self._experts: dict[nn.Module, Any] = {}
         if codec.format is None or not codec.format.quantizes_activations:
             return
@@ -76,6 +78,7 @@ class RoundedInputs:
             chosen = [codec.quantises(view.name, view.size) for view in members]
             if any(chosen):
                 self._attach(model, source, members, chosen)
+        self._emulated.update(share_roundings(model, self._emulated))
         if product is not None:
             join_codes(model, self.layers)
             self._attach_experts(model, codec, product)
@@ -154,6 +157,7 @@ class RoundedInputs:
             if self.product is not None and whole and not own and self.product.takes((rows, columns)):
                 self.layers[view.name] = NativeLinear(self, module, self.format, self.product)
             else:
+                self._emulated[module] = None
                 self._handles.append(module.register_forward_pre_hook(self._enter))
         elif parameter is not None and parameter.ndim == 3:
             if module not in self._experts:
@@ -190,7 +194,8 @@ class RoundedInputs:
         return not on or args[0].dtype != native.product.dtype or args[0].numel() == 0
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self(args[0]), *args[1:])
+        shared = self._emulated.get(module)
+        return (self(args[0]) if shared is None else shared(module, args[0], self), *args[1:])
 
 
 class _ExpertInputs:
