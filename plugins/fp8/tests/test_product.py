@@ -12,6 +12,7 @@ from miles_core.format import Codec, Products, emulate_product, reference_only
 from miles_embedded import load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
+from miles_embedded.model.operations import TORCH, use_operations
 from miles_embedded.model.storage import codes_of
 from miles_embedded.model.views import export
 from miles_embedded.quantized.activation import RoundedInputs
@@ -252,6 +253,28 @@ class TestOnTheGpu:
         # codes next to values: one byte more per weight; codes instead of values: one byte less
         assert more > 0.95 * count and less < -0.9 * count
         assert abs(score - near).max() < 0.1
+
+    def test_emulated_training_of_experts_agrees_with_torch_operations(self, tmp_path):
+        sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+        path, found = tiny_checkpoint("qwen3_moe", tmp_path, **sizes), []
+        for table in (None, TORCH):
+            model = load_model(path, "bfloat16", "cuda")
+            if table is not None:
+                use_operations(model, table)
+            quantizer = install(model, Codec(Fp8()))
+            block, x = model.model.layers[1].mlp, normal(1, 70, 256).bfloat16().cuda().requires_grad_()
+            y = block(x)
+            y.backward(normal(1, 70, 256, seed=2).bfloat16().cuda())
+            experts = block.experts
+            found.append((y.detach(), x.grad, experts.gate_up_proj.grad, experts.down_proj.grad))
+            with torch.no_grad():  # all weights at once, with the codes of one at a time
+                experts.down_proj.mul_(1.5)
+            fresh = install(load_model(path, "bfloat16", "cuda"), Codec(Fp8()))
+            fresh.parameter("model.layers.1.mlp.experts.down_proj").data.mul_(1.5)
+            names = [source for source in quantizer.sources if "layers.1.mlp" in source]
+            assert names and all(torch.equal(quantizer.value(s), fresh.value(s)) for s in names)
+        for ours, theirs in zip(*found, strict=True):
+            assert float((ours - theirs).float().norm() / theirs.float().norm()) < 0.02
 
     def test_engine_and_trainer_of_a_model_multiply_codes_and_agree(self, tmp_path):
         sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
