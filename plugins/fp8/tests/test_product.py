@@ -231,7 +231,7 @@ class TestOnTheGpu:
         path = tiny_checkpoint(family, tmp_path, num_hidden_layers=4, **sizes)
         codec, trainer = Codec(Fp8()), load_model(path, "bfloat16", "cuda")
 
-        def measured(codes_only):
+        def measure(codes_only):
             """Return bytes that an update adds, answers after two updates, emulated scores, and the number of freed weights."""
             model = load_model(path, "bfloat16", "cuda")
             engine = EmbeddedEngine(model, Settings(str, codec=codec, products=Products("native")))
@@ -246,9 +246,9 @@ class TestOnTheGpu:
                 (score,) = asyncio.run(engine.score([[3, 1, 4, 1, 5]]))
             return added, answers, score, sum(p.numel() for p in freed_parameters(model))
 
-        more, expected, near, none = measured(False)
+        more, expected, near, none = measure(False)
         gc.collect()
-        less, found, score, count = measured(True)
+        less, found, score, count = measure(True)
         assert found == expected and none == 0 and count > 1_000_000
         # codes next to values: one byte more per weight; codes instead of values: one byte less
         assert more > 0.95 * count and less < -0.9 * count

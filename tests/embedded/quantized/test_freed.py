@@ -92,7 +92,7 @@ def answer(engine):
     return response.tokens, response.log_probs, scores[0].tolist()
 
 
-def held(engine):
+def count_bytes(engine):
     """Bytes of all memory that the engine's weights use, each storage once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in engine.weight_tensors()}
     return sum(storages.values())
@@ -108,12 +108,12 @@ def quantised(engine):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_quantised_weight_takes_one_byte_and_its_scales(checkpoints, monkeypatch, family):
     engine = engine_of(checkpoints[family], monkeypatch)
-    plain = held(engine)
+    plain = count_bytes(engine)
     update(engine, load_model(checkpoints[family], "bfloat16"))
     count = quantised(engine)
     scales = sum(t.nbytes for t in engine._weights.inputs.tensors() if t.dtype == torch.float32)
     assert count and scales < 0.001 * count
-    assert held(engine) == plain - count + scales
+    assert count_bytes(engine) == plain - count + scales
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -158,13 +158,13 @@ def test_a_later_update_decodes_nothing_and_keeps_addresses(checkpoints, monkeyp
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sleep_rebuild_and_plain_updates(checkpoints, monkeypatch, family):
     engine, trainer = engine_of(checkpoints[family], monkeypatch), load_model(checkpoints[family], "bfloat16")
-    plain = held(engine)
+    plain = count_bytes(engine)
     update(engine, trainer)
-    first, small = answer(engine), held(engine)
+    first, small = answer(engine), count_bytes(engine)
 
     async def nap():
         await engine.sleep()
-        return held(engine)
+        return count_bytes(engine)
 
     async def back():
         await engine.wake()
@@ -172,9 +172,9 @@ def test_sleep_rebuild_and_plain_updates(checkpoints, monkeypatch, family):
     assert asyncio.run(nap()) < 0.01 * plain
     asyncio.run(back())
     update(engine, trainer, version=1)
-    assert answer(engine) == first and held(engine) == small
+    assert answer(engine) == first and count_bytes(engine) == small
     asyncio.run(engine.rebuild("bf16"))
-    assert held(engine) == plain
+    assert count_bytes(engine) == plain
     update(engine, trainer, Codec(), 2)
     bf16 = answer(engine)
     other = EmbeddedEngine(load_model(checkpoints[family], "bfloat16"), Settings(str, max_context=32))
@@ -182,7 +182,7 @@ def test_sleep_rebuild_and_plain_updates(checkpoints, monkeypatch, family):
     assert bf16 == answer(other) != first
     asyncio.run(engine.rebuild("fp8"))
     update(engine, trainer, version=3)
-    assert answer(engine) == first and held(engine) == small
+    assert answer(engine) == first and count_bytes(engine) == small
 
 
 def test_one_plain_tensor_stores_the_values_again(checkpoints, monkeypatch):

@@ -148,11 +148,11 @@ def test_a_weight_is_quantised_once_an_optimiser_step(checkpoints, fused):
 def test_all_weights_are_quantised_at_once_after_a_step(checkpoints, monkeypatch):
     model, encode, calls = load_model(checkpoints["qwen3_moe"]), Codec.encode, []
 
-    def counted(self, units, room=None):
+    def count(self, units, room=None):
         calls.append(self)
         return encode(self, units, room)
 
-    monkeypatch.setattr(Codec, "encode", counted)
+    monkeypatch.setattr(Codec, "encode", count)
     quantizer = install(model, Codec(Rows()))
     unused = quantizer.sources[-1]
     run(model)
