@@ -47,7 +47,7 @@ def share_roundings(model: nn.Module, rounded: Collection[nn.Module]) -> dict[nn
     found: dict[nn.Module, SharedRounding] = {}
     for module in model.modules():
         for names in SIBLINGS:
-            layers = [layer for name in names if (layer := getattr(module, name, None)) in rounded]
+            layers: list[nn.Module] = [layer for name in names if (layer := getattr(module, name, None)) in rounded]  # type: ignore[misc]
             if len(layers) == len(names):
                 found |= dict.fromkeys(layers, SharedRounding(layers))
     return found
