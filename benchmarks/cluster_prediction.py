@@ -80,7 +80,8 @@ def predict(given: argparse.Namespace, flags: list[str], mean: float) -> dict[st
     work = Workload(given.prompts * 8, 64.0, mean, given.tokens, 1, 1, LAG[given.schedule] if given.separate else 0)
     generated = rollout_time(rates, cost, engine, work)
     trained = training_time(rates, cost, trainer, work, not given.separate)
-    step = step_time(rates, generated, trained, engine, work, not given.separate)
+    transport = str(result.facts.value("transport"))
+    step = step_time(rates, generated, trained, engine, work, not given.separate, transport)
     return {
         "problems_of_the_plan": [f"{p.who} needs {p.needs}: {p.because}" for p in result.problems],
         "trainer_gb": round(max(usage.parts.total for usage in trainer.estimate()) / 1e9, 2),

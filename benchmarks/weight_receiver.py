@@ -13,6 +13,7 @@ import torch
 
 from miles_core.data import Encoded
 from miles_core.run.parts import freeze_gc
+from miles_runtime.weight_block import Table, read_block
 from miles_transport import Arrival, Arrivals
 
 
@@ -35,9 +36,9 @@ class Own:
         if self.device != "cpu":
             torch.cuda.current_stream().synchronize()
 
-    def read(self, data: Any) -> None:
-        """Copy what is in bytes."""
-        self.take(Encoded.read(data))
+    def read(self, table: Table, data: Any) -> None:
+        """Copy the tensors of a block."""
+        self.take(read_block(table, data))
 
 
 async def put(connection: socket.socket, message: Any) -> None:

@@ -37,6 +37,7 @@ from miles_core.engine import CopyTransport
 from miles_core.format import Codec
 from miles_core.plugin import SyncError
 from miles_core.run.parts import freeze_gc
+from miles_runtime.weight_block import ENOUGH, BlockSender, Table
 from miles_tools.convert.installed import format_class
 from miles_zero_copy import paths
 from miles_zero_copy.limits import GPU_PROBE_BYTES, PROBE_BYTES, copy_speed
@@ -132,25 +133,20 @@ def changed(tensors: dict[str, torch.Tensor], share: float) -> Callable[[], None
 
 
 def through_ray(stream: Any, turns: Turns) -> dict:
-    """The plain copy under Ray: tensors as bytes, put into its object store, copied out by an actor."""
-    import numpy as np
+    """The plain copy under Ray: blocks put into its object store, copied out by an actor."""
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     own = ray.remote(Own).options(num_cpus=0).remote("cpu")
-    nbytes = 0
+    nbytes = sum(unit.nbytes for unit in stream(None))
+
+    async def take(_number: int, table: Table, data: Any, _version: int) -> None:
+        await own.read.remote(table, data)
+
+    sender = BlockSender(ENOUGH, ray.put, take)
 
     def send() -> None:
-        nonlocal nbytes
-        nbytes, waiting, bucket = 0, [], bytearray()
-        for unit in [*stream(None), None]:
-            if unit is not None:
-                unit.write(bucket)
-                nbytes += unit.nbytes
-            if bucket and (unit is None or len(bucket) >= 64 << 20):
-                waiting.append(own.read.remote(ray.put(np.frombuffer(bucket, np.uint8))))
-                bucket = bytearray()
-        ray.get(waiting)
+        asyncio.run(sender.send(stream(None), 1))
 
     try:
         found = turns.of(send)

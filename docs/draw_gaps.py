@@ -86,10 +86,12 @@ The experiment trains the arms in the chosen setting with three seeds that the s
 seed of `plain`, does not affect the result. Runs go in step, and all are compared over equally many steps. The intervals are not corrected for
 several comparisons.
 
-**Here the gap decides.** With the plain FP8 rollout every seed's reward falls below half of its best. `bf16` and `true_on_policy`, whose gap
-is 0 in every step although both sides compute in FP8, lose no seed. Importance sampling delays the fall and loses two of three seeds; FP8 on
-both sides loses one. At this rate `bf16` itself varies so much between seeds that three of them cannot exclude a difference of 0 from `plain`.
-`r3` and `r3+tis` have no result: r3's check of the router refused this model in BF16 on the GPU, which was mended afterwards.
+**Here the gap decides, and two remedies close enough of it.** With the plain FP8 rollout every seed's reward falls below half of its best. `bf16`,
+`r3+tis`, `unified` (FP8 on both sides) and `true_on_policy`, whose gap is 0 in every step although both sides compute in FP8, lose no seed.
+`tis` alone and `r3` alone delay the fall and lose one of three seeds each. At this rate `bf16` itself varies so much between seeds that three
+of them cannot exclude a difference of 0 from `plain`. An earlier run of the same setting, without the two arms of `r3` and 9 rollouts shorter,
+lost two seeds with `tis` and one with `unified` (`collapse-2026-11-27-gpu-search-five.json`): training on a GPU in BF16 does not repeat bit by
+bit, and a seed near the edge falls on either side.
 
 ![Reward and KL divergence of each arm in the chosen setting, with 95 % intervals; dashed: bf16](collapse-search.png)
 """

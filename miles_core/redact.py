@@ -30,19 +30,19 @@ _WORDS = r"token|key|secret|password|passwd|pwd|auth|authorization|signature|sig
 _NAME = re.compile(
     rf"(?:^|[_.\-]|(?<=[a-z])(?=[A-Z]))(?:\w*(?:token|secret|password|credential)s?|{_WORDS})(?:$|[_.\-\d])", re.I
 )
-#: Matches names of headers, flags and entries that hold a credential. Plain ``key`` and ``token`` are names of ordinary options.
-_ENTRY = (
-    r"(?:[\w\-]*(?:api|access|secret|private|auth|session|signing|bearer|refresh|id|wandb|hf)[_\-]?(?:key|token)|[\w\-]*(?:password|passwd|secret)"
-    r"|authorization|proxy-authorization|x-auth-token)"
+#: Matches names of headers, flags and entries that hold a credential. Plain ``key`` and ``token`` are names of ordinary options. The end of a
+#: name decides, and a search tries it at few letters: what precedes it would have to be matched again at every character.
+_END = (
+    r"(?=[abhiprsw])(?:(?:api|access|secret|private|auth|session|signing|bearer|refresh|id|wandb|hf)[_\-]?(?:key|token)|password|passwd"
+    r"|secret|(?<!\w)authorization)"
 )
+_ENTRY = rf"[\w\-]*{_END}"
 _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?i)\b([a-z][a-z0-9+.\-]*://)[^\s/?#@\"'<>]+@"), rf"\1{MARK}@"),  # http://user:password@host
     (re.compile(rf"(?i)([?&;#][\w.\-\[\]%]*?(?:{_WORDS})[\w.\-\[\]%]*=)(?!\${{)[^&;#\s\"'<>]+"), rf"\1{MARK}"),
-    (re.compile(r"(?i)\b(bearer|basic)(\s+|%20)(?=[A-Za-z0-9+/_.~\-=]{8,})[A-Za-z0-9+/_.~\-]+=*"), rf"\1\2{MARK}"),
+    (re.compile(r"\b([bB](?i:earer|asic))(\s+|%20)(?=[A-Za-z0-9+/_.~\-=]{8,})[A-Za-z0-9+/_.~\-]+=*"), rf"\1\2{MARK}"),
     (
-        re.compile(
-            rf"(?i)((?<![\w])(?:--)?[\"']?{_ENTRY}[\"']?\s*[=:]\s*[\"']?)(?!\s|\${{|{re.escape(MARK)})[^\s\"',;&}}]+"
-        ),
+        re.compile(rf"(?i)({_END}[\"']?\s*[=:]\s*[\"']?)(?!\s|\${{|{re.escape(MARK)})[^\s\"',;&}}]+"),
         rf"\1{MARK}",
     ),
     (re.compile(rf"(?i)((?:^|\s)--{_ENTRY}\s+)(?!-)[^\s\"',]+"), rf"\1{MARK}"),

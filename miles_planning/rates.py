@@ -42,7 +42,7 @@ class Rates:
         gpu: the GPU.
         efficiency: name -> fraction of a peak rate.
         seconds: name -> seconds that do not depend on the amount of data.
-        sync: the row ``sync`` of the table: ``rate`` and ``colocated_rate`` in bytes per second, ``fixed`` in seconds.
+        sync: the row ``sync`` of the table: ``rate``, ``colocated_rate`` and ``copy_rate`` in bytes per second, ``fixed`` in seconds.
         machine: GPUs per machine.
     """
 
@@ -89,6 +89,6 @@ def rates_of(gpu: str, machine: int = 8) -> Rates:
         Gpu(gpu, **{name: row[name] * unit for name, unit in units.items()}, launch=row.get("launch", 1.0)),
         {name: entry["value"] for name, entry in table["efficiency"].items()},
         {name: entry["value"] for name, entry in table["seconds"].items()},
-        {"rate": sync["rate"] * 1e9, "colocated_rate": sync["colocated_rate"] * 1e9, "fixed": sync["fixed"]},
+        {"fixed": sync["fixed"], **{name: sync[name] * 1e9 for name in ("rate", "colocated_rate", "copy_rate")}},
         machine,
     )

@@ -279,7 +279,7 @@ def _combinations(
                 for trained, t in trainers:
                     if colocated and _held_during_sync(t) > room:
                         continue
-                    time = step_time(sides.rates, generated, trained, e, work, colocated)
+                    time = step_time(sides.rates, generated, trained, e, work, colocated, str(facts.value("transport")))
                     yield Found(colocated, t, e, time, {**changes, **placed, **t.changes, **e.changes})
 
 

@@ -10,6 +10,9 @@ from miles_planning.rollout_time import RolloutTime
 from miles_planning.training_time import TrainingTime
 from miles_planning.workload import Workload
 
+#: The transport without a plugin.
+PLAIN = "copy"
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -29,18 +32,28 @@ class StepTime:
     seconds: float
 
 
-def sync_seconds(rates: Rates, e: EngineLayout, colocated: bool) -> float:
-    """Seconds in which all engines receive new weights."""
+def sync_seconds(rates: Rates, e: EngineLayout, colocated: bool, transport: str) -> float:
+    """Seconds in which all engines receive new weights.
+
+    With the transport ``copy``, weights pass through host memory, and one process of each engine receives all of them. All other transports
+    are estimated like ``buckets``, which is between GPUs."""
     sent = e.weights * e.gpus
-    rate = rates.sync["colocated_rate" if colocated else "rate"]
-    return rates.sync["fixed"] + sent / rate
+    if transport == PLAIN:
+        return sent / rates.sync["copy_rate"]
+    return rates.sync["fixed"] + sent / rates.sync["colocated_rate" if colocated else "rate"]
 
 
 def step_time(
-    rates: Rates, generated: RolloutTime, trained: TrainingTime, e: EngineLayout, work: Workload, colocated: bool
+    rates: Rates,
+    generated: RolloutTime,
+    trained: TrainingTime,
+    e: EngineLayout,
+    work: Workload,
+    colocated: bool,
+    transport: str,
 ) -> StepTime:
     """Add up a step. With ``work.lag`` and GPUs of their own, engines generate while the trainer trains."""
-    sync, other = sync_seconds(rates, e, colocated), rates.seconds["step"]
+    sync, other = sync_seconds(rates, e, colocated, transport), rates.seconds["step"]
     if work.lag and not colocated:
         seconds = max(generated.seconds, trained.seconds) + sync + other
     else:

@@ -5,7 +5,8 @@ sides share devices. ``inline`` is the runtime of one process: the same handle o
 entry point of another process, which then holds a ``rank_worker``, an ``engine_worker`` or a ``rollout_worker``. A runtime implements only
 ``workers``: calls to a process, and the replacement of a dead process; ``local_workers`` does it on one machine. The package adds the
 driver's fronts (``learner_front``, ``engine_front``, ``rollout_front``), the order of building and checking parts, and the recovery of
-lost workers (``runtime``). Only plain data and bytes are sent between processes. Rollout workers send requests straight to engines
+lost workers (``runtime``). Only plain data and bytes are sent between processes, weights in blocks
+(``weight_block``) unless a plugin has another transport. Rollout workers send requests straight to engines
 (``direct_engines``) and read prompts from files (``prompt_rows``), and their samples stay where they were produced until a rank reads them
 (``blob``, ``remote_sample``, ``sample_list``), or the process that saves them (``blob_reader``). Attributes of samples travel once per group
 (``packed_column``). What training recorded for each token stays with the rank (``remote_tokens``).

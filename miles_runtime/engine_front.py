@@ -12,10 +12,11 @@ import numpy as np
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.data.unit import Encoded
 from miles_core.data.world import ALONE, World
-from miles_core.errors import MismatchError, SyncError, WorkerLost
+from miles_core.errors import MismatchError, WorkerLost
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import Mailbox
 from miles_runtime.relay import is_relayed
+from miles_runtime.weight_block import BlockSender, Table
 from miles_runtime.workers import RECORDER, Call, Workers, gather_in_order, recorded
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class EngineFront(Engine):
         self, engines: Workers, said: Mapping[str, Any], bucket_size: int = 1, world: World = ALONE, client: str = ""
     ) -> None:
         self.engines, self.said, self.world = engines, said, world
-        self.bucket_size = world.bucket_bytes(bucket_size)
+        self._blocks = BlockSender(world.bucket_bytes(bucket_size), engines.share, self._take)
         self.capabilities = said["capabilities"]
         self.kv_cache_dtype = said["kv_cache_dtype"]
         self.native_products = said["native_products"]
@@ -157,27 +158,12 @@ class EngineFront(Engine):
 
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
         """Send this rank's units; return when every engine serves the units of all ranks."""
-        number, bucket = 0, bytearray()
-        error: Exception | None = None
-        for unit in units:  # consumed even after an error: other ranks may wait in the collectives of this iterator
-            unit.write(bucket)
-            if len(bucket) >= self.bucket_size:
-                error = error or await self._take(number, version, bucket)
-                number, bucket = number + 1, bytearray()
-        if bucket:
-            error = error or await self._take(number, version, bucket)
-        if error is not None:
-            raise error
-        count = number + bool(bucket)
+        count = await self._blocks.send(units, version)
         await self._to_engines(ENGINE_WORKER.update(self.push, version, self.world.rank, self.world.size, count))
 
-    async def _take(self, number: int, version: int, bucket: bytearray) -> Exception | None:
-        try:
-            bucket, (rank, ranks) = self.engines.share(bucket), (self.world.rank, self.world.size)
-            await self._to_engines(ENGINE_WORKER.take(self.push, rank, ranks, number, version, bucket), shared=1)
-        except (WorkerLost, SyncError) as error:
-            return error
-        return None
+    async def _take(self, number: int, table: Table, shared: Any, version: int) -> None:
+        rank, ranks = self.world.rank, self.world.size
+        await self._to_engines(ENGINE_WORKER.take(self.push, rank, ranks, number, version, table, shared), shared=1)
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
         await self._to_engines(ENGINE_WORKER.receive(self.push, {**message, "push": self.push}, version, last))

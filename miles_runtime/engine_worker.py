@@ -18,6 +18,7 @@ from miles_core.run.parts import freeze_gc
 from miles_mismatch.parity import check_side
 from miles_runtime.mailbox import Answers, Inbox, Letters
 from miles_runtime.relay import Call, Relay
+from miles_runtime.weight_block import Table, read_block
 from miles_runtime.worker import Order, Worker
 from miles_runtime.workers import Workers
 
@@ -25,10 +26,10 @@ from miles_runtime.workers import Workers
 class EngineWorker(Worker):
     """One engine. Many calls may be in flight.
 
-    Every rank of the trainer sends weights in buckets (``take``) and then reports completion (``update``). An engine that receives the
-    transport ``buckets`` loads each bucket at once, so this process holds one bucket of each sender. Other engines receive all tensors in
-    one stream when all ranks are complete; until then the buckets are kept in host memory. If a rank or an engine dies during a push,
-    incomplete buckets remain: ``begin_push`` discards them, and messages of an earlier push are rejected.
+    Every rank of the trainer sends weights in blocks (``take``) and then reports completion (``update``). An engine that receives the
+    transport ``buckets`` loads each block at once, so this process holds one block of each sender. Other engines receive all tensors in
+    one stream when all ranks are complete; until then the blocks are kept in host memory. If a rank or an engine dies during a push,
+    incomplete blocks remain: ``begin_push`` discards them, and messages of an earlier push are rejected.
     """
 
     part: Engine
@@ -41,7 +42,7 @@ class EngineWorker(Worker):
         self._inboxes: dict[str, Inbox | None] = {}  # of other clients than the driver; None after ``forget``
 
     def _begin_empty(self) -> None:
-        self._buckets: dict[int, list[bytearray]] = {}
+        self._blocks: dict[int, list[tuple[Table, np.ndarray]]] = {}
         self._complete: dict[int, int] = {}
         self._served: asyncio.Future[None] | None = None
         self._installing = asyncio.Lock()
@@ -122,7 +123,7 @@ class EngineWorker(Worker):
         return tuple(name for rank, name in enumerate(self._senders) if rank not in self._complete)
 
     async def begin_push(self, push: int, senders: Sequence[str]) -> None:
-        """Discard the buckets of earlier pushes; see ``EngineFront.begin_push``."""
+        """Discard the blocks of earlier pushes; see ``EngineFront.begin_push``."""
         self._push, self._senders = push, tuple(senders)
         if self._relay is not None:
             self._relay.close()
@@ -131,31 +132,33 @@ class EngineWorker(Worker):
         async with self._installing:  # an installation in progress completes before the next push
             pass
 
-    async def take(self, push: int, rank: int, ranks: int, number: int, version: int, bucket: bytearray) -> None:
-        """Load or store bucket ``number`` of one of ``ranks`` ranks.
+    async def take(
+        self, push: int, rank: int, ranks: int, number: int, version: int, table: Table, data: np.ndarray
+    ) -> None:
+        """Load or store block ``number`` of one of ``ranks`` ranks (``weight_block``).
 
         Raises:
-            SyncError: the push was abandoned, or an earlier bucket is missing.
+            SyncError: the push was abandoned, or an earlier block is missing.
         """
         self._check(push)
         count = self._counts.get(rank, 0)
         if number != count:
-            raise SyncError(f"bucket {number} of rank {rank} came after {count} buckets: a message was lost")
+            raise SyncError(f"block {number} of rank {rank} came after {count} blocks: a message was lost")
         self._counts[rank] = count + 1
         if self._streams:
-            await self._load(push, rank, ranks, number, Encoded.read(bucket), version)
+            await self._load(push, rank, ranks, number, read_block(table, data), version)
         else:
-            self._buckets.setdefault(rank, []).append(bucket)
+            self._blocks.setdefault(rank, []).append((table, data))
 
     async def update(self, push: int, version: int, rank: int, ranks: int, count: int) -> None:
-        """Report that a rank has sent all its ``count`` buckets; return when the engine serves the weights of all ``ranks``.
+        """Report that a rank has sent all its ``count`` blocks; return when the engine serves the weights of all ``ranks``.
 
         Raises:
-            SyncError: the push was abandoned, a bucket is missing, or the ranks sent different versions.
+            SyncError: the push was abandoned, a block is missing, or the ranks sent different versions.
         """
         self._check(push)
         if self._counts.get(rank, 0) != count:
-            raise SyncError(f"{self._counts.get(rank, 0)} of {count} buckets of rank {rank} arrived")
+            raise SyncError(f"{self._counts.get(rank, 0)} of {count} blocks of rank {rank} arrived")
         if self._served is None:
             self._served = asyncio.get_running_loop().create_future()
         served = self._served
@@ -214,7 +217,7 @@ class EngineWorker(Worker):
                         number, ranks = self._counts.get(rank, 0), len(self._complete)
                         await self._load(self._push, rank, ranks, number, iter(()), version, last=True)
                 else:
-                    await self.part.update_weights(_units(self._buckets), version)
+                    await self.part.update_weights(_units(self._blocks), version)
             except Exception as caught:
                 error = caught
         if served.done():  # the push was abandoned in the meantime
@@ -228,7 +231,7 @@ class EngineWorker(Worker):
     async def _load(
         self, push: int, rank: int, ranks: int, number: int, units: Iterator[Encoded], version: int, last: bool = False
     ) -> None:
-        """Pass a bucket to the engine, in the form of the transport ``buckets``."""
+        """Pass a block to the engine, in the form of the transport ``buckets``."""
         message = {
             "sender": (rank, ranks),
             "number": number,
@@ -248,7 +251,7 @@ class EngineWorker(Worker):
         self._forget()
 
     def _forget(self) -> None:
-        self._buckets, self._complete, self._served = {}, {}, None
+        self._blocks, self._complete, self._served = {}, {}, None
         self._counts = {}
 
     async def close(self) -> None:
@@ -257,8 +260,8 @@ class EngineWorker(Worker):
         await super().close()
 
 
-def _units(buckets: Mapping[int, list[bytearray]]) -> Iterator[Encoded]:
-    """Yield the tensors of all ranks; each bucket is released after it was read."""
-    for _, sent in sorted(buckets.items()):
+def _units(blocks: Mapping[int, list[tuple[Table, np.ndarray]]]) -> Iterator[Encoded]:
+    """Yield the tensors of all ranks; each block is released after it was read."""
+    for _, sent in sorted(blocks.items()):
         while sent:
-            yield from Encoded.read(sent.pop(0))
+            yield from read_block(*sent.pop(0))

@@ -1,6 +1,6 @@
 """Combines calls of many senders to many engines, so that messages grow with senders plus engines and not with their product.
 
-Every rank that has weights calls every engine for each of its buckets. With 1,024 senders and 256 engines these are 262,144 calls per bucket.
+Every rank that has weights calls every engine for each of its blocks. With 1,024 senders and 256 engines these are 262,144 calls per block.
 With a relay each sender makes one call, to the worker of the first engine. It collects the calls of the same method that arrive within
 ``WINDOW`` seconds, or those of all senders, and makes one call with all of them to each engine: 1,024 + 256. Buckets pass as references of
 the runtime (``Workers.share``), so their bytes go from sender to engine directly.

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_transport.bucket import Views, check, dtype_name
 from miles_transport.checksum import ALIGNED, BLOCK, Sum, make_read_sum, make_sum
+from miles_transport.tensor_at import tensor_at
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -181,7 +184,14 @@ def _allocation(number: int, index: int, address: int) -> dict[str, Any] | None:
 
 def _describe(handle: str, nbytes: int, index: int, base: int) -> dict[str, Any]:
     """Describe an allocation for messages. Its own process cannot open the handle and uses the address instead."""
-    return {"handle": handle, "nbytes": nbytes, "gpu": _uuid(index), "base": base, "process": _process()}
+    return {
+        "handle": handle,
+        "nbytes": nbytes,
+        "gpu": _uuid(index),
+        "base": base,
+        "process": _process(),
+        "host": _host(),
+    }
 
 
 def _process() -> str:
@@ -210,30 +220,44 @@ class _Mapped:
 def attach(where: Mapping[str, Any]) -> Tensor:
     """Map the memory of a ``DeviceMemory`` or a loan, of another process or this one.
 
+    Memory of a GPU that CUDA_VISIBLE_DEVICES hides from this process is mapped for peer access by its current GPU, which is then the
+    tensor's device (the CUDA driver supports that since version 10.1).
+
     Raises:
         SyncError: this process cannot access that GPU, or the driver refuses.
     """
     if not torch.cuda.is_available():
         raise SyncError(f"the weights are on GPU {where['gpu']}, but the engine's process has no GPU")
     seen = {_uuid(i): i for i in range(torch.cuda.device_count())}
-    if where["gpu"] not in seen:
-        raise SyncError(
-            f"the weights are on GPU {where['gpu']}, which is not visible to the engine's process: it is on another host, or hidden by "
-            "CUDA_VISIBLE_DEVICES"
-        )
-    index, pointer = seen[where["gpu"]], ctypes.c_uint64()
+    hidden = where["gpu"] not in seen
+    if hidden and where["host"] != _host():
+        raise SyncError(f"the weights are on GPU {where['gpu']} of another host, whose memory this host cannot map")
+    index, pointer = torch.cuda.current_device() if hidden else seen[where["gpu"]], ctypes.c_uint64()
     if where["process"] == _process():
         return _tensor(where["base"], where["nbytes"], index)
     handle = _Handle.from_buffer_copy(bytes.fromhex(where["handle"]))
+    what = "a handle of the trainer's GPU memory in the engine's process"
+    if hidden:
+        what += f", to which CUDA_VISIBLE_DEVICES does not show the GPU {where['gpu']}"
     with torch.cuda.device(index):
         torch.cuda.current_stream().synchronize()
-        what = "a handle of the trainer's GPU memory in the engine's process"
         _call(what, "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    assert pointer.value is not None
+    if not hidden:
         return _tensor(pointer.value, where["nbytes"], index, foreign=True)
+    mapped = _Mapped(pointer.value, where["nbytes"], index, foreign=True)  # torch would look for the GPU of the pointer
+    return tensor_at(pointer.value, where["nbytes"], torch.device("cuda", index), mapped)
 
 
 def _tensor(pointer: int, nbytes: int, index: int, foreign: bool = False) -> Tensor:
     return torch.as_tensor(_Mapped(pointer, nbytes, index, foreign), device=f"cuda:{index}")
+
+
+@cache
+def _host() -> str:
+    """Return an id of this host until it is started again."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.is_file() else socket.gethostname()
 
 
 @cache

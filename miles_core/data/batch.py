@@ -26,6 +26,8 @@ from torch import Tensor
 from miles_core.data.field import CORE_FIELDS, Field
 from miles_core.data.sample import Sample
 
+#: Columns of core -> attributes of a sample.
+_OWN = {"loss_mask": "mask", "rollout_log_probs": "rollout_log_probs"}
 _EMPTY = torch.zeros(0, dtype=torch.int64)
 
 
@@ -175,7 +177,8 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
         index=torch.tensor([s.index for s in samples], dtype=torch.int64),
     )
     for spec in (*CORE_FIELDS, *declared):
-        values = [_value(s, spec.name) for s in samples]
+        own = _OWN.get(spec.name)
+        values = [getattr(s, own) if own else s.fields.get(spec.name) for s in samples]
         if not samples and spec.name == "loss_mask":
             batch.columns[spec.name] = torch.zeros(0)
         if all(v is None for v in values):
@@ -191,22 +194,13 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
     return batch
 
 
-def _value(sample: Sample, name: str) -> object:
-    if name == "loss_mask":
-        return sample.mask
-    if name == "rollout_log_probs":
-        return sample.rollout_log_probs
-    return sample.fields.get(name)
-
-
 def _first_row(spec: Field, sample: Sample) -> int:
     return sample.prompt_length if spec.align == "response" else 0
 
 
 def _column(spec: Field, samples: Sequence[Sample], values: Sequence[object]) -> Tensor:
     known = next(np.asarray(v) for v in values if v is not None)
-    total = sum(len(s.tokens) for s in samples)
-    out = np.full((total, *known.shape[1:]), spec.pad, dtype=spec.dtype)
+    out = np.full((sum(len(s.tokens) for s in samples), *known.shape[1:]), spec.pad, dtype=spec.dtype)
     at = 0
     for sample, value in zip(samples, values, strict=True):
         if value is not None:
@@ -281,8 +275,10 @@ def add(into: dict[str, tuple[Any, Any]], more: Mapping[str, tuple[Any, Any]]) -
     """Add the pairs of ``more`` to those of ``into`` by name; sums and weights are floats or one-element tensors. Of metrics whose name
     ends in ``_max``, the larger value is kept instead of the sum."""
     for name, (total, weight) in more.items():
-        old, before = into.get(name, (0.0, 0.0))
-        into[name] = (_larger(old, total) if name.endswith("_max") else old + total, before + weight)
+        if name in into:
+            old, before = into[name]
+            total, weight = _larger(old, total) if name.endswith("_max") else old + total, before + weight
+        into[name] = total, weight
 
 
 def _larger(old: Any, new: Any) -> Any:
@@ -290,8 +286,10 @@ def _larger(old: Any, new: Any) -> Any:
 
 
 def as_floats(pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[float, float]]:
-    """Convert (sum, weight) tensors to Python floats. Synchronises with the device."""
-    return {name: (float(total), float(weight)) for name, (total, weight) in pairs.items()}
+    """Convert (sum, weight) tensors to Python floats. Synchronises with their device, once if they have only one."""
+    flat = [torch.as_tensor(value, dtype=torch.float64).reshape(()) for pair in pairs.values() for value in pair]
+    numbers = torch.stack(flat).tolist() if len({each.device for each in flat}) == 1 else [float(each) for each in flat]
+    return dict(zip(pairs, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
 
 
 def means(pairs: Mapping[str, tuple[float, float]]) -> dict[str, float]:

@@ -17,6 +17,8 @@ import numpy as np
 ColumnField = Any
 #: Type codes of ``array`` and numpy: int32, float64 and int8.
 TOKENS, FLOATS, MASK = "i", "d", "b"
+#: Kinds of numpy arrays that fit them.
+_KINDS = {TOKENS: "iu", FLOATS: "f", MASK: "iu"}
 
 
 class Column(array):  # type: ignore[type-arg]
@@ -72,14 +74,9 @@ def join_columns(columns: Iterable[Column], typecode: str = TOKENS) -> Column:
 def as_column(values: Any, typecode: str) -> Any:
     """Convert a list, a tuple or a numpy array [n] of numbers. Other values, and those that do not fit the type, are returned as they are:
     the check of their owner describes them."""
-    if (
-        isinstance(values, np.ndarray)
-        and values.ndim == 1
-        and values.dtype.kind in ("iu" if typecode != FLOATS else "f")
-    ):
-        return Column.of(values, typecode)
     if type(values) not in (list, tuple):
-        return values
+        fits = isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in _KINDS[typecode]
+        return Column.of(values, typecode) if fits else values
     try:
         return Column(typecode, values)
     except (TypeError, OverflowError):

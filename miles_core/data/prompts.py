@@ -7,6 +7,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ class PromptTemplate:
         apply_chat_template: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
+        self.tokenizer, self.apply_chat_template, self._end = tokenizer, apply_chat_template, tokenizer.eos_token_id
         if apply_chat_template and not tokenizer.chat_template:
             name = tokenizer.name_or_path or "this model"
             raise ConfigError(
@@ -56,8 +57,15 @@ class PromptTemplate:
             )
         self.renderer = Renderer(tokenizer, variables) if tokenizer.chat_template else None
 
-    def __call__(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        """Convert ``prompt`` to token ids; the result is never empty.
+    def encode_texts(self, prompts: list[Any]) -> list[list[int]] | list[None]:
+        """Tokenise all prompts at once, which takes a fraction of the time, for ``__call__``; Nones where this is not possible."""
+        if not self.apply_chat_template and all(isinstance(prompt, str) for prompt in prompts):
+            with suppress(Exception):  # the call with the prompt raises it again
+                return list(self.tokenizer(prompts, return_attention_mask=False).input_ids)
+        return [None] * len(prompts)
+
+    def __call__(self, prompt: str | list[dict[str, Any]], encoded: list[int] | None = None) -> list[int]:
+        """Convert ``prompt`` to token ids; the result is never empty. ``encoded``: what ``encode_texts`` returned for it.
 
         Raises:
             DataError: chat messages without a chat template, messages that the template rejects, or an empty result.
@@ -69,15 +77,14 @@ class PromptTemplate:
             raise DataError(
                 f"the prompt {prompt!r:.80} is a list of chat messages; give --apply-chat-template to render it"
             )
-        tokens = self._plain(prompt)
+        tokens = self._plain(prompt, encoded)
         if not tokens:
             raise DataError(f"the prompt {prompt!r:.80} has no token; remove it from the data")
         return tokens
 
-    def _plain(self, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer.encode(text)
-        end = self.tokenizer.eos_token_id
-        if end is not None and tokens and tokens[-1] == end and not text.endswith(self.tokenizer.eos_token):
+    def _plain(self, text: str, encoded: list[int] | None) -> list[int]:
+        tokens: list[int] = self.tokenizer.encode(text) if encoded is None else encoded
+        if tokens and tokens[-1] == self._end and not text.endswith(self.tokenizer.eos_token):
             return tokens[:-1]
         return tokens
 
@@ -241,9 +248,9 @@ class Prompts(PromptSource):
 
     def _check(self, row: dict[str, Any], place: str) -> None:
         for key in (self.input_key, self.label_key, self.metadata_key):
-            if key is not None:
-                _check_text(row.get(key), key, place)
-        keys = ", ".join(repr(key) for key in row) or "none"
+            if key is not None and row.get(key) is not None:
+                _check_text(row[key], key, place)
+        keys = ", ".join(map(repr, row)) or "none"
         if self.input_key not in row:
             raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {keys}")
         _check_prompt(row[self.input_key], self.input_key, place)

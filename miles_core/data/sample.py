@@ -30,18 +30,18 @@ def number(reward: Any, reward_key: str | None) -> float:
             caller prepends the subject.
     """
     value = reward
-    if isinstance(reward, Mapping):
+    if type(reward) is not float and isinstance(reward, Mapping):
         if reward_key is None:
             raise DataError(f"is a dict with keys {_keys(reward)}; name the one to train on with --reward-key")
         if reward_key not in reward:
             raise DataError(f"is a dict without --reward-key {reward_key!r}; it has {_keys(reward)}")
         value = reward[reward_key]
-    if not isinstance(value, Real) and hasattr(value, "item"):
+    if type(value) is not float and not isinstance(value, Real) and hasattr(value, "item"):
         try:
             value = value.item()
         except (ValueError, RuntimeError) as error:
             raise DataError(f"is {reward!r}, which is more than one number") from error
-    if not isinstance(value, Real):
+    if type(value) is not float and not isinstance(value, Real):
         raise DataError(f"is {reward!r} ({type(value).__name__}); a reward must be a number")
     try:
         found = float(value)

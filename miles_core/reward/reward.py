@@ -133,9 +133,8 @@ async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> No
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if left := [task for task in tasks if task.cancel()]:  # those that are not done
+            await asyncio.gather(*left, return_exceptions=True)
 
 
 async def _score_one(sample: Any, reward: RewardFunction, args: Any) -> None:

@@ -52,14 +52,14 @@ NO_LIMITS = Limits()
 FILE = "file"
 
 
-def encode_prompt(render: PromptTemplate, row: Row, limits: Limits) -> list[int]:
-    """Return the token ids of a row's prompt.
+def encode_prompt(render: PromptTemplate, row: Row, limits: Limits, encoded: list[int] | None = None) -> list[int]:
+    """Return the token ids of a row's prompt; ``encoded`` as for ``PromptTemplate``.
 
     Raises:
         DataError: the template or the tokenizer rejects the prompt, or a token id exceeds the vocabulary. Names the row.
     """
     try:
-        tokens = render(row.prompt)
+        tokens = render(row.prompt) if encoded is None else render(row.prompt, encoded)
     except MilesError as error:
         raise DataError(f"{row.place}: {error}") from error
     except Exception as error:  # tokenizers raise exceptions of any type

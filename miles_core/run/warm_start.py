@@ -54,11 +54,13 @@ def supervised_samples(run: Run, rows: Prompts, limits: Limits = NO_LIMITS) -> l
     Raises:
         DataError: a pair cannot be tokenised or is too long for the model. Names the row.
     """
-    samples, chosen = [], list(rows)
-    answers = run.tokenizer([str(row.label) for row in chosen], add_special_tokens=False).input_ids
-    for number, (row, answer) in enumerate(zip(chosen, answers, strict=True)):
-        prompt = encode_prompt(run.render, row, limits)
-        answer.append(run.tokenizer.eos_token_id)
+    samples, chosen, end = [], list(rows), run.tokenizer.eos_token_id
+    labels = [str(row.label) for row in chosen]
+    answers = run.tokenizer(labels, add_special_tokens=False, return_attention_mask=False).input_ids
+    texts = run.render.encode_texts([row.prompt for row in chosen])
+    for number, (row, text, answer) in enumerate(zip(chosen, texts, answers, strict=True)):
+        prompt = encode_prompt(run.render, row, limits, text)
+        answer.append(end)
         if limits.context is not None and len(prompt) + len(answer) > limits.context:
             raise DataError(
                 f"{row.place}: prompt and response have {len(prompt) + len(answer)} tokens, and {limits.context} fit "

@@ -111,6 +111,6 @@ class _Norm(torch.autograd.Function):
         rows, blocks = _blocks(x)
         programs = max(1, min(_PROGRAMS, triton.cdiv(rows, blocks["BLOCK_ROWS"])))
         grad_x = torch.empty_like(x)
-        parts = torch.zeros(programs, len(weight), dtype=torch.float32, device=x.device)
+        parts = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device)
         _backward[(programs,)](x, weight, grads[0].contiguous(), grad_x, parts, rows, ctx.eps, **blocks)
         return grad_x, parts.sum(0).to(weight.dtype), None

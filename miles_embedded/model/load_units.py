@@ -28,12 +28,13 @@ class SharingLoader(Loader):
         super().__init__(model)
         self._shared = shared
         self._lasting: dict[str, list[tuple[View, Tensor]]] = {}
+        self._waiting: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
         self.copied = 0
 
     def share(self, name: str, tensor: Tensor) -> None:
         """Load a tensor like ``put``, deferred to ``reference_shared``, which references it if possible and copies it otherwise."""
         view = self._find_view(name, tuple(tensor.shape))
-        if not self._has_codes(view) and not _same(self._part_of_model(view), tensor):
+        if not self._has_codes(view) and not self._holds(view, tensor):
             self._lasting.setdefault(view.source, []).append((view, tensor))
 
     @torch.no_grad()
@@ -58,22 +59,34 @@ class SharingLoader(Loader):
             super()._write(view, tensor, copy)
             self.copied += tensor.numel() * tensor.element_size()
             return
-        if _same(self._part_of_model(view), tensor):
+        if self._holds(view, tensor):
             return
         if view.source in self._shared:  # do not write to foreign memory
             home = self._sources[view.source]
             home.data = home.detach().clone()
             self._shared.remove(view.source)
-        copy(self._part_of_model(view), tensor)
+        copy(view.of(self._sources[view.source]), tensor)
         self.copied += tensor.numel() * tensor.element_size()
 
-    def _part_of_model(self, view: View) -> Tensor:
-        return view.of(self._sources[view.source].detach())
+    def wait(self, target: Tensor, tensor: Tensor) -> None:
+        """Copy ``tensor`` to ``target``, a part of the model, with the next ``copy_waiting``; for ``put``."""
+        kind = target.dtype, tensor.dtype, tensor.device
+        targets, tensors = self._waiting.setdefault(kind, ([], []))
+        targets.append(target)
+        tensors.append(tensor)
 
+    @torch.no_grad()
+    def copy_waiting(self) -> None:
+        """Make the copies of ``wait``, those of one type with one launch."""
+        for targets, tensors in self._waiting.values():
+            torch._foreach_copy_(targets, tensors)
+        self._waiting = {}
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of equal shape reference the same memory with the same layout."""
-    return (a.data_ptr(), a.dtype, a.device, a.stride()) == (b.data_ptr(), b.dtype, b.device, b.stride())
+    def _holds(self, view: View, tensor: Tensor) -> bool:
+        """Whether the model's tensor has its place in the memory of ``tensor``, which has the shape of ``view``, with the same layout."""
+        home = self._sources[view.source]
+        own = home.data_ptr() + view.offset * home.element_size(), home.dtype, home.device, view.stride
+        return own == (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.stride())
 
 
 #: Decodes one encoded checkpoint tensor.
@@ -118,8 +131,11 @@ class Update:
                 self._loader.share(unit.name, tensor)
             elif unit.format:
                 self._loader.put(unit.name, tensor)
+            elif unit.lasting and unit.copy is Tensor.copy_:
+                self._loader.put(unit.name, tensor, self._loader.wait)
             else:
                 self._loader.put(unit.name, tensor, unit.copy)
+        self._loader.copy_waiting()
 
     def missing(self) -> list[str]:
         """Return the names of the model's tensors that have not arrived."""

@@ -148,6 +148,7 @@ def export(model: nn.Module) -> Iterator[Unit]:
     state = sources(model)
     units = list(group_coupled([view for view in views(model, state) if is_streamed(state[view.source])]))
     last = {view.source: number for number, members in enumerate(units) for view in members}
+    passing = {name for name, tensor in state.items() if local_shard(tensor).sharded or codes_of(tensor)}
     gathered: dict[str, Tensor] = {}
     for number, members in enumerate(units):
         for view in members:
@@ -155,7 +156,7 @@ def export(model: nn.Module) -> Iterator[Unit]:
                 gathered[view.source] = full_values(state[view.source])
         yield Unit(
             {v.name: v.of(gathered[v.source]) for v in members},
-            lasting=not any(local_shard(t).sharded or codes_of(t) for t in (state[v.source] for v in members)),
+            lasting=not passing.intersection(view.source for view in members),
         )
         for view in members:
             if last[view.source] == number:

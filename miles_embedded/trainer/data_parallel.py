@@ -21,11 +21,15 @@ from miles_core.data.world import ALONE, World
 
 def add_pairs(totals: dict[str, tuple[Tensor, Tensor]], pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Add the (sum, weight) pairs of one micro-batch to those of the step, in float64."""
-    add(totals, {name: (_double(total), _double(weight)) for name, (total, weight) in pairs.items()})
-
-
-def _double(value: Tensor | float) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64).detach()
+    values = [torch.as_tensor(value).detach().reshape(()) for pair in pairs.values() for value in pair]
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number, value in enumerate(values):
+        alike.setdefault((value.dtype, value.device), []).append(number)
+    for numbers in alike.values():  # a launch each, not one for each number
+        exact = torch.stack([values[n] for n in numbers]).double().unbind()
+        for number, value in zip(numbers, exact, strict=True):
+            values[number] = value
+    add(totals, dict(zip(pairs, zip(values[::2], values[1::2], strict=True), strict=True)))
 
 
 #: Elements per all-reduce; smaller gradients are combined up to this size.

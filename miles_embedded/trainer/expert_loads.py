@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,20 @@ from miles_embedded.model.experts import routed_blocks
 from miles_embedded.trainer.packing import Packing
 
 _KEY = "expert_loads"
+
+
+class _Served:
+    """The number of tokens that each row serves, and of each of its choices."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+        self._of_choices: dict[int, Tensor] = {}
+
+    def of_choices(self, k: int) -> Tensor:
+        """Return the numbers of the flat choices [rows * k], the same for all layers with as many choices."""
+        if k not in self._of_choices:
+            self._of_choices[k] = self.tokens.repeat_interleave(k)
+        return self._of_choices[k]
 
 
 class ExpertLoads:
@@ -34,7 +49,8 @@ class ExpertLoads:
     def __init__(self, model: nn.Module) -> None:
         found = routed_blocks(model)
         self._experts = [routed.count for routed in found]
-        self._counts: list[Tensor | None] = [None] * len(found)
+        self._starts = [0, *accumulate(self._experts)]
+        self._counts: Tensor | None = None
         for layer, routed in enumerate(found):
             routed.on_choice(partial(self._record, layer))
 
@@ -42,9 +58,10 @@ class ExpertLoads:
         """Start counting for this context."""
         if self._experts:
             rows = len(packing.rows)
-            row_of = torch.where(packing.row_of < 0, rows, packing.row_of)
-            # number of tokens that each row serves; computed without a GPU synchronisation
-            ctx.attached[_KEY] = row_of.new_zeros(rows + 1).scatter_add_(0, row_of, torch.ones_like(row_of))[:rows]
+            row_of = packing.row_of.remainder(rows + 1)  # -1, no row, is the one after the last
+            # counted without a GPU synchronisation
+            counts = row_of.new_zeros(rows + 1).scatter_add_(0, row_of, torch.ones_like(row_of))
+            ctx.attached[_KEY] = _Served(counts[:rows])
 
     def close(self, ctx: Context) -> None:
         """Stop counting, so that recomputation is not counted."""
@@ -65,23 +82,19 @@ class ExpertLoads:
         Args:
             sum: sums over data-parallel ranks.
         """
-        counts, self._counts = self._counts, [None] * len(self._experts)
-        if not counts:
+        counts, self._counts = self._counts, None
+        if not self._experts:
             return []
         # a rank without samples counted nothing, but has to take part in the sum
-        home = next((count.device for count in counts if count is not None), torch.device("cpu"))
-        flat = [
-            torch.zeros(n, device=home) if count is None else count
-            for n, count in zip(self._experts, counts, strict=True)
-        ]
-        return list(sum(torch.cat([count.double() for count in flat]).cpu()).split(self._experts))
+        flat = torch.zeros(self._starts[-1], dtype=torch.float64) if counts is None else counts.double().cpu()
+        return list(sum(flat).split(self._experts))
 
     def _record(self, layer: int, chosen: Tensor) -> None:
         ctx = active_context()
         if ctx is None or _KEY not in ctx.attached:
             return
-        served = ctx.attached[_KEY]
-        count = self._counts[layer]
-        if count is None:
-            count = self._counts[layer] = served.new_zeros(self._experts[layer])
-        count.scatter_add_(0, chosen.flatten(), served.repeat_interleave(chosen.shape[-1]))
+        served: _Served = ctx.attached[_KEY]
+        if self._counts is None:
+            self._counts = served.tokens.new_zeros(self._starts[-1])
+        count = self._counts[self._starts[layer] : self._starts[layer + 1]]
+        count.scatter_add_(0, chosen.flatten(), served.of_choices(chosen.shape[-1]))

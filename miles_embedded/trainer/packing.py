@@ -135,7 +135,11 @@ def needed_rows(batch: Batch, targets: Ints | None = None) -> Ints:
 def row_counts(batch: Batch, share: bool = True) -> list[tuple[list[int], int, list[int]]]:
     """Return the cost of each group: (samples, rows of the trunk, additional rows per sample), without samples that train nothing."""
     needed = needed_rows(batch)
-    trunk_of, shared, order = _build_tree(batch, needed, share)
+    return _list_groups(needed, *_build_tree(batch, needed, share))
+
+
+def _list_groups(needed: Ints, trunk_of: Ints, shared: Ints, order: Ints) -> list[tuple[list[int], int, list[int]]]:
+    """Return ``row_counts`` from the needed rows and the results of ``_build_tree``."""
     found: dict[int, tuple[list[int], int, list[int]]] = {}
     for t, s, i in zip(trunk_of.tolist(), shared.tolist(), order.tolist(), strict=True):
         members, _, own = found.setdefault(t, ([], s, []))
@@ -267,8 +271,14 @@ def split(
     if max_tokens is None:
         size = micro_batch_size or max(len(batch), 1)
         return [everything[i : i + size] for i in range(0, len(batch), size)]
-    pieces = [p for members, trunk, own in row_counts(batch, share) for p in _pieces(members, trunk, own, max_tokens)]
-    found = _fill(pieces, max_tokens)
+    needed = needed_rows(batch)
+    trunk_of, shared, order = _build_tree(batch, needed, share)
+    trunks = shared[np.unique(trunk_of, return_index=True)[1]]
+    if trunks.sum() + np.maximum(needed[order] - shared, 0).sum() <= max_tokens:  # as the rest would find
+        found = [np.sort(order).tolist()] if len(order) else []
+    else:
+        groups = _list_groups(needed, trunk_of, shared, order)
+        found = _fill([piece for group in groups for piece in _pieces(*group, max_tokens)], max_tokens)
     idle = sorted(set(everything) - {i for samples in found for i in samples})
     if idle:  # samples that train nothing cost nothing, but callers expect results for them
         found = [[*found[0], *idle], *found[1:]] if found else [idle]
@@ -318,7 +328,8 @@ def _fill(pieces: list[tuple[int, list[int]]], limit: int) -> list[list[int]]:
     for cost, samples in sorted(pieces, key=lambda p: (-p[0], p[1][0])):
         for i, (used, held) in enumerate(bins):
             if used + cost <= limit:
-                bins[i] = (used + cost, [*held, *samples])
+                held += samples
+                bins[i] = used + cost, held
                 break
         else:
             bins.append((cost, list(samples)))

@@ -17,7 +17,7 @@ from miles_planning.step_time import step_time, sync_seconds
 from miles_planning.training_time import stage_seconds, training_time
 from miles_planning.workload import Workload, response_lengths
 
-ROOT = Path(__file__).parents[2]
+ROOT, BUCKETS = Path(__file__).parents[2], "buckets"
 H200 = rates_of("H200")
 
 
@@ -138,11 +138,28 @@ def test_training_uses_the_measured_share_of_the_peak(result, layers):
 def test_phases_take_turns_or_run_at_the_same_time():
     generated = rollout_time(H200, QWEN, ENGINE, WORK)
     trained = training_time(H200, QWEN, TrainerLayout(64, tp=8, stage_layers=64), WORK)
-    both = step_time(H200, generated, trained, ENGINE, replace(WORK, lag=1), colocated=False)
-    turns = step_time(H200, generated, trained, ENGINE, WORK, colocated=False)
-    rest = sync_seconds(H200, ENGINE, False) + both.other
+    both = step_time(H200, generated, trained, ENGINE, replace(WORK, lag=1), colocated=False, transport=BUCKETS)
+    turns = step_time(H200, generated, trained, ENGINE, WORK, colocated=False, transport=BUCKETS)
+    rest = sync_seconds(H200, ENGINE, False, BUCKETS) + both.other
     assert both.seconds == pytest.approx(max(generated.seconds, trained.seconds) + rest)
     assert turns.seconds == pytest.approx(generated.seconds + trained.seconds + rest)
+
+
+#: Results with the transport ``copy``, which ``copy_rate`` of ``rates.toml`` comes from.
+COPIES = [
+    "cluster_run-2026-11-27-1b-sync.json",
+    "cluster_run-2026-11-27-1b-ahead.json",
+    "cluster_run-2026-11-27-1b-async.json",
+]
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_sync_by_the_plain_copy_takes_as_long_as_measured(name):
+    medians = json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))["medians"]
+    engine = replace(ENGINE, weights=medians["sync/bytes"] / ENGINE.gpus)
+    speed = medians["sync/gb_per_second"] * 1e9
+    assert sync_seconds(H200, engine, False, "copy") == pytest.approx(medians["sync/bytes"] / speed, rel=0.1)
+    assert sync_seconds(H200, engine, False, BUCKETS) < 1
 
 
 def test_the_last_stage_of_a_pipeline_computes_the_output_layer():

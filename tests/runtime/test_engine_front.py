@@ -15,6 +15,7 @@ from miles_core.data.world import World
 from miles_core.errors import MismatchError, WorkerLost
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.least_loaded import LeastLoaded
+from miles_runtime.weight_block import ALIGNMENT, read_block
 
 NAMES = ("engine-0", "engine-1", "engine-2")
 
@@ -114,20 +115,17 @@ def test_a_choice_among_thousands_of_engines_looks_at_few():
     assert load.choose(engines) in engines and load.choose({7}) == 7
 
 
-def test_weights_travel_in_buckets_as_bytes(recorded, said):
+def test_weights_travel_in_blocks(recorded, said):
     units = [Encoded(f"w{n}", {f"w{n}": torch.full((4,), n, dtype=torch.float8_e4m3fn)}, "f8") for n in range(5)]
-    first = bytearray()
-    units[0].write(first)
-    size = len(first)
 
     async def main():
         workers = recorded(NAMES[:2])
-        front = EngineFront(workers, said, 2 * size, World(1, 3))
+        front = EngineFront(workers, said, 2 * ALIGNMENT, World(1, 3))  # two weights in a block
         front.push = 9
         await front.update_weights(iter(units), 7)
         taken = [call[3:] for call in workers.asked("take") if call[0] == 0 and call[2] == 9]
         assert [call[:4] for call in taken] == [(1, 3, 0, 7), (1, 3, 1, 7), (1, 3, 2, 7)]
-        read = [e for *_, data in taken for e in Encoded.read(data)]
+        read = [e for *_, table, data in taken for e in read_block(table, data)]
         assert [(e.name, e.format) for e in read] == [(e.name, "f8") for e in units]
         assert all(
             torch.equal(a.parts[a.name].view(torch.uint8), b.parts[b.name].view(torch.uint8))
@@ -136,6 +134,19 @@ def test_weights_travel_in_buckets_as_bytes(recorded, said):
         assert workers.asked("update") == [(0, "update", 9, 7, 1, 3, 3), (1, "update", 9, 7, 1, 3, 3)]
 
     run(main)
+
+
+def test_a_block_is_on_its_way_while_the_next_is_packed(recorded, said):
+    workers = recorded(NAMES[:2])
+
+    def units():
+        for n in range(3):
+            assert len(workers.asked("take")) == 2 * max(n - 1, 0)  # a block is sent when the next weight does not fit
+            yield Encoded("w", {"w": torch.zeros(4)})
+        assert len(workers.asked("take")) == 4
+
+    run(lambda: EngineFront(workers, said, 1).update_weights(units(), 0))
+    assert len(workers.asked("take")) == 6
 
 
 def test_units_are_exhausted_after_an_engine_is_lost(recorded, said):

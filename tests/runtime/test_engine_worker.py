@@ -10,6 +10,7 @@ import torch
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_runtime.engine_worker import EngineWorker
+from miles_runtime.weight_block import WeightBlock
 from miles_transport import Arrival, Arrivals
 
 RANKS = ("trainer-0", "trainer-1")
@@ -39,15 +40,15 @@ def worker():
     return made
 
 
-def bucket(name, value):
-    data = bytearray()
-    Encoded(name, {name: torch.tensor([value])}).write(data)
-    return data
+def block(name, value):
+    packed = WeightBlock(64)
+    assert packed.add(Encoded(name, {name: torch.tensor([value])}))
+    return packed.table, packed.data()
 
 
 async def send(worker, push, rank, version, names):
     for number, name in enumerate(names):
-        await worker.take(push, rank, 2, number, version, bucket(name, version))
+        await worker.take(push, rank, 2, number, version, *block(name, version))
     await worker.update(push, version, rank, 2, len(names))
 
 
@@ -55,7 +56,7 @@ def test_a_rank_that_dies_in_its_push_leaves_nothing_for_the_next_one(worker):
     async def main():
         await worker.begin_push(1, RANKS)
         waiting = asyncio.create_task(send(worker, 1, 1, 4, "b"))  # complete; the other rank dies before it is
-        await worker.take(1, 0, 2, 0, 4, bucket("a", 4))
+        await worker.take(1, 0, 2, 0, 4, *block("a", 4))
         await asyncio.sleep(0)
         assert worker.beat() == ("trainer-0",)
         await worker.begin_push(2, RANKS)
@@ -75,7 +76,7 @@ def test_what_arrives_late_of_a_push_that_was_given_up_is_refused(worker):
         await worker.begin_push(1, RANKS)
         await worker.begin_push(2, RANKS)
         with pytest.raises(SyncError, match="push 1 of the weights was given up: this engine takes push 2"):
-            await worker.take(1, 0, 2, 0, 4, bucket("a", 4))
+            await worker.take(1, 0, 2, 0, 4, *block("a", 4))
         with pytest.raises(SyncError, match="push 1"):
             await worker.update(1, 4, 0, 2, 0)
         with pytest.raises(SyncError, match="push 1"):
@@ -108,7 +109,7 @@ def test_a_bucket_that_did_not_come_is_noticed(worker, numbers):
         await worker.begin_push(1, RANKS)
         with pytest.raises(SyncError, match="a message was lost"):
             for number in numbers:
-                await worker.take(1, 0, 2, number, 1, bucket("a", 1))
+                await worker.take(1, 0, 2, number, 1, *block("a", 1))
 
     asyncio.run(main())
 
@@ -156,7 +157,7 @@ def test_an_engine_that_streams_holds_no_buckets(streaming):
         await streaming.begin_push(1, RANKS)
         first = asyncio.create_task(send(streaming, 1, 0, 4, "abc"))
         await asyncio.sleep(0.01)
-        assert not streaming._buckets and streaming.part.version == -1 and not first.done()
+        assert not streaming._blocks and streaming.part.version == -1 and not first.done()
         await asyncio.gather(first, send(streaming, 1, 1, 4, ""))  # a rank without buckets
         assert streaming.part.weights == {"a": [4], "b": [4], "c": [4]} and streaming.part.version == 4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 
@@ -133,7 +134,9 @@ def test_an_error_reaches_the_sender_that_made_the_call(said):
             await worker.begin_push(1, ())
         engines.workers[0].connect(engines)
         calls = [
-            engines.call(0, "relay", 1, SENDERS, "take", (rank, SENDERS, int(rank == 3), 5), (bytearray(),))
+            engines.call(
+                0, "relay", 1, SENDERS, "take", (rank, SENDERS, int(rank == 3), 5, []), (np.empty(0, np.uint8),)
+            )
             for rank in range(SENDERS)
         ]
         return await asyncio.gather(*calls, return_exceptions=True)

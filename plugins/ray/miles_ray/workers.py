@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 from ray import exceptions
 from ray.util.placement_group import PlacementGroup, placement_group_table
@@ -167,8 +166,7 @@ class RayWorkers(Workers):
     def share(self, value: Any) -> Any:
         if not raylet_lives():
             return value  # the run is about to end; ray.put would exit this process without a message
-        # processes on one machine read an array in place; bytes would be copied for each process
-        return ray.put(np.frombuffer(value, np.uint8) if isinstance(value, bytearray) else value)
+        return ray.put(value)  # processes on one machine read an array in place
 
     async def host(self) -> str:
         assert self.found[0] is not None

@@ -2,7 +2,8 @@
 
 It is active only in an SGLang that this plugin started, and makes these changes:
 
-- Routed experts leave a scheduler as int32 and pass three processes. For models with at most 256 experts they are sent as uint8.
+- Routed experts leave a scheduler as int32 and pass three processes. For models with at most 256 experts they are sent as uint8, and as bytes:
+  pickling and unpickling a tensor for each request took as long as about ten decode steps at the end of a rollout.
 - The record of routed experts is kept in GPU memory (``routes``). SGLang copies it to host memory in every step. It is read once for all
   requests that finish in the same step.
 - A model that starts without weights is filled with random numbers, including the scales of the cached keys and values. Updates do not
@@ -32,7 +33,11 @@ _READS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_pos
 _FILLS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
 _RECORDS = "sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
 _COLLECTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_ENCODES = "sglang.srt.managers.detokenizer_manager.DetokenizerManager._b64_encode_per_request"
 _SENDS = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+
+#: Whether records are sent as bytes. SGLang's other format between its processes (``SGLANG_USE_PICKLE_IPC=0``) declares them as tensors.
+_as_bytes = True
 
 
 def digest() -> str:
@@ -46,17 +51,21 @@ def digest() -> str:
 
 def install() -> None:
     """Register the changes. SGLang calls this in each of its processes before it starts."""
+    global _as_bytes
     if VARIABLE not in os.environ:
         return
+    from sglang.srt.environ import envs
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    _as_bytes = envs.SGLANG_USE_PICKLE_IPC.get()
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", cache_eos_token_id, HookType.AFTER)
     HookRegistry.register(_FILLS, unset_cache_scales, HookType.AFTER)
     HookRegistry.register(_READS, read_tied_head, HookType.BEFORE)
     HookRegistry.register(_RECORDS, keep_routes, HookType.AFTER)
     HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", complete_routes, HookType.AROUND)
     HookRegistry.register(f"{_SENDS}.stream_output", read_routes, HookType.BEFORE)
+    HookRegistry.register(_ENCODES, keep_bytes, HookType.AROUND)
     retraction.register(HookRegistry.register, HookType)
     Scheduler.miles_digest = _check_digest
     Scheduler.miles_coverage = check_coverage
@@ -113,7 +122,7 @@ def complete_routes(collect: Callable[..., None], processor: Any, request: Any) 
     collect(processor, request)
     retraction.restore_routes(request)
     if request.routed_experts is not None:
-        request.routed_experts = request.routed_experts.to(getattr(torch, os.environ[VARIABLE]))
+        request.routed_experts = _sendable(request.routed_experts.to(getattr(torch, os.environ[VARIABLE])))
 
 
 def read_routes(*_: Any, **__: Any) -> None:
@@ -123,6 +132,19 @@ def read_routes(*_: Any, **__: Any) -> None:
     if (table := routes.table()) is not None:
         for request in table.collect():
             retraction.restore_routes(request)
+            request.routed_experts = _sendable(request.routed_experts)
+
+
+def _sendable(record: Any) -> Any:
+    """Return the form in which a record leaves the scheduler: its bytes, or a tensor of its own (pickling a view writes the whole storage)."""
+    return record.numpy().tobytes() if _as_bytes else record.clone()
+
+
+def keep_bytes(encode: Callable[[Any], Any], records: Any) -> Any:
+    """Pass records that are bytes on to the tokenizer process, which passes them to its caller. SGLang encodes tensors as base64 text."""
+    if any(isinstance(record, bytes) for record in records or ()):
+        return records
+    return encode(records)
 
 
 def check(engine: Any) -> None:

@@ -70,6 +70,7 @@ class RouteTable:
 
     def collect(self) -> list[Any]:
         """Set ``routed_experts`` of the requests noted since the last call, and return them. Called when the results of a pass are processed.
+        The records are views of one tensor.
 
         That pass has written its rows, and the next one, which already runs, writes to other slots. It was launched after the slots of these
         requests had been entered, except where processing the previous results replaced a slot by another one of the same prompt. The
@@ -80,7 +81,7 @@ class RouteTable:
             places = torch.from_numpy(np.concatenate([f.places for f in finished]))
             records = self._read_all(finished[0].slots, places).split([len(f.places) for f in finished])
             for each, record in zip(finished, records, strict=True):
-                each.request.routed_experts = record.clone()  # pickling a view writes the records of all requests
+                each.request.routed_experts = record
         if self._processed is not None:
             self._processed.record()
         return [each.request for each in finished]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from miles_sglang import inside
+from miles_sglang.answers import Answer
 from miles_sglang.request_batcher import RequestBatcher
 
 
@@ -23,6 +24,15 @@ class Tokenized:
 @dataclass
 class Batch:
     batch: list[Tokenized]
+
+
+class Setting:
+    """As a variable of SGLang's environment."""
+
+    value = True
+
+    def get(self) -> bool:
+        return self.value
 
 
 class Scheduler:
@@ -45,6 +55,7 @@ def hooks(monkeypatch: Any) -> dict[str, Any]:
     for name, content in (
         ("sglang.srt.managers.scheduler", {"Scheduler": Scheduler}),
         ("sglang.srt.plugins.hook_registry", {"HookRegistry": registry, "HookType": kinds}),
+        ("sglang.srt.environ", {"envs": types.SimpleNamespace(SGLANG_USE_PICKLE_IPC=Setting())}),
         (
             "sglang.srt.managers.io_struct",
             {"TokenizedGenerateReqInput": Tokenized, "BatchTokenizedGenerateReqInput": Batch},
@@ -83,12 +94,36 @@ def test_routed_experts_leave_a_scheduler_as_bytes_and_the_half_is_known_by_its_
         request.routed_experts = torch.tensor([[[0, 255]]], dtype=torch.int32)
 
     complete(collect, None, request)
-    assert request.routed_experts.tolist() == [[[0, 255]]] and request.routed_experts.dtype == torch.uint8
+    assert request.routed_experts == bytes([0, 255])
     complete(lambda *_: None, None, types.SimpleNamespace(routed_experts=None))
     ours = inside.digest()
     monkeypatch.setattr(inside, "digest", lambda: "another")
     with pytest.raises(AssertionError, match=f"its digest is another, not {ours}"):
         Scheduler().collective_rpc("miles_digest", expected=ours)
+
+
+def test_records_pass_the_detokenizer_as_bytes(hooks: dict[str, Any], monkeypatch: Any) -> None:
+    monkeypatch.setenv(inside.VARIABLE, "uint8")
+    inside.install()
+    keep = next(hook for target, hook in hooks.items() if target.endswith("._b64_encode_per_request"))
+    assert keep(lambda _: pytest.fail("bytes were encoded"), [None, b"12"]) == [None, b"12"]
+    assert keep(lambda given: given and "encoded", [torch.zeros(2)]) == "encoded"
+    assert keep(lambda given: given, None) is None and keep(lambda given: given, [None]) == [None]
+    message, columns = Answer.from_sglang(
+        {"output_ids": [1], "meta_info": {"routed_experts": b"\x02\xff"}}, "uint8"
+    ).message()
+    assert Answer.read(message, b"".join(columns)).columns["routes"].tolist() == [2, 255]
+
+
+def test_records_stay_tensors_where_sglang_declares_them_so(hooks: dict[str, Any], monkeypatch: Any) -> None:
+    monkeypatch.setenv(inside.VARIABLE, "uint8")
+    monkeypatch.setattr(Setting, "value", False)
+    monkeypatch.setattr(inside, "_as_bytes", True)
+    inside.install()
+    rows = torch.arange(4, dtype=torch.uint8).view(4, 1, 1)
+    request = types.SimpleNamespace(routed_experts=None)
+    inside.complete_routes(lambda _, r: setattr(r, "routed_experts", rows[1:2]), None, request)
+    assert request.routed_experts.tolist() == [[[1]]] and request.routed_experts.untyped_storage().nbytes() == 1
 
 
 def test_a_model_without_weights_gets_no_random_scales_of_its_cache(hooks: dict[str, Any], monkeypatch: Any) -> None:

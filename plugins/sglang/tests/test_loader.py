@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_sglang.buckets import Bucket
-from miles_sglang.loader import load
+from miles_sglang.loader import _unpack, load
 
 
 class Model(nn.Module):
@@ -67,8 +68,6 @@ class Clearing(Model):
 
 
 def bucket(seed: int) -> tuple[dict[str, Tensor], list[tuple[str, Tensor]]]:
-    import json
-
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"gate": (2, 4), "up": (3, 4), "half": (3, 4), "own": (3,)}
     tensors = {n: torch.randn(size, dtype=torch.bfloat16 if n == "own" else None) for n, size in sizes.items()}
@@ -174,8 +173,6 @@ class Forgetful(nn.Module):
 
 
 def test_scales_that_a_model_forgets_are_loaded_or_missed() -> None:
-    import json
-
     model = Forgetful()
     for seed in (0, 1):  # by name, and as remembered copies
         made, tensors = Bucket(), {}
@@ -194,3 +191,31 @@ def test_scales_that_a_model_forgets_are_loaded_or_missed() -> None:
         RuntimeError, match=r"Forgetful loaded the codes of gate_proj\.weight_scale_inv but has no parameter"
     ):
         load(Forgetful(scaled=False), named)
+
+
+def test_host_tensors_of_one_block_are_copied_in_one_piece() -> None:
+    block = torch.zeros(4 * 64, dtype=torch.uint8)
+    values = {"b": torch.randn(3, 5), "a": torch.randn(7).to(torch.bfloat16)}
+    spots = {"b": block[64:124].view(torch.float32).view(3, 5), "a": block[128:142].view(torch.bfloat16)}
+    made = Bucket()
+    for name, value in values.items():
+        made.add(name, spots[name].copy_(value))
+    flat = made.flatten()
+    assert [(name, start) for name, _, _, start in flat.tensors] == [("b", 0), ("a", 64)]
+    assert flat.array.numel() == 64 + 14 and flat.array.data_ptr() != block[64:].data_ptr()
+    block.zero_()
+    for name, tensor in _unpack(json.dumps(flat.tensors), flat.array):
+        assert torch.equal(tensor, values[name])
+
+
+@pytest.mark.parametrize("apart", ["far", "unaligned", "transposed"])
+def test_host_tensors_that_are_not_in_one_block_are_copied_one_by_one(apart: str) -> None:
+    block = torch.arange(8 * 64, dtype=torch.uint8)
+    second = {"far": block[384:448], "unaligned": block[66:130], "transposed": block[64:128].view(8, 8).T}[apart]
+    made = Bucket()
+    made.add("a", block[:64])
+    made.add("b", second)
+    flat = made.flatten()
+    assert flat.tensors == made.tensors and flat.array.numel() == made.size == 128
+    found = dict(_unpack(json.dumps(flat.tensors), flat.array))
+    assert torch.equal(found["a"], block[:64]) and torch.equal(found["b"], second)

@@ -39,7 +39,7 @@ plugin = Plugin(
         f"{_INSIDE} and schedule != sync and not zero_copy.async_sync": "the engine keeps its own weights and copies each version, "
         "because it generates while the trainer steps (--schedule sync would share the storage)",
         "zero_copy.async_sync": "the engine holds a second copy of the encoded weights while the next version is staged",
-        "runtime != inline": "the first transfer chooses the path: handles on the same GPU, a broadcast (NCCL) between GPUs without "
+        "runtime != inline": "the first transfer chooses the path: handles on a GPU or between peers, a broadcast (NCCL) between GPUs without "
         "peer access, shared memory on the same host, else messages over the runtime's channel with the difference to the previous "
         "version, for which both sides keep another copy of the encoded weights in host memory; the log shows the path and the reason",
     },

@@ -27,6 +27,9 @@ FIRST = 16 << 20
 #: so only the check of the last one adds to the total time.
 PIECES, PIECE = 16, 64 << 20
 
+#: Iterations of the event loop after which a message has left this process: it passes through several tasks of the runtime before.
+STARTING = 4
+
 #: Number of probe buckets that measure a path.
 PROBES = 3
 #: Minimum bytes of a tensor to be lent instead of packed.
@@ -246,7 +249,8 @@ class Sender:
         slot.reading = sending = asyncio.create_task(slot.deliver(receive, numbered, last))
         sending.add_done_callback(lambda done: done.cancelled() or done.exception())  # later errors are not raised
         self._reading.append(sending)
-        await asyncio.sleep(0)  # start sending before the other slot is filled
+        for _ in range(STARTING):  # start sending before the other slot is filled
+            await asyncio.sleep(0)
 
     async def _wait_for_answers(self, ahead: int = 0) -> float:
         """Wait until at most ``ahead`` buckets are unanswered; returns the seconds of the last one waited for."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from miles_core.plugin import SyncError
 from miles_core.trainer import World
 from miles_embedded.testing import ProcessEngine
 from miles_testing.stored import stored_units
-from miles_transport import DeviceMemory, Inbox, Loan
+from miles_transport import DeviceMemory, Inbox, Loan, device_memory
 from miles_transport.device_memory import attach
 from miles_zero_copy import sender
 from miles_zero_copy.transport import BucketTransport
@@ -22,13 +24,72 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def test_a_gpu_that_the_engine_does_not_see_is_said():
-    where = {"kind": "device", "key": "k", "gpu": "GPU-of-another-host", "handle": "", "nbytes": 1024}
-    with pytest.raises(
-        SyncError, match=r"GPU-of-another-host, (but the engine's process has no GPU|which the engine's process)"
-    ):
+    where = {"kind": "device", "key": "k", "gpu": "GPU-of-another-host", "host": "other", "handle": "", "nbytes": 1024}
+    with pytest.raises(SyncError, match=r"GPU-of-another-host( of another host|, but the engine's process has no GPU)"):
         attach(where)
     with pytest.raises(SyncError, match="GPU-of-another-host"):
         list(Inbox().open({"memory": where}))
+
+
+class Driver:
+    """Maps a handle to memory of this process, or refuses."""
+
+    def __init__(self, memory, refuses=False):
+        self.memory, self.refuses, self.closed = memory, refuses, 0
+
+    def cuIpcOpenMemHandle_v2(self, pointer, handle, flags):
+        pointer._obj.value = self.memory.data_ptr()
+        return 201 if self.refuses else 0
+
+    def cuIpcCloseMemHandle(self, pointer):
+        self.closed += 1
+
+    def cuGetErrorName(self, status, name):
+        name._obj.value = b"CUDA_ERROR_INVALID_CONTEXT"
+
+
+@pytest.fixture
+def blind(monkeypatch):
+    """One GPU that this process sees, and another that it does not, of a double of the driver in host memory."""
+    driver = Driver(torch.arange(1024).to(torch.uint8))
+    wrap = device_memory.tensor_at
+    monkeypatch.setattr(device_memory, "_driver", lambda: driver)
+    monkeypatch.setattr(device_memory, "_uuid", lambda index: "GPU-of-this-process")
+    monkeypatch.setattr(device_memory, "tensor_at", lambda p, n, device, owner: wrap(p, n, torch.device("cpu"), owner))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    where = {"kind": "device", "key": "k", "gpu": "GPU-hidden", "host": device_memory._host(), "process": "other"}
+    return driver, where | {"handle": "00" * 64, "base": 0, "nbytes": 1024}
+
+
+def test_memory_of_a_gpu_that_is_hidden_from_the_engine_is_mapped(blind):
+    driver, where = blind
+    tensor = attach(where)
+    view = tensor[100:]
+    assert torch.equal(tensor, driver.memory) and tensor.data_ptr() == driver.memory.data_ptr()
+    del tensor
+    assert not driver.closed and view[0] == 100
+    del view
+    assert driver.closed == 1
+
+
+def test_memory_of_another_host_is_not_mapped(blind):
+    driver, where = blind
+    with pytest.raises(SyncError, match="GPU-hidden of another host, whose memory this host cannot map"):
+        attach(where | {"host": "other"})
+    assert torch.equal(attach(where), driver.memory)
+
+
+def test_a_driver_that_does_not_map_a_hidden_gpu_is_said(blind):
+    driver, where = blind
+    driver.refuses = True
+    with pytest.raises(
+        SyncError, match=r"does not show the GPU GPU-hidden \(cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_CONTEXT"
+    ):
+        attach(where)
 
 
 def there_and_here(units, engine, checkpoints, versions=1):

@@ -7,8 +7,11 @@ import asyncio
 import pytest
 import torch
 
+from miles_core.data import Encoded
 from miles_core.plugin import SyncError
 from miles_core.trainer import World
+from miles_runtime import Workers
+from miles_runtime.engine_front import EngineFront
 from miles_testing.stored import stored_units
 from miles_zero_copy import limits
 from miles_zero_copy.paths import Path
@@ -67,6 +70,38 @@ def test_a_way_whose_own_speed_needs_a_bucket_too_large_is_measured_with_the_one
         return await sender.speed(receive, 0)
 
     assert asyncio.run(speed()) > 0 and set(got[1:]) == {5 << 19}
+
+
+class SentWorkers(Workers):
+    """Engines in other processes that answer nothing; counts the messages that were sent to them."""
+
+    count = 0
+
+    async def send(self, number, method, *args):
+        self.count += 1
+
+    async def renew(self, number): ...
+
+    async def kill(self, number): ...
+
+
+def test_a_message_leaves_before_the_next_bucket_is_filled():
+    said = {"capabilities": frozenset(), "kv_cache_dtype": "", "native_products": False}
+    engines = SentWorkers(["engine-0", "engine-1"])
+    front = EngineFront(engines, said)
+    path = Path(lambda nbytes: MessageSlot(nbytes, {}), ahead=1)
+    sender = Sender(path, 1 << 20, (0, 1))
+
+    async def receive(message, last):
+        await front.receive(message, 0, last)
+
+    def units():
+        for number in range(3):
+            yield Encoded("w", {"w": torch.zeros(1 << 20, dtype=torch.uint8)})
+            assert engines.count == 2 * (number + 1)
+
+    asyncio.run(sender.send(units(), receive, 0))
+    assert engines.count == 8  # with the end of the version
 
 
 def test_colocated_engines_get_no_broadcast():
