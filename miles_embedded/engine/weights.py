@@ -133,7 +133,8 @@ class Weights:
     def load(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
         """Load a whole update like ``update``, without discarding arrivals in buckets."""
         update = self.begin_update(share)
-        update.take(self.inputs.take_each(units))
+        native = self.inputs.layers or self.inputs.experts
+        update.take(self.inputs.take_each(units) if native else units)
         copied = update.finish()
         self.serve(version)
         return copied
