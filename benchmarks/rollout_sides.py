@@ -3,8 +3,8 @@
 Groups of 8 requests share a prompt of 64 tokens; every response has 256 tokens, or with ``--endings`` between 1 and 256, the same for every
 side. The models are the random BF16 ones of ``sglang_engine.py``; ``fp8`` is the embedded engine with weights and activations in FP8.
 SGLang answers in the process in which miles starts it (``sglang_direct.py``), one call per batch, its prefix cache emptied in front of it, with
-CUDA graphs for the batch sizes. The first turn of each side is not counted. Results are written after every part. The last line is one
-JSON object.
+CUDA graphs for the batch sizes. The first turn of each side is not counted. ``weight_bytes`` counts the memory of each embedded engine's
+weights and codes. Results are written after every part. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ async def measure_model(given: argparse.Namespace, model: str, checkpoint: Path,
     started = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sides: dict[str, Side] = {}
+    weights: dict[str, int] = {}
     for side in given.sides:
         if side == "sglang":
             sides[side] = lambda asked: ask_sglang(server, asked)
@@ -96,7 +97,11 @@ async def measure_model(given: argparse.Namespace, model: str, checkpoint: Path,
             kind = "ahead" if side == "embedded" else side
             engine = await asyncio.to_thread(make_engine, kind, checkpoint, device)
             sides[side] = lambda asked, engine=engine: ask_embedded(engine, asked)  # type: ignore[misc]
+            weights[side] = sum(
+                {s.data_ptr(): s.nbytes() for t in engine.weight_tensors() for s in [t.untyped_storage()]}.values()
+            )
     result.found[model]["load_seconds"] = round(time.perf_counter() - started, 2)
+    result.found[model]["weight_bytes"] = weights
     gc.collect()
     gc.freeze()
     parts = [(f"batch_{n}", requests(n, given.tokens, False)) for n in given.batches]

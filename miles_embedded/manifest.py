@@ -233,6 +233,14 @@ class EmbeddedConfig:
         metavar="X",
         ge=0,
     )
+    engine_weight_bytes: float = option(
+        0.0,
+        flag="--engine-weight-bytes",
+        help="bytes of each quantised weight in the embedded engine, for the memory table of the plan; 0 means the size of --dtype; number "
+        "formats with a native product set it",
+        metavar="X",
+        ge=0,
+    )
     initial_loss_scale: float = option(
         65536.0,
         flag="--initial-loss-scale",

@@ -22,6 +22,7 @@ from miles_core.contracts.emulation import Emulation
 from miles_core.data.field import SAMPLING_SUPPORT, Field
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
+from miles_core.precision.product import Products
 from miles_core.precision.schedule import PLAIN
 from miles_mismatch.gap import KNOWN, Gap, LogProbs, along, measure
 from miles_mismatch.probe import bare
@@ -114,7 +115,9 @@ class _Chain:
         self.run, self.parts, self.samples = run, parts, samples
         self.engine = [np.asarray(s.rollout_log_probs, np.float64) for s in samples]
         now = parts.precisions
-        self.quantised, self.mixed = now.rollout != PLAIN, now.rollout != now.train
+        self.quantised = now.rollout != PLAIN
+        # with ``native`` both sides of a unified run multiply codes; with ``auto`` the engine alone
+        self.other_products = now.rollout != now.train or Products.from_config(run.config).wanted != "native"
         self.replayed: list[str] = []
         self.emulation = Emulation()
         self.stale = np.zeros(len(samples), bool)
@@ -127,7 +130,7 @@ class _Chain:
         if self.quantised:
             await self.switch(WEIGHTS, encoded=True)
         here = not self.is_older() and await self.switch(STALE, held=self.parts.serving)
-        if here and self.mixed and self.parts.serving.native_products:
+        if here and self.other_products and self.parts.serving.native_products:
             await self.switch(ACTIVATIONS, through=self.parts.serving, emulated_products=True)
             await self.switch(PRODUCTS, emulated_products=False)
         elif here:

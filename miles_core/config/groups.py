@@ -310,9 +310,9 @@ class Precision:
     warmup_precision: Literal["bf16"] = option("bf16", help="precision of both sides during the warm-up")
     quantized_product: Literal["auto", "native", "emulated"] = option(
         "auto",
-        help="how quantised linear layers multiply in engine and trainer: native reads the codes with the GPU's tensor "
-        "cores, emulated dequantises them and multiplies in the model's dtype; auto is native if the "
-        "format, the GPU and torch support it, and emulated with --emulate-precision",
+        help="how quantised layers multiply: native reads the codes with the GPU's tensor cores, emulated dequantises them and "
+        "multiplies in the model's dtype; auto is native in the engine if the format, the GPU and torch support it, and emulated in the "
+        "trainer, where that is faster, and with --emulate-precision",
     )
 
 

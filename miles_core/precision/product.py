@@ -7,7 +7,7 @@ codes are the same bytes in both cases, but the results differ. Therefore a form
 and its emulated product, and every run measures it before the first step (``mismatch.product_probe``).
 
 The kind of product is chosen once per model from the user's options, the device and its libraries. It never depends on the number of
-rows, because a token's result would then depend on the rest of the batch. Engine and trainer of a unified run make the same choice.
+rows, because a token's result would then depend on the rest of the batch. A trainer may choose otherwise than the engine.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ class Product(ABC):
     def prepare(self, parts: Mapping[str, Tensor]) -> Parts:
         """Convert a stored weight (``Format.storage``) to the layout of codes and scales that the tensor cores need, as views or copies.
         Tensors that the caller stores keep these strides."""
+
+    def restore(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Parts | None:
+        """Convert the result of ``prepare`` for a weight [N, K] back to ``Format.storage``, as views or copies. None if the layout cannot be
+        converted back: an engine then keeps the decoded weight as well."""
+        return None
 
     @abstractmethod
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:

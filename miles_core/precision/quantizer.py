@@ -30,9 +30,8 @@ class Parity:
     def covers(self, other: Parity) -> bool:
         """Return whether ``other`` is at least as close as this parity."""
         order = ("bytes", "values", "bounded")
-        if self.kind == other.kind == "bounded":
-            return other.eps <= self.eps
-        return order.index(other.kind) <= order.index(self.kind)
+        near = self.kind != other.kind or other.eps <= self.eps  # only bounded parities have an eps
+        return near and order.index(other.kind) <= order.index(self.kind)
 
     def __str__(self) -> str:
         return f"bounded({self.eps:.3g})" if self.kind == "bounded" else self.kind

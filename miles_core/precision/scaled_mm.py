@@ -24,7 +24,8 @@ def need_scaled_mm(device: torch.device, dtype: torch.dtype, majors: range, cuda
         NoProduct: the product is unavailable; the message gives the reason.
     """
     if device.type != "cuda" or torch.version.hip is not None:
-        raise NoProduct(f"it needs tensor cores of an NVIDIA GPU, and the model is on {_kind(device)}")
+        place = "an AMD GPU" if device.type == "cuda" else f"the {device.type}"
+        raise NoProduct(f"it needs tensor cores of an NVIDIA GPU, and the model is on {place}")
     if dtype != torch.bfloat16:
         raise NoProduct(f"its results are bfloat16, and the model is {str(dtype).removeprefix('torch.')} (--dtype)")
     major, minor = torch.cuda.get_device_capability(device)
@@ -38,7 +39,3 @@ def need_scaled_mm(device: torch.device, dtype: torch.dtype, majors: range, cuda
         raise NoProduct(f"it needs torch.nn.functional.scaled_mm, and torch {torch.__version__} has none")
     if not has_triton():
         raise NoProduct("its operands are quantised by a Triton kernel, and Triton is not installed")
-
-
-def _kind(device: torch.device) -> str:
-    return "an AMD GPU" if device.type == "cuda" else f"the {device.type}"

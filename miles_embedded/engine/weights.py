@@ -20,8 +20,8 @@ from miles_transport.arrivals import Arrival, Arrivals
 
 
 class Weights:
-    """The weights of one model, stored unquantised, plus the codes of native quantised products. A precision determines how incoming
-    weights are decoded and how products round their inputs.
+    """The weights of one model, decoded, or as codes only where a native product reads them. A precision determines how incoming weights
+    are decoded and how products round their inputs.
 
     Args:
         model: the engine's module.
@@ -133,7 +133,8 @@ class Weights:
     def load(self, units: Iterable[Encoded], version: int, share: bool = False) -> int:
         """Load a whole update like ``update``, without discarding arrivals in buckets."""
         update = self.begin_update(share)
-        update.take(self.inputs.take_each(units) if self.inputs.layers else units)
+        native = self.inputs.layers or self.inputs.experts
+        update.take(self.inputs.take_each(units) if native else units)
         copied = update.finish()
         self.serve(version)
         return copied
@@ -141,12 +142,16 @@ class Weights:
     def serve(self, version: int) -> None:
         """Mark the weights as complete with this version."""
         self.version, self.complete = version, True
+        self._shared -= {
+            name for name, p in self.model.named_parameters() if codes_of(p) is not None and not is_constant(p)
+        }
         self.packs.clear()
         self._changed()
 
     def _set_codec(self, codec: Codec) -> None:
         self.codec = codec
-        self.inputs = RoundedInputs(self.model, codec, self.products.of(codec.format, self.model))
+        product = self.products.of(codec.format, self.model)
+        self.inputs = RoundedInputs(self.model, codec, product, codes_only=True)
 
 
 class _DirectArrival(Arrival):

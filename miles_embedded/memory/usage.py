@@ -230,18 +230,23 @@ def _on_ranks(facts: Facts, ranks: int, engines: int) -> dict[str, Any]:
 
 
 def engine_usage(facts: Facts, size: ModelSize, shares: bool) -> Usage:
-    """Memory of an embedded engine. ``shares``: it has no weights of its own, because it reads the trainer's."""
+    """Memory of an embedded engine. ``shares``: it reads the trainer's weights where they are not quantised, and has no copy of them.
+
+    A quantised weight is stored as codes if the format's native product reads them, otherwise decoded. Neither is shared with a trainer: codes of
+    the engine are an addition to the trainer's weights."""
     rows, (longest, why) = wanted_rows(facts), longest_sample(facts)
     inline = facts.value("runtime") == "inline"
-    quantised = facts.value("rollout.precision") not in ("bf16", None) and not facts.value("precision.emulated")
-    codes = float(size.parameters - size.embeddings) if quantised and facts.value("gpu.sm") else 0.0
-    weights = 0.0 if shares else float(_width(facts) * size.parameters)
+    plain, quantised = float(size.parameters), 0.0
+    if facts.value("rollout.precision") not in ("bf16", None):
+        plain, quantised = float(size.embeddings), float(size.parameters - size.embeddings)
+    weights = 0.0 if shares else _width(facts) * plain
+    weights += quantised * float(facts.value("embedded.engine_weight_bytes") or _width(facts))
     width = 1 if str(facts.value("rollout.kv_cache_dtype")).startswith("float8") else _width(facts)
     row = float(longest * size.cached * width)
     drafts = size.mtp * float(_width(facts)) if facts.value("plugin.speculative") else 0.0
     graphs = 0.0 if facts.value("embedded.disable_cuda_graph") else graph_bytes(size, rows, _width(facts))
     parts = Parts(
-        weights=weights + codes,
+        weights=weights,
         draft=drafts,
         cache=rows * row,
         activations=4.0 * min(rows * size.vocab, LOGITS) + 4.0 * _width(facts) * size.hidden * longest + graphs,
@@ -250,7 +255,7 @@ def engine_usage(facts: Facts, size: ModelSize, shares: bool) -> Usage:
     note = f"engine: a cache of {rows:,} sequences of {longest:,} tokens ({why}; --max-running-requests bounds the sequences)"
     if graphs:
         note += f"; {graphs / 1e9:.1f} GB of its activations are CUDA graphs"
-    if not weights:
+    if shares:
         note += "; it shares the trainer's weights"
 
     def find_fitting(budget: float, alone: float) -> Iterator[dict[str, Any]]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
+from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.grouped_experts import (
     INPUT_ROUNDING,
     SortedChoices,
@@ -79,7 +80,7 @@ def _standard_experts(
     choices = sort_choices(index, len(down), counted=not uses_grouped_product(hidden, index, down))
     expert = partial(_expert_of, index, choices)
     x = grouped_linear(dispatch(rounding("gate_up_proj", hidden, expert), choices), gate_up, choices)
-    x = grouped_linear(rounding("down_proj", module._apply_gate(x), expert), down, choices)
+    x = grouped_linear(rounding("down_proj", _gate(module, x), expert), down, choices)
     return combine(x, weights, choices).to(hidden.dtype)
 
 
@@ -103,7 +104,17 @@ def _project_up(module: Any, hidden: Tensor, choices: SortedChoices, rounding: A
     else:
         x = rounding(up, dispatch(hidden, choices), expert)
     x = _project(module, up, x, choices)
-    return module._apply_gate(x) if gated else module.act_fn(x)
+    return _gate(module, x) if gated else module.act_fn(x)
+
+
+def _gate(module: Any, x: Tensor) -> Tensor:
+    """Compute the inputs of the second product from the joined results of the first; one launch for standard experts on a GPU."""
+    if kernels_run(x.device) and operations_of(module).gate is not None and is_standard(module, x.dtype):
+        from miles_embedded.kernels.swiglu import swiglu_of_halves
+
+        return swiglu_of_halves(x)
+    gated: Tensor = module._apply_gate(x)
+    return gated
 
 
 def _expert_of(index: Tensor, choices: SortedChoices) -> Tensor:

@@ -33,8 +33,8 @@ class SharingLoader(Loader):
 
     def share(self, name: str, tensor: Tensor) -> None:
         """Load a tensor like ``put``, deferred to ``reference_shared``, which references it if possible and copies it otherwise."""
-        view = self._find_view(name, tensor)
-        if view.source not in self._encoded and not self._holds(view, tensor):
+        view = self._find_view(name, tuple(tensor.shape))
+        if not self._has_codes(view) and not self._holds(view, tensor):
             self._lasting.setdefault(view.source, []).append((view, tensor))
 
     @torch.no_grad()
@@ -55,7 +55,7 @@ class SharingLoader(Loader):
         self._lasting = {}
 
     def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
-        if self._shards[view.source].sharded:  # shards of a tensor are never shared
+        if self._shard(view.source).sharded:  # shards of a tensor are never shared
             super()._write(view, tensor, copy)
             self.copied += tensor.numel() * tensor.element_size()
             return
@@ -124,6 +124,8 @@ class Update:
     def take(self, units: Iterable[Encoded]) -> None:
         """Load some of the tensors; the caller may reuse their memory afterwards unless they are shared."""
         for unit in units:
+            if unit.format and self._loader.pass_over(unit.name):
+                continue  # the model has the codes, or its own constant ones
             tensor = _plain(unit, self._decode)
             if self._share and unit.lasting:
                 self._loader.share(unit.name, tensor)

@@ -2,8 +2,8 @@
 
 Constant parameters keep their values for the whole run, such as the base model under adapters. A weight update may leave them out,
 checkpoints do not contain them (they come from ``--hf-checkpoint`` again), and they survive the sleep of an engine. A constant parameter
-may also be stored as the codes of a number format only (``quantized.encoded``): its own storage is then empty, and ``full_values``
-decodes it.
+may also be stored as the codes of a number format only (``quantized.encoded``), and so may an engine's parameter whose product reads codes
+(``quantized.freed``): its own storage is then empty, and ``full_values`` decodes it.
 
 A hosted parameter lives in host memory, although another device computes with it: a plugin copies it there when a layer needs it, and
 hands its gradients over where they are computed (``hand_over_gradient``).
@@ -151,9 +151,15 @@ def copy_to_host(tensor: Tensor, device: torch.device, dtype: torch.dtype | None
 
 
 def put_codes(parameter: nn.Parameter, codes: Codes, device: torch.device) -> None:
-    """Store a constant parameter as ``codes`` on ``device`` only, and free its own storage. Shape, strides and dtype do not change."""
+    """Store a parameter as ``codes`` on ``device`` only, and free its own storage. Shape, strides and dtype do not change."""
     setattr(parameter, _CODES, codes)
     parameter.data = _without_storage(parameter.data, device)
+
+
+def put_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Store a parameter as numbers again, in the memory of ``values``; reverts ``put_codes``."""
+    delattr(parameter, _CODES)
+    parameter.data = values
 
 
 def codes_of(parameter: Any) -> Codes | None:

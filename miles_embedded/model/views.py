@@ -170,8 +170,7 @@ class Loader:
         self._model = model
         state, self._tied = _without_ties(model)
         self._sources = state
-        self._shards = {n: local_shard(t) for n, t in state.items()}
-        self._encoded = {n for n, t in state.items() if codes_of(t) is not None}
+        self._shards: dict[str, LocalShard] = {}
         self._views = {v.name: v for v in views(model, state)}
         self._missing = dict.fromkeys(n for n, v in self._views.items() if not is_constant(state[v.source]))
         self._parts: dict[str, View] | None = None
@@ -184,21 +183,38 @@ class Loader:
         Raises:
             CheckpointError: the model has no such tensor, or it has another shape.
         """
-        view = self._find_view(name, tensor)
-        if view.source not in self._encoded:  # an encoded tensor is constant, and has no storage
+        view = self._find_view(name, tuple(tensor.shape))
+        if not self._has_codes(view):
             self._write(view, tensor, copy)
 
-    def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
-        view.write(self._shards[view.source], tensor, copy)
+    def pass_over(self, name: str) -> bool:
+        """Mark one checkpoint tensor as not missing if the model stores codes instead of its values; returns whether it does."""
+        view = self._find_view(name)
+        return self._has_codes(view)
 
-    def _find_view(self, name: str, tensor: Tensor) -> View:
+    def _write(self, view: View, tensor: Tensor, copy: Copy = Tensor.copy_) -> None:
+        view.write(self._shard(view.source), tensor, copy)
+
+    def _shard(self, source: str) -> LocalShard:
+        if source not in self._shards:
+            self._shards[source] = local_shard(self._sources[source])
+        return self._shards[source]
+
+    def _has_codes(self, view: View) -> bool:
+        """Whether only codes are stored of the view's parameter, which then has no storage. This may change during an update."""
+        if codes_of(self._sources[view.source]) is None:
+            return False
+        self._shards.pop(view.source, None)  # refers to the storage that the parameter had
+        return True
+
+    def _find_view(self, name: str, shape: tuple[int, ...] | None = None) -> View:
         """Return the view of a tensor that arrived, and mark it as not missing."""
         name = name if name in self._views else self._tied.get(name, name)
         view = self._views.get(name) or self._part(name)
         if view is None:
             raise CheckpointError(f"the model has no tensor {name}; the weights belong to another model")
-        if tuple(tensor.shape) != view.size:
-            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, the model's is {list(view.size)}")
+        if shape is not None and shape != view.size:
+            raise CheckpointError(f"{name} has shape {list(shape)}, the model's is {list(view.size)}")
         self._missing.pop(name, None)
         return view
 

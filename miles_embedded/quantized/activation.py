@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +36,10 @@ from miles_embedded.model.grouped_experts import INPUT_ROUNDING
 from miles_embedded.model.parts import configuration
 from miles_embedded.model.views import View, matrices, views
 from miles_embedded.quantized.experts import NativeExperts, takes_experts
+from miles_embedded.quantized.freed import DecodedCalls
 from miles_embedded.quantized.joint_codes import join_codes
 from miles_embedded.quantized.linear import NativeLinear
+from miles_embedded.quantized.shared_rounding import SharedRounding, share_roundings
 
 #: Weight name of an experts module -> [experts] bool, whose inputs are rounded; None for all.
 Chosen = dict[str, Tensor | None]
@@ -49,18 +52,23 @@ class RoundedInputs:
         model: prepared by ``miles_embedded.model.load``, before it is wrapped for checkpointing, compilation or sharding.
         codec: determines the quantised weights and their format.
         product: native product for linear layers, used once ``take`` has received their codes; None emulates it.
+        codes_only: free the values of weights whose codes arrived (``quantized.freed``), for an engine.
 
     Raises:
         ConfigError: matrices that read the same input are only partly quantised, or a module is neither linear nor experts.
     """
 
-    def __init__(self, model: nn.Module, codec: Codec, product: Product | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, codec: Codec, product: Product | None = None, codes_only: bool = False
+    ) -> None:
         self.enabled = True
         self.native = True
+        self.codes_only = codes_only
         self.product = product
         self.layers: dict[str, NativeLinear] = {}
         self.experts: dict[str, NativeExperts] = {}
         self._handles: list[Any] = []
+        self._emulated: dict[nn.Module, SharedRounding | None] = {}
         self._experts: dict[nn.Module, Any] = {}
         if codec.format is None or not codec.format.quantizes_activations:
             return
@@ -70,6 +78,7 @@ class RoundedInputs:
             chosen = [codec.quantises(view.name, view.size) for view in members]
             if any(chosen):
                 self._attach(model, source, members, chosen)
+        self._emulated.update(share_roundings(model, self._emulated))
         if product is not None:
             join_codes(model, self.layers)
             self._attach_experts(model, codec, product)
@@ -127,6 +136,8 @@ class RoundedInputs:
         """Restore the model's original forward."""
         for layer in self.layers.values():
             layer.remove()
+        for experts in dict.fromkeys(self.experts.values()):
+            experts.restore()
         self.layers, self.experts = {}, {}
         for handle in self._handles:
             handle.remove()
@@ -146,6 +157,7 @@ class RoundedInputs:
             if self.product is not None and whole and not own and self.product.takes((rows, columns)):
                 self.layers[view.name] = NativeLinear(self, module, self.format, self.product)
             else:
+                self._emulated[module] = None
                 self._handles.append(module.register_forward_pre_hook(self._enter))
         elif parameter is not None and parameter.ndim == 3:
             if module not in self._experts:
@@ -169,11 +181,21 @@ class RoundedInputs:
             if not isinstance(rounding, _ExpertInputs) or set(rounding.chosen.values()) != {None}:
                 continue
             if is_standard(module, product.dtype) and takes_experts(module, members, self.format, product):
-                rounding.product = NativeExperts(module, members, self.format, product)
-                self.experts |= dict.fromkeys(rounding.product.names, rounding.product)
+                native = rounding.product = NativeExperts(module, members, self.format, product, self.codes_only)
+                self.experts |= dict.fromkeys(native.names, native)
+                if self.codes_only:
+                    self._handles += DecodedCalls(native.weights.values(), partial(self._reads_values, native)).attach(
+                        module
+                    )
+
+    def _reads_values(self, native: NativeExperts, args: tuple[Any, ...]) -> bool:
+        """Whether a call of experts reads values instead of codes."""
+        on = self.enabled and self.native and native.ready and not torch.is_grad_enabled()
+        return not on or args[0].dtype != native.product.dtype or args[0].numel() == 0
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self(args[0]), *args[1:])
+        shared = self._emulated.get(module)
+        return (self(args[0]) if shared is None else shared(module, args[0], self), *args[1:])
 
 
 class _ExpertInputs:

@@ -5,7 +5,8 @@ The backward pass is that of the emulated product, which is computed again there
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from miles_core.precision.format import Format, Parts
 from miles_core.precision.product import Product
 from miles_embedded.model.grouped_experts import combine, sort_choices
 from miles_embedded.model.views import View
+from miles_embedded.quantized.freed import FreedWeight
 
 #: (hidden, index, weights, gate_up, down) -> the emulated product.
 Emulated = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -30,14 +32,22 @@ class NativeExperts:
         views: the module's checkpoint tensors, a matrix or half a matrix of one expert each.
         format: their format.
         product: its native product.
+        codes_only: free the values once all codes arrived (``quantized.freed``).
 
     Attributes:
         codes: weight name -> codes of all experts; empty until a code arrived.
+        weights: weight name -> its values.
     """
 
-    def __init__(self, module: nn.Module, views: list[View], format: Format, product: Product) -> None:
-        self.module, self.format, self.product = module, format, product
+    def __init__(
+        self, module: nn.Module, views: list[View], format: Format, product: Product, codes_only: bool = False
+    ) -> None:
+        self.module, self.format, self.product, self.codes_only = module, format, product, codes_only
         self.codes: dict[str, Parts] = {}
+        self.weights = {
+            name: FreedWeight(module, name, partial(self._decode, name), partial(self._tensors, name))
+            for name in _WEIGHTS
+        }
         self._shapes = {name: tuple(module._parameters[name].shape) for name in _WEIGHTS}  # type: ignore[union-attr]
         self._places = {view.name: self._place(view) for view in views}
         self._missing = set(self._places)
@@ -63,6 +73,7 @@ class NativeExperts:
     def take(self, encoded: Encoded) -> None:
         """Copy the codes of one checkpoint tensor; a plain tensor removes them."""
         if encoded.format != self.format.name:
+            self.restore()
             self._missing.add(encoded.name)
             return
         if not self.codes:
@@ -73,6 +84,24 @@ class NativeExperts:
             first = row * whole.shape[1] // self._shapes[name][1]
             whole[expert, first : first + len(part)].copy_(part)
         self._missing.discard(encoded.name)
+        if self.codes_only and self.ready:
+            for weight in self.weights.values():
+                weight.free()
+
+    def restore(self) -> None:
+        """Store the values again."""
+        for weight in self.weights.values():
+            weight.restore()
+
+    def _tensors(self, name: str) -> Iterable[Tensor]:
+        return self.codes.get(name, {}).values()
+
+    def _decode(self, name: str, values: Tensor) -> bool:
+        if name not in self.codes:
+            return False
+        experts = [{key: part[i] for key, part in self.codes[name].items()} for i in range(len(values))]
+        self.format.dequantize_all(experts, list(values.unbind(0)))
+        return True
 
     def drop(self) -> None:
         """Free the codes."""

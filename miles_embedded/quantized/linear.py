@@ -11,6 +11,7 @@ from miles_core.data.unit import Encoded
 from miles_core.precision.format import Format, Parts
 from miles_core.precision.product import Product
 from miles_embedded.model.parts import head
+from miles_embedded.quantized.freed import FreedWeight
 
 if TYPE_CHECKING:
     from miles_embedded.quantized.activation import RoundedInputs
@@ -27,6 +28,7 @@ class NativeLinear:
     def __init__(self, inputs: RoundedInputs, module: nn.Linear, format: Format, product: Product) -> None:
         self.inputs, self.module, self.format, self.product = inputs, module, format, product
         self.codes: Parts | None = None
+        self.weight = FreedWeight(module, "weight", self._decode, lambda: (self.codes or {}).values())
         self.joint: JointCodes | None = None
         self._own = module.forward
         self._before = module.__dict__.get("forward")
@@ -37,19 +39,22 @@ class NativeLinear:
         module = self.module
         on = self.inputs.enabled and self.inputs.native
         if not on or self.codes is None or x.dtype != self.product.dtype or x.numel() == 0:
-            return self._own(self.inputs(x))
+            with self.weight.decoded():
+                return self._own(self.inputs(x))
         if not torch.is_grad_enabled():
             joint = None if self.joint is None else self.joint(self, x)
             if joint is not None:
                 return joint
             return _forward(x, module.bias, self.codes, self.product)
-        y: Tensor = _NativeProduct.apply(x, module.weight, module.bias, self.codes, self.format, self.product)
+        weight = self.weight.values() if self.weight.freed else module.weight
+        y: Tensor = _NativeProduct.apply(x, weight, module.bias, self.codes, self.format, self.product)
         return y
 
     @torch.no_grad()
     def take(self, encoded: Encoded) -> None:
         """Copy the codes of an update, whose tensors may be in a transport buffer. A plain tensor removes the codes."""
         if encoded.format != self.format.name:
+            self.weight.restore()
             self.codes = None
             return
         home = self.product.device
@@ -62,6 +67,19 @@ class NativeLinear:
             }
         for name, tensor in parts.items():
             self.codes[name].copy_(tensor)
+        if self.inputs.codes_only and self._stored() is not None:
+            self.weight.free()
+
+    def _stored(self) -> Parts | None:
+        """Return the codes as the format stores them; None if there are none, or the product cannot convert them back."""
+        shape = (self.module.out_features, self.module.in_features)
+        return None if self.codes is None else self.product.restore(self.codes, shape)
+
+    def _decode(self, values: Tensor) -> bool:
+        stored = self._stored()
+        if stored is not None:
+            values.copy_(self.format.dequantize(stored))
+        return stored is not None
 
     def drop(self) -> None:
         """Free the codes; memory shared with other layers when the last of them frees its codes."""
@@ -76,7 +94,8 @@ class NativeLinear:
         return self.product.prepare({s.suffix: torch.empty(s.shape, dtype=s.dtype, device=home) for s in stored})
 
     def remove(self) -> None:
-        """Restore the layer's own forward."""
+        """Restore the layer's own forward and its weight."""
+        self.weight.restore()
         if self._before is None:
             self.module.__dict__.pop("forward", None)
         else:

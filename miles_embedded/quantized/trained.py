@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from miles_core.contracts.run import Policy, Run
@@ -13,12 +15,16 @@ from miles_embedded.quantized.weights import FakeQuantizer, install
 
 class TrainedPrecision:
     """Applies one precision to all models of the embedded trainer (policy and reference): ``train.precision``, or plain during
-    warm-up."""
+    warm-up.
+
+    With ``--quantized-product auto`` the products of all passes are emulated: the backward pass needs dequantised weights and rounded inputs
+    in any case, and a native forward pass in addition to them makes a step slower (``benchmarks/embedded_training.py``)."""
 
     def __init__(self, run: Run, policy: Policy | None = None) -> None:
         config = run.config if policy is None else run.config_of(policy)
         self.codec = make_codec(run, policy, config.train.precision)
-        self.products = Products.from_config(config)
+        products = Products.from_config(config)
+        self.products = replace(products, wanted="emulated") if products.wanted == "auto" else products
         self.current = precisions(config, 0).train
         self._models: list[FakeQuantizer] = []
 

@@ -6,15 +6,20 @@ the same values, from the same codes, because both encode one checkpoint tensor 
 separately, however the module joins them). The backward pass is straight-through: the gradient of the quantised weight is the gradient
 of the weight.
 
-A weight is quantised once after each change, not once per micro-batch. If parameters are sharded, it is quantised at every use, because
-no process may keep all of it. The parameter itself is never modified: outside the module's forward, all code (optimizer, export,
+A weight is quantised once after each change, not once per micro-batch. The first use after an optimizer step quantises all weights that
+were in use before the step, because every check for NaN makes the GPU wait for the host. If parameters are sharded, a weight is quantised at
+every use, because no process may keep all of it. The parameter itself is never modified: outside the module's forward, all code (optimizer, export,
 checkpoints, other hooks) reads the plain parameter.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,9 +29,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from miles_core.data.unit import Unit
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Product
-from miles_embedded.model.storage import codes_of, is_sharded
+from miles_embedded.model.storage import codes_of, device_of_hosted, is_sharded
 from miles_embedded.model.views import View, group_coupled, views
 from miles_embedded.quantized.activation import RoundedInputs, encoded_views
+
+#: Elements of weights that are quantised together after an optimizer step; their codes are in memory at the same time.
+_TOGETHER = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -104,26 +112,52 @@ class FakeQuantizer:
     def value(self, source: str) -> Tensor:
         """Return the fake-quantised values, in the parameter's shape and dtype, without gradient."""
         group = self._groups[source]
-        state = tuple(_state(self.parameter(s)) for s in group.sources)
-        if self._seen.get(source) != state:
-            self._quantize(group)
-            self._seen.update(dict.fromkeys(group.sources, state))
+        if self._is_stale(group):
+            self._quantize([group, *(self._stale_with(group) if self.keeps else ())])
         return self._values[source]
 
+    def _state(self, group: _Group) -> tuple[tuple[int, ...], ...]:
+        return tuple(_state(self.parameter(s)) for s in group.sources)
+
+    def _is_stale(self, group: _Group) -> bool:
+        return self._seen.get(group.sources[0]) != self._state(group)
+
+    def _stale_with(self, first: _Group) -> Iterator[_Group]:
+        """Yield further groups whose values have to be computed again, on the device of ``first`` and up to ``_TOGETHER`` elements."""
+        device, count = self.parameter(first.sources[0]).device, 0
+        for group in dict.fromkeys(self._groups.values()):
+            own = [self.parameter(source) for source in group.sources]
+            used = group is not first and all(source in self._values for source in group.sources)
+            if used and all(p.device == device and device_of_hosted(p) is None for p in own) and self._is_stale(group):
+                count += sum(p.numel() for p in own)
+                if count > _TOGETHER:
+                    return
+                yield group
+
     @torch.no_grad()
-    def _quantize(self, group: _Group) -> None:
-        plain = {s: self.parameter(s).detach() for s in group.sources}
+    def _quantize(self, groups: list[_Group]) -> None:
+        states = {s: state for group in groups for state in (self._state(group),) for s in group.sources}
+        plain = {s: self.parameter(s).detach() for s in states}
+        for source in states:  # their memory is free for the new ones
+            self._values.pop(source, None)
+            self._seen.pop(source, None)
         values = {s: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for s, t in plain.items()}
+        inside = [unit for group in groups for unit in group.units]
+        filled = Counter[str]()
+        for view in chain.from_iterable(inside):
+            filled[view.source] += math.prod(view.size)
         for source, value in values.items():
-            value.copy_(plain[source])  # parts of a joined parameter that are not quantised keep their values
-        view_of = {view.name: view for unit in group.units for view in unit}
-        units = (Unit({v.name: v.of(plain[v.source]) for v in unit}, lasting=True) for unit in group.units)
+            if filled[source] != value.numel():
+                value.copy_(plain[source])  # parts of a joined parameter that are not quantised keep their values
+        view_of = {view.name: view for unit in inside for view in unit}
+        units = (Unit({v.name: v.of(plain[v.source]) for v in unit}, lasting=True) for unit in inside)
         encoded = list(self.codec.encode(units))  # many small experts take a few launches and one check for NaN
         for each in encoded:
             self.inputs.take(each)
         views_of = [view_of[each.name] for each in encoded]
         self.codec.decode_all(encoded, [view.of(values[view.source]) for view in views_of])
         self._values.update(values)
+        self._seen.update(states)
 
 
 class _StraightThrough(torch.autograd.Function):

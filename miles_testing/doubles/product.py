@@ -24,6 +24,9 @@ class ExactProduct(Product):
     def prepare(self, parts: Mapping[str, Tensor]) -> Parts:
         return dict(parts)
 
+    def restore(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Parts:
+        return dict(parts)
+
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
         left = self.format.fake_quantize_activation(x.float()).double()
         right = self.format.dequantize(weight).double()

@@ -113,12 +113,12 @@ class Louder(ExactProduct):
         return 1.05 * super().__call__(x, weight, bias)
 
 
-@pytest.mark.parametrize("train", ["bf16", "fp8"])
-def test_the_products_of_the_engine(with_parts, monkeypatch, train):
+@pytest.mark.parametrize(("train", "wanted"), [("bf16", "native"), ("fp8", "native"), ("fp8", "auto")])
+def test_the_products_of_the_engine(with_parts, monkeypatch, train, wanted):
     monkeypatch.setattr(Fp8, "product", lambda self, device, dtype: Louder(self, device, dtype))
-    monkeypatch.setattr(Products, "from_config", lambda config: Products("native"))
+    monkeypatch.setattr(Products, "from_config", lambda config: Products(wanted))
     found = with_parts(measured, ["fp8"], family="qwen3", rollout_precision="fp8", train_precision=train)
-    if train == "fp8":  # both sides multiply alike: no cause
+    if (train, wanted) == ("fp8", "native"):  # both sides multiply alike: no cause
         assert found.total.mean_abs < 1e-3 and b.PRODUCTS not in shares(found)
         return
     by_name = {c.name: c for c in found.causes}

@@ -1,6 +1,6 @@
 """FP8 weights in blocks of 128 x 128 (DeepSeek-V3 style) for miles-core."""
 
-from miles_core.plugin import Rule, format_plugin
+from miles_core.plugin import Rule, Set, format_plugin
 from miles_fp8.config import Fp8Config
 
 __version__ = "0.1.0"
@@ -8,6 +8,9 @@ __version__ = "0.1.0"
 #: The run emulates FP8. The factors in ``notes`` are from benchmarks/results: embedded_training-2026-11-24-{dense,moe}-fp8,
 #: embedded_training-2026-11-24-moe-fp8-16384, quantized_product-2026-11-21 (GPU) and format_training-2026-11-21 (CPU).
 EMULATED = "precision.emulated and (rollout.precision == fp8 or train.precision == fp8)"
+#: Where ``--quantized-product auto`` is native (``product.Fp8Product``).
+_HOPPER = "gpu.sm >= 90 and gpu.sm < 100 and model.dtype != float32 and not precision.emulated and fp8.activation_form == divide"
+_NATIVE = f"{_HOPPER} and precision.quantized_product != emulated"
 
 plugin = format_plugin(
     "fp8",
@@ -40,6 +43,18 @@ plugin = format_plugin(
         f"{EMULATED} and (gpu == none or model.device == cpu)": (
             "emulated products cost time and save no memory: measured on one CPU thread, a step took 1.23 times as long as in BF16 with FP8 "
             "in the engine, and 1.36 times with FP8 on both sides"
+        ),
+    },
+    sets={
+        "precision.quantized_product": Set(
+            "native",
+            f"fp8.fixed_order and {_HOPPER}",
+            "it makes engine and trainer compute equal products, which are native on both sides",
+        ),
+        "embedded.engine_weight_bytes": Set(
+            1.0,
+            f"rollout.precision == fp8 and engine == embedded and {_NATIVE}",
+            "native products read the codes, and the engine drops the decoded weights",
         ),
     },
     both_when="fp8.recipe == blockwise",

@@ -60,6 +60,9 @@ class Fp8Product(Product):
     def prepare(self, parts: Mapping[str, Tensor]) -> Parts:
         return {CODES: parts[CODES].contiguous().t(), SCALES: scale_rows(parts[SCALES]).t()}
 
+    def restore(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Parts:
+        return {CODES: parts[CODES].t(), SCALES: parts[SCALES].t()[:, : -(-shape[1] // TILE)]}
+
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
         from miles_fp8 import kernels, product_kernels  # need Triton
 

@@ -1,15 +1,21 @@
 """The product of FP8 codes: its operands on any machine, itself where there is a Hopper GPU."""
 
+import asyncio
+import gc
 import math
 
 import pytest
 import torch
 
+from miles_core.engine import Request, Sampling
 from miles_core.format import Codec, Products, emulate_product, reference_only
 from miles_embedded import load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
+from miles_embedded.model.operations import TORCH, use_operations
+from miles_embedded.model.storage import codes_of
 from miles_embedded.model.views import export
+from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.weights import install
 from miles_fp8.format import CODES, SCALES, TILE, Fp8
 from miles_fp8.product import Fp8Product, scale_rows
@@ -26,6 +32,16 @@ hopper = [
 
 def product(format=None):
     return (format or Fp8()).product(torch.device("cuda"), torch.bfloat16)
+
+
+def freed_parameters(model):
+    return [p for p in model.parameters() if codes_of(p) is not None]
+
+
+async def ask(engine):
+    """Tokens and log-probabilities of 20 requests."""
+    requests = [Request([5, 6, 7 + i], Sampling(12), key=i) for i in range(20)]
+    return [(r.tokens, r.log_probs) for r in await asyncio.gather(*map(engine.generate, requests))]
 
 
 def normal(*shape, seed=0):
@@ -209,6 +225,57 @@ class TestOnTheGpu:
         # a value of the middle that is rounded otherwise may get the neighbouring code
         assert float((found - exact).norm() / exact.norm()) < 0.01
 
+    @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+    def test_an_engine_holds_codes_only_and_answers_as_with_decoded_weights(self, tmp_path, family):
+        sizes = {"hidden_size": 256, "intermediate_size": 1024, "moe_intermediate_size": 512, "head_dim": 64}
+        path = tiny_checkpoint(family, tmp_path, num_hidden_layers=4, **sizes)
+        codec, trainer = Codec(Fp8()), load_model(path, "bfloat16", "cuda")
+
+        def measure(codes_only):
+            """Return bytes that an update adds, answers after two updates, emulated scores, and the number of freed weights."""
+            model = load_model(path, "bfloat16", "cuda")
+            engine = EmbeddedEngine(model, Settings(str, codec=codec, products=Products("native")))
+            if not codes_only:
+                engine._weights.inputs = RoundedInputs(model, codec, engine._weights.inputs.product)
+            before, added, answers = torch.cuda.memory_allocated(), 0, []
+            for version in (0, 1):  # the second update replaces codes under recorded graphs
+                asyncio.run(engine.update_weights(codec.encode(export(trainer)), version))
+                added = added or torch.cuda.memory_allocated() - before
+                answers.append(asyncio.run(ask(engine)))
+            with engine.emulated_products():
+                (score,) = asyncio.run(engine.score([[3, 1, 4, 1, 5]]))
+            return added, answers, score, sum(p.numel() for p in freed_parameters(model))
+
+        more, expected, near, none = measure(False)
+        gc.collect()
+        less, found, score, count = measure(True)
+        assert found == expected and none == 0 and count > 1_000_000
+        # codes next to values: one byte more per weight; codes instead of values: one byte less
+        assert more > 0.95 * count and less < -0.9 * count
+        assert abs(score - near).max() < 0.1
+
+    def test_emulated_training_of_experts_agrees_with_torch_operations(self, tmp_path):
+        sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+        path, found = tiny_checkpoint("qwen3_moe", tmp_path, **sizes), []
+        for table in (None, TORCH):
+            model = load_model(path, "bfloat16", "cuda")
+            if table is not None:
+                use_operations(model, table)
+            quantizer = install(model, Codec(Fp8()))
+            block, x = model.model.layers[1].mlp, normal(1, 70, 256).bfloat16().cuda().requires_grad_()
+            y = block(x)
+            y.backward(normal(1, 70, 256, seed=2).bfloat16().cuda())
+            experts = block.experts
+            found.append((y.detach(), x.grad, experts.gate_up_proj.grad, experts.down_proj.grad))
+            with torch.no_grad():  # all weights at once, with the codes of one at a time
+                experts.down_proj.mul_(1.5)
+            fresh = install(load_model(path, "bfloat16", "cuda"), Codec(Fp8()))
+            fresh.parameter("model.layers.1.mlp.experts.down_proj").data.mul_(1.5)
+            names = [source for source in quantizer.sources if "layers.1.mlp" in source]
+            assert names and all(torch.equal(quantizer.value(s), fresh.value(s)) for s in names)
+        for ours, theirs in zip(*found, strict=True):
+            assert float((ours - theirs).float().norm() / theirs.float().norm()) < 0.02
+
     def test_engine_and_trainer_of_a_model_multiply_codes_and_agree(self, tmp_path):
         sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
         path = tiny_checkpoint("qwen3", tmp_path, **sizes)
@@ -218,8 +285,6 @@ class TestOnTheGpu:
         quantizer = engine.quantizer(codec.format)
         assert check_product("engine", codec.format, quantizer.product, quantizer.shapes) > 0
         fake = install(trainer, codec, products.of(codec.format, trainer))
-        import asyncio
-
         asyncio.run(engine.update_weights(codec.encode(export(trainer)), 0))
         assert engine.native_products and len(fake.inputs.layers) == 2 * 7
         x = normal(33, 256).bfloat16().cuda()

@@ -1,6 +1,6 @@
 """MXFP8 weights (OCP microscaling, blocks of 1 x 32) for miles-core."""
 
-from miles_core.plugin import Rule, format_plugin
+from miles_core.plugin import Rule, Set, format_plugin
 from miles_mxfp8.config import Mxfp8Config
 
 __version__ = "0.1.0"
@@ -36,6 +36,14 @@ plugin = format_plugin(
         f"{EMULATED} and gpu.sm >= 100 and model.device != cpu": (
             "this GPU has MXFP8 tensor cores, which the run does not use; leave --emulate-precision out to use them"
         ),
+    },
+    sets={
+        "embedded.engine_weight_bytes": Set(
+            3.03,
+            "rollout.precision == mxfp8 and engine == embedded and gpu.sm >= 100 and model.dtype != float32 and not precision.emulated "
+            "and precision.quantized_product != emulated",
+            "native products read the codes, and the engine keeps the decoded weights",
+        )
     },
     both_when="mxfp8.recipe == mxfp8",
     both_because="--fp8-recipe mxfp8 is MXFP8 on both sides",

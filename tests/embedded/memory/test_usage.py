@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from miles_core.plugin import CheckpointError, PlanError
+from miles_core.plugin import CheckpointError, Facts, PlanError
 from miles_core.plugin.detect import config_facts
 from miles_embedded.memory.model_size import model_size
-from miles_embedded.memory.usage import Training, activations, trainer_parts
+from miles_embedded.memory.usage import Training, activations, engine_usage, trainer_parts
 from miles_testing import plan
 
 PUBLISHED = Path(__file__).parents[2] / "published"
@@ -166,3 +166,30 @@ def test_graphs_are_counted_for_the_rows_that_are_recorded(checkpoint):
         for off in (False, True)
     ]
     assert "are CUDA graphs" in notes[0] and "CUDA graphs" not in notes[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "each"),
+    [
+        ({}, 1),
+        ({"quantized_product": "emulated"}, 2),
+        ({"emulate_precision": True}, 2),
+        ({"fp8_activation_form": "reciprocal"}, 2),
+        ({"facts": ["hardware=B200"]}, 2),
+    ],
+)
+def test_an_engine_holds_codes_only_where_its_products_read_them(checkpoint, given, each):
+    asked = {
+        "hf_checkpoint": checkpoint("qwen3-4b"),
+        "facts": ["hardware=H200"],
+        "rollout_fp8": True,
+        "recompute_activations": True,
+        "max_running_requests": 8,
+        "max_tokens_per_gpu": 8192,
+    }
+    facts = Facts(plan(["fp8"], **{**asked, **given}).facts)
+    inside = SIZE.parameters - SIZE.embeddings
+    assert engine_usage(facts, SIZE, shares=False).parts.weights == 2 * SIZE.embeddings + each * inside
+    assert (
+        engine_usage(facts, SIZE, shares=True).parts.weights == each * inside
+    )  # a trainer's weights are not quantised

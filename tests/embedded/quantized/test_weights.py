@@ -145,6 +145,37 @@ def test_a_weight_is_quantised_once_an_optimiser_step(checkpoints, fused):
     assert torch.equal(run(model), run(synced(model, Codec(Rows()))))
 
 
+def test_all_weights_are_quantised_at_once_after_a_step(checkpoints, monkeypatch):
+    model, encode, calls = load_model(checkpoints["qwen3_moe"]), Codec.encode, []
+
+    def count(self, units, room=None):
+        calls.append(self)
+        return encode(self, units, room)
+
+    monkeypatch.setattr(Codec, "encode", count)
+    quantizer = install(model, Codec(Rows()))
+    unused = quantizer.sources[-1]
+    run(model)
+    groups = len({id(group) for group in quantizer._groups.values()})
+    assert len(calls) == groups  # the first pass quantises what it uses, when it uses it
+    quantizer.drop(unused)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    first = quantizer.sources[0]
+    quantizer.value(first)
+    assert len(calls) == groups + 1 and unused not in quantizer._values
+    run(model)
+    assert len(calls) == groups + 2
+    fresh = install(copy.deepcopy(model), Codec(Rows()))
+    assert all(torch.equal(quantizer.value(s), fresh.value(s)) for s in quantizer.sources)
+    assert len(calls) == 2 * groups + 2
+    monkeypatch.setattr("miles_embedded.quantized.weights._TOGETHER", 0)
+    quantizer.forget()
+    run(model)
+    assert len(calls) == 3 * groups + 2
+
+
 def test_loading_weights_is_noticed(checkpoints):
     model = load_model(checkpoints["qwen3_moe"], "float32")
     install(model, Codec(Rows()))

@@ -1,0 +1,53 @@
+"""One rounding of the input that several emulated linear layers read (query, key and value; gate and up).
+
+The call of the first layer rounds, and the calls of the others read the same tensor. This saves their launches and, in training, the copies
+that autograd would keep for the backward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+
+from torch import Tensor, nn
+
+from miles_embedded.model.joint_linear import SIBLINGS
+
+
+class SharedRounding:
+    """Rounded input of ``layers``, which are called in this order. A layer with another input, or out of order, rounds its own."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.layers = layers
+        self._kept = threading.local()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SharedRounding:
+        import copy
+
+        return SharedRounding(copy.deepcopy(self.layers, memo))
+
+    def __call__(self, layer: nn.Module, x: Tensor, round: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``round(x)`` for a call of ``layer`` with x [..., K]."""
+        if layer is self.layers[0]:
+            rounded = round(x)
+            self._kept.found = x, rounded, set(self.layers[1:])
+            return rounded
+        kept = getattr(self._kept, "found", None)
+        if kept is None or kept[0] is not x or layer not in kept[2]:
+            return round(x)
+        kept[2].remove(layer)
+        if not kept[2]:
+            self._kept.found = None
+        result: Tensor = kept[1]
+        return result
+
+
+def share_roundings(model: nn.Module, rounded: Collection[nn.Module]) -> dict[nn.Module, SharedRounding]:
+    """Return layer -> shared rounding for the layers in ``rounded`` that read one input."""
+    found: dict[nn.Module, SharedRounding] = {}
+    for module in model.modules():
+        for names in SIBLINGS:
+            layers: list[nn.Module] = [layer for name in names if (layer := getattr(module, name, None)) in rounded]  # type: ignore[misc]
+            if len(layers) == len(names):
+                found |= dict.fromkeys(layers, SharedRounding(layers))
+    return found
