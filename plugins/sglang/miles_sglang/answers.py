@@ -1,6 +1,6 @@
 """The result of SGLang's ``generate`` with its long columns as arrays.
 
-SGLang returns lists of tuples, and base64 text or bytes. SGLang's process sends the arrays as bytes after the JSON message: encoding them as
+SGLang returns lists of tuples and base64 text. SGLang's process sends the arrays as bytes after the JSON message: encoding them as
 JSON took as long as tens of decode steps when the responses of a rollout ended together.
 """
 
@@ -63,8 +63,8 @@ class Answer:
             columns["support"] = np.array([token for row in rows for token in row], np.int32)
             columns["support_sizes"] = np.array([len(row) for row in rows], np.int32)
             columns["support_log_probs"] = np.array(meta.get("output_token_sampling_logprobs") or (), np.float32)
-        if record := meta.get("routed_experts"):  # bytes from an SGLang that this plugin started (``inside``)
-            columns["routes"] = np.frombuffer(record if isinstance(record, bytes) else b64decode(record), routes)
+        if meta.get("routed_experts"):
+            columns["routes"] = np.frombuffer(b64decode(meta["routed_experts"]), routes)
         if VERSIONS in meta:
             columns["versions"] = np.array(meta[VERSIONS], np.int32)
         return cls({name: meta[name] for name in _META if name in meta}, columns)

@@ -2,8 +2,8 @@
 
 It is active only in an SGLang that this plugin started, and makes these changes:
 
-- Routed experts leave a scheduler as int32 and pass three processes. For models with at most 256 experts they are sent as uint8, and as bytes:
-  pickling and unpickling a tensor for each request took as long as about ten decode steps at the end of a rollout.
+- Routed experts leave a scheduler as int32 and pass three processes. For models with at most 256 experts they are sent as uint8, in
+  objects (``record``) that are pickled in a fraction of a tensor's time.
 - The record of routed experts is kept in GPU memory (``routes``). SGLang copies it to host memory in every step. It is read once for all
   requests that finish in the same step.
 - A model that starts without weights is filled with random numbers, including the scales of the cached keys and values. Updates do not
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_sglang import retraction
+from miles_sglang.record import Record
 
 #: Environment variable of an SGLang that this plugin started; its value is the dtype in which routed experts are sent.
 VARIABLE = "MILES_SGLANG_ROUTES"
@@ -33,39 +34,37 @@ _READS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_pos
 _FILLS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
 _RECORDS = "sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
 _COLLECTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-_ENCODES = "sglang.srt.managers.detokenizer_manager.DetokenizerManager._b64_encode_per_request"
 _SENDS = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
-#: Whether records are sent as bytes. SGLang's other format between its processes (``SGLANG_USE_PICKLE_IPC=0``) declares them as tensors.
-_as_bytes = True
+#: Whether SGLang pickles messages between its processes. Its other format (``SGLANG_USE_PICKLE_IPC=0``) sends tensors only.
+_pickles = True
 
 
 def digest() -> str:
     """Return a digest of the source of the modules that run inside SGLang's schedulers."""
     texts = [
         Path(__file__).with_name(name).read_bytes()
-        for name in ("inside.py", "loader.py", "coverage.py", "retraction.py", "routes.py")
+        for name in ("inside.py", "loader.py", "coverage.py", "record.py", "retraction.py", "routes.py")
     ]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def install() -> None:
     """Register the changes. SGLang calls this in each of its processes before it starts."""
-    global _as_bytes
+    global _pickles
     if VARIABLE not in os.environ:
         return
     from sglang.srt.environ import envs
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    _as_bytes = envs.SGLANG_USE_PICKLE_IPC.get()
+    _pickles = envs.SGLANG_USE_PICKLE_IPC.get()
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", cache_eos_token_id, HookType.AFTER)
     HookRegistry.register(_FILLS, unset_cache_scales, HookType.AFTER)
     HookRegistry.register(_READS, read_tied_head, HookType.BEFORE)
     HookRegistry.register(_RECORDS, keep_routes, HookType.AFTER)
     HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", complete_routes, HookType.AROUND)
     HookRegistry.register(f"{_SENDS}.stream_output", read_routes, HookType.BEFORE)
-    HookRegistry.register(_ENCODES, keep_bytes, HookType.AROUND)
     retraction.register(HookRegistry.register, HookType)
     Scheduler.miles_digest = _check_digest
     Scheduler.miles_coverage = check_coverage
@@ -136,15 +135,8 @@ def read_routes(*_: Any, **__: Any) -> None:
 
 
 def _sendable(record: Any) -> Any:
-    """Return the form in which a record leaves the scheduler: its bytes, or a tensor of its own (pickling a view writes the whole storage)."""
-    return record.numpy().tobytes() if _as_bytes else record.clone()
-
-
-def keep_bytes(encode: Callable[[Any], Any], records: Any) -> Any:
-    """Pass records that are bytes on to the tokenizer process, which passes them to its caller. SGLang encodes tensors as base64 text."""
-    if any(isinstance(record, bytes) for record in records or ()):
-        return records
-    return encode(records)
+    """Return the form in which a record leaves the scheduler. Tensors must not be views: pickling one writes its whole storage."""
+    return Record(record.numpy().tobytes()) if _pickles else record.clone()
 
 
 def check(engine: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 import sys
 import types
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import torch
 
 from miles_sglang import inside
 from miles_sglang.answers import Answer
+from miles_sglang.record import Record
 from miles_sglang.request_batcher import RequestBatcher
 
 
@@ -94,7 +97,7 @@ def test_routed_experts_leave_a_scheduler_as_bytes_and_the_half_is_known_by_its_
         request.routed_experts = torch.tensor([[[0, 255]]], dtype=torch.int32)
 
     complete(collect, None, request)
-    assert request.routed_experts == bytes([0, 255])
+    assert request.routed_experts.tobytes() == bytes([0, 255])
     complete(lambda *_: None, None, types.SimpleNamespace(routed_experts=None))
     ours = inside.digest()
     monkeypatch.setattr(inside, "digest", lambda: "another")
@@ -102,23 +105,19 @@ def test_routed_experts_leave_a_scheduler_as_bytes_and_the_half_is_known_by_its_
         Scheduler().collective_rpc("miles_digest", expected=ours)
 
 
-def test_records_pass_the_detokenizer_as_bytes(hooks: dict[str, Any], monkeypatch: Any) -> None:
-    monkeypatch.setenv(inside.VARIABLE, "uint8")
-    inside.install()
-    keep = next(hook for target, hook in hooks.items() if target.endswith("._b64_encode_per_request"))
-    assert keep(lambda _: pytest.fail("bytes were encoded"), [None, b"12"]) == [None, b"12"]
-    assert keep(lambda given: given and "encoded", [torch.zeros(2)]) == "encoded"
-    assert keep(lambda given: given, None) is None and keep(lambda given: given, [None]) == [None]
-    message, columns = Answer.from_sglang(
-        {"output_ids": [1], "meta_info": {"routed_experts": b"\x02\xff"}}, "uint8"
-    ).message()
-    assert Answer.read(message, b"".join(columns)).columns["routes"].tolist() == [2, 255]
+def test_the_detokenizer_encodes_records_as_it_encodes_tensors() -> None:
+    rows = torch.arange(12, dtype=torch.uint8).view(3, 2, 2)
+    found = pickle.loads(pickle.dumps([Record(rows.numpy().tobytes()), None], pickle.HIGHEST_PROTOCOL))
+    text = base64.b64encode(found[0].numpy().tobytes()).decode()  # DetokenizerManager._b64_encode_per_request
+    assert text == base64.b64encode(rows.numpy().tobytes()).decode() and found[1] is None
+    answer = Answer.from_sglang({"output_ids": [1], "meta_info": {"routed_experts": text}}, "uint8")
+    assert answer.columns["routes"].tolist() == list(range(12))
 
 
 def test_records_stay_tensors_where_sglang_declares_them_so(hooks: dict[str, Any], monkeypatch: Any) -> None:
     monkeypatch.setenv(inside.VARIABLE, "uint8")
     monkeypatch.setattr(Setting, "value", False)
-    monkeypatch.setattr(inside, "_as_bytes", True)
+    monkeypatch.setattr(inside, "_pickles", True)
     inside.install()
     rows = torch.arange(4, dtype=torch.uint8).view(4, 1, 1)
     request = types.SimpleNamespace(routed_experts=None)

@@ -102,7 +102,7 @@ def test_requests_that_finish_in_one_step_are_read_together(monkeypatch: pytest.
         inside.complete_routes(lambda *_: pytest.fail("SGLang read a record by itself"), processor, request)
     with Counted() as counted:
         inside.read_routes(None, requests, True)
-    assert [r.routed_experts for r in requests] == [one.numpy().tobytes() for one in alone]
+    assert [r.routed_experts.tobytes() for r in requests] == [one.numpy().tobytes() for one in alone]
     assert counted.operations.count("index_select") == 2  # slots and rows of all of them
     unasked = finished(0, 4)
     unasked.return_routed_experts = False
@@ -120,7 +120,7 @@ def test_rows_of_a_retracted_request_precede_those_of_the_second_computation(mon
     request.miles_routes = torch.full((2, LAYERS, K), 77, dtype=torch.uint8)
     inside.complete_routes(lambda *_: None, types.SimpleNamespace(req_to_token_pool=pool), request)
     inside.read_routes()
-    found = torch.frombuffer(bytearray(request.routed_experts), dtype=torch.uint8).view(3, LAYERS, K)
+    found = torch.frombuffer(bytearray(request.routed_experts.tobytes()), dtype=torch.uint8).view(3, LAYERS, K)
     assert bool((found[:2] == 77).all()) and torch.equal(found[2], table.rows[7])
 
 
