@@ -7,7 +7,7 @@ Run on a CPU: ``python benchmarks/optimizers.py --save``; on a GPU: ``python ben
   the packages. Bytes of FP32 masters and
   optimizer state on the device between steps and during a step, bytes in a checkpoint, seconds of the optimizer step and of the whole step
   (medians of ``--turns`` after two that warm up), and on a GPU the largest allocated memory of a whole step.
-  ``offloaded``: with ``--offload-optimizer``; ``recomputed``: with ``--activation-checkpointing``; ``fp16``: an
+  ``offloaded``: with ``--offload-optimizer``; ``recomputed``: with ``--recompute-activations``; ``fp16``: an
   FP16 model with loss scaling. A side that fails is a result, too.
 - ``learning``: toy runs in BF16 (the share of even tokens in a response is its reward) with each optimizer at one learning rate; mean reward of the
   first and last five steps, for each seed. The last line of the output is one JSON object.

@@ -146,11 +146,7 @@ def test_phases_take_turns_or_run_at_the_same_time():
 
 
 #: Results with the transport ``copy``, which ``copy_rate`` of ``rates.toml`` comes from.
-COPIES = [
-    "cluster_run-2026-11-27-1b-sync.json",
-    "cluster_run-2026-11-27-1b-ahead.json",
-    "cluster_run-2026-11-27-1b-async.json",
-]
+COPIES = ["cluster_run-2026-11-27-1b-sync-blocks.json"]
 
 
 @pytest.mark.parametrize("name", COPIES)
