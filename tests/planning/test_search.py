@@ -74,7 +74,6 @@ def test_what_cannot_fit_is_explained_with_numbers(checkpoint, capsys):
 def test_longer_responses_and_fewer_gpus_take_longer(checkpoint, capsys):
     model = checkpoint("qwen3-30b-a3b")
     fixed = ["--hf-checkpoint", model, *BATCH, "--colocate", "--rollout-precision", "bf16", "--train-precision", "bf16"]
-    fixed += ["--plugins", "zero_copy"]  # the plain copy would take longer than the rest of the step
 
     def seconds(*argv):
         return run_search(capsys, *fixed, *argv)[1]["best"][0]["seconds"]
