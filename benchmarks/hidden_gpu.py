@@ -35,6 +35,7 @@ NBYTES, SIZE, TIMES = 1 << 30, 64 << 20, 8
 def write() -> None:
     """Print the messages of a bucket and a loan, and keep their memory until the reader is done."""
     torch.manual_seed(0)
+    torch.ones(1, device="cuda")  # creates the context in which the driver allocates
     memory = DeviceMemory(NBYTES, torch.device("cuda", 0))
     bucket, loan = Bucket(memory.buffer), Loan()
     filled = True

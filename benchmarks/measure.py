@@ -165,7 +165,9 @@ def finish(
     if save:
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"{name}-{record['date']}{variant and '-' + variant}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        new.replace(path)  # a killed process leaves the earlier result
         if not quiet:
             print(f"saved {path.relative_to(ROOT)}", file=sys.stderr)
     if not quiet:

@@ -235,7 +235,7 @@ class EmbeddedConfig:
     )
     engine_weight_bytes: float = option(
         0.0,
-        flag="--engine-weight-bytes",
+        flag="--embedded-engine-weight-bytes",
         help="bytes of each quantised weight in the embedded engine, for the memory table of the plan; 0 means the size of --dtype; number "
         "formats with a native product set it",
         metavar="X",

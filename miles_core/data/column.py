@@ -29,7 +29,9 @@ class Column(array):  # type: ignore[type-arg]
     def __eq__(self, other: object) -> bool:
         if isinstance(other, array):
             return bool(array.__eq__(self, other))
-        return isinstance(other, (list, tuple)) and len(self) == len(other) and self.tolist() == list(other)
+        if not isinstance(other, (list, tuple)):
+            return NotImplemented
+        return len(self) == len(other) and self.tolist() == list(other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other

@@ -22,7 +22,6 @@ from miles_core.train.adamw import adamw
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.released import Released
 from miles_embedded.model.storage import LocalShard, copy_to_host, device_of_hosted, local_shard
-from miles_embedded.trainer.arriving import ArrivingGradients
 from miles_embedded.trainer.data_parallel import Alone
 from miles_embedded.trainer.hosted import HostedMasters
 from miles_embedded.trainer.loss_scale import LossScale
@@ -58,7 +57,6 @@ class Optimizer:
     ) -> None:
         self.config, self.loss_scale = config, loss_scale
         self._parallel = parallel or Alone()
-        self._arriving = ArrivingGradients()
         self.step_number = 0
         self.fixed_lr: float | None = None
         self.copies: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -87,11 +85,8 @@ class Optimizer:
 
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            if own.sharded:  # on the stream that reduced it
-                grad = local_shard(parameter.grad).tensor
-                master.grad = grad.to(master.dtype) if master.grad is None else master.grad.add_(grad)
-            else:
-                self._arriving.add(master, parameter.grad)
+            grad = local_shard(parameter.grad).tensor
+            master.grad = grad.to(master.dtype) if master.grad is None else master.grad.add_(grad)
             parameter.grad = None
 
         copy.register_post_accumulate_grad_hook(collect)
@@ -126,7 +121,6 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self._arriving.drop()
         for master in self.masters.values():
             master.grad = None
 
