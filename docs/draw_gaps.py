@@ -23,9 +23,10 @@ different batch sizes, and the trainer scores them in micro-batches of 1, 3 and 
 TIMES = """\
 ## Time of a step
 
-Whole GRPO steps of random BF16 models on an H200, 32 prompts of 64 tokens with 8 samples of 256 tokens each, micro-batches of 36,000
-tokens (part `time` of `benchmarks/true_on_policy.py`). Both sides take turns; the ratio is the median over pairs of turns, with an interval that contains the median in
-95 % of samples. From fewer than six pairs the interval is only the range of the pairs. Columns "rollout" and "training" are ratios of medians.
+Whole GRPO steps of random BF16 models on an H200, 32 prompts of 64 tokens with 8 samples of 256 tokens each, micro-batches of 36,000 tokens
+(part `time` of `benchmarks/true_on_policy.py`). Both sides take turns; the ratio is the median over pairs of turns, with an interval that
+contains the median in 95 % of samples. From fewer than six pairs the interval is only the range of the pairs. Columns "rollout" and "training"
+are ratios of medians.
 """
 SGLANG = """\
 ## SGLang
