@@ -27,7 +27,7 @@ from typing import Any
 
 from measure import finish, installed, options
 
-from miles_simulation.hardware import GPUS
+from miles_simulation.hardware import find_gpu
 from miles_simulation.lengths import LogNormal
 from miles_simulation.model_shape import shape_of
 from miles_simulation.simulation import Simulated, simulate
@@ -153,7 +153,7 @@ def _verl(gpus: int, sync: tuple[float, float, float, float], separate: tuple[fl
 
 def _processed(gpu_seconds: float) -> float:
     """Mean response that verl's trainer updates in these seconds of H20, times 512 x 16 samples."""
-    return gpu_seconds * GPUS["H20"].flops * MFU / (6 * shape_of(MODELS["qwen2.5-7b"]).active) / (512 * 16) - PROMPT
+    return gpu_seconds * find_gpu("H20").flops * MFU / (6 * shape_of(MODELS["qwen2.5-7b"]).active) / (512 * 16) - PROMPT
 
 
 def _async(lag: int) -> str:
@@ -338,7 +338,7 @@ def latencies() -> list[dict[str, Any]]:
     shapes["27b"] = shape_of({**dense, "head_dim": 128, "intermediate_size": 23000, "vocab_size": 151936})
     found = []
     for name, model, gpu, gpus, nbytes, batch, context, published in LATENCIES:
-        roofline = Roofline(shapes[model], GPUS[gpu], gpus, nbytes)
+        roofline = Roofline(shapes[model], find_gpu(gpu), gpus, nbytes)
         kv = 0.25 if model == "27b" else 1.0  # one layer of four of this model keeps keys and values
         seconds = roofline.base(round(batch)) + kv * roofline.per_token * batch * context
         error = round(seconds / published - 1, 3)

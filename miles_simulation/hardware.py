@@ -1,10 +1,15 @@
-"""GPUs by name: peak rates from the manufacturer's data sheets, dense (without sparsity)."""
+"""GPUs by name, from the table of ``miles plan --search``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from miles_core.errors import ConfigError
+from miles_core.plugin.detect import KNOWN_GPUS
+from miles_planning.rates import known_gpus, rates_of
+
+#: GPUs that NVLink connects, where it connects more than one machine's.
+LINKED = {"GB200": 72, "GB300": 72}
 
 
 @dataclass(frozen=True)
@@ -24,19 +29,10 @@ class Gpu:
     linked: int = 8
 
 
-GPUS = {
-    "A100": Gpu(2.0e12, 312e12, 80e9),
-    "H20": Gpu(4.0e12, 148e12, 96e9),
-    "H100": Gpu(3.35e12, 989e12, 80e9),
-    "H800": Gpu(3.35e12, 989e12, 80e9),
-    "H200": Gpu(4.8e12, 989e12, 141e9),
-    "B200": Gpu(8.0e12, 2250e12, 180e9),
-    "GB200": Gpu(8.0e12, 2500e12, 186e9, linked=72),
-}
-
-
 def find_gpu(name: str) -> Gpu:
     """Return the GPU of a name. Raises ConfigError with the known names if there is none."""
-    if name.upper() not in GPUS:
-        raise ConfigError(f"--gpu {name}: its rates are unknown; known are {', '.join(GPUS)}")
-    return GPUS[name.upper()]
+    found = next((known for known in known_gpus() if known.upper() == name.upper()), None)
+    if found is None:
+        raise ConfigError(f"--gpu {name}: its rates are unknown; known are {', '.join(known_gpus())}")
+    rates, (_, memory) = rates_of(found).gpu, KNOWN_GPUS[found]
+    return Gpu(rates.memory, rates.bf16, memory * 1e9, LINKED.get(found, 8))

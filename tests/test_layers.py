@@ -150,7 +150,7 @@ SCHEDULES: list[dict[str, str]] = [
 SIMULATION: list[dict[str, str]] = [
     {
         "simulation": "core: errors data plugin config observe precision contracts rollout train run loop miles_core "
-        "miles_core.plugin runtime: runtime tools: report samples",
+        "miles_core.plugin runtime: runtime planning: planning tools: report samples",
     },
 ]
 

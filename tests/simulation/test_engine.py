@@ -10,7 +10,7 @@ import pytest
 from miles_core.engine import Request, Sampling
 from miles_simulation.clock import VirtualLoop
 from miles_simulation.engine import VirtualEngine
-from miles_simulation.hardware import GPUS
+from miles_simulation.hardware import find_gpu
 from miles_simulation.ledger import Ledger
 from miles_simulation.lengths import Constant, Empirical, Lengths
 from miles_simulation.model_shape import ModelShape
@@ -199,8 +199,8 @@ def test_an_engine_over_machines_waits_for_its_network():
     )
 
     def floor(gpus, name, **given):
-        decode = Roofline(model, GPUS[name], gpus, **given)
-        return decode.base(1) - model.parameters * 2 / (gpus * GPUS[name].bandwidth * BANDWIDTH)
+        decode = Roofline(model, find_gpu(name), gpus, **given)
+        return decode.base(1) - model.parameters * 2 / (gpus * find_gpu(name).bandwidth * BANDWIDTH)
 
     assert floor(1, "H100") == pytest.approx(2.5e-3)
     assert floor(8, "H100") == pytest.approx(6e-3)
