@@ -7,13 +7,13 @@ was. The first layer's call computes all of them, and the calls of the others fi
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from miles_embedded.model.kept_results import KeptResults
 from miles_embedded.model.parts import put_forward
 from miles_embedded.model.storage import codes_of
 
@@ -27,38 +27,22 @@ class Joint:
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers = layers
-        self._kept = threading.local()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Joint:
-        import copy
-
-        return Joint(copy.deepcopy(self.layers, memo))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["layers"])  # type: ignore[misc]
+        self._kept = KeptResults()
 
     def __call__(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """``layer`` of x [..., in]; may be a part of the columns of a larger matrix."""
         if layer is self.layers[0]:
-            self._kept.found = None
+            self._kept.clear()
             # a hook in front of a layer gives each an input of its own
             apart = torch.is_grad_enabled() or not x.is_cuda or any(each._forward_pre_hooks for each in self.layers)
             matrix = None if apart else self._matrix()
             if matrix is None:
                 return linear(x, layer.weight, layer.bias)
             first, *others = linear(x, matrix).split([each.out_features for each in self.layers], -1)
-            self._kept.found = x, dict(zip(self.layers[1:], others, strict=True))
+            self._kept.put(x, dict(zip(self.layers[1:], others, strict=True)))
             return first
-        kept = getattr(self._kept, "found", None)
-        if kept is not None and kept[0] is x and layer in kept[1]:
-            mine: Tensor = kept[1].pop(layer)
-            if not kept[1]:
-                self._kept.found = None
-            return mine
-        return linear(x, layer.weight, layer.bias)
+        kept = self._kept.take(layer, x)
+        return linear(x, layer.weight, layer.bias) if kept is None else kept
 
     @torch.no_grad()
     def lay_out(self) -> None:

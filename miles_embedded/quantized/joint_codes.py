@@ -6,7 +6,6 @@ by all of them, and the calls of the others return their columns, as ``model.joi
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from miles_core.precision.format import Parts
 from miles_embedded.model.joint_linear import SIBLINGS
+from miles_embedded.model.kept_results import KeptResults
 
 if TYPE_CHECKING:
     from miles_embedded.quantized.linear import NativeLinear
@@ -26,7 +26,7 @@ class JointCodes:
     def __init__(self, layers: list[NativeLinear]) -> None:
         self.layers = layers
         self._whole: Parts | None = None
-        self._kept = threading.local()
+        self._kept = KeptResults()
         for layer in layers:
             layer.joint = self
 
@@ -55,19 +55,13 @@ class JointCodes:
     def __call__(self, layer: NativeLinear, x: Tensor) -> Tensor | None:
         """Return the product of x [..., K] with ``layer``'s weight, columns of a larger matrix; None if it has to be computed alone."""
         if layer is self.layers[0]:
-            self._kept.found = None
+            self._kept.clear()
             if self._whole is None or any(each.codes is None or each.module.bias is not None for each in self.layers):
                 return None
             first, *others = self._multiply(x, self._whole).split([len(each.module.weight) for each in self.layers], -1)
-            self._kept.found = x, dict(zip(self.layers[1:], others, strict=True))
+            self._kept.put(x, dict(zip(self.layers[1:], others, strict=True)))
             return first
-        kept = getattr(self._kept, "found", None)
-        if kept is None or kept[0] is not x or layer not in kept[1]:
-            return None
-        mine: Tensor = kept[1].pop(layer)
-        if not kept[1]:
-            self._kept.found = None
-        return mine
+        return self._kept.take(layer, x)
 
     def _multiply(self, x: Tensor, codes: Mapping[str, Tensor]) -> Tensor:
         y = self.layers[0].product(x.reshape(-1, x.shape[-1]), codes)

@@ -6,12 +6,12 @@ that autograd would keep for the backward pass.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection
 
 from torch import Tensor, nn
 
 from miles_embedded.model.joint_linear import SIBLINGS
+from miles_embedded.model.kept_results import KeptResults
 
 
 class SharedRounding:
@@ -19,27 +19,16 @@ class SharedRounding:
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self.layers = layers
-        self._kept = threading.local()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> SharedRounding:
-        import copy
-
-        return SharedRounding(copy.deepcopy(self.layers, memo))
+        self._kept = KeptResults()
 
     def __call__(self, layer: nn.Module, x: Tensor, round: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``round(x)`` for a call of ``layer`` with x [..., K]."""
         if layer is self.layers[0]:
             rounded = round(x)
-            self._kept.found = x, rounded, set(self.layers[1:])
+            self._kept.put(x, dict.fromkeys(self.layers[1:], rounded))
             return rounded
-        kept = getattr(self._kept, "found", None)
-        if kept is None or kept[0] is not x or layer not in kept[2]:
-            return round(x)
-        kept[2].remove(layer)
-        if not kept[2]:
-            self._kept.found = None
-        result: Tensor = kept[1]
-        return result
+        kept = self._kept.take(layer, x)
+        return round(x) if kept is None else kept
 
 
 def share_roundings(model: nn.Module, rounded: Collection[nn.Module]) -> dict[nn.Module, SharedRounding]:

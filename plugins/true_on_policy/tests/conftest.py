@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from miles_testing.devices import DEVICES
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
@@ -20,18 +22,7 @@ def triton():
     return pytest.importorskip("triton")
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
-    ]
-)
+@pytest.fixture(params=DEVICES)
 def on_device(request):
     """Options of a run on each device that is here. On a GPU, two runs are compared bit by bit with deterministic algorithms only."""
     if request.param == "cpu":

@@ -15,8 +15,8 @@ from miles_embedded.model.load import load_model
 from miles_embedded.model.storage import codes_of, mark_constant
 from miles_embedded.model.views import export
 from miles_embedded.quantized.activation import RoundedInputs
-from miles_fp8.format import CODES, SCALES, TILE, Fp8
-from miles_testing.doubles.product import ExactProduct
+from miles_fp8.format import Fp8
+from miles_testing.doubles.product import ExactExperts
 from miles_testing.tiny import tiny_checkpoint
 
 SIZES = {
@@ -30,31 +30,7 @@ FORMAT = Fp8()
 FAMILIES = ("qwen3", "qwen3_moe")
 
 
-class Native(ExactProduct):
-    """Multiplies experts, too."""
-
-    experts_calls = 0
-
-    def joins(self, shapes):
-        return all(n % TILE == 0 for n, _ in shapes)
-
-    def takes_experts(self, gate_up, down):
-        return True
-
-    def experts(self, x, row, ends, gate_up, down):
-        self.experts_calls += 1
-        expert = torch.searchsorted(ends, torch.arange(len(row), dtype=torch.int32), right=True)
-        up, below = (
-            torch.stack([FORMAT.dequantize({CODES: c, SCALES: s}) for c, s in zip(w[CODES], w[SCALES], strict=True)])
-            for w in (gate_up, down)
-        )
-        rows = FORMAT.fake_quantize_activation(x.float())[row]
-        gate, value = torch.einsum("pk,pnk->pn", rows, up[expert]).chunk(2, -1)
-        inner = FORMAT.fake_quantize_activation(torch.nn.functional.silu(gate) * value)
-        return torch.einsum("pk,pnk->pn", inner, below[expert]).to(self.dtype)
-
-
-class OneWay(Native):
+class OneWay(ExactExperts):
     """Does not convert its layout back."""
 
     def restore(self, parts, shape):
@@ -67,7 +43,7 @@ def checkpoints(tmp_path_factory):
     return {f: tiny_checkpoint(f, directory / f, **SIZES) for f in FAMILIES}
 
 
-def engine_of(checkpoint, monkeypatch, product=Native, dtype="bfloat16"):
+def engine_of(checkpoint, monkeypatch, product=ExactExperts, dtype="bfloat16"):
     monkeypatch.setattr(Fp8, "product", lambda self, device, kind: product(self, device, kind))
     codec = Codec(Fp8())
     settings = Settings(
@@ -99,7 +75,7 @@ def count_bytes(engine):
 
 
 def quantised(engine):
-    """Parameters of which the engine has codes."""
+    """Return the quantised parameters, whose codes the engine has."""
     layers = [layer.module.weight.numel() for layer in engine._weights.inputs.layers.values()]
     experts = dict.fromkeys(engine._weights.inputs.experts.values())
     return sum(layers) + sum(p.numel() for e in experts for p in e.module.parameters(recurse=False))
@@ -119,19 +95,19 @@ def test_a_quantised_weight_takes_one_byte_and_its_scales(checkpoints, monkeypat
 @pytest.mark.parametrize("family", FAMILIES)
 def test_results_are_bit_identical_to_those_with_decoded_weights(checkpoints, monkeypatch, family):
     found = {}
-    for product in (OneWay, Native):
+    for product in (OneWay, ExactExperts):
         engine = engine_of(checkpoints[family], monkeypatch, product)
         if product is OneWay and family == "qwen3_moe":  # experts need no layout of their own
             engine._weights.inputs = RoundedInputs(engine.model, engine.codec, engine._weights.inputs.product)
         update(engine, load_model(checkpoints[family], "bfloat16"))
         freed = [name for name, p in engine.model.named_parameters() if codes_of(p) is not None]
-        assert bool(freed) == (product is Native)
+        assert bool(freed) == (product is ExactExperts)
         with torch.no_grad(), engine.emulated_products():
             emulated = answer(engine)
         found[product] = answer(engine), emulated
         exported = {n: t for unit in export(engine.model) for n, t in unit.tensors.items()}
         found[product] += ({n: t.clone() for n, t in exported.items()},)
-    (a, b, weights), (c, d, decoded) = found[OneWay], found[Native]
+    (a, b, weights), (c, d, decoded) = found[OneWay], found[ExactExperts]
     assert a == c and b == d and a != b
     assert weights.keys() == decoded.keys() and all(torch.equal(t, decoded[n]) for n, t in weights.items())
 
@@ -229,7 +205,7 @@ def test_a_freed_weight_without_codes_cannot_be_read(checkpoints, monkeypatch):
 def test_constant_weights_and_trainers_keep_their_values(checkpoints):
     model, codec = load_model(checkpoints["qwen3"], "bfloat16"), Codec(FORMAT)
     mark_constant(model.model.layers[0].parameters())
-    native = Native(FORMAT, torch.device("cpu"), torch.bfloat16)
+    native = ExactExperts(FORMAT, torch.device("cpu"), torch.bfloat16)
     engine, trainer = RoundedInputs(model, codec, native, codes_only=True), load_model(checkpoints["qwen3"], "bfloat16")
     for _ in engine.take_each(codec.encode(export(trainer))):
         pass

@@ -4,11 +4,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from miles_core.cli.main import main
 from miles_core.errors import ConfigError
 from miles_mismatch.layers import find_models
+from miles_testing.devices import DEVICES
 from miles_testing.toy import toy_files
 
 #: One module of the trainer's model returns a row that differs in its last bits.
@@ -23,18 +23,7 @@ def on_model(model, role):
 """
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
-    ]
-)
+@pytest.fixture(params=DEVICES)
 def verify(tmp_path, capsys, request):
     def call(*words):
         model = toy_files("qwen3") / "model"
