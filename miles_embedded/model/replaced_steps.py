@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from miles_embedded.model.parts import put_forward
+from miles_embedded.model.row_readers import compute_rows
 
 _ROTATION = "apply_rotary_pos_emb"
 #: Tolerance of the comparison, in units of the dtype's epsilon: a few operations in another order.
 _PLACES = 16
 
 
-Norm = Callable[[Tensor, Tensor, float], Tensor]
+Norm = Callable[..., Tensor]
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
-Gate = Callable[[Tensor, Tensor], Tensor]
+Gate = Callable[..., Tensor]
 Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 
 
@@ -45,7 +46,7 @@ def replace_norm(module: Any, norm: Norm | None) -> bool:
         """[..., dim] -> [..., dim]."""
         if not _all_are(dtype, device, hidden_states, self.weight):
             return type(self).forward(self, hidden_states)
-        return norm(hidden_states, self.weight, eps)
+        return compute_rows(self, norm, hidden_states, self.weight, eps)
 
     put_forward(module, forward)
     return True
@@ -81,7 +82,7 @@ def replace_gate(module: Any, gate: Gate | None) -> bool:
         """[..., dim] -> [..., dim]."""
         if not _all_are(dtype, device, x):
             return type(self).forward(self, x)
-        return self.down_proj(gate(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(compute_rows(self, gate, self.gate_proj(x), self.up_proj(x)))
 
     put_forward(module, forward)
     return True

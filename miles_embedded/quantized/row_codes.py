@@ -1,0 +1,86 @@
+"""Rows that are the input of native products: the kernel that computes them may also write their codes (``Product.row_epilogue``).
+
+The norms of a decoder layer compute the input of query, key and value, and of gate and up or of the experts; attention computes the input of its
+output projection, and the gate of an MLP that of ``down_proj``. Layers are found by name. A name that is wrong for a family costs time, but
+changes no result: products find codes by the rows that they receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from miles_embedded.kernels.epilogue import RowEpilogue
+from miles_embedded.model.row_readers import set_reader
+from miles_embedded.quantized.experts import NativeExperts
+from miles_embedded.quantized.linear import NativeLinear
+
+if TYPE_CHECKING:
+    from miles_embedded.quantized.activation import RoundedInputs
+
+#: Norms that a block of a decoder layer may read, and the block's first layers. A layer's first norm in this order counts.
+_BLOCKS = {
+    "self_attn": (("input_layernorm",), ("q_proj", "k_proj", "v_proj")),
+    "mlp": (("pre_feedforward_layernorm", "post_attention_layernorm"), ("gate_proj", "up_proj")),
+}
+#: Layers that read the rows which their own parent computes.
+_LAST = ("o_proj", "down_proj")
+Native = Mapping[nn.Module, NativeLinear | NativeExperts]
+
+
+class RowReader:
+    """Decides whether the kernel that computes rows writes the codes for the layers that read them: some linear layers, or experts."""
+
+    def __init__(self, inputs: RoundedInputs, layers: list[NativeLinear | NativeExperts]) -> None:
+        self.inputs, self.layers = inputs, layers
+
+    def __call__(self, shape: tuple[int, int], dtype: torch.dtype) -> RowEpilogue | None:
+        """See ``row_readers.Reader``."""
+        first, product = self.layers[0], self.layers[0].product
+        ready = all(layer.ready for layer in self.layers)
+        if not (self.inputs.enabled and self.inputs.native and ready and dtype == product.dtype):
+            return None
+        experts = isinstance(first, NativeExperts)
+        joint = isinstance(first, NativeLinear) and first.joint is not None and first.joint.ready
+        epilogue: RowEpilogue | None = product.row_epilogue(shape, experts, 1 if joint else len(self.layers))
+        return epilogue
+
+
+def attach_readers(model: nn.Module, inputs: RoundedInputs) -> list[nn.Module]:
+    """Set the readers of all modules of ``model`` that compute rows for native layers of ``inputs``; returns these modules."""
+    native: dict[nn.Module, Any] = {e.module: e for e in (*inputs.layers.values(), *inputs.experts.values())}
+    found = dict(_find_readers(model, native))
+    for module, layers in found.items():
+        set_reader(module, RowReader(inputs, layers))
+    return list(found)
+
+
+def detach_readers(modules: Iterable[nn.Module]) -> None:
+    """Remove the readers of these modules."""
+    for module in modules:
+        set_reader(module, None)
+
+
+def _find_readers(model: nn.Module, native: Native) -> Iterator[tuple[nn.Module, list[NativeLinear | NativeExperts]]]:
+    """Yield each module that computes rows, and the native layers that read them."""
+    for module in model.modules():
+        for name in _LAST:
+            if layers := _native_children(module, (name,), native):
+                yield module, layers
+        for name, (norms, first) in _BLOCKS.items():
+            block = getattr(module, name, None)
+            norm = next((found for n in norms if isinstance(found := getattr(module, n, None), nn.Module)), None)
+            if norm is not None and isinstance(block, nn.Module):
+                layers = _native_children(block, ("experts",), native) or _native_children(block, first, native)
+                if layers:
+                    yield norm, layers
+
+
+def _native_children(
+    module: nn.Module, names: Iterable[str], native: Native
+) -> list[NativeLinear | NativeExperts]:
+    children = (getattr(module, name, None) for name in names)
+    return [native[child] for child in children if isinstance(child, nn.Module) and child in native]
