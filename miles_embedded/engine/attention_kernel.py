@@ -121,7 +121,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     tl.store(partial + place[:, None] * VALUE_DIM + value_dim, result, mask=real[:, None] & (value_dim < VALUE_DIM))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge_splits(  # type: ignore[no-untyped-def]
     partial, sums, sinks, out, prompt_lengths, own_lengths, split_size, splits, heads, rows, first, second,
     QUERIES: tl.constexpr, VALUE_DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr, STORE: tl.constexpr,

@@ -16,7 +16,7 @@ _BLOCK, _PROGRAMS = 1024, 528
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["padded"])
 def _forward(  # type: ignore[no-untyped-def]
     x, weight, out, rows, eps, inner, outer_stride, padded, first, second,
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, STORE: tl.constexpr,
@@ -31,7 +31,8 @@ def _forward(  # type: ignore[no-untyped-def]
     result = (normal * factor).to(out.dtype.element_ty)
     tl.store(out + row * DIM + dim, result, mask=real)
     if STORE is not None:
-        STORE(tl.where(real, result.to(tl.float32), 0.0), row, 0, DIM, padded, first, second)
+        top = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+        STORE(tl.where(real, result.to(tl.float32), 0.0), top, 0, DIM, padded, first, second)
 
 
 @triton.jit

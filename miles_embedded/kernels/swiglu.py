@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "padded"])
 def _forward(  # type: ignore[no-untyped-def]
     gate, up, out, gate_row, up_row, width, rows, padded, first, second, BLOCK: tl.constexpr, STORE: tl.constexpr,
 ):
@@ -83,12 +83,17 @@ def _rows(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = x.chunk(2, -1)
+    return gate, up
+
+
 def swiglu_of_halves(x: Tensor) -> Tensor:
     """``swiglu`` of the two halves of x [..., 2 width] -> [..., width]."""
     if torch.is_grad_enabled() and x.requires_grad:
         out: Tensor = _HalvesSwiGLU.apply(x)
         return out
-    return _gate(*x.chunk(2, -1))
+    return _gate(*_halves(x))
 
 
 def _differentiate(gate: Tensor, up: Tensor, grad: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
@@ -121,7 +126,7 @@ class _HalvesSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _gate(*x.chunk(2, -1))
+        return _gate(*_halves(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

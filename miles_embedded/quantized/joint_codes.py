@@ -55,7 +55,9 @@ class JointCodes:
     @property
     def ready(self) -> bool:
         """Whether one product multiplies by all layers."""
-        return self._whole is not None and all(each.codes is not None and each.module.bias is None for each in self.layers)
+        return self._whole is not None and all(
+            each.codes is not None and each.module.bias is None for each in self.layers
+        )
 
     def __call__(self, layer: NativeLinear, x: Tensor) -> Tensor | None:
         """Return the product of x [..., K] with ``layer``'s weight, columns of a larger matrix; None if it has to be computed alone."""

@@ -51,7 +51,8 @@ class RowReader:
 
 def attach_readers(model: nn.Module, inputs: RoundedInputs) -> list[nn.Module]:
     """Set the readers of all modules of ``model`` that compute rows for native layers of ``inputs``; returns these modules."""
-    native: dict[nn.Module, Any] = {e.module: e for e in (*inputs.layers.values(), *inputs.experts.values())}
+    layers: list[Any] = [*inputs.layers.values(), *inputs.experts.values()]
+    native = {layer.module: layer for layer in layers}
     found = dict(_find_readers(model, native))
     for module, layers in found.items():
         set_reader(module, RowReader(inputs, layers))
@@ -79,8 +80,6 @@ def _find_readers(model: nn.Module, native: Native) -> Iterator[tuple[nn.Module,
                     yield norm, layers
 
 
-def _native_children(
-    module: nn.Module, names: Iterable[str], native: Native
-) -> list[NativeLinear | NativeExperts]:
+def _native_children(module: nn.Module, names: Iterable[str], native: Native) -> list[NativeLinear | NativeExperts]:
     children = (getattr(module, name, None) for name in names)
     return [native[child] for child in children if isinstance(child, nn.Module) and child in native]

@@ -11,36 +11,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_fp8.kernels import TILE, _quantized, allocate_codes
 from miles_fp8.kept_codes import Codes, KeptCodes
+from miles_fp8.kernels import TILE, _quantized, allocate_codes
 
 _TILE = tl.constexpr(TILE)
 
 
 @triton.jit
-def _store(value, row, start, width, padded, codes, scales, POWER_OF_TWO: tl.constexpr):
-    ROWS: tl.constexpr = value.shape[0]
-    COLUMNS: tl.constexpr = value.shape[1]
-    SPAN: tl.constexpr = min(COLUMNS, _TILE)  # narrower rows are one block, too
-    BLOCKS: tl.constexpr = COLUMNS // SPAN
-    found, scale = _quantized(tl.reshape(value, [ROWS * BLOCKS, SPAN]), POWER_OF_TWO)
-    column = start + tl.arange(0, COLUMNS)[None, :]
-    tl.store(codes + row * width + column, tl.reshape(found, [ROWS, COLUMNS]), mask=(row < padded) & (column < width))
-    block = start // _TILE + tl.arange(0, BLOCKS)[None, :]
-    inside = (row < padded) & (block * _TILE < width)
-    tl.store(scales + block * padded + row, tl.reshape(scale, [ROWS, BLOCKS]), mask=inside)
+def _store(value, first, start, width, padded, codes, scales, POWER_OF_TWO: tl.constexpr):
+    SPAN: tl.constexpr = min(value.shape[1], _TILE)  # narrower rows are one block, too
+    BLOCKS: tl.constexpr = value.shape[1] // SPAN
+    COUNT: tl.constexpr = value.shape[0] * BLOCKS
+    # Nothing is stored in the shape of ``value``: Triton would align the kernel's layout to it, and a sum over columns has the order of its layout.
+    found, scale = _quantized(tl.reshape(value, [COUNT, SPAN]), POWER_OF_TWO)
+    piece = tl.arange(0, COUNT)[:, None]
+    row, block = first + piece // BLOCKS, start // _TILE + piece % BLOCKS
+    column = block * _TILE + tl.arange(0, SPAN)[None, :]
+    tl.store(codes + row * width + column, found, mask=(row < padded) & (column < width))
+    tl.store(scales + block * padded + row, scale, mask=(row < padded) & (block * _TILE < width))
 
 
 @triton.jit
-def store_codes(value, row, start, width, padded, codes, scales):
+def store_codes(value, first, start, width, padded, codes, scales):
     """See ``miles_embedded.kernels.epilogue.RowEpilogue.store``."""
-    _store(value, row, start, width, padded, codes, scales, False)
+    _store(value, first, start, width, padded, codes, scales, False)
 
 
 @triton.jit
-def store_codes_power_of_two(value, row, start, width, padded, codes, scales):
+def store_codes_power_of_two(value, first, start, width, padded, codes, scales):
     """``store_codes`` with scales that are powers of two."""
-    _store(value, row, start, width, padded, codes, scales, True)
+    _store(value, first, start, width, padded, codes, scales, True)
 
 
 class RowCodes:
