@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from miles_embedded.kernels.epilogue import RowEpilogue
 from miles_embedded.model.row_readers import set_reader
 from miles_embedded.quantized.experts import NativeExperts
 from miles_embedded.quantized.linear import NativeLinear
@@ -37,7 +36,7 @@ class RowReader:
     def __init__(self, inputs: RoundedInputs, layers: list[NativeLinear | NativeExperts]) -> None:
         self.inputs, self.layers = inputs, layers
 
-    def __call__(self, shape: tuple[int, int], dtype: torch.dtype) -> RowEpilogue | None:
+    def __call__(self, shape: tuple[int, int], dtype: torch.dtype) -> Any:
         """See ``row_readers.Reader``."""
         first, product = self.layers[0], self.layers[0].product
         ready = all(layer.ready for layer in self.layers)
@@ -45,8 +44,7 @@ class RowReader:
             return None
         experts = isinstance(first, NativeExperts)
         joint = isinstance(first, NativeLinear) and first.joint is not None and first.joint.ready
-        epilogue: RowEpilogue | None = product.row_epilogue(shape, experts, 1 if joint else len(self.layers))
-        return epilogue
+        return product.row_epilogue(shape, experts, 1 if joint else len(self.layers))
 
 
 def attach_readers(model: nn.Module, inputs: RoundedInputs) -> list[nn.Module]:

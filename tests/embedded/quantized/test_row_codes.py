@@ -104,7 +104,7 @@ def run(model, product):
 
 @torch.no_grad()
 def test_rows_of_norms_and_gates_are_written_for_the_products_that_read_them(loaded):
-    model, inputs, product = loaded
+    model, _, product = loaded
     run(model, product)
     layer = model.model.layers[1]
     if hasattr(layer.mlp, "experts"):
