@@ -79,8 +79,8 @@ class Product(ABC):
 
     def row_epilogue(self, shape: tuple[int, int], experts: bool = False, uses: int = 1) -> Any:
         """Return what the kernel that computes rows of ``shape`` [M, K] needs to write their codes as well: the next ``uses`` products
-        of these rows, with linear layers or with ``experts``, then read them. None if the product quantises these rows itself. For the
-        embedded backend: a ``miles_embedded.kernels.epilogue.RowEpilogue``."""
+        of these rows, with linear layers or with ``experts``, then read them. Its type is the backend's. None if the product quantises
+        these rows itself."""
         return None
 
     def takes_experts(self, gate_up: tuple[int, int], down: tuple[int, int]) -> bool:

@@ -192,15 +192,12 @@ def attend_rows(
         **{"KV_HEADS": kv_heads, "SHARED": heads // kv_heads, "DIM": dim},
         **{"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)},
         **{"BLOCK_HEADS": _block(heads // kv_heads), "BLOCK_DIM": _block(dim), "BLOCK_KEYS": BLOCK},
-        **wide,
-        "num_warps": WARPS,
-        "num_stages": STAGES,
+        **{**wide, "num_warps": WARPS, "num_stages": STAGES},
     }
     _attend_split[(rows, kv_heads, splits)](q, *slabs, *tokens, partial, sums, *numbers, **constants)
     sinks = q if options.sinks is None else options.sinks
     lengths = (call.prompt_lengths, call.lengths)
-    if epilogue is not None and (epilogue.rows != rows or value_dim % epilogue.tile or value_dim != _block(value_dim)):
-        epilogue = None
+    epilogue = epilogue if epilogue is not None and _fits(epilogue, rows, value_dim) else None
     _, store, memory = end_of(epilogue, rows, out)
     merged = {"SINKS": options.sinks is not None, **wide, "STORE": store, "num_warps": 1}
     _merge_splits[(rows * heads,)](partial, sums, sinks, out, *lengths, size, splits, heads, rows, *memory, **merged)
@@ -225,6 +222,11 @@ def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, length
     blocks |= {"VALUE_DIM": value.shape[3], "BLOCK_VALUE": triton.next_power_of_2(heads * value.shape[3])}
     strides = (*key.stride()[1:3], *value.stride()[1:3])
     _append_row[(tokens, 2)](key, value, keys, values, lengths, *strides, keys.shape[2], HEADS=heads, **blocks)
+
+
+def _fits(epilogue: RowEpilogue, rows: int, dim: int) -> bool:
+    """Whether an epilogue needs no more than these rows, and heads of ``dim`` values are whole blocks of it."""
+    return epilogue.rows == rows and dim % epilogue.tile == 0 and dim == _block(dim)
 
 
 def _split(longest: int) -> tuple[int, int]:

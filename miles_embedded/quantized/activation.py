@@ -84,7 +84,9 @@ class RoundedInputs:
         if product is not None:
             join_codes(model, self.layers)
             self._attach_experts(model, codec, product)
-            self._computing = attach_readers(model, self)
+            self._computing = attach_readers(
+                model, [*self.layers.values(), *self.experts.values()], self._multiplies_codes
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Round x [..., K] with straight-through gradient; returns x itself while disabled."""
@@ -191,6 +193,10 @@ class RoundedInputs:
                     self._handles += DecodedCalls(native.weights.values(), partial(self._reads_values, native)).attach(
                         module
                     )
+
+    def _multiplies_codes(self) -> bool:
+        """Whether native products are enabled."""
+        return self.enabled and self.native
 
     def _reads_values(self, native: NativeExperts, args: tuple[Any, ...]) -> bool:
         """Whether a call of experts reads values instead of codes."""

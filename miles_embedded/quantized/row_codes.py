@@ -7,8 +7,8 @@ changes no result: products find codes by the rows that they receive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from torch import nn
 from miles_embedded.model.row_readers import set_reader
 from miles_embedded.quantized.experts import NativeExperts
 from miles_embedded.quantized.linear import NativeLinear
-
-if TYPE_CHECKING:
-    from miles_embedded.quantized.activation import RoundedInputs
 
 #: Norms that a block of a decoder layer may read, and the block's first layers. A layer's first norm in this order counts.
 _BLOCKS = {
@@ -31,29 +28,31 @@ Native = Mapping[nn.Module, NativeLinear | NativeExperts]
 
 
 class RowReader:
-    """Decides whether the kernel that computes rows writes the codes for the layers that read them: some linear layers, or experts."""
+    """Decides whether the kernel that computes rows writes the codes for the layers that read them: some linear layers, or experts.
 
-    def __init__(self, inputs: RoundedInputs, layers: list[NativeLinear | NativeExperts]) -> None:
-        self.inputs, self.layers = inputs, layers
+    ``active`` returns whether native products are enabled."""
+
+    def __init__(self, layers: list[NativeLinear | NativeExperts], active: Callable[[], bool]) -> None:
+        self.layers, self.active = layers, active
 
     def __call__(self, shape: tuple[int, int], dtype: torch.dtype) -> Any:
         """See ``row_readers.Reader``."""
         first, product = self.layers[0], self.layers[0].product
         ready = all(layer.ready for layer in self.layers)
-        if not (self.inputs.enabled and self.inputs.native and ready and dtype == product.dtype):
+        if not (self.active() and ready and dtype == product.dtype):
             return None
         experts = isinstance(first, NativeExperts)
         joint = isinstance(first, NativeLinear) and first.joint is not None and first.joint.ready
         return product.row_epilogue(shape, experts, 1 if joint else len(self.layers))
 
 
-def attach_readers(model: nn.Module, inputs: RoundedInputs) -> list[nn.Module]:
-    """Set the readers of all modules of ``model`` that compute rows for native layers of ``inputs``; returns these modules."""
-    layers: list[Any] = [*inputs.layers.values(), *inputs.experts.values()]
-    native = {layer.module: layer for layer in layers}
-    found = dict(_find_readers(model, native))
+def attach_readers(
+    model: nn.Module, native: Iterable[NativeLinear | NativeExperts], active: Callable[[], bool]
+) -> list[nn.Module]:
+    """Set the readers of all modules of ``model`` that compute rows for these layers; returns these modules."""
+    found = dict(_find_readers(model, {layer.module: layer for layer in native}))
     for module, layers in found.items():
-        set_reader(module, RowReader(inputs, layers))
+        set_reader(module, RowReader(layers, active))
     return list(found)
 
 
