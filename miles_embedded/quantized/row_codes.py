@@ -15,7 +15,6 @@ from torch import nn
 
 from miles_embedded.model.row_readers import set_reader
 from miles_embedded.quantized.experts import NativeExperts
-from miles_embedded.quantized.linear import NativeLinear
 
 #: Norms that a block of a decoder layer may read, and the block's first layers. A layer's first norm in this order counts.
 _BLOCKS = {
@@ -24,7 +23,9 @@ _BLOCKS = {
 }
 #: Layers that read the rows which their own parent computes.
 _LAST = ("o_proj", "down_proj")
-Native = Mapping[nn.Module, NativeLinear | NativeExperts]
+#: A ``NativeLinear`` or ``NativeExperts``.
+Layer = Any
+Native = Mapping[nn.Module, Layer]
 
 
 class RowReader:
@@ -32,7 +33,7 @@ class RowReader:
 
     ``active`` returns whether native products are enabled."""
 
-    def __init__(self, layers: list[NativeLinear | NativeExperts], active: Callable[[], bool]) -> None:
+    def __init__(self, layers: list[Layer], active: Callable[[], bool]) -> None:
         self.layers, self.active = layers, active
 
     def __call__(self, shape: tuple[int, int], dtype: torch.dtype) -> Any:
@@ -42,13 +43,11 @@ class RowReader:
         if not (self.active() and ready and dtype == product.dtype):
             return None
         experts = isinstance(first, NativeExperts)
-        joint = isinstance(first, NativeLinear) and first.joint is not None and first.joint.ready
+        joint = not experts and first.joint is not None and first.joint.ready
         return product.row_epilogue(shape, experts, 1 if joint else len(self.layers))
 
 
-def attach_readers(
-    model: nn.Module, native: Iterable[NativeLinear | NativeExperts], active: Callable[[], bool]
-) -> list[nn.Module]:
+def attach_readers(model: nn.Module, native: Iterable[Layer], active: Callable[[], bool]) -> list[nn.Module]:
     """Set the readers of all modules of ``model`` that compute rows for these layers; returns these modules."""
     found = dict(_find_readers(model, {layer.module: layer for layer in native}))
     for module, layers in found.items():
@@ -62,7 +61,7 @@ def detach_readers(modules: Iterable[nn.Module]) -> None:
         set_reader(module, None)
 
 
-def _find_readers(model: nn.Module, native: Native) -> Iterator[tuple[nn.Module, list[NativeLinear | NativeExperts]]]:
+def _find_readers(model: nn.Module, native: Native) -> Iterator[tuple[nn.Module, list[Layer]]]:
     """Yield each module that computes rows, and the native layers that read them."""
     for module in model.modules():
         for name in _LAST:
@@ -77,6 +76,6 @@ def _find_readers(model: nn.Module, native: Native) -> Iterator[tuple[nn.Module,
                     yield norm, layers
 
 
-def _native_children(module: nn.Module, names: Iterable[str], native: Native) -> list[NativeLinear | NativeExperts]:
+def _native_children(module: nn.Module, names: Iterable[str], native: Native) -> list[Layer]:
     children = (getattr(module, name, None) for name in names)
     return [native[child] for child in children if isinstance(child, nn.Module) and child in native]
