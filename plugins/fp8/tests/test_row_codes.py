@@ -106,9 +106,10 @@ async def ask(engine):
 
 
 def count_launches(engine):
-    """Launches of one recorded decode step of 48 rows, kernel -> number."""
+    """Launches of one recorded decode step of more than 16 rows, kernel -> number."""
     graphs = engine.ahead.graphs
-    (shape,) = [shape for shape in graphs._recorded if shape.rows == 48]
+    shape = max(graphs._recorded, key=lambda shape: shape.rows)
+    assert shape.rows > 16
     assert graphs.ready(shape)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         graphs.run(shape)
