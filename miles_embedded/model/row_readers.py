@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -35,13 +34,11 @@ def find_epilogue(module: nn.Module, shape: tuple[int, int], dtype: torch.dtype)
 
 
 def compute_rows(module: nn.Module, operation: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
-    """Return ``operation(x, *others)``, rows like x [..., K], and store what their reader needs if the operation can."""
-    epilogue = None
-    if _accepts_epilogue(operation):
-        epilogue = find_epilogue(module, (x.numel() // x.shape[-1], x.shape[-1]), x.dtype)
+    """Return ``operation(x, *others)``, rows like x [..., K], and store what their reader needs; the operation accepts an epilogue."""
+    epilogue = find_epilogue(module, (x.numel() // x.shape[-1], x.shape[-1]), x.dtype)
     return operation(x, *others) if epilogue is None else operation(x, *others, epilogue)
 
 
-@cache
-def _accepts_epilogue(operation: Callable[..., Tensor]) -> bool:
+def accepts_epilogue(operation: Callable[..., Tensor]) -> bool:
+    """Whether the last parameter of an operation is ``epilogue``."""
     return list(inspect.signature(operation).parameters)[-1:] == ["epilogue"]
