@@ -16,7 +16,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,12 @@ class Product(ABC):
     def joins(self, shapes: Sequence[tuple[int, int]]) -> bool:
         """Return whether prepared weights of these shapes [N, K], one after the other along ``joint_dim``, are one prepared weight."""
         return False
+
+    def row_epilogue(self, shape: tuple[int, int], experts: bool = False, uses: int = 1) -> Any:
+        """Return what the kernel that computes rows of ``shape`` [M, K] needs to write their codes as well: the next ``uses`` products
+        of these rows, with linear layers or with ``experts``, then read them. Its type is the backend's. None if the product quantises
+        these rows itself."""
+        return None
 
     def takes_experts(self, gate_up: tuple[int, int], down: tuple[int, int]) -> bool:
         """Return whether ``experts`` supports standard experts whose weights have these shapes [2 I, D] and [D, I]; others are emulated."""

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.epilogue import RowEpilogue, end_of
 from miles_embedded.model.attention import AttentionOptions
 
 #: Keys per loop iteration, keys per split (doubled when there would be too many splits), and the largest number of splits.
@@ -120,10 +121,10 @@ def _attend_split(  # type: ignore[no-untyped-def]
     tl.store(partial + place[:, None] * VALUE_DIM + value_dim, result, mask=real[:, None] & (value_dim < VALUE_DIM))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge_splits(  # type: ignore[no-untyped-def]
-    partial, sums, sinks, out, prompt_lengths, own_lengths, split_size, splits, heads,
-    QUERIES: tl.constexpr, VALUE_DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    partial, sums, sinks, out, prompt_lengths, own_lengths, split_size, splits, heads, rows, first, second,
+    QUERIES: tl.constexpr, VALUE_DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr, STORE: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
     token = row_head // heads
@@ -145,7 +146,10 @@ def _merge_splits(  # type: ignore[no-untyped-def]
         weight = tl.exp(tl.load(sums + at * 2) - highest)  # 0 for a split without visible keys
         total += weight * tl.load(sums + at * 2 + 1)
         result += weight * tl.load(partial + at * VALUE_DIM + dim, mask=known, other=0.0)
-    tl.store(out + row_head * VALUE_DIM + dim, (result / total).to(out.dtype.element_ty), mask=known)
+    result = (result / total).to(out.dtype.element_ty)
+    tl.store(out + row_head * VALUE_DIM + dim, result, mask=known)
+    if STORE is not None:
+        STORE(result.to(tl.float32)[None, :], token, row_head % heads * VALUE_DIM, heads * VALUE_DIM, rows, first, second)
 
 # fmt: on
 
@@ -157,6 +161,7 @@ def attend_rows(
     call: Rows,
     scaling: float,
     options: AttentionOptions | None = None,
+    epilogue: RowEpilogue | None = None,
 ) -> Tensor:
     """Compute the attention of one layer, including the windows, soft caps and sinks of ``options``.
 
@@ -166,6 +171,7 @@ def attend_rows(
         values: slabs of the prompts and of the rows, [slots, kv heads, width, value dim], contiguous.
         call: tokens that each row attends to, including the query's own.
         scaling: factor on the scores.
+        epilogue: stores the result [rows * queries, heads * value dim] in a second form, if that needs no more rows and whole heads.
 
     Returns:
         [rows * queries, heads, value dim] in the type of the values.
@@ -186,15 +192,17 @@ def attend_rows(
         **{"KV_HEADS": kv_heads, "SHARED": heads // kv_heads, "DIM": dim},
         **{"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)},
         **{"BLOCK_HEADS": _block(heads // kv_heads), "BLOCK_DIM": _block(dim), "BLOCK_KEYS": BLOCK},
-        **wide,
-        "num_warps": WARPS,
-        "num_stages": STAGES,
+        **{**wide, "num_warps": WARPS, "num_stages": STAGES},
     }
     _attend_split[(rows, kv_heads, splits)](q, *slabs, *tokens, partial, sums, *numbers, **constants)
     sinks = q if options.sinks is None else options.sinks
     lengths = (call.prompt_lengths, call.lengths)
-    merged = {"SINKS": options.sinks is not None, **wide}
-    _merge_splits[(rows * heads,)](partial, sums, sinks, out, *lengths, size, splits, heads, **merged, num_warps=1)
+    epilogue = epilogue if epilogue is not None and _fits(epilogue, rows, value_dim) else None
+    _, store, memory = end_of(epilogue, rows, out)
+    merged = {"SINKS": options.sinks is not None, **wide, "STORE": store, "num_warps": 1}
+    _merge_splits[(rows * heads,)](partial, sums, sinks, out, *lengths, size, splits, heads, rows, *memory, **merged)
+    if epilogue is not None:
+        epilogue.finish(out.view(rows, -1))
     return out
 
 
@@ -214,6 +222,11 @@ def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, length
     blocks |= {"VALUE_DIM": value.shape[3], "BLOCK_VALUE": triton.next_power_of_2(heads * value.shape[3])}
     strides = (*key.stride()[1:3], *value.stride()[1:3])
     _append_row[(tokens, 2)](key, value, keys, values, lengths, *strides, keys.shape[2], HEADS=heads, **blocks)
+
+
+def _fits(epilogue: RowEpilogue, rows: int, dim: int) -> bool:
+    """Whether an epilogue needs no more than these rows, and heads of ``dim`` values are whole blocks of it."""
+    return epilogue.rows == rows and dim % epilogue.tile == 0 and dim == _block(dim)
 
 
 def _split(longest: int) -> tuple[int, int]:

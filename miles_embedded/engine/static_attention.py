@@ -20,6 +20,7 @@ from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys
 from miles_embedded.model.indexer import Indexed
+from miles_embedded.model.row_readers import find_epilogue
 
 #: Largest head dimension that the kernel supports.
 _WIDEST = 256
@@ -97,7 +98,8 @@ class StaticCall:
         if _kernels_support(q, key, value):
             from miles_embedded.engine.attention_kernel import attend_rows
 
-            return attend_rows(q.contiguous(), keys, values, self, scaling, options)[None]
+            epilogue = find_epilogue(module, (len(q), q.shape[1] * value.shape[3]), value.dtype)
+            return attend_rows(q.contiguous(), keys, values, self, scaling, options, epilogue)[None]
         return self._attend_with_torch(q, keys, values, scaling, options)[None]
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

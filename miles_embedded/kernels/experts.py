@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_embedded.kernels.grouped import few, gated_product, product
-from miles_embedded.kernels.swiglu import swiglu
+from miles_embedded.kernels.swiglu import swiglu_of_halves
 
 #: Most choices that are sorted here: every expert's program reads all of them.
 MOST_CHOICES = 1 << 17
@@ -137,5 +137,5 @@ def experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, dow
         x = product(gated_product(hidden, gate_up, row, ends), down, ends)
     else:
         x = torch.nn.functional.grouped_mm(hidden.index_select(0, row), gate_up.transpose(1, 2), offs=ends)
-        x = torch.nn.functional.grouped_mm(swiglu(*x.chunk(2, dim=-1)), down.transpose(1, 2), offs=ends)
+        x = torch.nn.functional.grouped_mm(swiglu_of_halves(x), down.transpose(1, 2), offs=ends)
     return weighted_sum(x, weights, place)

@@ -9,14 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.epilogue import RowEpilogue, end_of
+
 #: Elements of a program's block, and programs of a backward pass: each adds up its own gradient of the weight.
 _BLOCK, _PROGRAMS = 1024, 528
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["padded"])
 def _forward(  # type: ignore[no-untyped-def]
-    x, weight, out, rows, eps, inner, outer_stride, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    x, weight, out, rows, eps, inner, outer_stride, padded, first, second,
+    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, STORE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     dim = tl.arange(0, BLOCK_DIM)[None, :]
@@ -25,7 +28,11 @@ def _forward(  # type: ignore[no-untyped-def]
     scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
     normal = (value * scale).to(out.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
-    tl.store(out + row * DIM + dim, normal * factor, mask=real)
+    result = (normal * factor).to(out.dtype.element_ty)
+    tl.store(out + row * DIM + dim, result, mask=real)
+    if STORE is not None:
+        top = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+        STORE(tl.where(real, result.to(tl.float32), 0.0), top, 0, DIM, padded, first, second)
 
 
 @triton.jit
@@ -52,13 +59,14 @@ def _backward(  # type: ignore[no-untyped-def]
 # fmt: on
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | None = None) -> Tensor:
     """``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension, the quotient rounded to the type of ``x`` as in Transformers.
 
     Args:
         x: [..., dim].
         weight: [dim] in the same type.
         eps: see above.
+        epilogue: stores the result in a second form, without gradient.
 
     Returns:
         [..., dim].
@@ -66,16 +74,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         out: Tensor = _Norm.apply(x, weight, eps)
         return out
-    return _normalize(x, weight, eps)
+    return _normalize(x, weight, eps, epilogue)
 
 
-def _normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _normalize(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | None = None) -> Tensor:
     (inner, outer_stride), (rows, blocks) = _layout(x), _blocks(x)
     if not inner:
         x, (inner, outer_stride) = x.contiguous(), (1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    padded, store, memory = end_of(epilogue, rows, out)
     if rows:
-        _forward[(triton.cdiv(rows, blocks["BLOCK_ROWS"]),)](x, weight, out, rows, eps, inner, outer_stride, **blocks)
+        grid = (triton.cdiv(padded, blocks["BLOCK_ROWS"]),)
+        _forward[grid](x, weight, out, rows, eps, inner, outer_stride, padded, *memory, **blocks, STORE=store)
+    if epilogue is not None:
+        epilogue.finish(out)
     return out
 
 

@@ -9,20 +9,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.epilogue import RowEpilogue, end_of
+
 _BLOCK = 1024
 
 
-@triton.jit
-def _forward(gate, up, out, gate_row, up_row, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = column < width
+# fmt: off
+@triton.jit(do_not_specialize=["rows", "padded"])
+def _forward(  # type: ignore[no-untyped-def]
+    gate, up, out, gate_row, up_row, width, rows, padded, first, second, BLOCK: tl.constexpr, STORE: tl.constexpr,
+):
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    column = start + tl.arange(0, BLOCK)
+    real = (column < width) & (row < rows)
     a = tl.load(gate + row * gate_row + column, mask=real, other=0.0).to(tl.float32)
     b = tl.load(up + row * up_row + column, mask=real, other=0.0).to(tl.float32)
     active = (a / (1.0 + tl.exp(-a))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * width + column, active * b, mask=real)
+    result = (active * b).to(out.dtype.element_ty)
+    tl.store(out + row * width + column, result, mask=real)
+    if STORE is not None:
+        STORE(tl.where(real, result.to(tl.float32), 0.0)[None, :], row, start, width, padded, first, second)
 
 
-# fmt: off
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
     gate, up, grad, grad_gate, grad_up, gate_row, up_row, grad_row, width, BLOCK: tl.constexpr,
@@ -39,12 +47,13 @@ def _backward(  # type: ignore[no-untyped-def]
 # fmt: on
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, epilogue: RowEpilogue | None = None) -> Tensor:
     """``silu(gate) * up``, the first factor rounded to the type of ``gate``.
 
     Args:
         gate: [..., width]; may be a part of the columns of a matrix.
         up: likewise, in the same type.
+        epilogue: stores the result in a second form, without gradient.
 
     Returns:
         [..., width], contiguous.
@@ -52,14 +61,19 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         out: Tensor = _SwiGLU.apply(gate, up)
         return out
-    return _gate(gate, up)
+    return _gate(gate, up, epilogue)
 
 
-def _gate(gate: Tensor, up: Tensor) -> Tensor:
+def _gate(gate: Tensor, up: Tensor, epilogue: RowEpilogue | None = None) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     a, b = _rows(gate), _rows(up)
-    if len(a):
-        _forward[_grid(a)](a, b, out, a.stride(0), b.stride(0), a.shape[1], BLOCK=_BLOCK)
+    (rows, width), strides = a.shape, (a.stride(0), b.stride(0))
+    padded, store, memory = end_of(epilogue, rows, out)
+    if rows:
+        grid = (padded, triton.cdiv(width, _BLOCK))
+        _forward[grid](a, b, out, *strides, width, rows, padded, *memory, BLOCK=_BLOCK, STORE=store)
+    if epilogue is not None:
+        epilogue.finish(out)
     return out
 
 
@@ -69,12 +83,17 @@ def _rows(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = x.chunk(2, -1)
+    return gate, up
+
+
 def swiglu_of_halves(x: Tensor) -> Tensor:
     """``swiglu`` of the two halves of x [..., 2 width] -> [..., width]."""
     if torch.is_grad_enabled() and x.requires_grad:
         out: Tensor = _HalvesSwiGLU.apply(x)
         return out
-    return _gate(*x.chunk(2, -1))
+    return _gate(*_halves(x))
 
 
 def _differentiate(gate: Tensor, up: Tensor, grad: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
@@ -107,7 +126,7 @@ class _HalvesSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _gate(*x.chunk(2, -1))
+        return _gate(*_halves(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

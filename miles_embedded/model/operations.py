@@ -111,7 +111,8 @@ class Operations:
         rotation: (x [1, heads, rows, dim], cosine [1, rows, dim], sine) -> x * cosine + (-x2 | x1) * sine, with x1 and x2 the halves of
             x, for attention modules with this rotation (Su et al. 2021); None keeps Transformers' code.
         gate: (gate [..., width], up [..., width]) -> silu(gate) * up, for MLPs that compute
-            ``down_proj(silu(gate_proj(x)) * up_proj(x))`` (Shazeer 2020); None keeps Transformers' code.
+            ``down_proj(silu(gate_proj(x)) * up_proj(x))`` (Shazeer 2020); None keeps Transformers' code. The last parameter of ``norm`` and
+            ``gate`` may be ``epilogue``, a ``kernels.epilogue.RowEpilogue`` or None, for kernels that can store their rows in a second form.
         route: (logits [rows, experts], k, normalized) -> weights [rows, k] and index [rows, k] of the k largest entries of a float32 softmax,
             for routers with this choice; None keeps Transformers' code.
         experts: routes rows to standard experts, multiplies, and sums the results; signature of ``grouped_experts.swiglu_experts``.

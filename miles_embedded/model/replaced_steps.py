@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from miles_embedded.model.parts import put_forward
+from miles_embedded.model.row_readers import accepts_epilogue, compute_rows
 
 _ROTATION = "apply_rotary_pos_emb"
 #: Tolerance of the comparison, in units of the dtype's epsilon: a few operations in another order.
 _PLACES = 16
 
 
-Norm = Callable[[Tensor, Tensor, float], Tensor]
+Norm = Callable[..., Tensor]
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
-Gate = Callable[[Tensor, Tensor], Tensor]
+Gate = Callable[..., Tensor]
 Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 
 
@@ -40,11 +41,14 @@ def replace_norm(module: Any, norm: Norm | None) -> bool:
     dtype, device, base = weight.dtype, weight.device.type, cast(Any, type(module))
     if not _same_norm(base, norm, dtype, device):
         return False
+    stores = accepts_epilogue(norm)
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
         if not _all_are(dtype, device, hidden_states, self.weight):
             return type(self).forward(self, hidden_states)
+        if stores:
+            return compute_rows(self, norm, hidden_states, self.weight, eps)
         return norm(hidden_states, self.weight, eps)
 
     put_forward(module, forward)
@@ -76,11 +80,14 @@ def replace_gate(module: Any, gate: Gate | None) -> bool:
     dtype, device = like.dtype, like.device.type
     if not _same_gate(type(module), active, gate, dtype, device):
         return False
+    stores = accepts_epilogue(gate)
 
     def forward(self: Any, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
         if not _all_are(dtype, device, x):
             return type(self).forward(self, x)
+        if stores:
+            return self.down_proj(compute_rows(self, gate, self.gate_proj(x), self.up_proj(x)))
         return self.down_proj(gate(self.gate_proj(x), self.up_proj(x)))
 
     put_forward(module, forward)

@@ -39,6 +39,7 @@ from miles_embedded.quantized.experts import NativeExperts, takes_experts
 from miles_embedded.quantized.freed import DecodedCalls
 from miles_embedded.quantized.joint_codes import join_codes
 from miles_embedded.quantized.linear import NativeLinear
+from miles_embedded.quantized.row_codes import attach_readers, detach_readers
 from miles_embedded.quantized.shared_rounding import SharedRounding, share_roundings
 
 #: Weight name of an experts module -> [experts] bool, whose inputs are rounded; None for all.
@@ -68,6 +69,7 @@ class RoundedInputs:
         self.layers: dict[str, NativeLinear] = {}
         self.experts: dict[str, NativeExperts] = {}
         self._handles: list[Any] = []
+        self._computing: list[nn.Module] = []
         self._emulated: dict[nn.Module, SharedRounding | None] = {}
         self._experts: dict[nn.Module, Any] = {}
         if codec.format is None or not codec.format.quantizes_activations:
@@ -82,6 +84,9 @@ class RoundedInputs:
         if product is not None:
             join_codes(model, self.layers)
             self._attach_experts(model, codec, product)
+            self._computing = attach_readers(
+                model, [*self.layers.values(), *self.experts.values()], self._multiplies_codes
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Round x [..., K] with straight-through gradient; returns x itself while disabled."""
@@ -134,6 +139,7 @@ class RoundedInputs:
 
     def remove(self) -> None:
         """Restore the model's original forward."""
+        detach_readers(self._computing)
         for layer in self.layers.values():
             layer.remove()
         for experts in dict.fromkeys(self.experts.values()):
@@ -143,7 +149,7 @@ class RoundedInputs:
             handle.remove()
         for module, before in self._experts.items():
             module.__dict__[INPUT_ROUNDING] = before
-        self._handles, self._experts = [], {}
+        self._handles, self._experts, self._computing = [], {}, []
 
     def _attach(self, model: nn.Module, source: str, members: list[View], chosen: list[bool]) -> None:
         path, _, attribute = source.rpartition(".")
@@ -187,6 +193,10 @@ class RoundedInputs:
                     self._handles += DecodedCalls(native.weights.values(), partial(self._reads_values, native)).attach(
                         module
                     )
+
+    def _multiplies_codes(self) -> bool:
+        """Whether native products are enabled."""
+        return self.enabled and self.native
 
     def _reads_values(self, native: NativeExperts, args: tuple[Any, ...]) -> bool:
         """Whether a call of experts reads values instead of codes."""

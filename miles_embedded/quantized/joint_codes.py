@@ -52,11 +52,18 @@ class JointCodes:
         if all(layer.codes is None for layer in self.layers):
             self._whole = None
 
+    @property
+    def ready(self) -> bool:
+        """Whether one product multiplies by all layers."""
+        return self._whole is not None and all(
+            each.codes is not None and each.module.bias is None for each in self.layers
+        )
+
     def __call__(self, layer: NativeLinear, x: Tensor) -> Tensor | None:
         """Return the product of x [..., K] with ``layer``'s weight, columns of a larger matrix; None if it has to be computed alone."""
         if layer is self.layers[0]:
             self._kept.clear()
-            if self._whole is None or any(each.codes is None or each.module.bias is not None for each in self.layers):
+            if self._whole is None or not self.ready:
                 return None
             first, *others = self._multiply(x, self._whole).split([len(each.module.weight) for each in self.layers], -1)
             self._kept.put(x, dict(zip(self.layers[1:], others, strict=True)))

@@ -70,6 +70,11 @@ class NativeLinear:
         if self.inputs.codes_only and self._stored() is not None:
             self.weight.free()
 
+    @property
+    def ready(self) -> bool:
+        """Whether codes arrived."""
+        return self.codes is not None
+
     def _stored(self) -> Parts | None:
         """Return the codes as the format stores them; None if there are none, or the product cannot convert them back."""
         shape = (self.module.out_features, self.module.in_features)

@@ -59,6 +59,14 @@ def _codes(x, scale):
 
 
 @triton.jit
+def _quantized(x, POWER_OF_TWO: tl.constexpr):
+    """Return the codes of x [M, K] FP32, one block per row, and the blocks' scales [M, 1]."""
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
+    scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
+    return _codes(x, scale), scale
+
+
+@triton.jit
 def _weight(
     x_ptr,
     codes_ptr,
@@ -117,9 +125,8 @@ def _activation(
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < rows) & (column < columns)
     x = tl.load(x_ptr + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0.0).to(tl.float32)
-    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
-    scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
-    value = _codes(x, scale).to(tl.float32) * scale
+    codes, scale = _quantized(x, POWER_OF_TWO)
+    value = codes.to(tl.float32) * scale
     tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -141,9 +148,7 @@ def _activation_codes(
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < rows) & (column < columns)
     x = tl.load(x_ptr + row * row_stride + column.to(tl.int64) * column_stride, mask=inside, other=0.0).to(tl.float32)
-    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
-    scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
-    codes = _codes(x, scale)
+    codes, scale = _quantized(x, POWER_OF_TWO)
     # padding rows are written as zeros, so that GEMMs do not produce NaN for them
     tl.store(codes_ptr + row * columns + column, codes, mask=(row < padded) & (column < columns))
     tl.store(scales_ptr + tl.program_id(1).to(tl.int64) * padded + row, scale, mask=row < padded)
@@ -257,15 +262,21 @@ def fake_quantize(x: Tensor, power_of_two: bool) -> Tensor:
     return out
 
 
+def allocate_codes(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return memory for the results of ``activation_codes``: codes [M', K], and the transposed scales [ceil(K/128), M']."""
+    padded = -(-rows // 4) * 4
+    codes = torch.empty((padded, columns), dtype=torch.float8_e4m3fn, device=device)
+    return codes, torch.empty((triton.cdiv(columns, TILE), padded), dtype=torch.float32, device=device)
+
+
 def activation_codes(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """Quantise x [M, K], any strides, to codes E4M3 [M', K] and scales FP32 [M', ceil(K/128)] in blocks of 1 x 128.
 
     M' is M rounded up to a multiple of 4; the added rows are zero. Scales are column-major (strides 1, M'), because cuBLAS reads 16 bytes
     of a block column at a time."""
     rows, columns = x.shape
-    padded, blocks = -(-rows // 4) * 4, triton.cdiv(columns, TILE)
-    codes = torch.empty((padded, columns), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((blocks, padded), dtype=torch.float32, device=x.device)
+    codes, scales = allocate_codes(rows, columns, x.device)
+    blocks, padded = scales.shape
     grid = (triton.cdiv(padded, ROWS), blocks)
     with torch.cuda.device(x.device):
         _activation_codes[grid](

@@ -12,6 +12,8 @@ cuBLAS supports this GEMM only on sm_90 (12.9 and later). It needs a weight's sc
 activation's scales M-major with M a multiple of four, and N and K multiples of 16. It takes 17 us or more for any size, so products of few rows,
 and those of experts, have kernels of their own (``product_kernels``), which multiply the same codes and add in the same precision.
 
+A kernel that computes rows may write their codes as well (``row_epilogue``); a product of these rows finds them (``kept_codes``).
+
 The kernel, its tile and the division of K depend on the number of rows, so the last bit of a row does, too. With ``fixed_order`` one kernel with
 one tile computes every product.
 """
@@ -19,12 +21,17 @@ one tile computes every product.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from miles_core.format import Parts, Product, convert_for_kernel, need_scaled_mm
 from miles_fp8.format import CODES, SCALES, TILE
+from miles_fp8.kept_codes import Codes, KeptCodes
+
+if TYPE_CHECKING:
+    from miles_fp8.row_codes import RowCodes
 
 HOPPER = range(9, 10)
 
@@ -52,6 +59,7 @@ class Fp8Product(Product):
         super().__init__(device, dtype)
         self.power_of_two_scales = power_of_two_scales
         self.fixed_order = fixed_order
+        self.kept = KeptCodes()
         self._tickets: Tensor | None = None
 
     def takes(self, shape: tuple[int, int]) -> bool:
@@ -63,11 +71,30 @@ class Fp8Product(Product):
     def restore(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Parts:
         return {CODES: parts[CODES].t(), SCALES: parts[SCALES].t()[:, : -(-shape[1] // TILE)]}
 
+    def quantizes_inside(self, rows: int) -> bool:
+        """Whether the product of so many rows quantises them itself, instead of reading their codes."""
+        from miles_fp8 import product_kernels  # needs Triton
+
+        return rows <= product_kernels.FEW and not self.fixed_order
+
+    def row_epilogue(self, shape: tuple[int, int], experts: bool = False, uses: int = 1) -> RowCodes | None:
+        from miles_fp8.row_codes import RowCodes  # needs Triton
+
+        if not experts and self.quantizes_inside(shape[0]):
+            return None
+        return RowCodes(shape, self.device, self.power_of_two_scales, self.kept, uses)
+
+    def row_codes(self, x: Tensor) -> Codes:
+        """Return the codes and scales of x [M, K]: those that its kernel wrote, otherwise from a launch."""
+        from miles_fp8 import kernels  # needs Triton
+
+        return self.kept.take(x) or kernels.activation_codes(convert_for_kernel(x), self.power_of_two_scales)
+
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
-        from miles_fp8 import kernels, product_kernels  # need Triton
+        from miles_fp8 import product_kernels  # needs Triton
 
         codes, scales = weight[CODES], weight[SCALES]
-        if len(x) <= product_kernels.FEW and not self.fixed_order:
+        if self.quantizes_inside(len(x)):
             return product_kernels.linear(
                 convert_for_kernel(x).contiguous(),
                 None,
@@ -77,7 +104,7 @@ class Fp8Product(Product):
                 self.tickets,
                 self.power_of_two_scales,
             )
-        row_codes, row_scales = kernels.activation_codes(convert_for_kernel(x), self.power_of_two_scales)
+        row_codes, row_scales = self.row_codes(x)
         if self.fixed_order or product_kernels.takes(len(x), codes.shape[1]):
             tile = product_kernels.FIXED if self.fixed_order else None
             exact = self.power_of_two_scales
@@ -117,11 +144,11 @@ class Fp8Product(Product):
     ) -> Tensor:
         from miles_fp8 import kernels, product_kernels  # need Triton
 
-        names, places, exact = (CODES, SCALES), len(row), self.power_of_two_scales
+        names, places = (CODES, SCALES), len(row)
         tile = product_kernels.FIXED_EXPERTS if self.fixed_order else None
-        codes = kernels.activation_codes(convert_for_kernel(x), exact)
+        codes = self.row_codes(x)
         inner = product_kernels.expert_product(*codes, gate_up, names, row, ends, places, tile)
-        codes = kernels.activation_codes(inner, exact)
+        codes = kernels.activation_codes(inner, self.power_of_two_scales)
         return product_kernels.expert_product(*codes, down, names, None, ends, places, tile)
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_fp8.kernels import TILE, _codes, _scale
+from miles_fp8.kernels import TILE, _quantized
 
 #: Most rows of a product that quantises them inside; with more, quantising them once is faster.
 FEW = 16
@@ -30,14 +30,6 @@ MANY, MANY_ENTRIES = 64, 655_360
 FIXED, FIXED_EXPERTS = (64, 128, 1, 4, 3), (64, 64, 4, 3)
 #: Counters of tiles whose partial sums are complete.
 TICKETS = 4096
-
-
-@triton.jit
-def _quantized(x, POWER_OF_TWO: tl.constexpr):
-    """Return the codes of rows x [M, 128] FP32, and their scales [M, 1]."""
-    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
-    scale = tl.where(amax < 0x7F800000, _scale(amax, POWER_OF_TWO), float("nan"))
-    return _codes(x, scale), scale
 
 
 @triton.jit
