@@ -218,14 +218,21 @@ def takes(rows: int, width: int) -> bool:
 
 
 def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
-    """Return BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages of ``linear``."""
-    few = rows <= FEW
-    block_rows = min(64, max(16, triton.next_power_of_2(rows)))
+    """Return BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages of ``linear``.
+
+    The rule is a fit to ``benchmarks/fp8_product_tiles.py``. With some tens of rows, more programs than the GPU has multiprocessors hide the
+    latency of short loops; with more rows, a second wave of programs costs more than it hides, unless the loop over K is long."""
+    few, steps = rows <= FEW, triton.cdiv(inner, TILE)
+    small = rows <= 32 or (rows <= 64 and steps <= 16 and width <= 2048)
+    block_rows = 32 if small else 64
+    if few:
+        block_rows = 16
     block_columns = 128 if few and width * inner > 1 << 22 else 64
-    tiles, steps = triton.cdiv(width, block_columns) * triton.cdiv(rows, block_rows), triton.cdiv(inner, TILE)
-    programs, shortest = (400, 2) if few else (264, 4)
+    tiles = triton.cdiv(width, block_columns) * triton.cdiv(rows, block_rows)
+    programs = 400 if small else 264 if steps >= 32 else 132
+    shortest = 2 if few else 3 if small else 4
     most = min(programs // tiles, steps // shortest, 8 if few else 4)
-    return block_rows, block_columns, 1 << (max(1, most).bit_length() - 1), 4, 3
+    return block_rows, block_columns, 1 << (max(1, most).bit_length() - 1), 4, 4 if small and not few else 3
 
 
 def expert_product(
