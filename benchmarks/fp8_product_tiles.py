@@ -65,7 +65,7 @@ def compile_all(configs: list[Config]) -> None:
 def multiply(product: Any, codes: Any, weight: Any, rows: int, config: Config) -> torch.Tensor:
     """The product of given codes in one configuration."""
     matrix, scales = weight[CODES].t(), weight[SCALES].t()
-    return product_kernels.linear(*codes, matrix, scales, None, product.tickets, False, config, rows=rows)
+    return product_kernels.linear(codes[0], codes[1], matrix, scales, None, product.tickets, False, config, rows)
 
 
 def measure(product: Any, width: int, inner: int, rows: int) -> dict[str, Any]:
