@@ -34,7 +34,7 @@ def test_the_files_of_all_models_are_read_once_with_the_same_result():
         return done.stdout.splitlines()[-2:]
 
     (usual, names), (once, found) = run("as Transformers does"), run("once")
-    assert (usual, once) == ("2 2", "1 1")
+    assert [int(a) - int(b) for a, b in zip(usual.split(), once.split(), strict=True)] == [1, 1]
     assert found == names
 
 
