@@ -2,7 +2,8 @@
 
 Wherever they are installed, Transformers imports scikit-learn with SciPy and pandas for one function of assisted generation, and SciPy for
 one function of detection losses; here these functions import them when they are called. Its first module lists the files of all installed
-distributions to find the versions of a few packages; here this happens if a package has no distribution of the same name.
+distributions to find the versions of a few packages; here this happens if a package has no distribution of the same name. It reads the
+files of all models once for ``transformers`` and again for ``transformers.models``; here the second time uses the result of the first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 __all__ = ["import_transformers"]
@@ -38,9 +40,23 @@ def import_transformers() -> None:
             importlib.import_module("transformers")
         finally:
             importlib.metadata.packages_distributions = find
+        _read_models_once()
     for module, functions in DEFERRED.items():
         if module not in sys.modules and importlib.util.find_spec(module) is not None:
             _import_deferring(module, functions)
+
+
+def _read_models_once() -> None:
+    """Let the reader of a package's files, which keeps results by argument, take a package's folder and its first file as the same. The
+    result for the folder with all models is not the only one it keeps, but the newest."""
+    utils = importlib.import_module("transformers.utils.import_utils")
+    read: Callable[[Path], Any] | None = getattr(utils, "create_import_structure_from_path", None)
+    if read is not None:
+
+        def read_folder(path: str | Path) -> Any:
+            return read(Path(path).parent if Path(path).name == "__init__.py" else Path(path))
+
+        setattr(utils, read.__name__, read_folder)
 
 
 def _import_deferring(module: str, functions: Mapping[str, tuple[str, str]]) -> None:

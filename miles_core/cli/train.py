@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 from miles_core.config.load import load, schema_for
@@ -34,5 +35,6 @@ def run(argv: Sequence[str]) -> int:
     from miles_core.run.prepare import localise
 
     localise(requested)  # download the weights too, now that the plan is accepted
+    gc.freeze()  # the modules: a search for garbage need not visit them
     signal = launch(config, plan, catalogue).signal
     return 128 + signal if signal else 0

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles_core.data.column import are_columns
 from miles_core.data.field import CORE_FIELDS, Field
 from miles_core.data.sample import Sample
 
@@ -166,15 +167,16 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
 
     A declared field yields a column if at least one sample recorded it; the rows of samples without it are padded.
     """
-    lengths = torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64)
-    tokens = [np.asarray(s.tokens, np.int64) for s in samples]
+    lengths = _numbers([len(s.tokens) for s in samples])
+    prompts = lengths - _numbers([s.response_length for s in samples])
+    starts = lengths.cumsum() - lengths
     batch = Batch(
-        tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *tokens])),
-        lengths=lengths,
-        prompt_lengths=torch.tensor([s.prompt_length for s in samples], dtype=torch.int64),
-        group=torch.tensor([s.group_index for s in samples], dtype=torch.int64),
-        rollout=torch.tensor([s.index if s.rollout_id is None else s.rollout_id for s in samples], dtype=torch.int64),
-        index=torch.tensor([s.index for s in samples], dtype=torch.int64),
+        tokens=torch.from_numpy(_join([s.tokens for s in samples], "int64")),
+        lengths=torch.from_numpy(lengths),
+        prompt_lengths=torch.from_numpy(prompts),
+        group=torch.from_numpy(_numbers([s.group_index for s in samples])),
+        rollout=torch.from_numpy(_numbers([s.index if s.rollout_id is None else s.rollout_id for s in samples])),
+        index=torch.from_numpy(_numbers([s.index for s in samples])),
     )
     for spec in (*CORE_FIELDS, *declared):
         own = _OWN.get(spec.name)
@@ -188,42 +190,50 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
                 np.asarray([spec.pad if v is None else v for v in values], spec.dtype)
             )
         else:
-            batch.columns[spec.name] = (_ragged_column if spec.ragged else _column)(spec, samples, values)
+            first = starts + prompts if spec.align == "response" else starts
+            make = _ragged_column if spec.ragged else _column
+            batch.columns[spec.name] = make(spec, first, values, len(batch.tokens))
         if spec.align in ("token", "token-1"):
             batch.inputs |= {spec.name}
     return batch
 
 
-def _first_row(spec: Field, sample: Sample) -> int:
-    return sample.prompt_length if spec.align == "response" else 0
+def _numbers(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, np.int64)
 
 
-def _column(spec: Field, samples: Sequence[Sample], values: Sequence[object]) -> Tensor:
-    known = next(np.asarray(v) for v in values if v is not None)
-    out = np.full((sum(len(s.tokens) for s in samples), *known.shape[1:]), spec.pad, dtype=spec.dtype)
-    at = 0
-    for sample, value in zip(samples, values, strict=True):
-        if value is not None:
-            rows = np.asarray(value, dtype=spec.dtype)
-            first = at + _first_row(spec, sample)
-            out[first : first + len(rows)] = rows
-        at += len(sample.tokens)
+def _join(values: Sequence[Any], dtype: str) -> np.ndarray:
+    """Concatenate arrays and sequences of numbers; [0] if there are none."""
+    if are_columns(values):
+        return np.frombuffer(b"".join(values), values[0].typecode).astype(
+            dtype
+        )  # many short ones in a fraction of the time
+    return np.concatenate([np.asarray(value, dtype) for value in values] or [np.zeros(0, dtype)])
+
+
+def _column(spec: Field, first: np.ndarray, values: Sequence[Any], total: int) -> Tensor:
+    """Return the column [total, ...] of a field; ``first`` is the row at which each sample's values begin."""
+    known = [(at, value) for at, value in zip(first.tolist(), values, strict=True) if value is not None]
+    out = np.full((total, *np.shape(known[0][1])[1:]), spec.pad, spec.dtype)
+    if are_columns(arrays := [value for _, value in known]):
+        borders = np.array([(at, at + len(value)) for at, value in known]).ravel()
+        runs = np.diff(borders, prepend=0, append=total)  # without values and with values by turns
+        out[np.repeat(np.arange(len(runs)) % 2 == 1, runs)] = _join(arrays, spec.dtype)
+    else:
+        for at, value in known:
+            out[at : at + len(value)] = np.asarray(value, spec.dtype)
     return torch.from_numpy(out)
 
 
-def _ragged_column(spec: Field, samples: Sequence[Sample], values: Sequence[object]) -> Ragged:
-    counts: list[np.ndarray] = []
-    parts: list[np.ndarray] = []
-    for sample, value in zip(samples, values, strict=True):
-        rows = list(value) if value is not None else []  # type: ignore[call-overload]
-        first = _first_row(spec, sample)
-        count = np.zeros(len(sample.tokens), np.int64)
-        count[first : first + len(rows)] = [len(r) for r in rows]
-        counts.append(count)
-        parts.extend(np.asarray(r, spec.dtype) for r in rows)
-    offsets = np.concatenate([[0], np.concatenate(counts).cumsum()]).astype(np.int64)
-    flat = np.concatenate(parts) if parts else np.zeros(0, spec.dtype)
-    return Ragged(torch.from_numpy(flat), torch.from_numpy(offsets))
+def _ragged_column(spec: Field, first: np.ndarray, values: Sequence[Any], total: int) -> Ragged:
+    counts = np.zeros(total, np.int64)
+    rows: list[Any] = []
+    for start, value in zip(first, values, strict=True):
+        own = [] if value is None else list(value)
+        counts[start : start + len(own)] = [len(row) for row in own]
+        rows += own
+    offsets = np.concatenate([[0], counts.cumsum()])
+    return Ragged(torch.from_numpy(_join(rows, spec.dtype)), torch.from_numpy(offsets))
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ bytes and an object for each.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,11 @@ def join_columns(columns: Iterable[Column], typecode: str = TOKENS) -> Column:
     for column in columns:
         joined.extend(column)
     return joined
+
+
+def are_columns(values: Sequence[Any]) -> bool:
+    """Whether all of at least one values are columns of the same type."""
+    return {type(value) for value in values} == {Column} and len({value.typecode for value in values}) == 1
 
 
 def as_column(values: Any, typecode: str) -> Any:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -171,7 +172,7 @@ class JsonlFile:
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         place = f"{self.path}:{number}"
         try:
-            row = load_strict_json(line.decode("utf-8-sig"))
+            row = load_strict_json(line.removeprefix(BOM_UTF8).decode())
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{place}: not UTF-8 (byte {error.start} of the line); convert the file to UTF-8"

@@ -250,9 +250,8 @@ class Prompts(PromptSource):
         for key in (self.input_key, self.label_key, self.metadata_key):
             if key is not None and row.get(key) is not None:
                 _check_text(row[key], key, place)
-        keys = ", ".join(map(repr, row)) or "none"
         if self.input_key not in row:
-            raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {keys}")
+            raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {_keys(row)}")
         _check_prompt(row[self.input_key], self.input_key, place)
         named = (self.input_key, self.label_key, self.metadata_key)
         for key, value in row.items():
@@ -260,7 +259,9 @@ class Prompts(PromptSource):
                 raise DataError(explain_media(place, f"the column {key!r} is not empty"))
         if self.label_key is not None:
             if self.label_key not in row:
-                raise DataError(f"{place}: no key {self.label_key!r} for the label; choose --label-key from: {keys}")
+                raise DataError(
+                    f"{place}: no key {self.label_key!r} for the label; choose --label-key from: {_keys(row)}"
+                )
             if row[self.label_key] is None:
                 raise DataError(f"{place}: the label {self.label_key!r} is null; every row needs one")
         metadata = row.get(self.metadata_key)
@@ -275,6 +276,10 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """
     key = hashlib.sha256(f"prompts:{seed}:{epoch}".encode()).digest()
     return np.random.RandomState(np.frombuffer(key, dtype="<u4")).permutation(rows)
+
+
+def _keys(row: dict[str, Any]) -> str:
+    return ", ".join(map(repr, row)) or "none"
 
 
 def _check_text(value: Any, key: str, place: str) -> None:

@@ -47,6 +47,8 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+#: Prompts that are tokenised together.
+_AT_ONCE = 1024
 
 #: The prompt source of core: ``--prompts file``.
 FILE = "file"
@@ -153,11 +155,13 @@ def examine(
     longest = config.rollout.max_prompt_len
     examined = sample_rows(len(prompts))
     lengths = np.zeros(len(examined), np.int64)
-    for number, index in enumerate(examined):
-        row = prompts[index]
-        lengths[number] = len(encode_prompt(render, row, limits))
-        if check is not None:
-            check(row)
+    for start in range(0, len(examined), _AT_ONCE):
+        some = [prompts[index] for index in examined[start : start + _AT_ONCE]]
+        texts = render.encode_texts([row.prompt for row in some])
+        for number, (row, text) in enumerate(zip(some, texts, strict=True), start):
+            lengths[number] = len(encode_prompt(render, row, limits, text))
+            if check is not None:
+                check(row)
     kept = np.flatnonzero(lengths <= (lengths.max() if longest is None else longest))
     dropped = len(examined) - len(kept)
     if not len(kept):

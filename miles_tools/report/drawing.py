@@ -18,9 +18,9 @@ from miles_core.plugin.panel import Panel
 from miles_tools.report.plots import Records, draw
 
 #: A process has to draw at least this many plots: it first imports matplotlib.
-FEW = 5
+FEW = 3
 #: Maximum number of processes.
-MOST = 8
+MOST = 12
 
 
 def draw_all(chosen: Sequence[Panel], records: Records, processes: int | None = None) -> dict[str, bytes]:

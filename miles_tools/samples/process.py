@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.errors import MilesError
-from miles_tools.samples.rows import Row, pack
+from miles_tools.samples.rows import JoinedRows, pack
 
 #: Number of tokens for which another writer process is started.
 SHARE = 1 << 17
@@ -37,7 +37,7 @@ class Message:
     """
 
     path: Path
-    rows: Sequence[Row]
+    rows: JoinedRows
     pieces: dict[int, str]
     secrets: Sequence[str]
 
@@ -111,7 +111,7 @@ def main() -> None:
         answer: Any = None
         try:
             pieces |= message.pieces
-            message.path.write_bytes(pack(message.rows, pieces, message.secrets))
+            message.path.write_bytes(pack(message.rows.split(), pieces, message.secrets))
         except OSError as error:
             answer = OSError(error.errno, error.strerror)
         except Exception:

@@ -23,7 +23,7 @@ from miles_runtime.remote_sample import RemoteSample
 from miles_tools.samples.files import DIRECTORY, FILE, KINDS, join_parts, part_files, read_file, rollout_files
 from miles_tools.samples.process import SHARE, Message, WriterProcess
 from miles_tools.samples.remote import Entry, RemoteWriters, make_entries
-from miles_tools.samples.rows import Pieces, Row, as_text, count_tokens, divide, make_row, pack, response_of
+from miles_tools.samples.rows import JoinedRows, Pieces, Row, count_tokens, divide, make_row, pack, response_of
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -184,7 +184,7 @@ class SampleSaver:
         for process, share, file in zip(busy, shares, files, strict=True):
             pieces = dict(islice(self._pieces.items(), process.known, None))
             process.known += len(pieces)
-            process.send(Message(file, [as_text(row) for row in share], pieces, secrets(os.environ)))
+            process.send(Message(file, JoinedRows.of(share), pieces, secrets(os.environ)))
         for process in busy:
             process.wait()
         join_parts(files)

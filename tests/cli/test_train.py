@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -38,7 +39,8 @@ def launched(monkeypatch):
     calls = []
 
     def launch(config, plan, manifests, console=None):
-        calls.append(SimpleNamespace(config=config, plan=plan, manifests=manifests))
+        calls.append(SimpleNamespace(config=config, plan=plan, manifests=manifests, frozen=gc.get_freeze_count()))
+        gc.unfreeze()
         return SimpleNamespace(signal=0)
 
     module = ModuleType("miles_core.launch")
@@ -113,6 +115,7 @@ def test_a_run_gets_the_configuration_with_what_plugins_set(shout, launched, mod
     assert call.config.rollout.top_k == 7 and call.config.origin("rollout.top_k") == "set by shout"
     assert call.config.plugins == call.plan.order == ("shout", "embedded")
     assert call.manifests["shout"].version == "1.0"
+    assert call.frozen > 0  # the search for garbage before the first step does not visit the modules
 
 
 def test_a_run_that_was_stopped_exits_with_130(monkeypatch, launched, model_directory):

@@ -1,4 +1,6 @@
-"""Selecting samples of a batch."""
+"""Collating samples, and selecting samples of a batch."""
+
+import random
 
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ import torch
 
 from miles_core.data import Sample, collate
 from miles_core.data.batch import Ragged
+from miles_core.data.field import CORE_FIELDS, SAMPLING_SUPPORT, Field
 
 LENGTHS = (4, 2, 5, 3)
 
@@ -41,3 +44,61 @@ def test_samples_in_sequence_are_not_copied():
     """A copy of the records of experts by index took 10 ms of a step with 82,000 tokens."""
     batch = make_batch()
     assert batch.select([1, 2]).columns["wide"].data_ptr() == batch.columns["wide"][LENGTHS[0]].data_ptr()
+
+
+EXPERTS, WEIGHTS = (
+    Field("experts", "int16", "token-1", pad=-1, shape=(None, None)),
+    Field("weights", "float32", "token"),
+)
+FIELDS = (*CORE_FIELDS, EXPERTS, WEIGHTS, SAMPLING_SUPPORT)
+
+
+def make_samples(count, seed):
+    """Samples of different lengths, some without tokens, responses or one of the values."""
+    random.seed(seed)
+    for index in range(count):
+        prompt, response = random.choice([(3, 2), (1, 0), (0, 0), (2, 7), (5, 1)])
+        total = prompt + response
+        sample = Sample(tokens=random.choices(range(100), k=total), response_length=response, index=index)
+        if random.random() < 0.7:
+            sample.rollout_log_probs = [-random.random() for _ in range(response)]
+        if random.random() < 0.5:
+            sample.loss_mask = random.choices([0, 1], k=response)
+        sample.remove_sample = random.random() < 0.2
+        sample.rollout_id = random.choice([None, 7])
+        if total and random.random() < 0.7:
+            sample.fields["experts"] = np.random.default_rng(index).integers(0, 9, (total - 1, 2, 3))
+        if random.random() < 0.5:
+            sample.fields["weights"] = [random.random() for _ in range(total)]
+        if random.random() < 0.5:
+            sample.fields["sampling_support"] = [np.arange(random.randrange(4)) for _ in range(response)]
+        yield sample
+
+
+@pytest.mark.parametrize(("count", "seed"), [(0, 0), (1, 1), (1, 2), (2, 3), (30, 4), (30, 5)])
+def test_every_value_of_a_sample_is_in_its_row_and_all_other_rows_are_padded(count, seed):
+    samples = list(make_samples(count, seed))
+    batch = collate(samples, FIELDS[2:])
+    assert batch.tokens.tolist() == [token for sample in samples for token in sample.tokens]
+    assert batch.prompt_lengths.tolist() == [sample.prompt_length for sample in samples]
+    assert batch.rollout.tolist() == [s.index if s.rollout_id is None else 7 for s in samples]
+    for field in FIELDS:
+        own = {"loss_mask": "mask", "rollout_log_probs": "rollout_log_probs"}.get(field.name)
+        values = [getattr(s, own) if own else s.fields.get(field.name) for s in samples]
+        if all(value is None for value in values) and field.name != "loss_mask":
+            assert field.name not in batch.columns
+            continue
+        rows = []
+        for sample, value in zip(samples, values, strict=True):
+            before = sample.prompt_length if field.align == "response" else 0
+            filled = [] if value is None else list(value)
+            rows += [None] * before + filled + [None] * (len(sample.tokens) - before - len(filled))
+        column = batch.columns[field.name]
+        if field.ragged:
+            expected = [[] if row is None else row.tolist() for row in rows]
+            assert [part.tolist() for part in column.values.split(column.offsets.diff().tolist())] == expected
+            continue
+        pad = np.full(column.shape[1:], field.pad)
+        found = np.array([pad if row is None else row for row in rows], field.dtype).reshape(column.shape)
+        assert column.numpy().dtype == found.dtype
+        np.testing.assert_array_equal(column.numpy(), found)

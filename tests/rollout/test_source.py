@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from miles_core.config.load import load
+from miles_core.data.prompts import PromptTemplate
 from miles_core.errors import ConfigError, DataError
+from miles_core.rollout import queue
 from miles_core.rollout.queue import Limits, examine, open_prompts
+
+
+class Template:
+    """Renders with a function, each prompt on its own."""
+
+    def __init__(self, render):
+        self.render = render
+
+    def __call__(self, prompt, encoded=None):
+        return self.render(prompt)
+
+    def encode_texts(self, prompts):
+        return [None] * len(prompts)
 
 
 @pytest.fixture
@@ -20,7 +36,7 @@ def looked(tmp_path):
         path.write_text("".join(json.dumps({"input": row}) + "\n" for row in rows))
         config = load(list(flags), manifests=[])
         prompts = open_prompts(config, str(path), "--prompt-data")
-        examine(prompts, render, config, limits, "--prompt-data", check)
+        examine(prompts, Template(render), config, limits, "--prompt-data", check)
         return prompts
 
     return call
@@ -49,6 +65,40 @@ def test_what_tokenizer_and_checks_raise_names_the_row(looked):
 
     with pytest.raises(DataError, match=r"d.jsonl:1: the tokenizer cannot encode the prompt \(TypeError"):
         looked(["a"], Limits(), render=render)
+
+
+class Tokenizer:
+    """A token per letter; tokenises a list of texts at once, but no text with a z."""
+
+    eos_token_id, eos_token, chat_template = 0, "!", ""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, texts, **_):
+        self.calls.append(len(texts))
+        return SimpleNamespace(input_ids=[self.encode(text) for text in texts])
+
+    def encode(self, text):
+        if "z" in text:
+            raise TypeError("no z")
+        return [ord(c) for c in text] + [self.eos_token_id]
+
+
+def examine_rows(tmp_path, rows):
+    path, tokenizer = tmp_path / "d.jsonl", Tokenizer()
+    path.write_text("".join(json.dumps({"input": row}) + "\n" for row in rows))
+    config = load(["--rollout-max-prompt-len", "3"], manifests=[])
+    prompts = open_prompts(config, str(path), "--prompt-data")
+    examine(prompts, PromptTemplate(tokenizer), config, Limits(), "--prompt-data")
+    return [row.prompt for row in prompts], tokenizer.calls
+
+
+def test_prompts_are_tokenised_together_and_the_one_that_fails_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(queue, "_AT_ONCE", 4)
+    assert examine_rows(tmp_path, ["aaa", "aaaa", "b", "cc", "ddd", "eeee"]) == (["aaa", "b", "cc", "ddd"], [4, 2])
+    with pytest.raises(DataError, match=r"d.jsonl:6: the tokenizer cannot encode the prompt \(TypeError: no z\)"):
+        examine_rows(tmp_path, ["a", "b", "c", "d", "e", "z"])
 
 
 def test_no_file():

@@ -19,9 +19,17 @@ from miles_runtime.remote_sample import pack_samples
 CONFIG = SimpleNamespace(rollout=SimpleNamespace(max_prompt_len=4))
 
 
-def render(text):
+class Letters:
     """One token per letter."""
-    return list(map(ord, text))
+
+    def __call__(self, text, encoded=None):
+        return list(map(ord, text))
+
+    def encode_texts(self, texts):
+        return [None] * len(texts)
+
+
+render = Letters()
 
 
 @pytest.fixture

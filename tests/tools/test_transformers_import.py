@@ -15,6 +15,28 @@ assert is_scipy_available() and losses.is_scipy_available is is_scipy_available
 assert losses.linear_sum_assignment("cost") == "solved cost"
 """
 
+READS = """
+import os, pathlib, sys
+scan, scanned = os.scandir, []
+os.scandir = lambda path: scanned.append(os.fspath(path)) or scan(path)
+if sys.argv[1] == "once":
+    from miles_tools.transformers_import import import_transformers
+    import_transformers()
+import transformers, transformers.models, transformers.models.qwen3
+print(sum(path.endswith("models") for path in scanned), sum(path.endswith("albert") for path in scanned))
+print(sorted(dir(transformers)), sorted(dir(transformers.models)), sorted(dir(transformers.models.qwen3)))
+"""
+
+
+def test_the_files_of_all_models_are_read_once_with_the_same_result():
+    def run(how):
+        done = subprocess.run([sys.executable, "-c", READS, how], capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()[-2:]
+
+    (usual, names), (once, found) = run("as Transformers does"), run("once")
+    assert [int(a) - int(b) for a, b in zip(usual.split(), once.split(), strict=True)] == [1, 1]
+    assert found == names
+
 
 def test_model_classes_import_without_scipy_and_scikit_learn_and_a_function_imports_it_when_called(tmp_path):
     for name in ("scipy", "sklearn"):

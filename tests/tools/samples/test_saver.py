@@ -14,7 +14,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_tools.samples import saver as module
 from miles_tools.samples.files import read_rollouts, rollout_files
-from miles_tools.samples.rows import Pieces, Row, divide
+from miles_tools.samples.rows import JoinedRows, Pieces, Row, as_text, divide, make_row
 from miles_tools.samples.saver import SampleSaver
 
 PARTS = """
@@ -176,6 +176,25 @@ def test_large_steps_are_written_by_other_processes_with_the_same_contents(tmp_p
         "00000001.jsonl.gz",
         "00000002.jsonl.gz",
     ]
+
+
+def test_joined_rows_are_split_into_the_same_rows():
+    known = [(sample, trained if number else None) for number, (sample, trained, _) in enumerate(samples(3, 5))]
+    known[1][0].loss_mask = None
+    rows = [make_row(1, sample, trained, "set") for sample, trained in known]
+    for some in (rows, rows[:1]):
+        found = JoinedRows.of(some).split()
+        for one, other in zip(found, map(as_text, some), strict=True):
+            assert (one.plain, one.response_length, [*one.columns]) == (
+                other.plain,
+                other.response_length,
+                [*other.columns],
+            )
+            for column, expected in zip(one.columns.values(), other.columns.values(), strict=True):
+                assert (column is None) == (expected is None)
+                if expected is not None:
+                    assert column.dtype == expected.dtype
+                    np.testing.assert_array_equal(column, expected)
 
 
 def test_a_writer_that_dies_stops_the_run_with_one_sentence(tmp_path, monkeypatch):
