@@ -47,8 +47,8 @@ def import_transformers() -> None:
 
 
 def _read_models_once() -> None:
-    """Let the reader of a package's files, which keeps results by argument, take a package's folder and its first file as the same. The
-    result for the folder with all models is not the only one it keeps, but the newest."""
+    """Give the reader of a package's files the package's folder, also where it is called with the package's first file. It keeps its results by
+    argument, so the second call for the folder of all models reads nothing."""
     utils = importlib.import_module("transformers.utils.import_utils")
     read: Callable[[Path], Any] | None = getattr(utils, "create_import_structure_from_path", None)
     if read is not None:
