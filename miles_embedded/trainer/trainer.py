@@ -132,7 +132,7 @@ class EmbeddedTrainer(Trainer):
         self._make_reference = reference
         self._reference: nn.Module | None = None
         if config.recompute:
-            recompute_layers(model)
+            recompute_layers(model, sharded=self.world.size > 1, observed=self.balance is not None)
         self._switch, self._mask = rope_switch(model), mask_for(model)
         self._scored: nn.Module | None = None
         self._asleep: dict[TrainerPart, Released] = {"weights": Released(keep=True), "optimizer": Released(keep=True)}

@@ -28,7 +28,7 @@ from miles_testing import tiny_checkpoint
 KERNELS = Path(__file__).with_name("row_kernels.py")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, whose interpreter runs the kernels here")
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, whose interpreter runs the kernel here")
 def test_kernels_in_the_interpreter_write_the_codes_of_a_launch():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run([sys.executable, str(KERNELS)], env=environment, capture_output=True, text=True)
