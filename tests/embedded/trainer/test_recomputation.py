@@ -54,6 +54,12 @@ def test_weights_above_frozen_inputs_are_trained():
     assert torch.equal(layer.weight.grad, torch.full((3, 3), 2.0))
 
 
+def test_frozen_weights_above_frozen_inputs_get_no_gradient():
+    layer, x = torch.nn.Linear(3, 3).requires_grad_(False), torch.ones(2, 3)
+    recompute(partial(layer.forward), x).sum().backward()
+    assert layer.weight.grad is None and x.grad is None
+
+
 def test_tuples_and_unused_outputs():
     x = torch.ones(2, requires_grad=True)
     first, nothing, second = recompute(partial(lambda x: (2 * x, None, 3 * x)), x)
