@@ -42,7 +42,8 @@ def recompute(forward: partial[Any], *args: Any) -> Any:
 
     PyTorch's checkpoint without reentrant backward calls two Python functions for every tensor that autograd keeps, some 50 in a layer. For
     small micro-batches on a GPU this takes the host longer than the layer. Here autograd keeps one node per layer, whose backward pass
-    runs the layer again; layers draw no random numbers. Gradients of tensors in keyword arguments would be lost, so calls with such tensors use PyTorch's.
+    runs the layer again; layers draw no random numbers. Gradients of tensors in keyword arguments would be lost, so calls with such
+    tensors use PyTorch's.
 
     Raises:
         RuntimeError: in the backward pass, if the loss reads a tensor from inside the layer other than its outputs.
