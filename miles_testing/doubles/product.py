@@ -10,6 +10,15 @@ from torch import Tensor
 from miles_core.precision.format import Format, Parts
 from miles_core.precision.product import Product
 
+#: Sizes of a tiny model whose layers and experts these products take.
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "head_dim": 64,
+    "num_key_value_heads": 2,
+}
+
 
 class ExactProduct(Product):
     """The product of the dequantised values in FP64, rounded once; ``calls`` lists the shapes of all products."""

@@ -16,16 +16,9 @@ from miles_embedded.model.storage import codes_of, mark_constant
 from miles_embedded.model.views import export
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_fp8.format import Fp8
-from miles_testing.doubles.product import ExactExperts
+from miles_testing.doubles.product import SIZES, ExactExperts
 from miles_testing.tiny import tiny_checkpoint
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 128,
-    "head_dim": 64,
-    "num_key_value_heads": 2,
-}
 FORMAT = Fp8()
 FAMILIES = ("qwen3", "qwen3_moe")
 
