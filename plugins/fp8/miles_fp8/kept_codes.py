@@ -24,9 +24,8 @@ class KeptCodes:
 
     def put(self, rows: Tensor, codes: Codes, uses: int) -> None:
         """Keep ``codes`` for the next ``uses`` products of ``rows`` [..., K], contiguous, in place of earlier ones."""
-        self._local.found = (
-            None if rows.is_inference() else (rows, rows._version, codes, uses)
-        )  # no version in inference mode
+        # a tensor of inference mode has no version
+        self._local.found = None if rows.is_inference() else (rows, rows._version, codes, uses)
 
     def take(self, x: Tensor) -> Codes | None:
         """Return the codes of x [M, K] if x is the memory that was kept; None otherwise."""
