@@ -3,7 +3,7 @@
 It is active only in an SGLang that this plugin started, and makes these changes:
 
 - Routed experts leave a scheduler as int32 and pass three processes. For models with at most 256 experts they are sent as uint8, in
-  objects (``record``) that are pickled in a fraction of a tensor's time.
+  objects (``record``) that are pickled in a fraction of a tensor's time, or as references to files in memory (``record_files``).
 - The record of routed experts is kept in GPU memory (``routes``). SGLang copies it to host memory in every step. It is read once for all
   requests that finish in the same step.
 - A model that starts without weights is filled with random numbers, including the scales of the cached keys and values. Updates do not
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from miles_sglang import retraction
+from miles_sglang import record_files, retraction
 from miles_sglang.record import Record
 
 #: Environment variable of an SGLang that this plugin started; its value is the dtype in which routed experts are sent.
@@ -38,20 +38,32 @@ _SENDS = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutp
 
 #: Whether SGLang pickles messages between its processes. Its other format (``SGLANG_USE_PICKLE_IPC=0``) sends tensors only.
 _pickles = True
+#: Writes records to files; None if they are sent in answers.
+_writer: record_files.RecordWriter | None = None
+#: Requests that finished in this step, whose records were kept in host memory.
+_finished: list[Any] = []
 
 
 def digest() -> str:
     """Return a digest of the source of the modules that run inside SGLang's schedulers."""
     texts = [
         Path(__file__).with_name(name).read_bytes()
-        for name in ("inside.py", "loader.py", "coverage.py", "record.py", "retraction.py", "routes.py")
+        for name in (
+            "inside.py",
+            "loader.py",
+            "coverage.py",
+            "record.py",
+            "record_files.py",
+            "retraction.py",
+            "routes.py",
+        )
     ]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
 def install() -> None:
     """Register the changes. SGLang calls this in each of its processes before it starts."""
-    global _pickles
+    global _pickles, _writer
     if VARIABLE not in os.environ:
         return
     from sglang.srt.environ import envs
@@ -59,12 +71,14 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     _pickles = envs.SGLANG_USE_PICKLE_IPC.get()
+    directory = os.environ.get(record_files.VARIABLE)
+    _writer = record_files.RecordWriter(Path(directory)) if directory else None
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", cache_eos_token_id, HookType.AFTER)
     HookRegistry.register(_FILLS, unset_cache_scales, HookType.AFTER)
     HookRegistry.register(_READS, read_tied_head, HookType.BEFORE)
     HookRegistry.register(_RECORDS, keep_routes, HookType.AFTER)
     HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", complete_routes, HookType.AROUND)
-    HookRegistry.register(f"{_SENDS}.stream_output", read_routes, HookType.BEFORE)
+    HookRegistry.register(f"{_SENDS}.stream_output", send_routes, HookType.BEFORE)
     retraction.register(HookRegistry.register, HookType)
     Scheduler.miles_digest = _check_digest
     Scheduler.miles_coverage = check_coverage
@@ -107,9 +121,7 @@ def keep_routes(_: None, runner: Any) -> None:
 
 
 def complete_routes(collect: Callable[..., None], processor: Any, request: Any) -> None:
-    """Complete a finished request's routed experts and convert them to the dtype in which they are sent.
-
-    If the record is in GPU memory, ``read_routes`` does it for all requests of the step."""
+    """Note a finished request for ``send_routes``, and read its routed experts if they are kept in host memory."""
     import torch
 
     from miles_sglang import routes
@@ -119,24 +131,35 @@ def complete_routes(collect: Callable[..., None], processor: Any, request: Any) 
             table.finish(request, processor.req_to_token_pool)
         return
     collect(processor, request)
-    retraction.restore_routes(request)
     if request.routed_experts is not None:
-        request.routed_experts = _sendable(request.routed_experts.to(getattr(torch, os.environ[VARIABLE])))
+        request.routed_experts = request.routed_experts.to(getattr(torch, os.environ[VARIABLE]))
+        _finished.append(request)
 
 
-def read_routes(*_: Any, **__: Any) -> None:
-    """Read the routed experts of the requests that finished in this step, before SGLang sends its results."""
+def send_routes(streamer: Any, *_: Any, **__: Any) -> None:
+    """Convert the routed experts of the requests that finished in this step to the form in which SGLang sends them next.
+
+    They are read here if they are kept in GPU memory. Of the schedulers that compute the same requests, one has a socket and sends."""
     from miles_sglang import routes
 
-    if (table := routes.table()) is not None:
-        for request in table.collect():
-            retraction.restore_routes(request)
-            request.routed_experts = _sendable(request.routed_experts)
+    table = routes.table()
+    finished = _finished.copy() if table is None else table.collect()
+    _finished.clear()
+    if not finished or streamer.send_to_detokenizer.socket is None:
+        return
+    for request in finished:
+        retraction.restore_routes(request)
+    records = [request.routed_experts.numpy() for request in finished]
+    sent = _writer.write(records) if _writer is not None else [record.tobytes() for record in records]
+    for request, data in zip(finished, sent, strict=True):
+        request.routed_experts = _sendable(data)
 
 
-def _sendable(record: Any) -> Any:
-    """Return the form in which a record leaves the scheduler. Tensors must not be views: pickling one writes its whole storage."""
-    return Record(record.numpy().tobytes()) if _pickles else record.clone()
+def _sendable(data: bytes) -> Any:
+    """Return an object from which the detokenizer obtains the bytes of a record or of a reference."""
+    import torch
+
+    return Record(data) if _pickles else torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def check(engine: Any) -> None:

@@ -20,9 +20,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from miles_sglang import compiling, frames
+from miles_sglang import compiling, frames, inside, record_files
 from miles_sglang.answers import Answer
 from miles_sglang.link import Link, SglangError, SglangLost
+from miles_sglang.record_files import RecordReader
 from miles_sglang.spawn import WORKER, Spawned, spawn
 from miles_sglang.standby import VARIABLE as STANDBY
 
@@ -105,6 +106,8 @@ class ProcessLink(Link):
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[tuple[Any, bytes]]] = {}
         self._asking: socket.socket | None = None
+        self._records: RecordReader | None = None
+        self._generating = 0
         self._up = False
         self._since = 0  # offset in the log of the current phase: startup, then serving
         self._ended: SglangError | None = SglangError("SGLang is not running: the engine was not started")
@@ -129,7 +132,9 @@ class ProcessLink(Link):
         ready = self._pending[0] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.get_running_loop().create_task(self._read(reader))
         self._watching = asyncio.get_running_loop().create_task(compiling.watch(self._process.pid))
-        self._writer.write(frames.head(self.arguments | dict(changes)))
+        self._records = self._make_reader()
+        shared = {record_files.VARIABLE: str(self._records.directory)} if self._records else {}
+        self._writer.write(frames.head(self.arguments | dict(changes) | shared))
         started = time.monotonic()
         log.info("SGLang is starting (process %d); its output is in %s", self._process.pid, self.log_file)
         try:
@@ -140,6 +145,18 @@ class ProcessLink(Link):
         self._up, self._since = True, self.log_file.stat().st_size
         log.info("SGLang %s is up after %.0f s", info.get("version", ""), time.monotonic() - started)
         return info
+
+    def _make_reader(self) -> RecordReader | None:
+        """Return the reader of routed experts; None if schedulers may lack this plugin's code or this machine's memory, or none is available."""
+        given = self.arguments
+        separate = given.get("enable_dp_attention") or given.get("nnodes", 1) > 1
+        if not given.get("enable_return_routed_experts") or separate:
+            return None
+        try:
+            return RecordReader(self.changes.get(inside.VARIABLE) or inside.WIDE)
+        except OSError as error:
+            log.warning("records of routed experts are sent in answers, which takes longer: %s", error)
+            return None
 
     def _take_early(self) -> Spawned | None:
         """Return the process that was started early for this link, if its worker and environment are those of the link."""
@@ -199,6 +216,9 @@ class ProcessLink(Link):
         await process.wait()
         if self._reading is not None:
             await self._reading
+        if self._records is not None:
+            self._records.close()
+            self._records = None
 
     async def restart(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
         await self.stop()
@@ -215,8 +235,16 @@ class ProcessLink(Link):
         return answer[1]
 
     async def generate(self, body: Mapping[str, Any]) -> Answer:
-        message, payload = await self._exchange("generate", body)
-        return Answer.read(message, payload)
+        self._generating += 1
+        try:
+            answer = Answer.read(*await self._exchange("generate", body))
+            if self._records is None or "routes" not in answer.columns:
+                return answer
+            return Answer(answer.meta, {**answer.columns, "routes": self._records.read(answer.columns["routes"])})
+        finally:
+            self._generating -= 1
+            if self._records is not None and not self._generating:
+                self._records.clear()
 
     async def call(self, endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
         answer = self._exchange(endpoint, body, payload)

@@ -11,12 +11,10 @@ The table has one byte per cached token, layer and expert of a token (with at mo
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -38,7 +36,9 @@ class RouteTable:
         recorder.device_cache.buffer = torch.zeros_like(buffer, dtype=dtype)  # a pass converts as it records
         recorder.host_cache = None
         recorder.on_forward_end, recorder.get_topk = self.write, self.read
-        self._finished: list[_Finished] = []
+        self._finished: list[
+            tuple[Any, Tensor, int, int]
+        ] = []  # request, slots, and where its first and last + 1 are in them
         self._stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
         self._processed = torch.cuda.Event() if buffer.is_cuda else None
 
@@ -65,8 +65,7 @@ class RouteTable:
         last = len(request.origin_input_ids) + len(request.output_ids_through_stop) - 1
         slots = req_to_token_pool.req_to_token
         row = int(request.req_pool_idx) * slots.shape[1]
-        places = np.arange(row + min(request.routed_experts_start_len, last), row + last)
-        self._finished.append(_Finished(request, slots, places))
+        self._finished.append((request, slots, row + min(request.routed_experts_start_len, last), row + last))
 
     def collect(self) -> list[Any]:
         """Set ``routed_experts`` of the requests noted since the last call, and return them. Called when the results of a pass are processed.
@@ -78,13 +77,15 @@ class RouteTable:
         """
         finished, self._finished = self._finished, []
         if finished:
-            places = torch.from_numpy(np.concatenate([f.places for f in finished]))
-            records = self._read_all(finished[0].slots, places).split([len(f.places) for f in finished])
-            for each, record in zip(finished, records, strict=True):
-                each.request.routed_experts = record
+            requests, slots, starts, ends = zip(*finished, strict=True)
+            lengths = np.subtract(ends, starts)
+            places = np.arange(lengths.sum()) + np.repeat(ends - lengths.cumsum(), lengths)
+            records = self._read_all(slots[0], torch.from_numpy(places)).split(lengths.tolist())
+            for request, record in zip(requests, records, strict=True):
+                request.routed_experts = record
         if self._processed is not None:
             self._processed.record()
-        return [each.request for each in finished]
+        return [request for request, *_ in finished]
 
     def _read_all(self, slots: Tensor, places: Tensor) -> Tensor:
         """Return the rows of the slots at flat ``places`` of ``slots`` [requests, tokens], on the CPU."""
@@ -93,15 +94,6 @@ class RouteTable:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             found = slots.view(-1).index_select(0, places.to(slots.device))
             return self.rows.index_select(0, found.long()).cpu()
-
-
-@dataclass(frozen=True)
-class _Finished:
-    """A request whose record is to be read; its slots are at flat ``places`` of ``slots``."""
-
-    request: Any
-    slots: Tensor
-    places: NDArray[np.int64]
 
 
 #: The table of this process's scheduler; None if SGLang records in host memory or not at all.

@@ -36,7 +36,7 @@ DETOKENIZER = {"run_detokenizer_process": "sglang.srt.managers.detokenizer_manag
 #: ``NAME=VALUE`` that SGLang sets between its own import and the start of its processes. No module reads these variables while it is
 #: imported, or the value is the default; those of CUDA are CUDA's defaults.
 LATE = re.compile(
-    r"(NCCL_\w+|TRTLLM_ENABLE_PDL|CUTE_DSL_LOG_\w+|TOKENIZERS_PARALLELISM|SGLANG_RUN_ID|SGLANG_DISABLED_MODEL_ARCHS"
+    r"(NCCL_\w+|TRTLLM_ENABLE_PDL|CUTE_DSL_LOG_\w+|TOKENIZERS_PARALLELISM|SGLANG_RUN_ID|SGLANG_DISABLED_MODEL_ARCHS|MILES_SGLANG_RECORDS"
     r"|SGLANG_ENABLE_DETERMINISTIC_INFERENCE|SGLANG_DISABLE_OUTLINES_DISK_CACHE"
     r"|SGLANG_ENABLE_CP_V2|SGLANG_OPT_FP8_WO_A_GEMM|SGLANG_USE_CUDA_IPC_TRANSPORT)=.*"
     r"|CUDA_DEVICE_MAX_CONNECTIONS=8|CUDA_MODULE_LOADING=AUTO|SGLANG_ENABLE_TORCH_COMPILE=0",

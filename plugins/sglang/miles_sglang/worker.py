@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_sglang import frames, inside, model_modules
+from miles_sglang import frames, inside, model_modules, record_files
 from miles_sglang.answers import Answer
 from miles_sglang.request_batcher import RequestBatcher
 from miles_sglang.standby import VARIABLE, Pool
@@ -84,7 +84,8 @@ class Worker:
         result: dict[str, Any] = {}
         async for out in self.manager.generate_request(GenerateReqInput(**body), None):
             result = out
-        return Answer.from_sglang(result, os.environ.get(inside.VARIABLE, inside.WIDE))
+        refers = record_files.VARIABLE in os.environ  # the run reads the records
+        return Answer.from_sglang(result, "uint8" if refers else os.environ.get(inside.VARIABLE, inside.WIDE))
 
     async def update_from_tensor(self, body: dict[str, Any], payload: bytes) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -220,6 +221,8 @@ def main(descriptor: int, probes: int, kind: type[Worker] = Worker) -> None:
     first = frames.receive(connection)
     if first is None:
         sys.exit("the run ended before it sent SGLang's arguments")
+    if directory := first[0].pop(record_files.VARIABLE, ""):
+        os.environ[record_files.VARIABLE] = directory
     models = Path(sglang.__file__).with_name("srt") / "models"
     os.environ.update(model_modules.environment(first[0], models))
     try:

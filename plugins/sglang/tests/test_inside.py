@@ -18,6 +18,9 @@ from miles_sglang.answers import Answer
 from miles_sglang.record import Record
 from miles_sglang.request_batcher import RequestBatcher
 
+#: As the output streamer of a scheduler that sends.
+SENDER = types.SimpleNamespace(send_to_detokenizer=types.SimpleNamespace(socket=object()))
+
 
 @dataclass
 class Tokenized:
@@ -97,6 +100,7 @@ def test_routed_experts_leave_a_scheduler_as_bytes_and_the_half_is_known_by_its_
         request.routed_experts = torch.tensor([[[0, 255]]], dtype=torch.int32)
 
     complete(collect, None, request)
+    inside.send_routes(SENDER)
     assert request.routed_experts.tobytes() == bytes([0, 255])
     complete(lambda *_: None, None, types.SimpleNamespace(routed_experts=None))
     ours = inside.digest()
@@ -122,7 +126,8 @@ def test_records_stay_tensors_where_sglang_declares_them_so(hooks: dict[str, Any
     rows = torch.arange(4, dtype=torch.uint8).view(4, 1, 1)
     request = types.SimpleNamespace(routed_experts=None)
     inside.complete_routes(lambda _, r: setattr(r, "routed_experts", rows[1:2]), None, request)
-    assert request.routed_experts.tolist() == [[[1]]] and request.routed_experts.untyped_storage().nbytes() == 1
+    inside.send_routes(SENDER)
+    assert request.routed_experts.tolist() == [1] and request.routed_experts.untyped_storage().nbytes() == 1
 
 
 def test_a_model_without_weights_gets_no_random_scales_of_its_cache(hooks: dict[str, Any], monkeypatch: Any) -> None:

@@ -106,6 +106,8 @@ def test_experts_of_tokens_sampled_before_a_retraction_are_kept(scheduler: Any, 
     made.output_ids += [7]
     for each in (made, fresh):
         inside.complete_routes(lambda _, r: setattr(r, "routed_experts", capturer.get_topk(0, 8, None, 0)), None, each)
+    sender = types.SimpleNamespace(send_to_detokenizer=types.SimpleNamespace(socket=object()))
+    inside.send_routes(sender)
     assert list(made.routed_experts.tobytes()) == [0] * 4 + [1] * 2 + [2]
     assert list(fresh.routed_experts.tobytes()) == [2] * 7
     without = request(3, return_routed_experts=False)

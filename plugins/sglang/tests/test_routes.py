@@ -14,6 +14,8 @@ from miles_sglang import inside, routes
 from miles_sglang.routes import RouteTable, keep_on_gpu
 
 SLOTS, LAYERS, K = 12, 3, 2
+#: As the output streamer of the scheduler that sends, and of another one of the same engine.
+SENDER, SILENT = (types.SimpleNamespace(send_to_detokenizer=types.SimpleNamespace(socket=s)) for s in (object(), None))
 
 
 class Recorder:
@@ -101,13 +103,13 @@ def test_requests_that_finish_in_one_step_are_read_together(monkeypatch: pytest.
     for request in requests:
         inside.complete_routes(lambda *_: pytest.fail("SGLang read a record by itself"), processor, request)
     with Counted() as counted:
-        inside.read_routes(None, requests, True)
+        inside.send_routes(SENDER, requests, True)
     assert [r.routed_experts.tobytes() for r in requests] == [one.numpy().tobytes() for one in alone]
     assert counted.operations.count("index_select") == 2  # slots and rows of all of them
     unasked = finished(0, 4)
     unasked.return_routed_experts = False
     inside.complete_routes(lambda *_: pytest.fail("SGLang read a record by itself"), processor, unasked)
-    inside.read_routes(None, requests, True)
+    inside.send_routes(SENDER, requests, True)
     assert unasked.routed_experts is None and not table.collect()
 
 
@@ -119,7 +121,7 @@ def test_rows_of_a_retracted_request_precede_those_of_the_second_computation(mon
     request = finished(0, 4)
     request.miles_routes = torch.full((2, LAYERS, K), 77, dtype=torch.uint8)
     inside.complete_routes(lambda *_: None, types.SimpleNamespace(req_to_token_pool=pool), request)
-    inside.read_routes()
+    inside.send_routes(SENDER)
     found = torch.frombuffer(bytearray(request.routed_experts.tobytes()), dtype=torch.uint8).view(3, LAYERS, K)
     assert bool((found[:2] == 77).all()) and torch.equal(found[2], table.rows[7])
 
