@@ -6,6 +6,7 @@ pass without own choices did not replay the routes, and stops the run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from miles_r3.spill import RouteBuffer
 
 #: Kinds of passes that replay routes: passes of the policy over sampled tokens. Reference, teacher and critic models use their own routes.
 REPLAYED = ("old", "train", "verify")
+#: Maximum number of experts whose indices, and -1, fit into int8.
+MOST_INT8 = 128
 
 
 class R3:
@@ -32,7 +35,15 @@ class R3:
         self.options = options
         self.buffer: RouteBuffer | None = None
         self.counts: tuple[int | None, ...] = ()
+        self.field = ROUTES
         self._reported = 0
+
+    @hookimpl
+    def on_start(self, run: Any) -> None:
+        """Declare the smallest dtype that holds the model's expert indices: their columns are written, cut and copied to the GPU."""
+        if 0 < (run.plan.fact("model.num_experts", None) or 0) <= MOST_INT8:
+            self.field = replace(ROUTES, dtype="int8")
+            run.fields = tuple(self.field if spec == ROUTES else spec for spec in run.fields)
 
     @hookimpl
     def on_model(self, model: nn.Module, role: str) -> None:
@@ -51,7 +62,7 @@ class R3:
             # computed once, because this hook runs for every sample
             self.counts = tuple(run.plan.fact(f"model.{n}", None) for n in ("num_experts", "moe_layers", "top_k"))
         check_routes(sample.index, routes, *self.counts)
-        routes = routes.astype(ROUTES.dtype, copy=False)
+        routes = routes.astype(self.field.dtype, copy=False)
         sample.fields[ROUTES.name] = self.buffer.keep(routes, self.counts[0] or int(routes.max(initial=0)) + 1)
 
     @hookimpl
@@ -103,10 +114,13 @@ def check_routes(number: int, routes: np.ndarray, experts: int | None, layers: i
             f"sample {number}: the engine's routing record has shape {list(routes.shape)}, but the checkpoint (config.json) has "
             f"{layers or '?'} mixture-of-experts layers with {k or '?'} experts per token; engine and trainer must run the same model"
         )
-    if experts and routes.size and int(routes.max()) >= experts:
+    if not experts or not routes.size:
+        return
+    lowest, highest = int(routes.min()), int(routes.max())
+    if highest >= experts or lowest < -1:  # an index above 127 is negative in a column of int8
         raise DataError(
-            f"sample {number}: the engine used expert {int(routes.max())}, but the checkpoint (config.json) has {experts} experts; "
-            "engine and trainer must run the same model"
+            f"sample {number}: the engine used expert {highest if highest >= experts else lowest % 256}, but the checkpoint (config.json) "
+            f"has {experts} experts; engine and trainer must run the same model"
         )
 
 

@@ -1,15 +1,16 @@
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from miles_core.data import Sample, collate
-from miles_core.plugin import PluginError, Policy
+from miles_core.data import SAMPLING_SUPPORT, Sample, collate
+from miles_core.plugin import DataError, PluginError, Policy
 from miles_core.trainer import Context, Output
 from miles_r3 import ROUTES
 from miles_r3.config import R3Config
 from miles_r3.embedded import OWN, RECORDED, REPLAY
-from miles_r3.hooks import R3, disagreement, routes_of_rows, sampled
+from miles_r3.hooks import R3, check_routes, disagreement, routes_of_rows, sampled
 
 
 def batch(routes=True, rollout=True):
@@ -117,3 +118,28 @@ def test_every_request_asks_for_routes():
 @pytest.mark.parametrize("role", ["critic", "frozen"])
 def test_models_that_do_not_generate_route_for_themselves(role):
     assert R3(R3Config()).wrap_forward(SimpleNamespace(), Policy(role=role)) is None
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(4, "int8"), (128, "int8"), (129, "int16"), (0, "int16")])
+def test_the_column_has_the_smallest_dtype_that_holds_the_experts(experts, dtype, tmp_path):
+    facts = {"model.num_experts": experts, "model.moe_layers": 2, "model.top_k": 2}
+    plan = SimpleNamespace(fact=lambda name, default: facts.get(name, default))
+    run = SimpleNamespace(plan=plan, fields=(SAMPLING_SUPPORT, ROUTES), directory=tmp_path)
+    r3 = R3(R3Config())
+    r3.on_start(run)
+    assert [spec.dtype for spec in run.fields] == ["int32", dtype]
+    last = (experts or 300) - 1
+    recorded = np.array([[[0, last], [last, 1]], [[-1, -1], [-1, -1]]], np.int32)
+    sample = Sample(prompt="", tokens=[5, 6, 7], response_length=1, index=0, rollout_log_probs=[-1.0])
+    sample.fields[ROUTES.name] = recorded
+    r3.on_sample(run, sample)
+    column = collate([sample], run.fields).columns[ROUTES.name]
+    assert column.dtype == getattr(torch, dtype) and column.tolist() == [*recorded.tolist(), [[-1, -1], [-1, -1]]]
+    routes, known = routes_of_rows(column, torch.tensor([0, 1, 2]), experts)
+    assert routes[0].tolist() == recorded[0].tolist() and known.tolist() == [True, False, False]
+
+
+def test_an_expert_that_did_not_fit_into_the_column_is_refused():
+    wrapped = np.array([[[3, 200]]], np.uint8).astype(np.int8)
+    with pytest.raises(DataError, match=r"the engine used expert 200, but .* has 8 experts"):
+        check_routes(0, wrapped, 8, 1, 2)

@@ -61,7 +61,7 @@ class RecordWriter:
         path = self.directory / name.hex()
         try:
             with path.open("xb") as file:
-                file.writelines(records)
+                file.writelines(record.data for record in records)
         except OSError as error:
             path.unlink(missing_ok=True)
             return self._attach(records, str(error))
@@ -108,7 +108,7 @@ class RecordReader:
             SglangError: there is no such file, or it has another size.
         """
         try:
-            name, offset, length, size, count = _REFERENCE.unpack_from(reference)
+            name, offset, length, size, count = _REFERENCE.unpack_from(reference.data)
             if not size and len(reference) == _REFERENCE.size + length:
                 return reference[_REFERENCE.size :].view(self.dtype)
             return np.frombuffer(self._take(name.hex(), offset, length, size, count), self.dtype)
