@@ -324,6 +324,7 @@ def engine_for(checkpoint: Path, given: argparse.Namespace, work: Path) -> Any:
         max_context=2048,
         startup_timeout=400,
         bucket_bytes=given.bucket << 20,
+        routed_dtype="int8",  # as r3 declares it for at most 128 experts
     )
     engine = assemble(checkpoint, codec_of(given), lambda tokens: "", work, choices)
     engine.link.worker = "sglang_direct"  # type: ignore[attr-defined]

@@ -134,7 +134,7 @@ class RecordReader:
         """Remove all files. Call it when no request is in flight: what is left belongs to requests that were cancelled."""
         while self._files:
             os.close(self._files.popitem()[1][0])
-        for path in self.directory.iterdir():
+        for path in self.directory.glob("*"):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -82,6 +83,13 @@ class TestSglang(SglangContract):
 
     async def make(self, checkpoint: Path, limits: Limits) -> SglangEngine:
         return engine_for(checkpoint, limits, enable_return_routed_experts=True)
+
+    def test_a_recorded_field_has_a_row_for_every_token_but_the_last(self, engine: Any, runner: Any) -> None:
+        """The records are read from files of SGLang's scheduler, and the files are removed."""
+        reader = engine.link._records
+        with mock.patch.object(reader, "_take", wraps=reader._take) as taken:
+            super().test_a_recorded_field_has_a_row_for_every_token_but_the_last(engine, runner)
+        assert taken.call_count > 5 and not list(reader.directory.iterdir())
 
     @pytest.mark.thorough  # starts a second SGLang
     def test_two_updates_equal_a_fresh_load(self, engine: Any, runner: Any, checkpoints: list[Path]) -> None:

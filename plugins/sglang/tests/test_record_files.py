@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import pickle
@@ -189,3 +190,38 @@ def test_files_are_used_where_run_and_schedulers_share_memory(
     if reader is not None:
         assert reader.directory.parent == tmp_path and reader.dtype == "int32"
         reader.close()
+
+
+def test_files_of_cancelled_requests_are_removed_when_no_request_is_in_flight(
+    reader: RecordReader, tmp_path: Path
+) -> None:
+    """One of two requests of a step is cancelled; the other's file stays until a third request has ended."""
+    link, writer = ProcessLink({}, tmp_path / "log"), RecordWriter(reader.directory)
+    link._records = reader
+    sent: list[asyncio.Future[Any]] = []
+
+    def exchange(endpoint: str, body: Any) -> asyncio.Future[Any]:
+        sent.append(asyncio.get_running_loop().create_future())
+        return sent[-1]
+
+    link._exchange = exchange  # type: ignore[method-assign, assignment]
+
+    def answer(number: int, reference: bytes | None) -> None:
+        columns = {} if reference is None else {"routes": np.frombuffer(reference, np.uint8)}
+        message, pieces = Answer({}, columns).message()
+        sent[number].set_result((message, b"".join(pieces)))
+
+    async def used() -> list[int]:
+        calls = [asyncio.ensure_future(link.generate({})) for _ in range(3)]
+        await asyncio.sleep(0)
+        references = writer.write(RECORDS)
+        calls[0].cancel()
+        answer(2, references[2])
+        found = (await calls[2]).columns["routes"].tolist()
+        assert len(files(reader)) == 1
+        answer(1, None)  # aborted in SGLang's queue
+        await calls[1]
+        return found
+
+    assert asyncio.run(used()) == RECORDS[2].ravel().tolist()
+    assert not files(reader) and not reader._files
