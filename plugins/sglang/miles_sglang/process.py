@@ -149,13 +149,13 @@ class ProcessLink(Link):
     def _make_reader(self) -> RecordReader | None:
         """Return the reader of routed experts; None if schedulers may lack this plugin's code or this machine's memory, or none is available."""
         given = self.arguments
-        separate = given.get("enable_dp_attention") or given.get("nnodes", 1) > 1
-        if not given.get("enable_return_routed_experts") or separate:
+        apart = given.get("enable_dp_attention") or given.get("nnodes", 1) > 1
+        if apart or not given.get("enable_return_routed_experts"):
             return None
         try:
             return RecordReader(self.changes.get(inside.VARIABLE) or inside.WIDE)
         except OSError as error:
-            log.warning("records of routed experts are sent in answers, which takes longer: %s", error)
+            log.warning("%s: %s", record_files.IN_ANSWERS, error)
             return None
 
     def _take_early(self) -> Spawned | None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
+import itertools
 import logging
 import os
 import shutil
@@ -32,8 +34,10 @@ log = logging.getLogger(__name__)
 VARIABLE = "MILES_SGLANG_RECORDS"
 #: Where memory is mounted as a file system.
 MEMORY = Path("/dev/shm")
-#: Maximum files and bytes of a scheduler that the run has not read.
+#: Maximum files of a scheduler that the run has not read, and their bytes.
 MOST_FILES, MOST_BYTES = 256, 1 << 30
+#: What is logged when there is no file.
+IN_ANSWERS = "records of routed experts are sent in answers, which takes longer"
 #: Name of the file, offset and bytes of the record, bytes and records of the file; bytes of the file are 0 if the record follows.
 _REFERENCE = struct.Struct("<8sQQQQ")
 _PREFIX = "miles-records-"
@@ -47,36 +51,29 @@ class RecordWriter:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._unread: dict[Path, int] = {}
-        self._warned = False
+        self.directory, self._unread, self._warned = directory, dict[Path, int](), False
 
     def write(self, records: Sequence[NDArray[Any]]) -> list[bytes]:
         """Write contiguous records to one file and return their references."""
         sizes = [record.nbytes for record in records]
         name, total = os.urandom(8), sum(sizes)
-        self._unread = {path: size for path, size in self._unread.items() if path.exists()}
-        if len(self._unread) >= MOST_FILES or sum(self._unread.values()) + total > MOST_BYTES:
-            return self._attach(records, f"the run has not read {len(self._unread)} files")
         path = self.directory / name.hex()
+        self._unread = {path: size for path, size in self._unread.items() if path.exists()}
         try:
+            if len(self._unread) >= MOST_FILES or sum(self._unread.values()) + total > MOST_BYTES:
+                raise OSError(f"the run has not read {len(self._unread)} files")
             with path.open("xb") as file:
                 file.writelines(record.data for record in records)
         except OSError as error:
             path.unlink(missing_ok=True)
-            return self._attach(records, str(error))
-        self._unread[path] = total
-        ends = np.cumsum(sizes).tolist()
-        return [
-            _REFERENCE.pack(name, end - size, size, total, len(sizes)) for end, size in zip(ends, sizes, strict=True)
-        ]
-
-    def _attach(self, records: Sequence[NDArray[Any]], reason: str) -> list[bytes]:
-        """Return references that the records follow. Logs the first reason."""
-        if not self._warned:
-            log.warning("records of routed experts are sent in answers, which takes longer: %s", reason)
+            log.log(logging.DEBUG if self._warned else logging.WARNING, "%s: %s", IN_ANSWERS, error)
             self._warned = True
-        return [_REFERENCE.pack(b"", 0, record.nbytes, 0, 1) + record.tobytes() for record in records]
+            return [_REFERENCE.pack(b"", 0, record.nbytes, 0, 1) + record.tobytes() for record in records]
+        self._unread[path] = total
+        starts = itertools.accumulate(sizes, initial=0)
+        return [
+            _REFERENCE.pack(name, start, size, total, len(sizes)) for start, size in zip(starts, sizes, strict=False)
+        ]
 
 
 class RecordReader:
@@ -99,7 +96,7 @@ class RecordReader:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         # only locked directories have this name
         self.directory = made.rename(parent / made.name.replace(".miles-", _PREFIX))
-        self._files: dict[str, tuple[int, int]] = {}  # name -> (file descriptor, records that were not read)
+        self._files: dict[str, tuple[io.FileIO, int]] = {}  # by name: the open file, and its records that were not read
 
     def read(self, reference: NDArray[np.uint8]) -> NDArray[Any]:
         """Return the record [its elements] of a reference.
@@ -119,29 +116,30 @@ class RecordReader:
             ) from error
 
     def _take(self, name: str, offset: int, length: int, size: int, count: int) -> bytes:
-        path = self.directory / name
-        descriptor, left = self._files.get(name) or (os.open(path, os.O_RDONLY | os.O_NOFOLLOW), count)
-        self._files[name] = descriptor, left - 1
-        found, held = os.pread(descriptor, length, offset), os.fstat(descriptor).st_size
+        file, left = self._files.get(name) or (
+            io.FileIO(self.directory / name),
+            count,
+        )  # opening takes longer than reading
+        self._files[name] = file, left - 1
+        found, held = os.pread(file.fileno(), length, offset), os.fstat(file.fileno()).st_size
         if left == 1:
-            os.close(self._files.pop(name)[0])
-            path.unlink(missing_ok=True)
+            self._files.pop(name)[0].close()
+            (self.directory / name).unlink(missing_ok=True)
         if held != size or len(found) != length:
-            raise ValueError(f"{path.name} has {held} bytes instead of {size}")
+            raise ValueError(f"{name} has {held} bytes instead of {size}")
         return found
 
     def clear(self) -> None:
         """Remove all files. Call it when no request is in flight: what is left belongs to requests that were cancelled."""
         while self._files:
-            os.close(self._files.popitem()[1][0])
+            self._files.popitem()[1][0].close()
         for path in self.directory.glob("*"):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove the directory."""
+        self.clear()
         shutil.rmtree(self.directory, ignore_errors=True)
-        while self._files:
-            os.close(self._files.popitem()[1][0])
         os.close(self._lock)
 
 
