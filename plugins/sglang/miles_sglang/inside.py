@@ -46,18 +46,8 @@ _finished: list[Any] = []
 
 def digest() -> str:
     """Return a digest of the source of the modules that run inside SGLang's schedulers."""
-    texts = [
-        Path(__file__).with_name(name).read_bytes()
-        for name in (
-            "inside.py",
-            "loader.py",
-            "coverage.py",
-            "record.py",
-            "record_files.py",
-            "retraction.py",
-            "routes.py",
-        )
-    ]
+    modules = ("inside", "loader", "coverage", "record", "record_files", "retraction", "routes")
+    texts = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in modules]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
