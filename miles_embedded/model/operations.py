@@ -114,7 +114,8 @@ class Operations:
             ``down_proj(silu(gate_proj(x)) * up_proj(x))`` (Shazeer 2020); None keeps Transformers' code. The last parameter of ``norm`` and
             ``gate`` may be ``epilogue``, a ``kernels.epilogue.RowEpilogue`` or None, for kernels that can store their rows in a second form.
         route: (logits [rows, experts], k, normalized) -> weights [rows, k] and index [rows, k] of the k largest entries of a float32 softmax,
-            for routers with this choice; None keeps Transformers' code.
+            for routers with this choice; None keeps Transformers' code. Its last parameter may be ``given``, [rows, k] integers or None: then
+            the weights are those of the given experts, and the index is that of the k largest entries all the same.
         experts: routes rows to standard experts, multiplies, and sums the results; signature of ``grouped_experts.swiglu_experts``.
         log_softmax: (logits [rows, vocabulary] float32) -> log-probabilities of the same shape. The engine samples from these, and the
             trainer normalises with them wherever it needs more than ``log_probs``.
