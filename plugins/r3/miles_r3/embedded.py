@@ -77,9 +77,11 @@ def _replay_in_operation(position: int, count: int, found: Routed, rule: Weights
     route = table.route
     if route is None or not accepts_given(route) or rule not in (softmax_then_gather, softmax_in_float):
         return
+    installed = False
 
     def replay(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
-        ctx = active_context()
+        # while ``use_operations`` compares, another model's context may be active: that of its last recomputation
+        ctx = active_context() if installed else None
         if ctx is None or ctx.kind == "rollout" or REPLAY not in ctx.attached:
             plain: tuple[Tensor, Tensor] = route(logits, k, normalized)
             return plain
@@ -89,7 +91,8 @@ def _replay_in_operation(position: int, count: int, found: Routed, rule: Weights
         ctx.attached[REPLAYED] = position
         return weights, index
 
-    if use_operations(found.router, replace(table, route=replay))["route"]:
+    installed = bool(use_operations(found.router, replace(table, route=replay))["route"])
+    if installed:
         _check_operation(route, found, rule)
 
 
