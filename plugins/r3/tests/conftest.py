@@ -11,15 +11,13 @@ import transformers
 from miles_core.trainer import Context
 from miles_embedded import operations_of, use_operations
 from miles_embedded.model import call as calls
-from miles_embedded.model.load import NAME
 from miles_r3 import ROUTES
-from miles_r3.embedded import RECORDED, REPLAY, moe_blocks, tap
 from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES
 
 ROWS = 48
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before a test imports what imports Triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, as loading a model does
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +31,9 @@ def make_block(family, deterministic=False, dtype=torch.float32, route=None):
     """The last mixture-of-experts block of a tapped tiny model, and ``run(kind, routes) -> Context`` through it alone.
 
     Its routers compute their choice with the operation ``route`` if one is given."""
+    from miles_embedded.model.load import NAME
+    from miles_r3.embedded import RECORDED, REPLAY, moe_blocks, tap
+
     name, values = (FAMILIES | ROUTER_FAMILIES)[family]
     values = values | ({"n_routed_experts": 8} if "n_routed_experts" in values else {})
     torch.manual_seed(0)
