@@ -27,7 +27,7 @@ def triton():
     return pytest.importorskip("triton")
 
 
-def make_block(family, deterministic=False, dtype=torch.float32, route=None):
+def make_block(family, deterministic=False, dtype=torch.float32, route=None, device="cpu"):
     """The last mixture-of-experts block of a tapped tiny model, and ``run(kind, routes) -> Context`` through it alone.
 
     Its routers compute their choice with the operation ``route`` if one is given."""
@@ -44,12 +44,13 @@ def make_block(family, deterministic=False, dtype=torch.float32, route=None):
         for parameter_name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if parameter.ndim > 1 or "correction_bias" in parameter_name:
                 parameter.normal_(std=0.3)
+    model.to(device)
     if route is not None:
         use_operations(model, replace(operations_of(model), route=route))
     tap(model, deterministic)
     blocks = moe_blocks(model)
     block = blocks[-1]
-    hidden = torch.randn(1, ROWS, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    hidden = torch.randn(1, ROWS, 32, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
     def run(kind, routes=None):
         ctx = Context(kind, (0, 1), torch.arange(ROWS))
