@@ -46,10 +46,11 @@ def _experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, do
 
 def route(logits: Tensor, k: int, normalized: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See ``Operations.route``."""
-    from miles_embedded.kernels.route import can_choose, choose
+    if logits.is_cuda:
+        from miles_embedded.kernels.route import can_choose, choose
 
-    if logits.is_cuda and can_choose(logits, k):
-        return choose(logits, k, normalized, given)
+        if can_choose(logits, k):
+            return choose(logits, k, normalized, given)
     share = logits.softmax(-1, dtype=torch.float32)
     weights, index = share.topk(k, dim=-1)
     if given is not None:
