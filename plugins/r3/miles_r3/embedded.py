@@ -97,15 +97,19 @@ def _replay_in_operation(position: int, count: int, found: Routed, rule: Weights
 
 
 def _check_operation(route: Callable[..., tuple[Tensor, Tensor]], found: Routed, rule: Weights) -> None:
-    """Compare the weights of random experts, which may differ by the order of additions."""
+    """Compare the weights of random experts, which may differ by the order of additions and therefore round to neighbours.
+
+    Raises:
+        PluginError: they differ by more."""
     weight, generator = found.scores.weight, torch.Generator().manual_seed(0)
     logits = torch.randn(64, found.count, generator=generator).to(weight.device, weight.dtype)
     index = torch.rand(64, found.count, generator=generator).to(weight.device).topk(found.scores.top_k).indices
     expected = rule(logits, index, found.block)
     normalized = bool(setting(found.block, "norm_topk_prob", True))
     weights, _ = route(logits.to(expected.dtype), index.shape[1], normalized, index)
-    places = 16 * torch.finfo(expected.dtype).eps
-    if weights.dtype != expected.dtype or not torch.allclose(weights, expected, rtol=places, atol=places):
+    small = 16 * torch.finfo(torch.float32).eps
+    places = small + 2 * torch.finfo(expected.dtype).eps
+    if weights.dtype != expected.dtype or not torch.allclose(weights, expected, rtol=places, atol=small):
         raise PluginError(
             f"r3 cannot replay {type(found.block).__name__}: its operation for routes gives replayed experts other weights than the "
             "family's code; run without r3, or without the plugin that replaces this operation"
