@@ -5,7 +5,8 @@ By default torch computes all steps. A plugin with kernels sets a model's table 
     use_operations(model, replace(operations_of(model), log_probs=my_log_probs))
 
 The table applies to that model only. ``norm``, ``rotation``, ``gate`` and ``route`` are called with the dtype and device that the model had
-at that time; ``route`` also with float32 logits, for families whose weights are float32 in any model. The other operations must accept any input: where they have no kernel, they call the function that they replaced.
+at that time; ``route`` also with float32 logits, for families whose weights are float32 in any model. The other operations must accept any
+input: where they have no kernel, they call the function that they replaced.
 
 Transformers calls ``call_attention``, registered as ``miles``, which calls the model's attention operation. It also scales queries by
 position, as Llama 4 does in layers without a rotary embedding (arXiv 2501.19399). Transformers counts positions from the first row of a
