@@ -48,14 +48,21 @@ class Counted:
         self.replayed = self.chosen = 0
 
 
+def kernel(logits, k, normalized, given=None):
+    """The kernel's results on the device of ``logits``, computed where Triton runs."""
+    from miles_embedded.kernels.route import choose
+
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    weights, index = choose(logits.to(where), k, normalized, None if given is None else given.to(where))
+    return weights.to(logits.device), index.to(logits.device)
+
+
 @pytest.fixture(params=["torch", "kernel"])
 def route(request):
     if request.param == "torch":
         return Counted(torchs_route)
     request.getfixturevalue("triton")
-    from miles_embedded.kernels.route import choose
-
-    return Counted(lambda logits, k, normalized, given: choose(logits.contiguous(), k, normalized, given))
+    return Counted(kernel)
 
 
 def draw_routes(block, rows=48):
@@ -121,11 +128,9 @@ class Operations(TorchDispatchMode):
 
 
 def test_a_replay_needs_no_operation_more_than_a_plain_step(block_with_call, triton):
-    from miles_embedded.kernels.route import choose
-
     def launch(logits, k, normalized, given=None):
         with _disable_current_modes():  # the interpreter copies the arguments of a kernel
-            return choose(logits, k, normalized, given)
+            return kernel(logits, k, normalized, given)
 
     seen = {}
     for side, route in (("kernel", launch), ("torch", None)):
