@@ -21,8 +21,8 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``,
   ``trainer_parts``, ``trainer_usage``, ``engine_usage``, ``format_billions``;
 - to count the tokens of each expert: ``ExpertLoads``, summed with ``sum_over_ranks``;
-- to replace steps of a model: ``Operations`` (with the types of its functions), ``operations_of``, ``use_operations``, and the calls
-  that attention receives; to run without the replaced steps: ``class_forwards``.
+- to replace steps of a model: ``Operations`` (with the types of its functions), ``operations_of``, ``use_operations``, ``accepts_given``, and
+  the calls that attention receives; to run without the replaced steps: ``class_forwards``.
 
 ``miles_embedded.testing`` is public too.
 """
@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     )
     from miles_embedded.model.parts import backbone, class_forwards, decoder_layers, head, text_configuration
     from miles_embedded.model.released import Released
+    from miles_embedded.model.replaced_steps import accepts_given
     from miles_embedded.model.storage import (
         codes_of,
         full_values,
@@ -139,6 +140,7 @@ __all__ = [
     "Routed",
     "StaticBatch",
     "StaticCall",
+    "accepts_given",
     "active_context",
     "add_layer",
     "add_value_head",
@@ -242,6 +244,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
         "miles_embedded.model.released": "Released",
+        "miles_embedded.model.replaced_steps": "accepts_given",
         "miles_embedded.model.experts": "Routed find_routed routed_blocks",
         "miles_embedded.model.value_head": "VALUE_HEAD add_value_head new_value_head",
         "miles_embedded.model.views": "views",

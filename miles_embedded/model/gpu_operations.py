@@ -17,7 +17,7 @@ def use_kernels(model: nn.Module) -> None:
     """Let a model on a GPU compute its norms, rotations, gates and experts with these kernels, as far as Triton is installed."""
     device = next(model.parameters()).device
     if kernels_run(device):
-        use_operations(model, replace(with_row_kernels(operations_of(model)), route=_route, experts=_experts))
+        use_operations(model, replace(with_row_kernels(operations_of(model)), route=route, experts=_experts))
 
 
 def with_row_kernels(table: Operations) -> Operations:
@@ -44,13 +44,17 @@ def _experts(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, do
     return swiglu_experts(hidden, index, weights, gate_up, down)
 
 
-def _route(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, k: int, normalized: bool, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See ``Operations.route``."""
-    from miles_embedded.kernels.route import can_choose, choose
+    if logits.is_cuda:
+        from miles_embedded.kernels.route import can_choose, choose
 
-    if logits.is_cuda and can_choose(logits, k):
-        return choose(logits, k, normalized)
-    weights, index = logits.softmax(-1, dtype=torch.float32).topk(k, dim=-1)
+        if can_choose(logits, k):
+            return choose(logits, k, normalized, given)
+    share = logits.softmax(-1, dtype=torch.float32)
+    weights, index = share.topk(k, dim=-1)
+    if given is not None:
+        weights = share.gather(-1, given.long())
     if normalized:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(logits.dtype), index

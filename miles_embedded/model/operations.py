@@ -5,7 +5,8 @@ By default torch computes all steps. A plugin with kernels sets a model's table 
     use_operations(model, replace(operations_of(model), log_probs=my_log_probs))
 
 The table applies to that model only. ``norm``, ``rotation``, ``gate`` and ``route`` are called with the dtype and device that the model had
-at that time. The other operations must accept any input: where they have no kernel, they call the function that they replaced.
+at that time; ``route`` also with float32 logits, for families whose weights are float32 in any model. The other operations must accept any
+input: where they have no kernel, they call the function that they replaced.
 
 Transformers calls ``call_attention``, registered as ``miles``, which calls the model's attention operation. It also scales queries by
 position, as Llama 4 does in layers without a rotary embedding (arXiv 2501.19399). Transformers counts positions from the first row of a
@@ -114,7 +115,8 @@ class Operations:
             ``down_proj(silu(gate_proj(x)) * up_proj(x))`` (Shazeer 2020); None keeps Transformers' code. The last parameter of ``norm`` and
             ``gate`` may be ``epilogue``, a ``kernels.epilogue.RowEpilogue`` or None, for kernels that can store their rows in a second form.
         route: (logits [rows, experts], k, normalized) -> weights [rows, k] and index [rows, k] of the k largest entries of a float32 softmax,
-            for routers with this choice; None keeps Transformers' code.
+            for routers with this choice; None keeps Transformers' code. Its last parameter may be ``given``, [rows, k] integers or None: then
+            the weights are those of the given experts, and the index is that of the k largest entries all the same.
         experts: routes rows to standard experts, multiplies, and sums the results; signature of ``grouped_experts.swiglu_experts``.
         log_softmax: (logits [rows, vocabulary] float32) -> log-probabilities of the same shape. The engine samples from these, and the
             trainer normalises with them wherever it needs more than ``log_probs``.

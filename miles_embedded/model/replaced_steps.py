@@ -28,7 +28,7 @@ _PLACES = 16
 Norm = Callable[..., Tensor]
 Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
 Gate = Callable[..., Tensor]
-Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+Route = Callable[..., tuple[Tensor, Tensor]]
 
 
 def replace_norm(module: Any, norm: Norm | None) -> bool:
@@ -103,23 +103,28 @@ def replace_router(module: Any, route: Route | None) -> bool:
     if route is None:
         return False
     dtype, device = weight.dtype, weight.device.type
-    rules = [rule for rule in (True, False) if _same_route(module, route, rule, dtype, device)]
+    # Mixtral's weights are those of converted logits: FP32 in a model of any dtype
+    types = dict.fromkeys((dtype, torch.float32))
+    rules = [(n, t) for n in (True, False) for t in types if _same_route(module, route, n, t, dtype, device)]
     if len(rules) != 1:
         return False
+    ((normalized, kind),) = rules
 
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., dim] -> logits [rows, experts], weights [rows, k], index [rows, k]."""
         if not _all_are(dtype, device, hidden_states, self.weight):
             return type(self).forward(self, hidden_states)
         logits = linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
-        return (logits, *route(logits, self.top_k, rules[0]))
+        return (logits, *route(logits.to(kind), self.top_k, normalized))
 
     put_forward(module, forward)
     return True
 
 
-def _same_route(module: Any, route: Route, normalized: bool, dtype: torch.dtype, device: str) -> bool:
-    """Whether the class's forward, with other weights, is a product and ``route``."""
+def _same_route(
+    module: Any, route: Route, normalized: bool, kind: torch.dtype, dtype: torch.dtype, device: str
+) -> bool:
+    """Whether the class's forward, with other weights, is a product and ``route`` of its result converted to ``kind``."""
     x, weight = (2 * t - 2 for t in _random(dtype, device, (5, 24), (16, 24)))
     given = {name: getattr(module, name) for name in ("norm_topk_prob",) if hasattr(module, name)}
     stub = SimpleNamespace(weight=weight, hidden_dim=24, num_experts=16, top_k=2, **given)
@@ -128,7 +133,7 @@ def _same_route(module: Any, route: Route, normalized: bool, dtype: torch.dtype,
     except (TypeError, AttributeError, RuntimeError):
         return False
     logits = linear(x, weight)
-    found = (logits, *route(logits, 2, normalized))
+    found = (logits, *route(logits.to(kind), 2, normalized))
     if not isinstance(expected, tuple) or len(expected) != len(found):
         return False
     pairs = list(zip(expected, found, strict=True))
@@ -137,6 +142,11 @@ def _same_route(module: Any, route: Route, normalized: bool, dtype: torch.dtype,
         and all(_same(a, b) for a, b in pairs[:2])
         and bool((pairs[2][0] == pairs[2][1]).all())
     )
+
+
+def accepts_given(route: Route | None) -> bool:
+    """Whether ``Operations.route`` computes the weights of given experts: the last parameter is ``given``."""
+    return route is not None and list(inspect.signature(route).parameters)[-1:] == ["given"]
 
 
 def _same_gate(base: Any, active: Any, gate: Gate, dtype: torch.dtype, device: str) -> bool:

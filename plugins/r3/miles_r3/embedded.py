@@ -1,13 +1,15 @@
 """Records and replays routes in Transformers modules that ``miles_embedded`` loaded.
 
 Almost every family calls ``experts(hidden, index, weights)``; a hook there reads routes (rollout) or replaces them (training). The logits come
-from the router's output in the same call. Llama 4's experts instead receive rows weighted by the router's scores, so the scores are replaced.
-Modules store no state: routes arrive in ``ctx.attached`` and leave in ``ctx.extras``, so a recomputation replays the same rows.
+from the router's output in the same call. If the router computes its choice with an operation that accepts given experts (on a GPU), the operation
+returns the weights of the replayed ones, together with the own choice. Llama 4's experts instead receive rows weighted by the router's scores, so the
+scores are replaced. Modules store no state: routes arrive in ``ctx.attached`` and leave in ``ctx.extras``, so a recomputation replays the same rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +17,31 @@ from torch import Tensor, nn
 
 from miles_core.plugin import PluginError
 from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Context
-from miles_embedded import Routed, active_context, class_forwards, find_routed, routed_blocks
+from miles_embedded import (
+    Routed,
+    accepts_given,
+    active_context,
+    class_forwards,
+    find_routed,
+    operations_of,
+    routed_blocks,
+    use_operations,
+)
 from miles_r3 import ROUTES
 from miles_r3.deterministic import lowest_first_top_k, router_logits, scores_for_choice
-from miles_r3.routers import RULES, Weights, sigmoid_of_gathered, softmax_scaled
+from miles_r3.routers import (
+    RULES,
+    Weights,
+    setting,
+    sigmoid_of_gathered,
+    softmax_in_float,
+    softmax_scaled,
+    softmax_then_gather,
+)
 
-#: Keys in ``Context.attached``: the routes to replay, the mask of rows with a record, a router's logits until its experts run, and the
-#: trainer's own choices.
-REPLAY, RECORDED, LOGITS, OWN = GIVEN_ROUTES, "r3.recorded", "r3.logits", OWN_ROUTES
+#: Keys in ``Context.attached``: the routes to replay, the mask of rows with a record, a router's logits until its experts run, the
+#: trainer's own choices, and the layer whose router has replayed its routes itself, until its experts run.
+REPLAY, RECORDED, LOGITS, OWN, REPLAYED = GIVEN_ROUTES, "r3.recorded", "r3.logits", OWN_ROUTES, "r3.replayed"
 
 
 def moe_blocks(model: nn.Module) -> list[nn.Module]:
@@ -45,6 +64,56 @@ def tap(model: nn.Module, deterministic: bool = False) -> None:
         found.scores.register_forward_hook(_keep_exact_logits if deterministic else _keep_logits)
         hook = _experts_hook(position, len(blocks), found.block, rule, deterministic)
         found.experts.register_forward_pre_hook(hook)
+        if not deterministic:
+            _replay_in_operation(position, len(blocks), found, rule)
+
+
+def _replay_in_operation(position: int, count: int, found: Routed, rule: Weights) -> None:
+    """Let a router's own operation compute the weights of replayed experts, if it accepts them.
+
+    Raises:
+        PluginError: the operation's weights are not those of ``rule`` on random input."""
+    table = operations_of(found.router)
+    route = table.route
+    if route is None or not accepts_given(route) or rule not in (softmax_then_gather, softmax_in_float):
+        return
+    installed = False
+
+    def replay(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
+        # while ``use_operations`` compares, another model's context may be active: that of its last recomputation
+        ctx = active_context() if installed else None
+        if ctx is None or ctx.kind == "rollout" or REPLAY not in ctx.attached:
+            plain: tuple[Tensor, Tensor] = route(logits, k, normalized)
+            return plain
+        index = _given_routes(ctx, position, count, len(logits), k)
+        weights, own = route(logits, k, normalized, index)
+        ctx.attached.setdefault(OWN, {})[position] = own
+        ctx.attached[REPLAYED] = position
+        return weights, index
+
+    installed = bool(use_operations(found.router, replace(table, route=replay))["route"])
+    if installed:
+        _check_operation(route, found, rule)
+
+
+def _check_operation(route: Callable[..., tuple[Tensor, Tensor]], found: Routed, rule: Weights) -> None:
+    """Compare the weights of random experts, which may differ by the order of additions and therefore round to neighbours.
+
+    Raises:
+        PluginError: they differ by more."""
+    weight, generator = found.scores.weight, torch.Generator().manual_seed(0)
+    logits = torch.randn(64, found.count, generator=generator).to(weight.device, weight.dtype)
+    index = torch.rand(64, found.count, generator=generator).to(weight.device).topk(found.scores.top_k).indices
+    expected = rule(logits, index, found.block)
+    normalized = bool(setting(found.block, "norm_topk_prob", True))
+    weights, _ = route(logits.to(expected.dtype), index.shape[1], normalized, index)
+    small = 16 * torch.finfo(torch.float32).eps
+    places = small + 2 * torch.finfo(expected.dtype).eps
+    if weights.dtype != expected.dtype or not torch.allclose(weights, expected, rtol=places, atol=small):
+        raise PluginError(
+            f"r3 cannot replay {type(found.block).__name__}: its operation for routes gives replayed experts other weights than the "
+            "family's code; run without r3, or without the plugin that replaces this operation"
+        )
 
 
 def matching_rule(block: nn.Module) -> Weights:
@@ -130,6 +199,8 @@ def _experts_hook(position: int, count: int, block: nn.Module, rule: Weights, de
             return None
         hidden, own, weights = args
         logits = ctx.attached.pop(LOGITS, None)
+        if ctx.attached.pop(REPLAYED, None) == position:
+            return None  # ``own`` is the index that was replayed
         if deterministic:
             own = lowest_first_top_k(scores_for_choice(logits.detach(), block, rule), own.shape[-1])
         if ctx.kind == "rollout":
@@ -169,14 +240,19 @@ def _scores_hook(position: int, count: int, found: Routed, deterministic: bool) 
 
 def _replayed(ctx: Context, position: int, count: int, own: Tensor) -> Tensor:
     """Return one layer's routes [rows, k] to replay, and store the trainer's own choices in the context."""
+    index = _given_routes(ctx, position, count, *own.shape)
+    ctx.attached.setdefault(OWN, {})[position] = own.detach()
+    return index
+
+
+def _given_routes(ctx: Context, position: int, count: int, rows: int, k: int) -> Tensor:
+    """Return one layer's routes [rows, k] to replay. Raises PluginError if they are another model's."""
     routes: Tensor = ctx.attached[REPLAY]
-    if routes.shape != (len(own), count, own.shape[-1]):
+    if routes.shape != (rows, count, k):
         raise PluginError(
             f"r3 cannot replay routes of shape {list(routes.shape)} (rows, layers, experts per token) in a model with {count} "
-            f"mixture-of-experts layers and {own.shape[-1]} experts per token, for {len(own)} rows; engine and trainer must run the same "
-            "model"
+            f"mixture-of-experts layers and {k} experts per token, for {rows} rows; engine and trainer must run the same model"
         )
-    ctx.attached.setdefault(OWN, {})[position] = own.detach()
     return routes[:, position]
 
 

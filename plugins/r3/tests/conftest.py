@@ -1,21 +1,39 @@
-"""One block of a tiny model, of every family with a router that Transformers knows."""
+"""One block of a tiny model, of every family with a router that Transformers knows; Triton on a GPU, or its interpreter."""
+
+import os
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 
 from miles_core.trainer import Context
+from miles_embedded import operations_of, use_operations
 from miles_embedded.model import call as calls
-from miles_embedded.model.load import NAME
 from miles_r3 import ROUTES
-from miles_r3.embedded import RECORDED, REPLAY, moe_blocks, tap
 from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES
 
 ROWS = 48
 
+if not torch.cuda.is_available() and "triton" not in sys.modules:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, as loading a model does
 
-def make_block(family, deterministic=False, dtype=torch.float32):
-    """The last mixture-of-experts block of a tapped tiny model, and ``run(kind, routes) -> Context`` through it alone."""
+
+@pytest.fixture(scope="session")
+def triton():
+    if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("Triton was imported without its interpreter")
+    return pytest.importorskip("triton")
+
+
+def make_block(family, deterministic=False, dtype=torch.float32, route=None, device="cpu"):
+    """The last mixture-of-experts block of a tapped tiny model, and ``run(kind, routes) -> Context`` through it alone.
+
+    Its routers compute their choice with the operation ``route`` if one is given."""
+    from miles_embedded.model.load import NAME
+    from miles_r3.embedded import RECORDED, REPLAY, moe_blocks, tap
+
     name, values = (FAMILIES | ROUTER_FAMILIES)[family]
     values = values | ({"n_routed_experts": 8} if "n_routed_experts" in values else {})
     torch.manual_seed(0)
@@ -26,10 +44,13 @@ def make_block(family, deterministic=False, dtype=torch.float32):
         for parameter_name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if parameter.ndim > 1 or "correction_bias" in parameter_name:
                 parameter.normal_(std=0.3)
+    model.to(device)
+    if route is not None:
+        use_operations(model, replace(operations_of(model), route=route))
     tap(model, deterministic)
     blocks = moe_blocks(model)
     block = blocks[-1]
-    hidden = torch.randn(1, ROWS, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    hidden = torch.randn(1, ROWS, 32, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
     def run(kind, routes=None):
         ctx = Context(kind, (0, 1), torch.arange(ROWS))
