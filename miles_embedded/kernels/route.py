@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.overlap import overlap, wait
+
 #: Most experts of a row's block, and most that are chosen: the kernel looks for the largest as often.
 MOST_EXPERTS, MOST_CHOSEN = 1024, 16
 
@@ -15,7 +17,9 @@ MOST_EXPERTS, MOST_CHOSEN = 1024, 16
 @triton.jit
 def _choose(  # type: ignore[no-untyped-def]
     logits, weights, index, experts, K: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     row, column, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     x = tl.load(logits + row * experts + column, mask=column < experts, other=-float("inf")).to(tl.float32)
     share = tl.exp(x - tl.max(x, 0))
@@ -52,7 +56,7 @@ def choose(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
     index = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
     block = {"BLOCK": max(16, triton.next_power_of_2(experts)), "BLOCK_K": triton.next_power_of_2(k)}
     if rows:
-        _choose[(rows,)](logits.contiguous(), weights, index, experts, K=k, NORMALIZED=normalized, **block, num_warps=1)
+        _choose[(rows,)](logits.contiguous(), weights, index, experts, K=k, NORMALIZED=normalized, **block, **overlap(logits), num_warps=1)
     return weights, index
 
 

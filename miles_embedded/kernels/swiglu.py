@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_embedded.kernels.epilogue import RowEpilogue, end_of
+from miles_embedded.kernels.overlap import overlap, wait
 
 _BLOCK = 1024
 
@@ -17,8 +18,10 @@ _BLOCK = 1024
 # fmt: off
 @triton.jit(do_not_specialize=["rows", "padded"])
 def _forward(  # type: ignore[no-untyped-def]
-    gate, up, out, gate_row, up_row, width, rows, padded, first, second, BLOCK: tl.constexpr, STORE: tl.constexpr,
+    gate, up, out, gate_row, up_row, width, rows, padded, first, second,
+    BLOCK: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = start + tl.arange(0, BLOCK)
     real = (column < width) & (row < rows)
@@ -71,7 +74,7 @@ def _gate(gate: Tensor, up: Tensor, epilogue: RowEpilogue | None = None) -> Tens
     padded, store, memory = end_of(epilogue, rows, out)
     if rows:
         grid = (padded, triton.cdiv(width, _BLOCK))
-        _forward[grid](a, b, out, *strides, width, rows, padded, *memory, BLOCK=_BLOCK, STORE=store)
+        _forward[grid](a, b, out, *strides, width, rows, padded, *memory, BLOCK=_BLOCK, STORE=store, **overlap(a))
     if epilogue is not None:
         epilogue.finish(out)
     return out

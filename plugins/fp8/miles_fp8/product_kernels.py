@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.overlap import overlap, prefetch, wait
 from miles_fp8.kernels import TILE, _quantized
 
 #: Most rows of a product that quantises them inside; with more, quantising them once is faster.
@@ -33,28 +34,16 @@ TICKETS = 4096
 
 
 @triton.jit
-def _rows(
-    x,
-    x_scales,
-    row,
-    known,
-    block,
-    inner,
-    scale_stride,
-    FUSED: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Return codes [M, 128] and scales [M, 1] of block ``block`` of the rows."""
+def _block_of(matrix, row, known, block, inner, TILE: tl.constexpr):
+    """Load block ``block`` of rows [M, 128]; entries outside the matrix are 0."""
     entry = block * TILE + tl.arange(0, TILE)[None, :]
-    inside = known[:, None] & (entry < inner)
-    if FUSED:
-        value = tl.load(x + row[:, None] * inner + entry, mask=inside, other=0.0).to(tl.float32)
-        codes, scale = _quantized(value, POWER_OF_TWO)
-    else:
-        codes = tl.load(x + row[:, None] * inner + entry, mask=inside, other=0.0)
-        scale = tl.load(x_scales + block * scale_stride + row[:, None], mask=known[:, None], other=0.0)
-    return codes, scale
+    return tl.load(matrix + row[:, None] * inner + entry, mask=known[:, None] & (entry < inner), other=0.0)
+
+
+@triton.jit
+def _row_scales(x_scales, row, known, block, scale_stride):
+    """Load the scales [M, 1] of block ``block`` of rows; those of rows that are not ``known`` are 0."""
+    return tl.load(x_scales + block * scale_stride + row[:, None], mask=known[:, None], other=0.0)
 
 
 @triton.jit
@@ -87,6 +76,7 @@ def _linear(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     start = tl.program_id(0) * BLOCK_COLUMNS
     column = start + tl.arange(0, BLOCK_COLUMNS)
@@ -95,13 +85,28 @@ def _linear(
     blocks = tl.cdiv(inner, TILE)
     share = tl.cdiv(blocks, SPLITS)
     first = tl.program_id(2) * share
-    weight, tile_scales = codes + column.to(tl.int64)[:, None] * inner, scales + start // TILE * scale_stride
+    last = min(first + share, blocks)
+    tile_scales = scales + start // TILE * scale_stride
+    if OVERLAP:
+        for block in range(first, last):  # the weight does not depend on earlier kernels
+            prefetch(codes + tl.minimum(column, width - 1).to(tl.int64) * inner + block * TILE)
+    wait(OVERLAP)
     total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
-    for block in range(first, min(first + share, blocks)):
-        entry = block * TILE + tl.arange(0, TILE)[None, :]
-        w = tl.load(weight + entry, mask=real[:, None] & (entry < inner), other=0.0)
-        row_codes, row_scales = _rows(x, x_scales, row, known, block, inner, x_scale_stride, FUSED, POWER_OF_TWO, TILE)
-        total += tl.dot(w, tl.trans(row_codes)) * (tl.trans(row_scales) * tl.load(tile_scales + block))
+    # Scales are loaded one block ahead, because the pipeline of the loop contains only what ``dot`` reads.
+    tile_scale = tl.load(tile_scales + first, mask=first < last, other=0.0)
+    row_scales = tl.zeros([BLOCK_ROWS, 1], tl.float32)
+    if not FUSED:
+        row_scales = _row_scales(x_scales, row, known & (first < last), first, x_scale_stride)
+    for block in range(first, last):
+        w = _block_of(codes, column.to(tl.int64), real, block, inner, TILE)
+        row_codes = _block_of(x, row, known, block, inner, TILE)
+        if FUSED:
+            row_codes, row_scales = _quantized(row_codes.to(tl.float32), POWER_OF_TWO)
+        factor, more = tl.trans(row_scales) * tile_scale, block + 1 < last
+        tile_scale = tl.load(tile_scales + block + 1, mask=more, other=0.0)
+        if not FUSED:
+            row_scales = _row_scales(x_scales, row, known & more, block + 1, x_scale_stride)
+        total += tl.dot(w, tl.trans(row_codes)) * factor
     place, inside = row[None, :] * width + column[:, None], known[None, :] & real[:, None]
     if SPLITS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -134,15 +139,18 @@ def _experts(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     expert, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_COLUMNS
     column = start + tl.arange(0, BLOCK_COLUMNS)
     real = column < width
     kind = out.dtype.element_ty
     blocks = tl.cdiv(inner, TILE)
     matrix_rows = 2 * width if GATED else width
-    weight = codes + (expert * matrix_rows + column[:, None]) * inner
+    matrix = codes + expert * matrix_rows * inner
     tile_scales = scales + (expert * (matrix_rows // TILE) + start // TILE) * blocks
+    other_scales = tile_scales + width // TILE * blocks
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     last = tl.load(ends + expert)
     for begin in range(first, last, BLOCK_ROWS):
@@ -151,16 +159,20 @@ def _experts(
         row = tl.load(row_of + place, mask=known, other=0) if GATED else place
         total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
         other = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+        tile_scale, row_scales = tl.load(tile_scales), _row_scales(x_scales, row, known, 0, x_scale_stride)
+        if GATED:
+            other_scale = tl.load(other_scales)
         for block in range(blocks):
-            entry = block * TILE + tl.arange(0, TILE)[None, :]
-            inside = real[:, None] & (entry < inner)
-            w = tl.load(weight + entry, mask=inside, other=0.0)
-            row_codes, row_scales = _rows(x, x_scales, row, known, block, inner, x_scale_stride, False, False, TILE)
-            right, factor = tl.trans(row_codes), tl.trans(row_scales)
-            total += tl.dot(w, right) * (factor * tl.load(tile_scales + block))
+            w = _block_of(matrix, column.to(tl.int64), real, block, inner, TILE)
+            right = tl.trans(_block_of(x, row, known, block, inner, TILE))
+            factor, more = tl.trans(row_scales), block + 1 < blocks
+            here, tile_scale = factor * tile_scale, tl.load(tile_scales + block + 1, mask=more, other=0.0)
+            row_scales = _row_scales(x_scales, row, known & more, block + 1, x_scale_stride)
+            total += tl.dot(w, right) * here
             if GATED:
-                w = tl.load(weight + width.to(tl.int64) * inner + entry, mask=inside, other=0.0)
-                other += tl.dot(w, right) * (factor * tl.load(tile_scales + width // TILE * blocks + block))
+                here, other_scale = factor * other_scale, tl.load(other_scales + block + 1, mask=more, other=0.0)
+                w = _block_of(matrix + width.to(tl.int64) * inner, column.to(tl.int64), real, block, inner, TILE)
+                other += tl.dot(w, right) * here
         if GATED:
             gate, up = total.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
             total = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
@@ -206,7 +218,7 @@ def linear(
             x, x if x_scales is None else x_scales, codes, scales, out if bias is None else bias, out, partial, tickets, count, width, inner,
             scales.stride(0), 0 if x_scales is None else x_scales.stride(1), FUSED=x_scales is None, POWER_OF_TWO=power_of_two,
             BIAS=bias is not None, SPLITS=splits, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, TILE=TILE, num_warps=warps,
-            num_stages=stages,
+            num_stages=stages, **overlap(x),
         )
         # fmt: on
     return out
@@ -271,7 +283,7 @@ def expert_product(
         # fmt: off
         _experts[triton.cdiv(width, block_columns), experts](
             x, x_scales, codes, scales, ends if row is None else row, ends, out, width, inner, x_scales.stride(1), GATED=row is not None,
-            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, TILE=TILE, num_warps=warps, num_stages=stages,
+            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, TILE=TILE, num_warps=warps, num_stages=stages, **overlap(x),
         )
         # fmt: on
     return out
