@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_embedded.kernels.epilogue import RowEpilogue, end_of
-from miles_embedded.kernels.overlap import overlap, wait
+from miles_embedded.kernels.overlap import overlap, release, wait
 from miles_embedded.model.attention import AttentionOptions
 
 #: Keys per loop iteration, keys per split (doubled when there would be too many splits), and the largest number of splits.
@@ -61,6 +61,7 @@ def _append_row(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
     wait(OVERLAP)
     query = tl.program_id(0).to(tl.int64)
     row = query // QUERIES
@@ -120,6 +121,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
         result = result * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         highest = now
 
+    release(OVERLAP)
     place = query_head * tl.num_programs(2) + split
     tl.store(sums + place * 2, highest, mask=real)
     tl.store(sums + place * 2 + 1, total, mask=real)
@@ -132,6 +134,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, VALUE_DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr, STORE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
     wait(OVERLAP)
     row_head = tl.program_id(0).to(tl.int64)
     token = row_head // heads

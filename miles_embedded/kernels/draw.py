@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_embedded.kernels.overlap import overlap, wait
+from miles_embedded.kernels.overlap import overlap, release, wait
 
 _BLOCK = 4096
 
@@ -33,6 +33,7 @@ def _draw(  # type: ignore[no-untyped-def]
     logits, temperatures, greedy, keys, prompt_lengths, tokens, lengths, results,
     start, vocab, logits_row, results_row, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
     wait(OVERLAP)
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     source, temperature = logits + row * logits_row, tl.load(temperatures + row)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_embedded.kernels.grouped import few, gated_product, product
-from miles_embedded.kernels.overlap import overlap, wait
+from miles_embedded.kernels.overlap import overlap, release, wait
 from miles_embedded.kernels.swiglu import swiglu_of_halves
 
 #: Most choices that are sorted here: every expert's program reads all of them.
@@ -24,6 +24,7 @@ _BLOCK = 1024
 def _sort(  # type: ignore[no-untyped-def]
     expert_of, order, place, row_of, ends, choices, K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
     wait(OVERLAP)
     expert, column = tl.program_id(0), tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
@@ -48,6 +49,7 @@ def _sum_choices(  # type: ignore[no-untyped-def]
     x, weights, place, out, width, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
     wait(OVERLAP)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = column < width

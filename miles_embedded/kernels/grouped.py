@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_embedded.kernels.overlap import overlap, wait
+from miles_embedded.kernels.overlap import overlap, release, wait
 
 #: Columns and inner entries of a block; warps and pipeline stages of a program.
 COLUMNS, INNER, WARPS, STAGES = 64, 64, 4, 3
@@ -53,6 +53,7 @@ def _product(  # type: ignore[no-untyped-def]
             gate, up = total.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
             total = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
         tl.store(out + place[:, None] * width + column[None, :], total, mask=real[:, None] & known[None, :])
+    release(OVERLAP)
 
 # fmt: on
 

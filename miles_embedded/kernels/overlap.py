@@ -19,10 +19,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Let the next kernel start, and wait until all earlier ones are complete. A kernel calls it once, first of all or after prefetches."""
+    """Wait until all earlier kernels are complete. Every kernel calls it once, first of all or after prefetches."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def release(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel start when all programs have called this or ended.
+
+    Its programs take room on multiprocessors while they wait. A kernel of one short step calls this first of all, a kernel with a loop after it."""
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_embedded.kernels.overlap import overlap, wait
+from miles_embedded.kernels.overlap import overlap, release, wait
 
 
 # fmt: off
@@ -19,6 +19,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BACKWARD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
     wait(OVERLAP)
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_HALF)
     known = dim < HALF

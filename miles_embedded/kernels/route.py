@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_embedded.kernels.overlap import overlap, wait
+from miles_embedded.kernels.overlap import overlap, release, wait
 
 #: Most experts of a row's block, and most that are chosen: the kernel looks for the largest as often.
 MOST_EXPERTS, MOST_CHOSEN = 1024, 16
@@ -19,6 +19,7 @@ def _choose(  # type: ignore[no-untyped-def]
     logits, weights, index, experts, K: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
     wait(OVERLAP)
     row, column, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     x = tl.load(logits + row * experts + column, mask=column < experts, other=-float("inf")).to(tl.float32)

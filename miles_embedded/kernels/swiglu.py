@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_embedded.kernels.epilogue import RowEpilogue, end_of
-from miles_embedded.kernels.overlap import overlap, wait
+from miles_embedded.kernels.overlap import overlap, release, wait
 
 _BLOCK = 1024
 
@@ -21,6 +21,7 @@ def _forward(  # type: ignore[no-untyped-def]
     gate, up, out, gate_row, up_row, width, rows, padded, first, second,
     BLOCK: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
     wait(OVERLAP)
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     column = start + tl.arange(0, BLOCK)

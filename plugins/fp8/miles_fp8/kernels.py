@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_embedded.kernels.overlap import overlap, wait
+from miles_embedded.kernels.overlap import overlap, release, wait
 
 E4M3_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-10)
@@ -147,6 +147,7 @@ def _activation_codes(
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
     wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]

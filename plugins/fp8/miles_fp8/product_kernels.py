@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_embedded.kernels.overlap import overlap, prefetch, wait
+from miles_embedded.kernels.overlap import overlap, prefetch, release, wait
 from miles_fp8.kernels import TILE, _quantized
 
 #: Most rows of a product that quantises them inside; with more, quantising them once is faster.
@@ -41,20 +41,42 @@ def _block_of(matrix, row, known, block, inner, TILE: tl.constexpr):
 
 
 @triton.jit
-def _row_scales(x_scales, row, known, block, scale_stride):
-    """Load the scales [M, 1] of block ``block`` of rows; those of rows that are not ``known`` are 0."""
-    return tl.load(x_scales + block * scale_stride + row[:, None], mask=known[:, None], other=0.0)
+def _row_scales(x_scales, row, known, block, scale_stride, ROWS_LEFT: tl.constexpr):
+    """Load the scales of block ``block`` of rows, [M, 1] or [1, M]; those of rows that are not ``known`` are 0."""
+    scale = tl.load(x_scales + block * scale_stride + row, mask=known, other=0.0)
+    if ROWS_LEFT:
+        return scale[:, None]
+    else:
+        return scale[None, :]
 
 
 @triton.jit
-def _store_sum(out, place, total, bias, column, real, inside, BIAS: tl.constexpr):
+def _multiply(rows, weight, ROWS_LEFT: tl.constexpr):
+    """The product of codes rows [M, 128] and weight [N, 128]: [M, N], or [N, M]."""
+    if ROWS_LEFT:
+        return tl.dot(rows, tl.trans(weight))
+    else:
+        return tl.dot(weight, tl.trans(rows))
+
+
+@triton.jit
+def _across(of_rows, of_columns, ROWS_LEFT: tl.constexpr):
+    """What is known of rows [M] and of columns [N], in the shape of their product."""
+    if ROWS_LEFT:
+        return of_rows[:, None], of_columns[None, :]
+    else:
+        return of_rows[None, :], of_columns[:, None]
+
+
+@triton.jit
+def _store_sum(out, row, column, rows, width, total, bias, BIAS: tl.constexpr):
     """Store the sums of a tile, with the bias of its columns."""
     if BIAS:
-        total += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+        total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=(row < rows) & (column < width))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "scale_stride"])
 def _linear(
     x,
     x_scales,
@@ -91,36 +113,46 @@ def _linear(
         for block in range(first, last):  # the weight does not depend on earlier kernels
             prefetch(codes + tl.minimum(column, width - 1).to(tl.int64) * inner + block * TILE)
     wait(OVERLAP)
-    total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+    # With 64 rows or more, a thread of the product [M, N] needs the scales of 2 rows; of the product [N, M], those of many.
+    ROWS_LEFT: tl.constexpr = BLOCK_ROWS >= 64
+    if ROWS_LEFT:
+        total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
     # Scales are loaded one block ahead, because the pipeline of the loop contains only what ``dot`` reads.
     tile_scale = tl.load(tile_scales + first, mask=first < last, other=0.0)
-    row_scales = tl.zeros([BLOCK_ROWS, 1], tl.float32)
     if not FUSED:
-        row_scales = _row_scales(x_scales, row, known & (first < last), first, x_scale_stride)
+        row_scales = _row_scales(x_scales, row, known & (first < last), first, x_scale_stride, ROWS_LEFT)
     for block in range(first, last):
         w = _block_of(codes, column.to(tl.int64), real, block, inner, TILE)
         row_codes = _block_of(x, row, known, block, inner, TILE)
-        if FUSED:
-            row_codes, row_scales = _quantized(row_codes.to(tl.float32), POWER_OF_TWO)
-        factor, more = tl.trans(row_scales) * tile_scale, block + 1 < last
+        factor, more = tile_scale, block + 1 < last
         tile_scale = tl.load(tile_scales + block + 1, mask=more, other=0.0)
-        if not FUSED:
-            row_scales = _row_scales(x_scales, row, known & more, block + 1, x_scale_stride)
-        total += tl.dot(w, tl.trans(row_codes)) * factor
-    place, inside = row[None, :] * width + column[:, None], known[None, :] & real[:, None]
+        if FUSED:
+            row_codes, found = _quantized(row_codes.to(tl.float32), POWER_OF_TWO)
+            if not ROWS_LEFT:
+                found = tl.trans(found)
+            scaled = found * factor
+        else:
+            scaled = row_scales * factor
+            row_scales = _row_scales(x_scales, row, known & more, block + 1, x_scale_stride, ROWS_LEFT)
+        total += _multiply(row_codes, w, ROWS_LEFT) * scaled
+    release(OVERLAP)
+    at_row, at_column = _across(row, column, ROWS_LEFT)
     if SPLITS > 1:
+        place, inside = at_row * width + at_column, (at_row < rows) & (at_column < width)
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         size = rows * width
         tl.store(partial + tl.program_id(2) * size + place, total, mask=inside)
         tl.debug_barrier()  # every thread has stored before the counter shows it
         if tl.atomic_add(tickets + tile, 1) == SPLITS - 1:
-            total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+            total *= 0.0
             for split in range(SPLITS):
                 total += tl.load(partial + split * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-            _store_sum(out, place, total, bias, column, real, inside, BIAS)
+            _store_sum(out, at_row, at_column, rows, width, total, bias, BIAS)
             tl.store(tickets + tile, 0)
     else:
-        _store_sum(out, place, total, bias, column, real, inside, BIAS)
+        _store_sum(out, at_row, at_column, rows, width, total, bias, BIAS)
 
 
 @triton.jit
@@ -146,6 +178,7 @@ def _experts(
     column = start + tl.arange(0, BLOCK_COLUMNS)
     real = column < width
     kind = out.dtype.element_ty
+    ROWS_LEFT: tl.constexpr = BLOCK_ROWS >= 64
     blocks = tl.cdiv(inner, TILE)
     matrix_rows = 2 * width if GATED else width
     matrix = codes + expert * matrix_rows * inner
@@ -157,26 +190,33 @@ def _experts(
         place = (begin + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
         known = place < last
         row = tl.load(row_of + place, mask=known, other=0) if GATED else place
-        total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
-        other = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
-        tile_scale, row_scales = tl.load(tile_scales), _row_scales(x_scales, row, known, 0, x_scale_stride)
+        if ROWS_LEFT:
+            total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        else:
+            total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+        other = total
+        tile_scale = tl.load(tile_scales)
+        row_scales = _row_scales(x_scales, row, known, 0, x_scale_stride, ROWS_LEFT)
         if GATED:
             other_scale = tl.load(other_scales)
         for block in range(blocks):
             w = _block_of(matrix, column.to(tl.int64), real, block, inner, TILE)
-            right = tl.trans(_block_of(x, row, known, block, inner, TILE))
-            factor, more = tl.trans(row_scales), block + 1 < blocks
+            row_codes = _block_of(x, row, known, block, inner, TILE)
+            factor, more = row_scales, block + 1 < blocks
             here, tile_scale = factor * tile_scale, tl.load(tile_scales + block + 1, mask=more, other=0.0)
-            row_scales = _row_scales(x_scales, row, known & more, block + 1, x_scale_stride)
-            total += tl.dot(w, right) * here
+            row_scales = _row_scales(x_scales, row, known & more, block + 1, x_scale_stride, ROWS_LEFT)
+            total += _multiply(row_codes, w, ROWS_LEFT) * here
             if GATED:
                 here, other_scale = factor * other_scale, tl.load(other_scales + block + 1, mask=more, other=0.0)
                 w = _block_of(matrix + width.to(tl.int64) * inner, column.to(tl.int64), real, block, inner, TILE)
-                other += tl.dot(w, right) * here
+                other += _multiply(row_codes, w, ROWS_LEFT) * here
         if GATED:
             gate, up = total.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
             total = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
-        tl.store(out + place[None, :] * width + column[:, None], total.to(kind), mask=known[None, :] & real[:, None])
+        at_row, at_column = _across(place, column, ROWS_LEFT)
+        inside = (at_row < last) & (at_column < width)
+        tl.store(out + at_row * width + at_column, total.to(kind), mask=inside)
+    release(OVERLAP)
 
 
 def linear(
