@@ -140,7 +140,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
     token = row_head // heads
     row = token // QUERIES
     used = (tl.load(prompt_lengths + row) + tl.load(own_lengths + row) + token % QUERIES) // split_size + 1
-    dim = tl.arange(0, BLOCK_VALUE)
+    dim = tl.arange(0, BLOCK_VALUE)[None, :]  # two dimensions, as STORE takes them
     known = dim < VALUE_DIM
     highest = tl.load(sums + row_head * splits * 2)
     for split in range(1, used):
@@ -150,7 +150,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
         sink = tl.load(sinks + row_head % heads).to(tl.float32)
         highest = tl.maximum(highest, sink)
         total = tl.exp(sink - highest)
-    result = tl.zeros([BLOCK_VALUE], tl.float32)
+    result = tl.zeros([1, BLOCK_VALUE], tl.float32)
     for split in range(0, used):
         at = row_head * splits + split
         weight = tl.exp(tl.load(sums + at * 2) - highest)  # 0 for a split without visible keys
@@ -159,7 +159,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
     result = (result / total).to(out.dtype.element_ty)
     tl.store(out + row_head * VALUE_DIM + dim, result, mask=known)
     if STORE is not None:
-        STORE(result.to(tl.float32)[None, :], token, row_head % heads * VALUE_DIM, heads * VALUE_DIM, rows, first, second)
+        STORE(result.to(tl.float32), token, row_head % heads * VALUE_DIM, heads * VALUE_DIM, rows, first, second)
 
 # fmt: on
 

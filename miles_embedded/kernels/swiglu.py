@@ -24,7 +24,7 @@ def _forward(  # type: ignore[no-untyped-def]
     release(OVERLAP)
     wait(OVERLAP)
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    column = start + tl.arange(0, BLOCK)
+    column = start + tl.arange(0, BLOCK)[None, :]  # two dimensions, as STORE takes them
     real = (column < width) & (row < rows)
     a = tl.load(gate + row * gate_row + column, mask=real, other=0.0).to(tl.float32)
     b = tl.load(up + row * up_row + column, mask=real, other=0.0).to(tl.float32)
@@ -32,7 +32,7 @@ def _forward(  # type: ignore[no-untyped-def]
     result = (active * b).to(out.dtype.element_ty)
     tl.store(out + row * width + column, result, mask=real)
     if STORE is not None:
-        STORE(tl.where(real, result.to(tl.float32), 0.0)[None, :], row, start, width, padded, first, second)
+        STORE(tl.where(real, result.to(tl.float32), 0.0), row, start, width, padded, first, second)
 
 
 @triton.jit

@@ -146,7 +146,7 @@ def _linear(
         tl.store(partial + tl.program_id(2) * size + place, total, mask=inside)
         tl.debug_barrier()  # every thread has stored before the counter shows it
         if tl.atomic_add(tickets + tile, 1) == SPLITS - 1:
-            total *= 0.0
+            total = tl.zeros(total.shape, tl.float32)
             for split in range(SPLITS):
                 total += tl.load(partial + split * size + place, mask=inside, other=0.0, cache_modifier=".cg")
             _store_sum(out, at_row, at_column, rows, width, total, bias, BIAS)
