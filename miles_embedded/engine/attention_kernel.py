@@ -81,6 +81,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
     wait(OVERLAP)
     token, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     row = token // QUERIES
@@ -121,7 +122,6 @@ def _attend_split(  # type: ignore[no-untyped-def]
         result = result * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         highest = now
 
-    release(OVERLAP)
     place = query_head * tl.num_programs(2) + split
     tl.store(sums + place * 2, highest, mask=real)
     tl.store(sums + place * 2 + 1, total, mask=real)

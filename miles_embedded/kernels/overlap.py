@@ -33,14 +33,6 @@ def release(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
 
 
-@triton.jit
-def prefetch(address):  # type: ignore[no-untyped-def]
-    """Bring the cache line of each address (a tensor of pointers) to the L2 cache. Values are not read, so this may come before ``wait``."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 def overlap(x: Tensor) -> dict[str, bool]:
     """Return the launch options of a kernel on the device of ``x``: its argument ``OVERLAP``, and Triton's option where that is true."""
     return {"OVERLAP": True, "launch_pdl": True} if x.is_cuda and _can_overlap(x.device) else {"OVERLAP": False}

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_embedded.kernels.overlap import overlap, prefetch, release, wait
+from miles_embedded.kernels.overlap import overlap, release, wait
 from miles_fp8.kernels import TILE, _quantized
 
 #: Most rows of a product that quantises them inside; with more, quantising them once is faster.
@@ -109,35 +109,44 @@ def _linear(
     first = tl.program_id(2) * share
     last = min(first + share, blocks)
     tile_scales = scales + start // TILE * scale_stride
-    if OVERLAP:
-        for block in range(first, last):  # the weight does not depend on earlier kernels
-            prefetch(codes + tl.minimum(column, width - 1).to(tl.int64) * inner + block * TILE)
-    wait(OVERLAP)
     # With 64 rows or more, a thread of the product [M, N] needs the scales of 2 rows; of the product [N, M], those of many.
     ROWS_LEFT: tl.constexpr = BLOCK_ROWS >= 64
+    if BLOCK_ROWS < 64:
+        release(OVERLAP)
+    wait(OVERLAP)
     if ROWS_LEFT:
         total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     else:
         total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
-    # Scales are loaded one block ahead, because the pipeline of the loop contains only what ``dot`` reads.
-    tile_scale = tl.load(tile_scales + first, mask=first < last, other=0.0)
+    column = column.to(tl.int64)
+    # An iteration multiplies two blocks, so that it waits for memory half as often. The pipeline of the loop contains only what ``dot`` reads,
+    # so each iteration loads the scales of the next one.
+    even_tile = tl.load(tile_scales + first, mask=first < last, other=0.0)
+    odd_tile = tl.load(tile_scales + first + 1, mask=first + 1 < last, other=0.0)
     if not FUSED:
-        row_scales = _row_scales(x_scales, row, known & (first < last), first, x_scale_stride, ROWS_LEFT)
-    for block in range(first, last):
-        w = _block_of(codes, column.to(tl.int64), real, block, inner, TILE)
-        row_codes = _block_of(x, row, known, block, inner, TILE)
-        factor, more = tile_scale, block + 1 < last
-        tile_scale = tl.load(tile_scales + block + 1, mask=more, other=0.0)
+        even_rows = _row_scales(x_scales, row, known & (first < last), first, x_scale_stride, ROWS_LEFT)
+        odd_rows = _row_scales(x_scales, row, known & (first + 1 < last), first + 1, x_scale_stride, ROWS_LEFT)
+    for block in range(first, last, 2):
+        more = block + 1 < last
+        even = _block_of(x, row, known, block, inner, TILE)
+        odd = _block_of(x, row, known & more, block + 1, inner, TILE)
+        even_weight = _block_of(codes, column, real, block, inner, TILE)
+        odd_weight = _block_of(codes, column, real & more, block + 1, inner, TILE)
         if FUSED:
-            row_codes, found = _quantized(row_codes.to(tl.float32), POWER_OF_TWO)
+            even, even_rows = _quantized(even.to(tl.float32), POWER_OF_TWO)
+            odd, odd_rows = _quantized(odd.to(tl.float32), POWER_OF_TWO)
             if not ROWS_LEFT:
-                found = tl.trans(found)
-            scaled = found * factor
-        else:
-            scaled = row_scales * factor
-            row_scales = _row_scales(x_scales, row, known & more, block + 1, x_scale_stride, ROWS_LEFT)
-        total += _multiply(row_codes, w, ROWS_LEFT) * scaled
-    release(OVERLAP)
+                even_rows, odd_rows = tl.trans(even_rows), tl.trans(odd_rows)
+        even_scale, odd_scale = even_rows * even_tile, odd_rows * odd_tile
+        even_tile = tl.load(tile_scales + block + 2, mask=block + 2 < last, other=0.0)
+        odd_tile = tl.load(tile_scales + block + 3, mask=block + 3 < last, other=0.0)
+        if not FUSED:
+            even_rows = _row_scales(x_scales, row, known & (block + 2 < last), block + 2, x_scale_stride, ROWS_LEFT)
+            odd_rows = _row_scales(x_scales, row, known & (block + 3 < last), block + 3, x_scale_stride, ROWS_LEFT)
+        total += _multiply(even, even_weight, ROWS_LEFT) * even_scale
+        total += _multiply(odd, odd_weight, ROWS_LEFT) * odd_scale
+    if BLOCK_ROWS >= 64:
+        release(OVERLAP)
     at_row, at_column = _across(row, column, ROWS_LEFT)
     if SPLITS > 1:
         place, inside = at_row * width + at_column, (at_row < rows) & (at_column < width)
