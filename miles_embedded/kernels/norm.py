@@ -88,7 +88,9 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | No
     padded, store, memory = end_of(epilogue, rows, out)
     if rows:
         grid = (triton.cdiv(padded, blocks["BLOCK_ROWS"]),)
-        _forward[grid](x, weight, out, rows, eps, inner, outer_stride, padded, *memory, **blocks, STORE=store, **overlap(x))
+        _forward[grid](
+            x, weight, out, rows, eps, inner, outer_stride, padded, *memory, **blocks, STORE=store, **overlap(x)
+        )
     if epilogue is not None:
         epilogue.finish(out)
     return out

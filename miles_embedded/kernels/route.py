@@ -57,7 +57,17 @@ def choose(logits: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
     index = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
     block = {"BLOCK": max(16, triton.next_power_of_2(experts)), "BLOCK_K": triton.next_power_of_2(k)}
     if rows:
-        _choose[(rows,)](logits.contiguous(), weights, index, experts, K=k, NORMALIZED=normalized, **block, **overlap(logits), num_warps=1)
+        _choose[(rows,)](
+            logits.contiguous(),
+            weights,
+            index,
+            experts,
+            K=k,
+            NORMALIZED=normalized,
+            **block,
+            **overlap(logits),
+            num_warps=1,
+        )
     return weights, index
 
 

@@ -3,9 +3,12 @@
     y[m, n] = sum over blocks b of 128 along K:  sx[m, b] * sw[n / 128, b] * (codes of x . codes of w in the block)
 
 as ``product`` computes it: tensor cores multiply the codes of a block, and the scaled partial sums are added in FP32. With few rows a product
-takes as long as reading the weight, so these kernels read each code once, and quantise the rows of ``x`` themselves (the rule of
-``kernels``, so the same codes) instead of in a launch of their own. The weight is the left operand, because Hopper's instruction takes at
-least 64 rows of the left operand and 8 of the right one.
+takes as long as reading the weight, so these kernels read each code once. Without codes of ``x`` they quantise its rows themselves (the rule
+of ``kernels``, so the same codes) instead of in a launch of their own.
+
+Hopper's instruction takes at least 64 rows of the left operand and 8 of the right one. With fewer than 64 rows of ``x`` the weight is the left
+operand, so that none is computed in vain. Otherwise the rows are the left one (``ROWS_LEFT``): a thread of that product needs the scales of
+two rows, and a thread of the other one those of a quarter of them, which takes as long as the product.
 
 A long K and a small N would occupy few multiprocessors. Several programs then share the blocks of K, write their partial sums, and the last
 one to finish adds them in a fixed order, so that a result never depends on timing.
@@ -26,7 +29,7 @@ from miles_fp8.kernels import TILE, _quantized
 #: Most rows of a product that quantises them inside; with more, quantising them once is faster.
 FEW = 16
 #: Most rows, and entries of the result of more rows, of a product by these kernels; with more, cuBLAS is faster.
-MANY, MANY_ENTRIES = 64, 655_360
+MANY, MANY_ENTRIES = 64, 786_432
 #: ``config`` of ``linear`` and ``expert_product`` for products whose order may not depend on the number of rows.
 FIXED, FIXED_EXPERTS = (64, 128, 1, 4, 3), (64, 64, 4, 3)
 #: Counters of tiles whose partial sums are complete.
@@ -60,6 +63,14 @@ def _multiply(rows, weight, ROWS_LEFT: tl.constexpr):
 
 
 @triton.jit
+def _zeros(rows: tl.constexpr, columns: tl.constexpr, ROWS_LEFT: tl.constexpr):
+    if ROWS_LEFT:
+        return tl.zeros([rows, columns], tl.float32)
+    else:
+        return tl.zeros([columns, rows], tl.float32)
+
+
+@triton.jit
 def _across(of_rows, of_columns, ROWS_LEFT: tl.constexpr):
     """What is known of rows [M] and of columns [N], in the shape of their product."""
     if ROWS_LEFT:
@@ -68,37 +79,47 @@ def _across(of_rows, of_columns, ROWS_LEFT: tl.constexpr):
         return of_rows[None, :], of_columns[:, None]
 
 
+# fmt: off
 @triton.jit
-def _store_sum(out, row, column, rows, width, total, bias, BIAS: tl.constexpr):
-    """Store the sums of a tile, with the bias of its columns."""
-    if BIAS:
-        total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=(row < rows) & (column < width))
+def _scales(  # the pipeline of a loop contains only what ``dot`` reads, so an iteration loads the scales of the next one
+    x_scales, tile_scales, row, known, block, last, scale_stride, FUSED: tl.constexpr, ROWS_LEFT: tl.constexpr,
+):
+    """Load the scales of rows and of the weight's tile for block ``block``, 0 from ``last`` on. With FUSED there are none of rows."""
+    tile = tl.load(tile_scales + block, mask=block < last, other=0.0)
+    if FUSED:
+        return tile, tile
+    else:
+        return _row_scales(x_scales, row, known & (block < last), block, scale_stride, ROWS_LEFT), tile
+
+
+@triton.jit
+def _store_sum(
+    total, out, bias, partial, tickets, row, column, rows, width, BIAS: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """Store the sums of a tile, with the bias of its columns; if programs share K, the last of them to finish stores the sum of all."""
+    place, inside, last = row * width + column, (row < rows) & (column < width), True
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    if SPLITS > 1:
+        size = rows * width
+        tl.store(partial + tl.program_id(2) * size + place, total, mask=inside)
+        tl.debug_barrier()  # every thread has stored before the counter shows it
+        last = tl.atomic_add(tickets + tile, 1) == SPLITS - 1
+    if last:
+        if SPLITS > 1:
+            total = tl.zeros(total.shape, tl.float32)
+            for split in range(SPLITS):
+                total += tl.load(partial + split * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(tickets + tile, 0)
+        if BIAS:
+            total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])
 def _linear(
-    x,
-    x_scales,
-    codes,
-    scales,
-    bias,
-    out,
-    partial,
-    tickets,
-    rows,
-    width,
-    inner,
-    scale_stride,
-    x_scale_stride,
-    FUSED: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, x_scales, codes, scales, bias, out, partial, tickets, rows, width, inner, scale_stride, x_scale_stride,
+    FUSED: tl.constexpr, POWER_OF_TWO: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     start = tl.program_id(0) * BLOCK_COLUMNS
     column = start + tl.arange(0, BLOCK_COLUMNS)
@@ -109,78 +130,38 @@ def _linear(
     first = tl.program_id(2) * share
     last = min(first + share, blocks)
     tile_scales = scales + start // TILE * scale_stride
-    # With 64 rows or more, a thread of the product [M, N] needs the scales of 2 rows; of the product [N, M], those of many.
     ROWS_LEFT: tl.constexpr = BLOCK_ROWS >= 64
-    if BLOCK_ROWS < 64:
-        release(OVERLAP)
     wait(OVERLAP)
-    if ROWS_LEFT:
-        total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    else:
-        total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
-    column = column.to(tl.int64)
-    # An iteration multiplies two blocks, so that it waits for memory half as often. The pipeline of the loop contains only what ``dot`` reads,
-    # so each iteration loads the scales of the next one.
-    even_tile = tl.load(tile_scales + first, mask=first < last, other=0.0)
-    odd_tile = tl.load(tile_scales + first + 1, mask=first + 1 < last, other=0.0)
-    if not FUSED:
-        even_rows = _row_scales(x_scales, row, known & (first < last), first, x_scale_stride, ROWS_LEFT)
-        odd_rows = _row_scales(x_scales, row, known & (first + 1 < last), first + 1, x_scale_stride, ROWS_LEFT)
-    for block in range(first, last, 2):
+    total = _zeros(BLOCK_ROWS, BLOCK_COLUMNS, ROWS_LEFT)
+    even_rows, even_tile = _scales(x_scales, tile_scales, row, known, first, last, x_scale_stride, FUSED, ROWS_LEFT)
+    odd_rows, odd_tile = _scales(x_scales, tile_scales, row, known, first + 1, last, x_scale_stride, FUSED, ROWS_LEFT)
+    for block in range(first, last, 2):  # two blocks at a time wait for memory half as often
         more = block + 1 < last
         even = _block_of(x, row, known, block, inner, TILE)
         odd = _block_of(x, row, known & more, block + 1, inner, TILE)
-        even_weight = _block_of(codes, column, real, block, inner, TILE)
-        odd_weight = _block_of(codes, column, real & more, block + 1, inner, TILE)
+        even_weight = _block_of(codes, column.to(tl.int64), real, block, inner, TILE)
+        odd_weight = _block_of(codes, column.to(tl.int64), real & more, block + 1, inner, TILE)
         if FUSED:
-            even, even_rows = _quantized(even.to(tl.float32), POWER_OF_TWO)
-            odd, odd_rows = _quantized(odd.to(tl.float32), POWER_OF_TWO)
+            even, even_scale = _quantized(even.to(tl.float32), POWER_OF_TWO)
+            odd, odd_scale = _quantized(odd.to(tl.float32), POWER_OF_TWO)
             if not ROWS_LEFT:
-                even_rows, odd_rows = tl.trans(even_rows), tl.trans(odd_rows)
-        even_scale, odd_scale = even_rows * even_tile, odd_rows * odd_tile
-        even_tile = tl.load(tile_scales + block + 2, mask=block + 2 < last, other=0.0)
-        odd_tile = tl.load(tile_scales + block + 3, mask=block + 3 < last, other=0.0)
-        if not FUSED:
-            even_rows = _row_scales(x_scales, row, known & (block + 2 < last), block + 2, x_scale_stride, ROWS_LEFT)
-            odd_rows = _row_scales(x_scales, row, known & (block + 3 < last), block + 3, x_scale_stride, ROWS_LEFT)
+                even_scale, odd_scale = tl.trans(even_scale), tl.trans(odd_scale)
+            even_scale, odd_scale = even_scale * even_tile, odd_scale * odd_tile
+        else:
+            even_scale, odd_scale = even_rows * even_tile, odd_rows * odd_tile
+        even_rows, even_tile = _scales(x_scales, tile_scales, row, known, block + 2, last, x_scale_stride, FUSED, ROWS_LEFT)
+        odd_rows, odd_tile = _scales(x_scales, tile_scales, row, known, block + 3, last, x_scale_stride, FUSED, ROWS_LEFT)
         total += _multiply(even, even_weight, ROWS_LEFT) * even_scale
         total += _multiply(odd, odd_weight, ROWS_LEFT) * odd_scale
-    if BLOCK_ROWS >= 64:
-        release(OVERLAP)
+    release(OVERLAP)
     at_row, at_column = _across(row, column, ROWS_LEFT)
-    if SPLITS > 1:
-        place, inside = at_row * width + at_column, (at_row < rows) & (at_column < width)
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        size = rows * width
-        tl.store(partial + tl.program_id(2) * size + place, total, mask=inside)
-        tl.debug_barrier()  # every thread has stored before the counter shows it
-        if tl.atomic_add(tickets + tile, 1) == SPLITS - 1:
-            total = tl.zeros(total.shape, tl.float32)
-            for split in range(SPLITS):
-                total += tl.load(partial + split * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-            _store_sum(out, at_row, at_column, rows, width, total, bias, BIAS)
-            tl.store(tickets + tile, 0)
-    else:
-        _store_sum(out, at_row, at_column, rows, width, total, bias, BIAS)
+    _store_sum(total, out, bias, partial, tickets, at_row, at_column, rows, width, BIAS, SPLITS)
 
 
 @triton.jit
 def _experts(
-    x,
-    x_scales,
-    codes,
-    scales,
-    row_of,
-    ends,
-    out,
-    width,
-    inner,
-    x_scale_stride,
-    GATED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, x_scales, codes, scales, row_of, ends, out, width, inner, x_scale_stride,
+    GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     wait(OVERLAP)
     expert, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_COLUMNS
@@ -199,10 +180,7 @@ def _experts(
         place = (begin + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
         known = place < last
         row = tl.load(row_of + place, mask=known, other=0) if GATED else place
-        if ROWS_LEFT:
-            total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-        else:
-            total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+        total = _zeros(BLOCK_ROWS, BLOCK_COLUMNS, ROWS_LEFT)
         other = total
         tile_scale = tl.load(tile_scales)
         row_scales = _row_scales(x_scales, row, known, 0, x_scale_stride, ROWS_LEFT)
@@ -226,6 +204,8 @@ def _experts(
         inside = (at_row < last) & (at_column < width)
         tl.store(out + at_row * width + at_column, total.to(kind), mask=inside)
     release(OVERLAP)
+
+# fmt: on
 
 
 def linear(
@@ -274,26 +254,30 @@ def linear(
 
 
 def takes(rows: int, width: int) -> bool:
-    """Return whether ``linear`` is faster than cuBLAS, as measured on an H200 (``benchmarks/fp8_product.py``)."""
-    return rows <= MANY or (rows <= 4 * MANY and rows * width <= MANY_ENTRIES)
+    """Return whether ``linear`` is faster than cuBLAS, as measured on an H200 (``benchmarks/fp8_product_tiles.py``)."""
+    return rows <= MANY or (rows <= 8 * MANY and rows * width <= MANY_ENTRIES)
 
 
 def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
     """Return BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages of ``linear``.
 
-    The rule is a fit to ``benchmarks/fp8_product_tiles.py``. With some tens of rows, more programs than the GPU has multiprocessors hide the
-    latency of short loops; with more rows, a second wave of programs costs more than it hides, unless the loop over K is long."""
-    few, steps = rows <= FEW, triton.cdiv(inner, TILE)
-    small = rows <= 32 or (rows <= 64 and steps <= 16 and width <= 2048)
-    block_rows = 32 if small else 64
-    if few:
-        block_rows = 16
-    block_columns = 128 if few and width * inner > 1 << 22 else 64
-    tiles = triton.cdiv(width, block_columns) * triton.cdiv(rows, block_rows)
-    programs = 400 if small else 264 if steps >= 32 else 132
-    shortest = 2 if few else 3 if small else 4
-    most = min(programs // tiles, steps // shortest, 8 if few else 4)
-    return block_rows, block_columns, 1 << (max(1, most).bit_length() - 1), 4, 4 if small and not few else 3
+    The rule is a fit to ``benchmarks/fp8_product_tiles.py``. A long K is divided among programs as long as each of them has several blocks, and the
+    GPU has not many more programs than multiprocessors."""
+    steps = triton.cdiv(inner, TILE)
+    short, warps, stages = steps <= 16, 4, 3
+    if rows <= FEW:
+        block_rows, programs, shortest = 16, 400, 3
+    elif rows <= 32 and short:
+        block_rows, programs, shortest, stages = 16, 132, 3, 4
+    elif rows <= 32:
+        block_rows, programs, shortest = 32, 264, 4
+    elif rows <= 64 and short and width <= 2560:
+        block_rows, programs, shortest = 32, 132, 3
+    else:
+        block_rows, programs, shortest, warps = 64, 264, 8, 8 if rows <= 128 else 4
+    tiles = triton.cdiv(width, 64) * triton.cdiv(rows, block_rows)
+    most = max(1, min(programs // tiles, steps // shortest, 4))
+    return block_rows, 64, 1 << (most.bit_length() - 1), warps, stages
 
 
 def expert_product(
