@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_embedded.kernels.epilogue import RowEpilogue, end_of
+from miles_embedded.kernels.overlap import overlap, release, wait
 from miles_embedded.model.attention import AttentionOptions
 
 #: Keys per loop iteration, keys per split (doubled when there would be too many splits), and the largest number of splits.
@@ -58,7 +59,10 @@ def _append(  # type: ignore[no-untyped-def]
 def _append_row(  # type: ignore[no-untyped-def]
     key, value, keys, values, lengths, key_head, key_row, value_head, value_row, width,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
+    wait(OVERLAP)
     query = tl.program_id(0).to(tl.int64)
     row = query // QUERIES
     length = tl.load(lengths + row) + query % QUERIES
@@ -75,7 +79,10 @@ def _attend_split(  # type: ignore[no-untyped-def]
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
+    wait(OVERLAP)
     token, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     row = token // QUERIES
     prompt = tl.load(prompt_lengths + row)
@@ -125,12 +132,15 @@ def _attend_split(  # type: ignore[no-untyped-def]
 def _merge_splits(  # type: ignore[no-untyped-def]
     partial, sums, sinks, out, prompt_lengths, own_lengths, split_size, splits, heads, rows, first, second,
     QUERIES: tl.constexpr, VALUE_DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr, STORE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
+    wait(OVERLAP)
     row_head = tl.program_id(0).to(tl.int64)
     token = row_head // heads
     row = token // QUERIES
     used = (tl.load(prompt_lengths + row) + tl.load(own_lengths + row) + token % QUERIES) // split_size + 1
-    dim = tl.arange(0, BLOCK_VALUE)
+    dim = tl.arange(0, BLOCK_VALUE)[None, :]  # two dimensions, as STORE takes them
     known = dim < VALUE_DIM
     highest = tl.load(sums + row_head * splits * 2)
     for split in range(1, used):
@@ -140,7 +150,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
         sink = tl.load(sinks + row_head % heads).to(tl.float32)
         highest = tl.maximum(highest, sink)
         total = tl.exp(sink - highest)
-    result = tl.zeros([BLOCK_VALUE], tl.float32)
+    result = tl.zeros([1, BLOCK_VALUE], tl.float32)
     for split in range(0, used):
         at = row_head * splits + split
         weight = tl.exp(tl.load(sums + at * 2) - highest)  # 0 for a split without visible keys
@@ -149,7 +159,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
     result = (result / total).to(out.dtype.element_ty)
     tl.store(out + row_head * VALUE_DIM + dim, result, mask=known)
     if STORE is not None:
-        STORE(result.to(tl.float32)[None, :], token, row_head % heads * VALUE_DIM, heads * VALUE_DIM, rows, first, second)
+        STORE(result.to(tl.float32), token, row_head % heads * VALUE_DIM, heads * VALUE_DIM, rows, first, second)
 
 # fmt: on
 
@@ -192,14 +202,14 @@ def attend_rows(
         **{"KV_HEADS": kv_heads, "SHARED": heads // kv_heads, "DIM": dim},
         **{"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)},
         **{"BLOCK_HEADS": _block(heads // kv_heads), "BLOCK_DIM": _block(dim), "BLOCK_KEYS": BLOCK},
-        **{**wide, "num_warps": WARPS, "num_stages": STAGES},
+        **{**wide, **overlap(q), "num_warps": WARPS, "num_stages": STAGES},
     }
     _attend_split[(rows, kv_heads, splits)](q, *slabs, *tokens, partial, sums, *numbers, **constants)
     sinks = q if options.sinks is None else options.sinks
     lengths = (call.prompt_lengths, call.lengths)
     epilogue = epilogue if epilogue is not None and _fits(epilogue, rows, value_dim) else None
     _, store, memory = end_of(epilogue, rows, out)
-    merged = {"SINKS": options.sinks is not None, **wide, "STORE": store, "num_warps": 1}
+    merged = {"SINKS": options.sinks is not None, **wide, "STORE": store, **overlap(q), "num_warps": 1}
     _merge_splits[(rows * heads,)](partial, sums, sinks, out, *lengths, size, splits, heads, rows, *memory, **merged)
     if epilogue is not None:
         epilogue.finish(out.view(rows, -1))
@@ -221,7 +231,8 @@ def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, length
     blocks = {"QUERIES": queries, "DIM": dim, "BLOCK": triton.next_power_of_2(heads * dim)}
     blocks |= {"VALUE_DIM": value.shape[3], "BLOCK_VALUE": triton.next_power_of_2(heads * value.shape[3])}
     strides = (*key.stride()[1:3], *value.stride()[1:3])
-    _append_row[(tokens, 2)](key, value, keys, values, lengths, *strides, keys.shape[2], HEADS=heads, **blocks)
+    options = blocks | overlap(key)
+    _append_row[(tokens, 2)](key, value, keys, values, lengths, *strides, keys.shape[2], HEADS=heads, **options)
 
 
 def _fits(epilogue: RowEpilogue, rows: int, dim: int) -> bool:

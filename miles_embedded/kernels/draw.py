@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.overlap import overlap, release, wait
+
 _BLOCK = 4096
 
 
@@ -29,8 +31,10 @@ def _mix(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _draw(  # type: ignore[no-untyped-def]
     logits, temperatures, greedy, keys, prompt_lengths, tokens, lengths, results,
-    start, vocab, logits_row, results_row, BLOCK: tl.constexpr,
+    start, vocab, logits_row, results_row, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
+    wait(OVERLAP)
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     source, temperature = logits + row * logits_row, tl.load(temperatures + row)
     highest = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -107,7 +111,8 @@ def draw_rows(logits: Tensor, batch: Batch, start: int) -> None:
     fixed = (batch.temperature, batch.greedy, batch.keys, batch.prompt_lengths)
     moved = (batch.tokens, batch.lengths, batch.results)
     strides = (logits.stride(0), batch.results.stride(0))
-    _draw[(rows,)](logits, *fixed, *moved, start, vocab, *strides, BLOCK=block, num_warps=8 if block > 1024 else 4)
+    options = overlap(logits) | {"num_warps": 8 if block > 1024 else 4}
+    _draw[(rows,)](logits, *fixed, *moved, start, vocab, *strides, BLOCK=block, **options)
 
 
 def can_draw(logits: Tensor) -> bool:

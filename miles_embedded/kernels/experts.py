@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_embedded.kernels.grouped import few, gated_product, product
+from miles_embedded.kernels.overlap import overlap, release, wait
 from miles_embedded.kernels.swiglu import swiglu_of_halves
 
 #: Most choices that are sorted here: every expert's program reads all of them.
@@ -18,8 +19,13 @@ MOST_CHOICES = 1 << 17
 _BLOCK = 1024
 
 
+# fmt: off
 @triton.jit
-def _sort(expert_of, order, place, row_of, ends, choices, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sort(  # type: ignore[no-untyped-def]
+    expert_of, order, place, row_of, ends, choices, K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    release(OVERLAP)
+    wait(OVERLAP)
     expert, column = tl.program_id(0), tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, choices, BLOCK):
@@ -38,11 +44,13 @@ def _sort(expert_of, order, place, row_of, ends, choices, K: tl.constexpr, BLOCK
     tl.store(ends + expert, position)
 
 
-# fmt: off
 @triton.jit
 def _sum_choices(  # type: ignore[no-untyped-def]
     x, weights, place, out, width, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
+    wait(OVERLAP)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = column < width
     kind = x.dtype.element_ty
@@ -82,7 +90,7 @@ def sorted_places(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, 
     place = torch.empty(index.shape, dtype=torch.int64, device=index.device)
     ends = torch.empty(experts, dtype=torch.int32, device=index.device)
     block = min(_BLOCK, max(16, triton.next_power_of_2(index.numel())))
-    _sort[(experts,)](index, order, place, row, ends, index.numel(), K=index.shape[1], BLOCK=block)
+    _sort[(experts,)](index, order, place, row, ends, index.numel(), K=index.shape[1], BLOCK=block, **overlap(index))
     return order, place, row, ends
 
 
@@ -102,7 +110,8 @@ def _sum(x: Tensor, weights: Tensor | None, place: Tensor) -> Tensor:
     grid = rows, triton.cdiv(x.shape[1], _BLOCK)
     if rows:
         given = x if weights is None else weights
-        _sum_choices[grid](x, given, place, out, x.shape[1], K=k, WEIGHTED=weights is not None, BLOCK=_BLOCK)
+        options = {"K": k, "WEIGHTED": weights is not None, "BLOCK": _BLOCK, **overlap(x)}
+        _sum_choices[grid](x, given, place, out, x.shape[1], **options)
     return out
 
 

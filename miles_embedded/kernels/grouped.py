@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.overlap import overlap, release, wait
+
 #: Columns and inner entries of a block; warps and pipeline stages of a program.
 COLUMNS, INNER, WARPS, STAGES = 64, 64, 4, 3
 #: Up to this many rows an expert on average.
@@ -22,8 +24,9 @@ FEW = 96
 def _product(  # type: ignore[no-untyped-def]
     x, weight, row_of, ends, out, width, inner,
     GATED: tl.constexpr, GATHERED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_INNER: tl.constexpr, OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     expert, column = tl.program_id(1), tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     known, entry = column < width, tl.arange(0, BLOCK_INNER)
     kind = out.dtype.element_ty
@@ -50,6 +53,7 @@ def _product(  # type: ignore[no-untyped-def]
             gate, up = total.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
             total = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
         tl.store(out + place[:, None] * width + column[None, :], total, mask=real[:, None] & known[None, :])
+    release(OVERLAP)
 
 # fmt: on
 
@@ -85,5 +89,6 @@ def _multiply(x: Tensor, weight: Tensor, row: Tensor, ends: Tensor, places: int,
     # twice the average, so that few experts need a second block
     rows = min(64, max(16, triton.next_power_of_2(2 * places // len(weight))))
     blocks = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": COLUMNS, "BLOCK_INNER": INNER, "GATED": gated, "GATHERED": gated}
-    _product[grid](x, weight, row, ends, out, width, x.shape[1], **blocks, num_warps=WARPS, num_stages=STAGES)
+    options = overlap(x) | {"num_warps": WARPS, "num_stages": STAGES}
+    _product[grid](x, weight, row, ends, out, width, x.shape[1], **blocks, **options)
     return out

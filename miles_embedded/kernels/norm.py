@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_embedded.kernels.epilogue import RowEpilogue, end_of
+from miles_embedded.kernels.overlap import overlap, release, wait
 
 #: Elements of a program's block, and programs of a backward pass: each adds up its own gradient of the weight.
 _BLOCK, _PROGRAMS = 1024, 528
@@ -19,8 +20,10 @@ _BLOCK, _PROGRAMS = 1024, 528
 @triton.jit(do_not_specialize=["padded"])
 def _forward(  # type: ignore[no-untyped-def]
     x, weight, out, rows, eps, inner, outer_stride, padded, first, second,
-    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, STORE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
+    wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     dim = tl.arange(0, BLOCK_DIM)[None, :]
     real = (row < rows) & (dim < DIM)
@@ -85,7 +88,9 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | No
     padded, store, memory = end_of(epilogue, rows, out)
     if rows:
         grid = (triton.cdiv(padded, blocks["BLOCK_ROWS"]),)
-        _forward[grid](x, weight, out, rows, eps, inner, outer_stride, padded, *memory, **blocks, STORE=store)
+        _forward[grid](
+            x, weight, out, rows, eps, inner, outer_stride, padded, *memory, **blocks, STORE=store, **overlap(x)
+        )
     if epilogue is not None:
         epilogue.finish(out)
     return out

@@ -9,13 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.overlap import overlap, release, wait
+
 
 # fmt: off
 @triton.jit
 def _rotate(  # type: ignore[no-untyped-def]
     x, cosine, sine, out, heads, x_head, x_row, out_head, out_row,
     HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BACKWARD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
+    wait(OVERLAP)
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_HALF)
     known = dim < HALF
     kind = out.dtype.element_ty
@@ -65,7 +70,7 @@ def _rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool) -> Te
     block = min(triton.next_power_of_2(heads), max(1, 2048 // wide))
     blocks = {"HALF": dim // 2, "BLOCK_HEADS": block, "BLOCK_HALF": wide, "BACKWARD": backward}
     if rows:
-        _rotate[(rows,)](x, cosine.contiguous(), sine.contiguous(), out, heads, *strides, **blocks)
+        _rotate[(rows,)](x, cosine.contiguous(), sine.contiguous(), out, heads, *strides, **blocks, **overlap(x))
     return out
 
 

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.overlap import overlap, release, wait
+
 #: Most experts of a row's block, and most that are chosen: the kernel looks for the largest as often.
 MOST_EXPERTS, MOST_CHOSEN = 1024, 16
 
@@ -27,7 +29,10 @@ MOST_EXPERTS, MOST_CHOSEN = 1024, 16
 def _choose(  # type: ignore[no-untyped-def]
     logits, given, weights, index, experts, row_stride, place_stride,
     K: tl.constexpr, NORMALIZED: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
+    wait(OVERLAP)
     row, column, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     x = tl.load(logits + row * experts + column, mask=column < experts, other=-float("inf")).to(tl.float32)
     share = tl.exp(x - tl.max(x, 0))
@@ -109,7 +114,8 @@ def _launch(logits: Tensor, k: int, normalized: bool, given: Tensor | None) -> t
     which = index if given is None else given  # the kernel reads only those that are given
     sizes = {"K": k, "NORMALIZED": normalized, "GIVEN": given is not None}
     if rows:
-        _choose[(rows,)](logits, which, weights, index, experts, *which.stride(), **sizes, **block, num_warps=1)
+        options = {**sizes, **block, **overlap(logits), "num_warps": 1}
+        _choose[(rows,)](logits, which, weights, index, experts, *which.stride(), **options)
     return weights, index
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_embedded.kernels.epilogue import RowEpilogue, end_of
+from miles_embedded.kernels.overlap import overlap, release, wait
 
 _BLOCK = 1024
 
@@ -17,10 +18,13 @@ _BLOCK = 1024
 # fmt: off
 @triton.jit(do_not_specialize=["rows", "padded"])
 def _forward(  # type: ignore[no-untyped-def]
-    gate, up, out, gate_row, up_row, width, rows, padded, first, second, BLOCK: tl.constexpr, STORE: tl.constexpr,
+    gate, up, out, gate_row, up_row, width, rows, padded, first, second,
+    BLOCK: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
+    wait(OVERLAP)
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    column = start + tl.arange(0, BLOCK)
+    column = start + tl.arange(0, BLOCK)[None, :]  # two dimensions, as STORE takes them
     real = (column < width) & (row < rows)
     a = tl.load(gate + row * gate_row + column, mask=real, other=0.0).to(tl.float32)
     b = tl.load(up + row * up_row + column, mask=real, other=0.0).to(tl.float32)
@@ -28,7 +32,7 @@ def _forward(  # type: ignore[no-untyped-def]
     result = (active * b).to(out.dtype.element_ty)
     tl.store(out + row * width + column, result, mask=real)
     if STORE is not None:
-        STORE(tl.where(real, result.to(tl.float32), 0.0)[None, :], row, start, width, padded, first, second)
+        STORE(tl.where(real, result.to(tl.float32), 0.0), row, start, width, padded, first, second)
 
 
 @triton.jit
@@ -71,7 +75,7 @@ def _gate(gate: Tensor, up: Tensor, epilogue: RowEpilogue | None = None) -> Tens
     padded, store, memory = end_of(epilogue, rows, out)
     if rows:
         grid = (padded, triton.cdiv(width, _BLOCK))
-        _forward[grid](a, b, out, *strides, width, rows, padded, *memory, BLOCK=_BLOCK, STORE=store)
+        _forward[grid](a, b, out, *strides, width, rows, padded, *memory, BLOCK=_BLOCK, STORE=store, **overlap(a))
     if epilogue is not None:
         epilogue.finish(out)
     return out

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.overlap import overlap, release, wait
+
 E4M3_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-10)
 TILE = 128
@@ -143,7 +145,10 @@ def _activation_codes(
     POWER_OF_TWO: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
+    wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < rows) & (column < columns)
@@ -279,7 +284,6 @@ def activation_codes(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     blocks, padded = scales.shape
     grid = (triton.cdiv(padded, ROWS), blocks)
     with torch.cuda.device(x.device):
-        _activation_codes[grid](
-            x, codes, scales, rows, padded, columns, *x.stride(), power_of_two, ROWS, TILE, num_warps=4
-        )
+        sizes = rows, padded, columns, *x.stride()
+        _activation_codes[grid](x, codes, scales, *sizes, power_of_two, ROWS, TILE, **overlap(x), num_warps=4)
     return codes, scales.t()

@@ -71,17 +71,9 @@ class Fp8Product(Product):
     def restore(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Parts:
         return {CODES: parts[CODES].t(), SCALES: parts[SCALES].t()[:, : -(-shape[1] // TILE)]}
 
-    def quantizes_inside(self, rows: int) -> bool:
-        """Whether the product of so many rows quantises them itself, instead of reading their codes."""
-        from miles_fp8 import product_kernels  # needs Triton
-
-        return rows <= product_kernels.FEW and not self.fixed_order
-
-    def row_epilogue(self, shape: tuple[int, int], experts: bool = False, uses: int = 1) -> RowCodes | None:
+    def row_epilogue(self, shape: tuple[int, int], experts: bool = False, uses: int = 1) -> RowCodes:
         from miles_fp8.row_codes import RowCodes  # needs Triton
 
-        if not experts and self.quantizes_inside(shape[0]):
-            return None
         return RowCodes(shape, self.device, self.power_of_two_scales, self.kept, uses)
 
     def row_codes(self, x: Tensor) -> Codes:
@@ -94,23 +86,14 @@ class Fp8Product(Product):
         from miles_fp8 import product_kernels  # needs Triton
 
         codes, scales = weight[CODES], weight[SCALES]
-        if self.quantizes_inside(len(x)):
-            return product_kernels.linear(
-                convert_for_kernel(x).contiguous(),
-                None,
-                codes.t(),
-                scales.t(),
-                bias,
-                self.tickets,
-                self.power_of_two_scales,
-            )
-        row_codes, row_scales = self.row_codes(x)
         if self.fixed_order or product_kernels.takes(len(x), codes.shape[1]):
+            rows, row_scales = self._rows(x)
             tile = product_kernels.FIXED if self.fixed_order else None
             exact = self.power_of_two_scales
             return product_kernels.linear(
-                row_codes, row_scales, codes.t(), scales.t(), bias, self.tickets, exact, tile, rows=len(x)
+                rows, row_scales, codes.t(), scales.t(), bias, self.tickets, exact, tile, rows=len(x)
             )
+        row_codes, row_scales = self.row_codes(x)
         kinds = torch.nn.functional.ScalingType
         y = torch.nn.functional.scaled_mm(
             row_codes,
@@ -123,6 +106,14 @@ class Fp8Product(Product):
             output_dtype=self.dtype,
         )
         return y if len(y) == len(x) else y[: len(x)]
+
+    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the codes and scales of x [M, K], or few rows themselves and None: their product quantises them."""
+        from miles_fp8 import product_kernels
+
+        if len(x) > product_kernels.FEW or self.fixed_order:
+            return self.row_codes(x)
+        return self.kept.take(x) or (convert_for_kernel(x).contiguous(), None)
 
     @property
     def tickets(self) -> Tensor:

@@ -3,9 +3,12 @@
     y[m, n] = sum over blocks b of 128 along K:  sx[m, b] * sw[n / 128, b] * (codes of x . codes of w in the block)
 
 as ``product`` computes it: tensor cores multiply the codes of a block, and the scaled partial sums are added in FP32. With few rows a product
-takes as long as reading the weight, so these kernels read each code once, and quantise the rows of ``x`` themselves (the rule of
-``kernels``, so the same codes) instead of in a launch of their own. The weight is the left operand, because Hopper's instruction takes at
-least 64 rows of the left operand and 8 of the right one.
+takes as long as reading the weight, so these kernels read each code once. Without codes of ``x`` they quantise its rows themselves (the rule
+of ``kernels``, so the same codes) instead of in a launch of their own.
+
+Hopper's instruction takes at least 64 rows of the left operand and 8 of the right one. With fewer than 64 rows of ``x`` the weight is the left
+operand, so that none is computed in vain. Otherwise the rows are the left one (``ROWS_LEFT``): a thread of that product needs the scales of
+two rows, and a thread of the other one those of a quarter of them, which takes as long as the product.
 
 A long K and a small N would occupy few multiprocessors. Several programs then share the blocks of K, write their partial sums, and the last
 one to finish adds them in a fixed order, so that a result never depends on timing.
@@ -20,12 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.overlap import overlap, release, wait
 from miles_fp8.kernels import TILE, _quantized
 
 #: Most rows of a product that quantises them inside; with more, quantising them once is faster.
 FEW = 16
 #: Most rows, and entries of the result of more rows, of a product by these kernels; with more, cuBLAS is faster.
-MANY, MANY_ENTRIES = 64, 655_360
+MANY, MANY_ENTRIES = 64, 786_432
 #: ``config`` of ``linear`` and ``expert_product`` for products whose order may not depend on the number of rows.
 FIXED, FIXED_EXPERTS = (64, 128, 1, 4, 3), (64, 64, 4, 3)
 #: Counters of tiles whose partial sums are complete.
@@ -33,60 +37,89 @@ TICKETS = 4096
 
 
 @triton.jit
-def _rows(
-    x,
-    x_scales,
-    row,
-    known,
-    block,
-    inner,
-    scale_stride,
-    FUSED: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Return codes [M, 128] and scales [M, 1] of block ``block`` of the rows."""
+def _block_of(matrix, row, known, block, inner, TILE: tl.constexpr):
+    """Load block ``block`` of rows [M, 128]; entries outside the matrix are 0."""
     entry = block * TILE + tl.arange(0, TILE)[None, :]
-    inside = known[:, None] & (entry < inner)
-    if FUSED:
-        value = tl.load(x + row[:, None] * inner + entry, mask=inside, other=0.0).to(tl.float32)
-        codes, scale = _quantized(value, POWER_OF_TWO)
+    return tl.load(matrix + row[:, None] * inner + entry, mask=known[:, None] & (entry < inner), other=0.0)
+
+
+@triton.jit
+def _row_scales(x_scales, row, known, block, scale_stride, ROWS_LEFT: tl.constexpr):
+    """Load the scales of block ``block`` of rows, [M, 1] or [1, M]; those of rows that are not ``known`` are 0."""
+    scale = tl.load(x_scales + block * scale_stride + row, mask=known, other=0.0)
+    if ROWS_LEFT:
+        return scale[:, None]
     else:
-        codes = tl.load(x + row[:, None] * inner + entry, mask=inside, other=0.0)
-        scale = tl.load(x_scales + block * scale_stride + row[:, None], mask=known[:, None], other=0.0)
-    return codes, scale
+        return scale[None, :]
 
 
 @triton.jit
-def _store_sum(out, place, total, bias, column, real, inside, BIAS: tl.constexpr):
-    """Store the sums of a tile, with the bias of its columns."""
-    if BIAS:
-        total += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+def _multiply(rows, weight, ROWS_LEFT: tl.constexpr):
+    """The product of codes rows [M, 128] and weight [N, 128]: [M, N], or [N, M]."""
+    if ROWS_LEFT:
+        return tl.dot(rows, tl.trans(weight))
+    else:
+        return tl.dot(weight, tl.trans(rows))
 
 
 @triton.jit
+def _zeros(rows: tl.constexpr, columns: tl.constexpr, ROWS_LEFT: tl.constexpr):
+    if ROWS_LEFT:
+        return tl.zeros([rows, columns], tl.float32)
+    else:
+        return tl.zeros([columns, rows], tl.float32)
+
+
+@triton.jit
+def _across(of_rows, of_columns, ROWS_LEFT: tl.constexpr):
+    """What is known of rows [M] and of columns [N], in the shape of their product."""
+    if ROWS_LEFT:
+        return of_rows[:, None], of_columns[None, :]
+    else:
+        return of_rows[None, :], of_columns[:, None]
+
+
+# fmt: off
+@triton.jit
+def _scales(  # the pipeline of a loop contains only what ``dot`` reads, so an iteration loads the scales of the next one
+    x_scales, tile_scales, row, known, block, last, scale_stride, FUSED: tl.constexpr, ROWS_LEFT: tl.constexpr,
+):
+    """Load the scales of rows and of the weight's tile for block ``block``, 0 from ``last`` on. With FUSED there are none of rows."""
+    tile = tl.load(tile_scales + block, mask=block < last, other=0.0)
+    if FUSED:
+        return tile, tile
+    else:
+        return _row_scales(x_scales, row, known & (block < last), block, scale_stride, ROWS_LEFT), tile
+
+
+@triton.jit
+def _store_sum(
+    total, out, bias, partial, tickets, row, column, rows, width, BIAS: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """Store the sums of a tile, with the bias of its columns; if programs share K, the last of them to finish stores the sum of all."""
+    place, inside, last = row * width + column, (row < rows) & (column < width), True
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    if SPLITS > 1:
+        size = rows * width
+        tl.store(partial + tl.program_id(2) * size + place, total, mask=inside)
+        tl.debug_barrier()  # every thread has stored before the counter shows it
+        last = tl.atomic_add(tickets + tile, 1) == SPLITS - 1
+    if last:
+        if SPLITS > 1:
+            total = tl.zeros(total.shape, tl.float32)
+            for split in range(SPLITS):
+                total += tl.load(partial + split * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(tickets + tile, 0)
+        if BIAS:
+            total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "scale_stride"])
 def _linear(
-    x,
-    x_scales,
-    codes,
-    scales,
-    bias,
-    out,
-    partial,
-    tickets,
-    rows,
-    width,
-    inner,
-    scale_stride,
-    x_scale_stride,
-    FUSED: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
+    x, x_scales, codes, scales, bias, out, partial, tickets, rows, width, inner, scale_stride, x_scale_stride,
+    FUSED: tl.constexpr, POWER_OF_TWO: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     start = tl.program_id(0) * BLOCK_COLUMNS
     column = start + tl.arange(0, BLOCK_COLUMNS)
@@ -95,76 +128,84 @@ def _linear(
     blocks = tl.cdiv(inner, TILE)
     share = tl.cdiv(blocks, SPLITS)
     first = tl.program_id(2) * share
-    weight, tile_scales = codes + column.to(tl.int64)[:, None] * inner, scales + start // TILE * scale_stride
-    total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
-    for block in range(first, min(first + share, blocks)):
-        entry = block * TILE + tl.arange(0, TILE)[None, :]
-        w = tl.load(weight + entry, mask=real[:, None] & (entry < inner), other=0.0)
-        row_codes, row_scales = _rows(x, x_scales, row, known, block, inner, x_scale_stride, FUSED, POWER_OF_TWO, TILE)
-        total += tl.dot(w, tl.trans(row_codes)) * (tl.trans(row_scales) * tl.load(tile_scales + block))
-    place, inside = row[None, :] * width + column[:, None], known[None, :] & real[:, None]
-    if SPLITS > 1:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        size = rows * width
-        tl.store(partial + tl.program_id(2) * size + place, total, mask=inside)
-        tl.debug_barrier()  # every thread has stored before the counter shows it
-        if tl.atomic_add(tickets + tile, 1) == SPLITS - 1:
-            total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
-            for split in range(SPLITS):
-                total += tl.load(partial + split * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-            _store_sum(out, place, total, bias, column, real, inside, BIAS)
-            tl.store(tickets + tile, 0)
-    else:
-        _store_sum(out, place, total, bias, column, real, inside, BIAS)
+    last = min(first + share, blocks)
+    tile_scales = scales + start // TILE * scale_stride
+    ROWS_LEFT: tl.constexpr = BLOCK_ROWS >= 64
+    wait(OVERLAP)
+    total = _zeros(BLOCK_ROWS, BLOCK_COLUMNS, ROWS_LEFT)
+    even_rows, even_tile = _scales(x_scales, tile_scales, row, known, first, last, x_scale_stride, FUSED, ROWS_LEFT)
+    odd_rows, odd_tile = _scales(x_scales, tile_scales, row, known, first + 1, last, x_scale_stride, FUSED, ROWS_LEFT)
+    for block in range(first, last, 2):  # two blocks at a time wait for memory half as often
+        more = block + 1 < last
+        even = _block_of(x, row, known, block, inner, TILE)
+        odd = _block_of(x, row, known & more, block + 1, inner, TILE)
+        even_weight = _block_of(codes, column.to(tl.int64), real, block, inner, TILE)
+        odd_weight = _block_of(codes, column.to(tl.int64), real & more, block + 1, inner, TILE)
+        if FUSED:
+            even, even_scale = _quantized(even.to(tl.float32), POWER_OF_TWO)
+            odd, odd_scale = _quantized(odd.to(tl.float32), POWER_OF_TWO)
+            if not ROWS_LEFT:
+                even_scale, odd_scale = tl.trans(even_scale), tl.trans(odd_scale)
+            even_scale, odd_scale = even_scale * even_tile, odd_scale * odd_tile
+        else:
+            even_scale, odd_scale = even_rows * even_tile, odd_rows * odd_tile
+        even_rows, even_tile = _scales(x_scales, tile_scales, row, known, block + 2, last, x_scale_stride, FUSED, ROWS_LEFT)
+        odd_rows, odd_tile = _scales(x_scales, tile_scales, row, known, block + 3, last, x_scale_stride, FUSED, ROWS_LEFT)
+        total += _multiply(even, even_weight, ROWS_LEFT) * even_scale
+        total += _multiply(odd, odd_weight, ROWS_LEFT) * odd_scale
+    release(OVERLAP)
+    at_row, at_column = _across(row, column, ROWS_LEFT)
+    _store_sum(total, out, bias, partial, tickets, at_row, at_column, rows, width, BIAS, SPLITS)
 
 
 @triton.jit
 def _experts(
-    x,
-    x_scales,
-    codes,
-    scales,
-    row_of,
-    ends,
-    out,
-    width,
-    inner,
-    x_scale_stride,
-    GATED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
+    x, x_scales, codes, scales, row_of, ends, out, width, inner, x_scale_stride,
+    GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     expert, start = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_COLUMNS
     column = start + tl.arange(0, BLOCK_COLUMNS)
     real = column < width
     kind = out.dtype.element_ty
+    ROWS_LEFT: tl.constexpr = BLOCK_ROWS >= 64
     blocks = tl.cdiv(inner, TILE)
     matrix_rows = 2 * width if GATED else width
-    weight = codes + (expert * matrix_rows + column[:, None]) * inner
+    matrix = codes + expert * matrix_rows * inner
     tile_scales = scales + (expert * (matrix_rows // TILE) + start // TILE) * blocks
+    other_scales = tile_scales + width // TILE * blocks
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     last = tl.load(ends + expert)
     for begin in range(first, last, BLOCK_ROWS):
         place = (begin + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
         known = place < last
         row = tl.load(row_of + place, mask=known, other=0) if GATED else place
-        total = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
-        other = tl.zeros([BLOCK_COLUMNS, BLOCK_ROWS], tl.float32)
+        total = _zeros(BLOCK_ROWS, BLOCK_COLUMNS, ROWS_LEFT)
+        other = total
+        tile_scale = tl.load(tile_scales)
+        row_scales = _row_scales(x_scales, row, known, 0, x_scale_stride, ROWS_LEFT)
+        if GATED:
+            other_scale = tl.load(other_scales)
         for block in range(blocks):
-            entry = block * TILE + tl.arange(0, TILE)[None, :]
-            inside = real[:, None] & (entry < inner)
-            w = tl.load(weight + entry, mask=inside, other=0.0)
-            row_codes, row_scales = _rows(x, x_scales, row, known, block, inner, x_scale_stride, False, False, TILE)
-            right, factor = tl.trans(row_codes), tl.trans(row_scales)
-            total += tl.dot(w, right) * (factor * tl.load(tile_scales + block))
+            w = _block_of(matrix, column.to(tl.int64), real, block, inner, TILE)
+            row_codes = _block_of(x, row, known, block, inner, TILE)
+            factor, more = row_scales, block + 1 < blocks
+            here, tile_scale = factor * tile_scale, tl.load(tile_scales + block + 1, mask=more, other=0.0)
+            row_scales = _row_scales(x_scales, row, known & more, block + 1, x_scale_stride, ROWS_LEFT)
+            total += _multiply(row_codes, w, ROWS_LEFT) * here
             if GATED:
-                w = tl.load(weight + width.to(tl.int64) * inner + entry, mask=inside, other=0.0)
-                other += tl.dot(w, right) * (factor * tl.load(tile_scales + width // TILE * blocks + block))
+                here, other_scale = factor * other_scale, tl.load(other_scales + block + 1, mask=more, other=0.0)
+                w = _block_of(matrix + width.to(tl.int64) * inner, column.to(tl.int64), real, block, inner, TILE)
+                other += _multiply(row_codes, w, ROWS_LEFT) * here
         if GATED:
             gate, up = total.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
             total = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
-        tl.store(out + place[None, :] * width + column[:, None], total.to(kind), mask=known[None, :] & real[:, None])
+        at_row, at_column = _across(place, column, ROWS_LEFT)
+        inside = (at_row < last) & (at_column < width)
+        tl.store(out + at_row * width + at_column, total.to(kind), mask=inside)
+    release(OVERLAP)
+
+# fmt: on
 
 
 def linear(
@@ -206,33 +247,37 @@ def linear(
             x, x if x_scales is None else x_scales, codes, scales, out if bias is None else bias, out, partial, tickets, count, width, inner,
             scales.stride(0), 0 if x_scales is None else x_scales.stride(1), FUSED=x_scales is None, POWER_OF_TWO=power_of_two,
             BIAS=bias is not None, SPLITS=splits, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, TILE=TILE, num_warps=warps,
-            num_stages=stages,
+            num_stages=stages, **overlap(x),
         )
         # fmt: on
     return out
 
 
 def takes(rows: int, width: int) -> bool:
-    """Return whether ``linear`` is faster than cuBLAS, as measured on an H200 (``benchmarks/fp8_product.py``)."""
-    return rows <= MANY or (rows <= 4 * MANY and rows * width <= MANY_ENTRIES)
+    """Return whether ``linear`` is faster than cuBLAS, as measured on an H200 (``benchmarks/fp8_product_tiles.py``)."""
+    return rows <= MANY or (rows <= 8 * MANY and rows * width <= MANY_ENTRIES)
 
 
 def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
     """Return BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages of ``linear``.
 
-    The rule is a fit to ``benchmarks/fp8_product_tiles.py``. With some tens of rows, more programs than the GPU has multiprocessors hide the
-    latency of short loops; with more rows, a second wave of programs costs more than it hides, unless the loop over K is long."""
-    few, steps = rows <= FEW, triton.cdiv(inner, TILE)
-    small = rows <= 32 or (rows <= 64 and steps <= 16 and width <= 2048)
-    block_rows = 32 if small else 64
-    if few:
-        block_rows = 16
-    block_columns = 128 if few and width * inner > 1 << 22 else 64
-    tiles = triton.cdiv(width, block_columns) * triton.cdiv(rows, block_rows)
-    programs = 400 if small else 264 if steps >= 32 else 132
-    shortest = 2 if few else 3 if small else 4
-    most = min(programs // tiles, steps // shortest, 8 if few else 4)
-    return block_rows, block_columns, 1 << (max(1, most).bit_length() - 1), 4, 4 if small and not few else 3
+    The rule is a fit to ``benchmarks/fp8_product_tiles.py``. A long K is divided among programs as long as each of them has several blocks, and the
+    GPU has not many more programs than multiprocessors."""
+    steps = triton.cdiv(inner, TILE)
+    short, warps, stages = steps <= 16, 4, 3
+    if rows <= FEW:
+        block_rows, programs, shortest = 16, 400, 3
+    elif rows <= 32 and short:
+        block_rows, programs, shortest, stages = 16, 132, 3, 4
+    elif rows <= 32:
+        block_rows, programs, shortest = 32, 264, 4
+    elif rows <= 64 and short and width <= 2560:
+        block_rows, programs, shortest = 32, 132, 3
+    else:
+        block_rows, programs, shortest, warps = 64, 264, 8, 8 if rows <= 128 else 4
+    tiles = triton.cdiv(width, 64) * triton.cdiv(rows, block_rows)
+    most = max(1, min(programs // tiles, steps // shortest, 4))
+    return block_rows, 64, 1 << (most.bit_length() - 1), warps, stages
 
 
 def expert_product(
@@ -271,7 +316,7 @@ def expert_product(
         # fmt: off
         _experts[triton.cdiv(width, block_columns), experts](
             x, x_scales, codes, scales, ends if row is None else row, ends, out, width, inner, x_scales.stride(1), GATED=row is not None,
-            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, TILE=TILE, num_warps=warps, num_stages=stages,
+            BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, TILE=TILE, num_warps=warps, num_stages=stages, **overlap(x),
         )
         # fmt: on
     return out

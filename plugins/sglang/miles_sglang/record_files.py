@@ -116,10 +116,8 @@ class RecordReader:
             ) from error
 
     def _take(self, name: str, offset: int, length: int, size: int, count: int) -> bytes:
-        file, left = self._files.get(name) or (
-            io.FileIO(self.directory / name),
-            count,
-        )  # opening takes longer than reading
+        # a file stays open, because opening takes longer than reading
+        file, left = self._files.get(name) or (io.FileIO(self.directory / name), count)
         self._files[name] = file, left - 1
         found, held = os.pread(file.fileno(), length, offset), os.fstat(file.fileno()).st_size
         if left == 1:

@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 
 
+#: A request whose record is to be read, the slots of all requests, and the range of its own in them.
+_Finished = tuple[Any, Tensor, int, int]
+
+
 class RouteTable:
     """The table that replaces the one in host memory; two methods of SGLang's recorder become its own.
 
@@ -36,9 +40,7 @@ class RouteTable:
         recorder.device_cache.buffer = torch.zeros_like(buffer, dtype=dtype)  # a pass converts as it records
         recorder.host_cache = None
         recorder.on_forward_end, recorder.get_topk = self.write, self.read
-        self._finished: list[
-            tuple[Any, Tensor, int, int]
-        ] = []  # request, slots, and where its first and last + 1 are in them
+        self._finished: list[_Finished] = []
         self._stream = torch.cuda.Stream(buffer.device) if buffer.is_cuda else None
         self._processed = torch.cuda.Event() if buffer.is_cuda else None
 

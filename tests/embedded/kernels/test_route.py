@@ -121,7 +121,7 @@ def test_shares_that_vanish_next_to_the_largest(triton, normalized):
 
 def test_one_normalized_choice_has_no_gradient(triton):
     *_, gradient = compare(normal(50, 12, scale=3), 1, True)
-    assert not gradient.any()
+    assert gradient.abs().max() < 1e-6  # a GPU's quotient of equal numbers may be one rounding from 1
 
 
 @pytest.mark.parametrize("normalized", [True, False])

@@ -1,0 +1,43 @@
+"""Starts a kernel while the previous one on its stream still runs (CUDA's programmatic dependent launch, compute capability 9.0 and newer).
+
+A decode step is a chain of hundreds of kernels that take some microseconds each. Without overlap, the GPU drains after each of them before
+it starts the next one. A kernel that is launched with ``overlap`` starts earlier, and first calls ``wait``: the memory operations of all earlier kernels are
+then complete. Before it, a kernel may compute addresses and prefetch, but may neither read values nor write. A kernel that was launched
+without it, such as one of torch, starts when all earlier ones are complete, as always.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until all earlier kernels are complete. Every kernel calls it once, first of all or after prefetches."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def release(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel start when all programs have called this or ended.
+
+    Its programs take room on multiprocessors while they wait. A kernel of one short step calls this first of all, a kernel with a loop after it."""
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+def overlap(x: Tensor) -> dict[str, bool]:
+    """Return the launch options of a kernel on the device of ``x``: its argument ``OVERLAP``, and Triton's option where that is true."""
+    return {"OVERLAP": True, "launch_pdl": True} if x.is_cuda and _can_overlap(x.device) else {"OVERLAP": False}
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
