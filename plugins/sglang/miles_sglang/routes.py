@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 #: A request whose record is to be read, the slots of all requests, and the range of its own in them.
 _Finished = tuple[Any, Tensor, int, int]
 
