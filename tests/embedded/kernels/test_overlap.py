@@ -1,0 +1,95 @@
+"""Kernels that start while the previous one still runs: none accesses memory before it has waited, in the code compiled for sm_90."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = Path(__file__).with_name("overlapping_kernels.py")
+#: Instructions of PTX by what they are here; the first that matches. Constants, shared memory and memory of one thread are no other kernel's.
+INSTRUCTIONS = {
+    "wait": r"griddepcontrol\.wait\b",
+    "release": r"griddepcontrol\.launch_dependents\b",
+    "private": r"(ld|st)\.(param|shared|local)",
+    "access": r"(ld|ldu|st|atom|red|cp|prefetch|prefetchu|multimem)\.",
+    "branch": r"(bra|brx|ret|exit|call)\b",
+}
+KIND = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in INSTRUCTIONS.items()))
+
+
+def list_kernels():
+    """Names of all Triton kernels with a parameter ``OVERLAP``: ``wait`` and ``release`` are called by them."""
+    found = set()
+    for root in (ROOT / "miles_embedded", *ROOT.glob("plugins/*/miles_*")):
+        for file in root.rglob("*.py"):
+            source = file.read_text(encoding="utf-8")
+            if "OVERLAP" not in source:
+                continue
+            module = ".".join(file.relative_to(root.parent).with_suffix("").parts)
+            for node in ast.parse(source).body:
+                if isinstance(node, ast.FunctionDef) and "OVERLAP" in [a.arg for a in node.args.args]:
+                    found.add(f"{module}.{node.name}")
+    return found - {"miles_embedded.kernels.overlap.wait", "miles_embedded.kernels.overlap.release"}
+
+
+def list_steps(ptx):
+    """What the instructions of a kernel do, in their order in the text, and jump labels as branches."""
+    steps = []
+    body = re.sub(r"//.*", "", ptx.split(".entry", 1)[1])
+    for line in re.split(r"[;\n]", body):
+        instruction = re.sub(r"^[\s{]*(@!?%\w+\s+)?", "", line)
+        found = KIND.match(instruction)
+        if found and found.lastgroup != "private":
+            steps.append(found.lastgroup)
+        elif re.match(r"\$L__BB\w+:", instruction):
+            steps.append("branch")
+    return steps
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Kernel -> the steps of each case, with overlap and without."""
+    pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("ptx")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    ran = subprocess.run([sys.executable, str(SCRIPT), str(folder)], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    steps: dict[str, dict[str, list]] = {"on": {}, "off": {}}
+    for file in folder.glob("*.ptx"):
+        _, kernel, word = file.stem.split("-")
+        steps[word].setdefault(kernel, []).append(list_steps(file.read_text(encoding="utf-8")))
+    return steps
+
+
+def test_every_kernel_is_compiled(compiled):
+    assert compiled["on"].keys() == list_kernels(), f"the cases of {SCRIPT.name} are not the kernels that take OVERLAP"
+
+
+def test_a_kernel_waits_once_before_its_first_access(compiled):
+    for kernel, cases in compiled["on"].items():
+        for steps in cases:
+            assert "access" in steps, kernel
+            before = steps[: steps.index("wait")] if "wait" in steps else steps
+            assert set(before) <= {"release"}, f"{kernel} accesses memory or branches before it waits: {before}"
+            assert steps.count("wait") == 1 and "release" in steps, kernel
+
+
+def test_without_overlap_a_kernel_neither_waits_nor_releases(compiled):
+    for kernel, cases in compiled["off"].items():
+        for steps in cases:
+            assert "access" in steps and not {"wait", "release"} & set(steps), kernel
+
+
+def test_a_tensor_on_a_cpu_has_no_overlap(triton):
+    from miles_embedded.kernels.overlap import overlap
+
+    assert overlap(torch.zeros(2)) == {"OVERLAP": False}
