@@ -260,3 +260,24 @@ def test_a_gpu_generates_the_same_with_graphs(family):
     # torch has no grouped product of float32 experts on a GPU: how many rows each gets is then needed on the host
     assert engine.ahead.refused == HOST.get(name, "") or (engine.ahead.refused and routed_blocks(engine.model))
     assert_same(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a GPU of sm_90"
+)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_kernels_that_overlap_compute_the_same(name, tmp_path, monkeypatch):
+    checkpoint, queried = tiny_checkpoint(name, tmp_path, num_hidden_layers=4), []
+    sent = [Request(p, Sampling(64, ignore_eos=True), key=10 * i + k) for i, p in enumerate(PROMPTS) for k in range(8)]
+
+    def run(overlaps):
+        monkeypatch.setattr("miles_embedded.kernels.overlap._can_overlap", lambda x: queried.append(x) or overlaps)
+        engine = make(checkpoint, True, load_model(checkpoint, "bfloat16", "cuda"))
+        got = generate(engine, sent)
+        assert engine.ahead.graphs._recorded and not engine.ahead.refused
+        return [(r.tokens, r.log_probs) for r in got]
+
+    found, launches = run(True), len(queried)
+    assert launches > 0
+    assert run(False) == found and len(queried) > launches
