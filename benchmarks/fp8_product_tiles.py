@@ -23,17 +23,20 @@ from miles_fp8 import kernels, product_kernels
 from miles_fp8.format import CODES, SCALES
 
 Config = tuple[int, int, int, int, int]
-#: BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages; large tiles need more warps.
+#: BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages. Large tiles need more warps, and their stages more shared memory than there is.
 CONFIGS: list[Config] = [
     (rows, columns, splits, warps, stages)
-    for rows, columns, splits, warps, stages in itertools.product((32, 64, 128), (64, 128), (1, 2, 4), (4, 8), (3, 4))
-    if rows < 128 or columns == 128 or warps == 4
+    for rows, columns, splits, warps, stages in itertools.product(
+        (16, 32, 64, 128), (64, 128), (1, 2, 4), (4, 8), (3, 4)
+    )
+    if warps == (8 if rows * columns > 8192 else 4) or rows * columns in (4096, 8192)
+    if rows * columns < 16384 or stages == 3
 ]
 
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[32, 64, 128, 192, 256])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--jobs", type=int, default=14, help="processes that compile (default: 14)")
     given = parser.parse_args()
@@ -56,9 +59,10 @@ def compile_all(configs: list[Config]) -> None:
     """Compile the kernel in these configurations; later processes find them on the disk."""
     product = FORMAT.product(torch.device("cuda"), torch.bfloat16)
     weight = product.prepare(FORMAT.quantize(torch.randn(2048, 1536, device="cuda").bfloat16()))
-    codes = kernels.activation_codes(torch.randn(256, 1536, device="cuda").bfloat16(), False)
-    for config in configs:
-        multiply(product, codes, weight, 256, config)
+    for rows in (1, 256):  # the strides of a single row are compiled separately
+        codes = kernels.activation_codes(torch.randn(rows, 1536, device="cuda").bfloat16(), False)
+        for config in configs:
+            multiply(product, codes, weight, rows, config)
     torch.cuda.synchronize()
 
 
@@ -84,7 +88,7 @@ def measure(product: Any, width: int, inner: int, rows: int) -> dict[str, Any]:
     def ours(config: Config) -> float:
         return microseconds([partial(multiply, product, (codes, scales), w, rows, config) for w in weights], 3)
 
-    times = {config: ours(config) for config in CONFIGS if config[0] <= max(32, rows)}
+    times = {config: ours(config) for config in CONFIGS if rows / 8 <= config[0] <= max(16, rows)}
     best = min(times, key=lambda config: times[config])
     entry = {
         "bf16": microseconds([partial(torch.nn.functional.linear, x, w) for w in plain], 3),

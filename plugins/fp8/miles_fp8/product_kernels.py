@@ -29,7 +29,7 @@ from miles_fp8.kernels import TILE, _quantized
 #: Most rows of a product that quantises them inside; with more, quantising them once is faster.
 FEW = 16
 #: Most rows, and entries of the result of more rows, of a product by these kernels; with more, cuBLAS is faster.
-MANY, MANY_ENTRIES = 64, 786_432
+MANY, MANY_ENTRIES = 64, 655_360
 #: ``config`` of ``linear`` and ``expert_product`` for products whose order may not depend on the number of rows.
 FIXED, FIXED_EXPERTS = (64, 128, 1, 4, 3), (64, 64, 4, 3)
 #: Counters of tiles whose partial sums are complete.
@@ -274,7 +274,7 @@ def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
     elif rows <= 64 and short and width <= 2560:
         block_rows, programs, shortest = 32, 132, 3
     else:
-        block_rows, programs, shortest, warps = 64, 264, 8, 8 if rows <= 128 else 4
+        block_rows, programs, shortest, warps = (64, 264, 8, 8) if rows <= 128 else (64, 200, 8, 4)
     tiles = triton.cdiv(width, 64) * triton.cdiv(rows, block_rows)
     most = max(1, min(programs // tiles, steps // shortest, 4))
     return block_rows, 64, 1 << (most.bit_length() - 1), warps, stages
