@@ -1,9 +1,9 @@
 """Starts a kernel while the previous one on its stream still runs (CUDA's programmatic dependent launch, compute capability 9.0 and newer).
 
 A decode step is a chain of hundreds of kernels that take some microseconds each. Without overlap, the GPU drains after each of them before
-it starts the next one. A kernel that is launched with ``overlap`` starts earlier, and first calls ``wait``: the memory operations of all earlier kernels are
-then complete. Before it, a kernel may compute addresses and prefetch, but may neither read values nor write. A kernel that was launched
-without it, such as one of torch, starts when all earlier ones are complete, as always.
+it starts the next one. A kernel that is launched with ``overlap`` starts earlier and calls ``wait``, after which the memory operations of all
+earlier kernels are complete. Until then it may compute addresses, but may not access memory. A kernel that is launched without ``overlap``, such
+as torch's, starts when all earlier ones are complete.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until all earlier kernels are complete. Every kernel calls it once, first of all or after prefetches."""
+    """Wait until all earlier kernels are complete. Every kernel calls it once, before its first access to memory and outside of branches."""
     if OVERLAP:
         gdc_wait()
 

@@ -14,7 +14,7 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("overlapping_kernels.py")
-#: Instructions of PTX by what they are here; the first that matches. Constants, shared memory and memory of one thread are no other kernel's.
+#: Kinds of PTX instructions; the first pattern that matches counts. Other kernels share only global memory.
 INSTRUCTIONS = {
     "wait": r"griddepcontrol\.wait\b",
     "release": r"griddepcontrol\.launch_dependents\b",
@@ -26,7 +26,7 @@ KIND = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in INSTRUC
 
 
 def list_kernels():
-    """Names of all Triton kernels with a parameter ``OVERLAP``: ``wait`` and ``release`` are called by them."""
+    """Return the names of all Triton kernels with a parameter ``OVERLAP``, without ``wait`` and ``release``, which they call."""
     found = set()
     for root in (ROOT / "miles_embedded", *ROOT.glob("plugins/*/miles_*")):
         for file in root.rglob("*.py"):
@@ -41,7 +41,7 @@ def list_kernels():
 
 
 def list_steps(ptx):
-    """What the instructions of a kernel do, in their order in the text, and jump labels as branches."""
+    """Return the kinds of a kernel's instructions in the order of the text. Jump labels count as branches."""
     steps = []
     body = re.sub(r"//.*", "", ptx.split(".entry", 1)[1])
     for line in re.split(r"[;\n]", body):
