@@ -77,9 +77,8 @@ def _attend_split(  # type: ignore[no-untyped-def]
     q, prompt_keys, prompt_values, own_keys, own_values, prompt_slots, prompt_lengths, own_lengths, partial, sums,
     scaling, cap, prompt_width, own_width, split_size,
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     release(OVERLAP)
     wait(OVERLAP)
@@ -100,8 +99,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     head, dim, value_dim = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
     real, query_head = head < SHARED, (token * KV_HEADS + kv_head) * SHARED + head
     query = tl.load(q + query_head[:, None] * DIM + dim, mask=real[:, None] & (dim < DIM), other=0.0)
-    highest = tl.full([BLOCK_HEADS], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    highest, total = tl.full([BLOCK_HEADS], -float("inf"), tl.float32), tl.zeros([BLOCK_HEADS], tl.float32)
     result = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
     low = tl.maximum(split * split_size, first // BLOCK_KEYS * BLOCK_KEYS)
     for start in range(low, tl.minimum((split + 1) * split_size, last + 1), BLOCK_KEYS):
@@ -121,7 +119,6 @@ def _attend_split(  # type: ignore[no-untyped-def]
         total = total * before + tl.sum(weight, 1)
         result = result * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         highest = now
-
     place = query_head * tl.num_programs(2) + split
     tl.store(sums + place * 2, highest, mask=real)
     tl.store(sums + place * 2 + 1, total, mask=real)

@@ -36,9 +36,8 @@ def _draw(  # type: ignore[no-untyped-def]
     release(OVERLAP)
     wait(OVERLAP)
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    source, temperature = logits + row * logits_row, tl.load(temperatures + row)
-    highest = tl.full([BLOCK], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    source, temperature, length = logits + row * logits_row, tl.load(temperatures + row), tl.load(lengths + row)
+    highest, total = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocab, BLOCK):
         real = first + column < vocab
         x = tl.load(source + first + column, mask=real, other=-float("inf")).to(tl.float32) / temperature
@@ -57,7 +56,6 @@ def _draw(  # type: ignore[no-untyped-def]
         mass += tl.exp(x - level - log_total).to(tl.float64)
         best = tl.minimum(best, tl.where(real & (x == top), first + column, 0x7FFFFFFF))
 
-    length = tl.load(lengths + row)
     state = _mix(tl.load(keys + row) * -7046029254386353131 + start)
     state = _mix(state + (tl.load(prompt_lengths + row) + length + 1) * -7046029254386353131)
     share = (((state >> 16) & 0xFFFFFFFFFFFF).to(tl.float64) + 0.5) * 3.552713678800501e-15  # 2**-48

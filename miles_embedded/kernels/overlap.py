@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+__all__ = ["overlap", "release", "wait"]
+
 
 @triton.jit
 def wait(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
