@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.blocks import cdiv, next_power_of_2
 from miles_embedded.kernels.epilogue import RowEpilogue, end_of
 from miles_embedded.kernels.overlap import overlap, release, wait
 from miles_embedded.model.attention import AttentionOptions
@@ -225,8 +226,8 @@ def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, length
         queries: tokens fed to each row.
     """
     heads, tokens, dim = key.shape[1:]
-    blocks = {"QUERIES": queries, "DIM": dim, "BLOCK": triton.next_power_of_2(heads * dim)}
-    blocks |= {"VALUE_DIM": value.shape[3], "BLOCK_VALUE": triton.next_power_of_2(heads * value.shape[3])}
+    blocks = {"QUERIES": queries, "DIM": dim, "BLOCK": next_power_of_2(heads * dim)}
+    blocks |= {"VALUE_DIM": value.shape[3], "BLOCK_VALUE": next_power_of_2(heads * value.shape[3])}
     strides = (*key.stride()[1:3], *value.stride()[1:3])
     options = blocks | overlap(key)
     _append_row[(tokens, 2)](key, value, keys, values, lengths, *strides, keys.shape[2], HEADS=heads, **options)
@@ -242,9 +243,9 @@ def _split(longest: int) -> tuple[int, int]:
     size = SPLIT
     while MOST_SPLITS * size < longest:
         size *= 2
-    return size, triton.cdiv(longest, size)
+    return size, cdiv(longest, size)
 
 
 def _block(length: int) -> int:
     """Smallest block for ``length`` elements: a power of two, at least 16 as ``tl.dot`` requires."""
-    return max(16, triton.next_power_of_2(length))
+    return max(16, next_power_of_2(length))

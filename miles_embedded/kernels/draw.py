@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.blocks import next_power_of_2
 from miles_embedded.kernels.overlap import overlap, release, wait
 
 _BLOCK = 4096
@@ -105,7 +106,7 @@ def draw_rows(logits: Tensor, batch: Batch, start: int) -> None:
         start: ``sampling.stream_start`` of the run's seed.
     """
     rows, vocab = logits.shape
-    block = min(_BLOCK, max(16, triton.next_power_of_2(vocab)))
+    block = min(_BLOCK, max(16, next_power_of_2(vocab)))
     fixed = (batch.temperature, batch.greedy, batch.keys, batch.prompt_lengths)
     moved = (batch.tokens, batch.lengths, batch.results)
     strides = (logits.stride(0), batch.results.stride(0))

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.blocks import cdiv, next_power_of_2
 from miles_embedded.kernels.grouped import few, gated_product, product
 from miles_embedded.kernels.overlap import overlap, release, wait
 from miles_embedded.kernels.swiglu import swiglu_of_halves
@@ -89,7 +90,7 @@ def sorted_places(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, 
     order, row = (torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(2))
     place = torch.empty(index.shape, dtype=torch.int64, device=index.device)
     ends = torch.empty(experts, dtype=torch.int32, device=index.device)
-    block = min(_BLOCK, max(16, triton.next_power_of_2(index.numel())))
+    block = min(_BLOCK, max(16, next_power_of_2(index.numel())))
     _sort[(experts,)](index, order, place, row, ends, index.numel(), K=index.shape[1], BLOCK=block, **overlap(index))
     return order, place, row, ends
 
@@ -107,7 +108,7 @@ def sum_choices(x: Tensor, place: Tensor) -> Tensor:
 def _sum(x: Tensor, weights: Tensor | None, place: Tensor) -> Tensor:
     rows, k = place.shape
     x, out = x.contiguous(), x.new_empty(rows, x.shape[1])
-    grid = rows, triton.cdiv(x.shape[1], _BLOCK)
+    grid = rows, cdiv(x.shape[1], _BLOCK)
     if rows:
         given = x if weights is None else weights
         options = {"K": k, "WEIGHTED": weights is not None, "BLOCK": _BLOCK, **overlap(x)}

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.blocks import cdiv, next_power_of_2
 from miles_embedded.kernels.overlap import overlap, release, wait
 
 #: Columns and inner entries of a block; warps and pipeline stages of a program.
@@ -85,9 +86,9 @@ def few(index: Tensor, *weights: Tensor) -> bool:
 
 def _multiply(x: Tensor, weight: Tensor, row: Tensor, ends: Tensor, places: int, width: int, gated: bool) -> Tensor:
     out = torch.empty(places, width, dtype=x.dtype, device=x.device)
-    grid = triton.cdiv(width, COLUMNS), len(weight)
+    grid = cdiv(width, COLUMNS), len(weight)
     # twice the average, so that few experts need a second block
-    rows = min(64, max(16, triton.next_power_of_2(2 * places // len(weight))))
+    rows = min(64, max(16, next_power_of_2(2 * places // len(weight))))
     blocks = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": COLUMNS, "BLOCK_INNER": INNER, "GATED": gated, "GATHERED": gated}
     options = overlap(x) | {"num_warps": WARPS, "num_stages": STAGES}
     _product[grid](x, weight, row, ends, out, width, x.shape[1], **blocks, **options)

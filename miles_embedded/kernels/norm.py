@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.blocks import cdiv, next_power_of_2
 from miles_embedded.kernels.epilogue import RowEpilogue, end_of
 from miles_embedded.kernels.overlap import overlap, release, wait
 
@@ -87,7 +88,7 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | No
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     padded, store, memory = end_of(epilogue, rows, out)
     if rows:
-        grid = (triton.cdiv(padded, blocks["BLOCK_ROWS"]),)
+        grid = (cdiv(padded, blocks["BLOCK_ROWS"]),)
         _forward[grid](
             x, weight, out, rows, eps, inner, outer_stride, padded, *memory, **blocks, STORE=store, **overlap(x)
         )
@@ -110,7 +111,7 @@ def _layout(x: Tensor) -> tuple[int, int]:
 
 def _blocks(x: Tensor) -> tuple[int, dict[str, Any]]:
     dim = x.shape[-1]
-    wide = triton.next_power_of_2(dim)
+    wide = next_power_of_2(dim)
     return x.numel() // dim, {"DIM": dim, "BLOCK_ROWS": max(1, _BLOCK // wide), "BLOCK_DIM": wide}
 
 
@@ -126,7 +127,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, blocks = _blocks(x)
-        programs = max(1, min(_PROGRAMS, triton.cdiv(rows, blocks["BLOCK_ROWS"])))
+        programs = max(1, min(_PROGRAMS, cdiv(rows, blocks["BLOCK_ROWS"])))
         grad_x = torch.empty_like(x)
         parts = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device)
         _backward[(programs,)](x, weight, grads[0].contiguous(), grad_x, parts, rows, ctx.eps, **blocks)

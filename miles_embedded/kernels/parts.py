@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.blocks import cdiv, next_power_of_2
+
 
 # fmt: off
 @triton.jit
@@ -54,9 +56,9 @@ def merge_parts(out: Tensor, sums: Tensor, far: Tensor, far_sums: Tensor, rows: 
         rows: [rows] int64, each at most once.
     """
     heads, dim = out.shape[1:]
-    wide = triton.next_power_of_2(dim)
+    wide = next_power_of_2(dim)
     blocks: dict[str, Any] = {"DIM": dim, "BLOCK_DIM": wide}
-    blocks["BLOCK_HEADS"] = min(triton.next_power_of_2(heads), max(1, 4096 // wide))
+    blocks["BLOCK_HEADS"] = min(next_power_of_2(heads), max(1, 4096 // wide))
     if len(rows):
         _merge[(len(rows),)](out, sums, far, far_sums, rows, heads, sums.stride(0), far_sums.stride(0), **blocks)
 
@@ -65,4 +67,4 @@ def add_rows(target: Tensor, rows: Tensor, source: Tensor) -> None:
     """``target[rows] += source`` of contiguous [all rows, ...] and [rows, ...], each row at most once."""
     width = target[0].numel()
     if len(rows):
-        _add[(len(rows), triton.cdiv(width, 1024))](target, rows, source, WIDTH=width, BLOCK=1024)
+        _add[(len(rows), cdiv(width, 1024))](target, rows, source, WIDTH=width, BLOCK=1024)

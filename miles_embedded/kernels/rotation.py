@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.blocks import next_power_of_2
 from miles_embedded.kernels.overlap import overlap, release, wait
 
 
@@ -66,8 +67,8 @@ def _rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor, backward: bool) -> Te
     out = torch.empty_like(x)
     _, heads, rows, dim = x.shape
     strides = (x.stride(1), x.stride(2), out.stride(1), out.stride(2))
-    wide = triton.next_power_of_2(dim // 2)
-    block = min(triton.next_power_of_2(heads), max(1, 2048 // wide))
+    wide = next_power_of_2(dim // 2)
+    block = min(next_power_of_2(heads), max(1, 2048 // wide))
     blocks = {"HALF": dim // 2, "BLOCK_HEADS": block, "BLOCK_HALF": wide, "BACKWARD": backward}
     if rows:
         _rotate[(rows,)](x, cosine.contiguous(), sine.contiguous(), out, heads, *strides, **blocks, **overlap(x))

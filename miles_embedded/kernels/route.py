@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.blocks import next_power_of_2
 from miles_embedded.kernels.overlap import overlap, release, wait
 
 #: Most experts of a row's block, and most that are chosen: the kernel looks for the largest as often.
@@ -110,7 +111,7 @@ def _launch(logits: Tensor, k: int, normalized: bool, given: Tensor | None) -> t
     rows, experts = logits.shape
     weights = logits.new_empty(rows, k)
     index = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
-    block = {"BLOCK": _block(experts), "BLOCK_K": triton.next_power_of_2(k)}
+    block = {"BLOCK": _block(experts), "BLOCK_K": next_power_of_2(k)}
     which = index if given is None else given  # the kernel reads only those that are given
     sizes = {"K": k, "NORMALIZED": normalized, "GIVEN": given is not None}
     if rows:
@@ -120,7 +121,7 @@ def _launch(logits: Tensor, k: int, normalized: bool, given: Tensor | None) -> t
 
 
 def _block(experts: int) -> int:
-    return max(16, triton.next_power_of_2(experts))
+    return max(16, next_power_of_2(experts))
 
 
 class _Choice(torch.autograd.Function):

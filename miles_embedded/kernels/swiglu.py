@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_embedded.kernels.blocks import cdiv
 from miles_embedded.kernels.epilogue import RowEpilogue, end_of
 from miles_embedded.kernels.overlap import overlap, release, wait
 
@@ -74,7 +75,7 @@ def _gate(gate: Tensor, up: Tensor, epilogue: RowEpilogue | None = None) -> Tens
     (rows, width), strides = a.shape, (a.stride(0), b.stride(0))
     padded, store, memory = end_of(epilogue, rows, out)
     if rows:
-        grid = (padded, triton.cdiv(width, _BLOCK))
+        grid = (padded, cdiv(width, _BLOCK))
         _forward[grid](a, b, out, *strides, width, rows, padded, *memory, BLOCK=_BLOCK, STORE=store, **overlap(a))
     if epilogue is not None:
         epilogue.finish(out)
@@ -109,7 +110,7 @@ def _differentiate(gate: Tensor, up: Tensor, grad: Tensor, grad_gate: Tensor, gr
 
 
 def _grid(x: Tensor) -> tuple[int, int]:
-    return len(x), triton.cdiv(x.shape[1], _BLOCK)
+    return len(x), cdiv(x.shape[1], _BLOCK)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -27,6 +27,7 @@ class JointCodes:
         self.layers = layers
         self._whole: Parts | None = None
         self._kept = KeptResults()
+        self._columns = [layer.module.out_features for layer in layers]
         for layer in layers:
             layer.joint = self
 
@@ -65,7 +66,7 @@ class JointCodes:
             self._kept.clear()
             if self._whole is None or not self.ready:
                 return None
-            first, *others = self._multiply(x, self._whole).split([len(each.module.weight) for each in self.layers], -1)
+            first, *others = self._multiply(x, self._whole).split(self._columns, -1)
             self._kept.put(x, dict(zip(self.layers[1:], others, strict=True)))
             return first
         return self._kept.take(layer, x)

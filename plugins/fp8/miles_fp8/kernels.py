@@ -225,7 +225,7 @@ def dequantize_alike(codes: list[Tensor], scales: list[Tensor], outs: list[Tenso
     be aligned to ``ALIGNED``."""
     first = outs[0]
     rows, columns = first.shape
-    grid = (triton.cdiv(rows, 8), triton.cdiv(columns, 512), len(outs))
+    grid = (-(-rows // 8), -(-columns // 512), len(outs))
     with torch.cuda.device(first.device):
         table = _table_of(codes, scales, outs)
         _values[grid](table, rows, columns, first.stride(0), KINDS[first.dtype], 8, 512, TILE, num_warps=4)
@@ -251,7 +251,7 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """Dequantise contiguous codes and scales of ``quantize`` to [N, K] FP32."""
     rows, columns = codes.shape
     out = torch.empty((rows, columns), dtype=torch.float32, device=codes.device)
-    grid = (triton.cdiv(rows, 8), triton.cdiv(columns, 512))
+    grid = (-(-rows // 8), -(-columns // 512))
     with torch.cuda.device(codes.device):
         _value[grid](codes, scales, out, rows, columns, columns, 8, 512, TILE, num_warps=4)
     return out
@@ -261,7 +261,7 @@ def fake_quantize(x: Tensor, power_of_two: bool) -> Tensor:
     """Quantise x [M, K], any strides, in blocks of 1 x 128 and dequantise it to x's dtype."""
     rows, columns = x.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, TILE))
+    grid = (-(-rows // ROWS), -(-columns // TILE))
     with torch.cuda.device(x.device):
         _activation[grid](x, out, rows, columns, *x.stride(), power_of_two, ROWS, TILE, num_warps=4)
     return out
@@ -271,7 +271,7 @@ def allocate_codes(rows: int, columns: int, device: torch.device) -> tuple[Tenso
     """Return memory for the results of ``activation_codes``: codes [M', K], and the transposed scales [ceil(K/128), M']."""
     padded = -(-rows // 4) * 4
     codes = torch.empty((padded, columns), dtype=torch.float8_e4m3fn, device=device)
-    return codes, torch.empty((triton.cdiv(columns, TILE), padded), dtype=torch.float32, device=device)
+    return codes, torch.empty((-(-columns // TILE), padded), dtype=torch.float32, device=device)
 
 
 def activation_codes(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -282,7 +282,7 @@ def activation_codes(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     codes, scales = allocate_codes(rows, columns, x.device)
     blocks, padded = scales.shape
-    grid = (triton.cdiv(padded, ROWS), blocks)
+    grid = (-(-padded // ROWS), blocks)
     with torch.cuda.device(x.device):
         sizes = rows, padded, columns, *x.stride()
         _activation_codes[grid](x, codes, scales, *sizes, power_of_two, ROWS, TILE, **overlap(x), num_warps=4)

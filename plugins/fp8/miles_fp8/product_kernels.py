@@ -17,6 +17,7 @@ one to finish adds them in a fixed order, so that a result never depends on timi
 # No postponed annotations here: Triton reads the ``constexpr`` ones.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 import triton
@@ -239,7 +240,7 @@ def linear(
     block_rows, block_columns, splits, warps, stages = config or blocks(count, width, inner)
     out = torch.empty(count, width, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(splits * out.numel(), dtype=torch.float32, device=x.device) if splits > 1 else out
-    grid = triton.cdiv(width, block_columns), triton.cdiv(count, block_rows), splits
+    grid = -(-width // block_columns), -(-count // block_rows), splits
     assert splits == 1 or grid[0] * grid[1] <= len(tickets)
     with torch.cuda.device(x.device):
         # fmt: off
@@ -258,12 +259,13 @@ def takes(rows: int, width: int) -> bool:
     return rows <= MANY or (rows <= 8 * MANY and rows * width <= MANY_ENTRIES)
 
 
+@lru_cache(4096)
 def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
     """Return BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages of ``linear``.
 
     The rule is a fit to ``benchmarks/fp8_product_tiles.py``. A long K is divided among programs as long as each of them has several blocks, and the
     GPU has not many more programs than multiprocessors."""
-    steps = triton.cdiv(inner, TILE)
+    steps = -(-inner // TILE)
     short, warps, stages = steps <= 16, 4, 3
     if rows <= FEW:
         block_rows, programs, shortest = 16, 400, 3
@@ -275,7 +277,7 @@ def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
         block_rows, programs, shortest = 32, 132, 3
     else:
         block_rows, programs, shortest, warps = (64, 264, 8, 8) if rows <= 128 else (64, 200, 8, 4)
-    tiles = triton.cdiv(width, 64) * triton.cdiv(rows, block_rows)
+    tiles = -(-width // 64) * -(-rows // block_rows)
     most = max(1, min(programs // tiles, steps // shortest, 4))
     return block_rows, 64, 1 << (most.bit_length() - 1), warps, stages
 
@@ -309,12 +311,12 @@ def expert_product(
     experts, width, inner = codes.shape
     width = width if row is None else width // 2
     average = max(1, 2 * places // experts)
-    chosen = (min(64, max(16, triton.next_power_of_2(average))), 64, 4, 3)
+    chosen = (min(64, max(16, 1 << (average - 1).bit_length())), 64, 4, 3)
     block_rows, block_columns, warps, stages = config or chosen
     out = torch.empty(places, width, dtype=torch.bfloat16, device=x.device)
     with torch.cuda.device(x.device):
         # fmt: off
-        _experts[triton.cdiv(width, block_columns), experts](
+        _experts[-(-width // block_columns), experts](
             x, x_scales, codes, scales, ends if row is None else row, ends, out, width, inner, x_scales.stride(1), GATED=row is not None,
             BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns, TILE=TILE, num_warps=warps, num_stages=stages, **overlap(x),
         )
