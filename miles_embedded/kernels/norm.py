@@ -29,9 +29,9 @@ def _forward(  # type: ignore[no-untyped-def]
     dim = tl.arange(0, BLOCK_DIM)[None, :]
     real = (row < rows) & (dim < DIM)
     value = tl.load(x + row // inner * outer_stride + row % inner * DIM + dim, mask=real, other=0.0).to(tl.float32)
+    factor = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)  # before the sum, which waits
     scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
     normal = (value * scale).to(out.dtype.element_ty).to(tl.float32)
-    factor = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
     result = (normal * factor).to(out.dtype.element_ty)
     tl.store(out + row * DIM + dim, result, mask=real)
     if STORE is not None:
@@ -89,9 +89,8 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | No
     padded, store, memory = end_of(epilogue, rows, out)
     if rows:
         grid = (cdiv(padded, blocks["BLOCK_ROWS"]),)
-        _forward[grid](
-            x, weight, out, rows, eps, inner, outer_stride, padded, *memory, **blocks, STORE=store, **overlap(x)
-        )
+        options = {**blocks, **overlap(x), "num_warps": min(16, max(4, blocks["BLOCK_DIM"] // 256))}
+        _forward[grid](x, weight, out, rows, eps, inner, outer_stride, padded, *memory, **options, STORE=store)
     if epilogue is not None:
         epilogue.finish(out)
     return out

@@ -109,8 +109,8 @@ class Operations:
     Attributes:
         norm: (x [..., dim], weight [dim], eps) -> weight * x / sqrt(mean(x**2) + eps) over the last dimension, for modules that
             compute this norm (Zhang and Sennrich 2019); None keeps Transformers' code.
-        rotation: (x [1, heads, rows, dim], cosine [1, rows, dim], sine) -> x * cosine + (-x2 | x1) * sine, with x1 and x2 the halves of
-            x, for attention modules with this rotation (Su et al. 2021); None keeps Transformers' code.
+        rotation: (query [1, heads, rows, dim], key [1, key heads, rows, dim], cosine [1, rows, dim], sine) -> x * cosine + (-x2 | x1) * sine
+            of both, with x1 and x2 the halves of x, for attention modules with this rotation (Su et al. 2021); None keeps Transformers' code.
         gate: (gate [..., width], up [..., width]) -> silu(gate) * up, for MLPs that compute
             ``down_proj(silu(gate_proj(x)) * up_proj(x))`` (Shazeer 2020); None keeps Transformers' code. The last parameter of ``norm`` and
             ``gate`` may be ``epilogue``, a ``kernels.epilogue.RowEpilogue`` or None, for kernels that can store their rows in a second form.

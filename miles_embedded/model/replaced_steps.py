@@ -26,7 +26,7 @@ _PLACES = 16
 
 
 Norm = Callable[..., Tensor]
-Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Gate = Callable[..., Tensor]
 Route = Callable[..., tuple[Tensor, Tensor]]
 
@@ -195,7 +195,7 @@ def _rotating_forward(base: Any, rotation: Any, dtype: torch.dtype, device: str)
         if not plain or not _all_are(dtype, device, q, k, cos, sin):
             found: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kwargs)
             return found
-        return rotation(q, cos, sin), rotation(k, cos, sin)
+        return cast(Rotation, rotation)(q, k, cos, sin)
 
     return _rebind_global(base.forward, _ROTATION, rotate)
 
@@ -220,7 +220,7 @@ def _same_rotation(original: Any, rotation: Rotation, dtype: torch.dtype, device
         expected = original(q, k, cos, sin)
     except (TypeError, RuntimeError):
         return False
-    return all(_same(e, rotation(x, cos, sin)) for e, x in zip(expected, (q, k), strict=True))
+    return all(_same(*pair) for pair in zip(expected, rotation(q, k, cos, sin), strict=True))
 
 
 def _random(dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> list[Tensor]:

@@ -24,11 +24,15 @@ def add_kernels(before: Operations) -> Operations:
     return replace(
         before,
         norm=kernels.rms_norm,
-        rotation=kernels.rotate,
+        rotation=_rotate_both,
         experts=before.experts if left_to_torch() else partial(small_experts, before.experts),
         log_probs=partial(_log_probs, before.log_probs),
         attention=partial(attention, before.attention),
     )
+
+
+def _rotate_both(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    return kernels.rotate(query, cosine, sine), kernels.rotate(key, cosine, sine)
 
 
 def _log_probs(before: LogProbs, logits: Tensor, tokens: Tensor) -> Tensor:

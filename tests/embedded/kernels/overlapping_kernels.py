@@ -70,7 +70,7 @@ CASES: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     (f"{KERNELS}.grouped", "_product", GROUPED_TYPES, GROUPED | {"GATED": False, "GATHERED": False}),
     (f"{KERNELS}.norm", "_forward", NORM_TYPES, NORM | CODES),
     (f"{KERNELS}.norm", "_forward", NORM_TYPES, NORM | NO_CODES),
-    (f"{KERNELS}.rotation", "_rotate", {"*bf16": "x cosine sine out"}, ROTATION),
+    (f"{KERNELS}.rotation", "_rotate", {"*bf16": "query key cosine sine query_out key_out"}, ROTATION),
     (f"{KERNELS}.route", "_choose", {"*bf16": "logits weights", "*i64": "given index"}, CHOICE | {"GIVEN": False}),
     (f"{KERNELS}.route", "_choose", {"*bf16": "logits weights", "*i64": "given index"}, CHOICE | {"GIVEN": True}),
     (f"{KERNELS}.swiglu", "_forward", GATE_TYPES, {"BLOCK": 128} | CODES),

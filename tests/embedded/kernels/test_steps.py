@@ -57,7 +57,7 @@ def test_norm(triton, shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [3, 40])
-def test_rotation_keeps_the_layout(triton, heads, dtype):
+def test_rotation_of_both_keeps_the_layout(triton, heads, dtype):
     from miles_embedded.kernels.rotation import rotate
 
     cosine, sine = normal(1, 5, 24, dtype=dtype, seed=1), normal(1, 5, 24, dtype=dtype, seed=2)
@@ -67,8 +67,17 @@ def test_rotation_keeps_the_layout(triton, heads, dtype):
         return x * cosine + torch.cat([-b, a], -1) * sine
 
     x = normal(1, 5, heads, 24, dtype=dtype).transpose(1, 2)
-    compare(lambda x: rotate(x, cosine, sine), reference, [x], dtype)
-    assert rotate(x, cosine, sine).stride() == x.stride()
+    few = normal(1, 2, 5, 24, dtype=dtype, seed=3)
+    for which in (0, 1):
+        compare(lambda x, w=which: rotate(*((x, few), (few, x))[w], cosine, sine)[w], reference, [x], dtype)
+    both = rotate(x, few, cosine, sine)
+    assert (both[0].stride(), both[1].stride()) == (x.stride(), few.stride())
+    compare(
+        lambda x, y: torch.cat(rotate(x, y, cosine, sine), 1),
+        lambda x, y: torch.cat([reference(x), reference(y)], 1),
+        [x, few],
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

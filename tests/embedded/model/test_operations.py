@@ -31,9 +31,10 @@ def norm(x, weight, eps):
     return weight * (x * (x.square().mean(-1, keepdim=True) + eps).rsqrt())
 
 
-def rotate(x, cosine, sine):
-    a, b = x.chunk(2, -1)
-    return x * cosine + torch.cat([-b, a], -1) * sine
+def rotate(query, key, cosine, sine):
+    halves = (x.chunk(2, -1) for x in (query, key))
+    turned = (torch.cat([-b, a], -1) for a, b in halves)
+    return tuple(x * cosine + y * sine for x, y in zip((query, key), turned, strict=True))
 
 
 def route(logits, k, normalized):
