@@ -265,10 +265,10 @@ def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
 
     The rule is a fit to ``benchmarks/fp8_product_tiles.py``. A long K is divided among programs as long as each of them has several blocks, and the
     GPU has not many more programs than multiprocessors."""
-    steps = -(-inner // TILE)
+    steps, columns = -(-inner // TILE), -(-width // 64)
     short, warps, stages = steps <= 16, 4, 3
     if rows <= FEW:
-        block_rows, programs, shortest = 16, 400, 3
+        block_rows, programs, shortest = 16, 400, 3 if columns <= 32 else 8
     elif rows <= 32 and short:
         block_rows, programs, shortest, stages = 16, 132, 3, 4
     elif rows <= 32:
@@ -276,9 +276,9 @@ def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
     elif rows <= 64 and short and width <= 2560:
         block_rows, programs, shortest = 32, 132, 3
     else:
-        block_rows, programs, shortest, warps = (64, 264, 8, 8) if rows <= 128 else (64, 200, 8, 4)
-    tiles = -(-width // 64) * -(-rows // block_rows)
-    most = max(1, min(programs // tiles, steps // shortest, 4))
+        block_rows, programs, shortest, warps = 64, 264, 8, 4 if rows > 128 and steps <= 8 else 8
+    tiles = columns * -(-rows // block_rows)
+    most = max(1, min(programs // tiles, steps // shortest, 256 // max(rows, 64)))
     return block_rows, 64, 1 << (most.bit_length() - 1), warps, stages
 
 
