@@ -22,6 +22,8 @@ from miles_embedded.model.attention import AttentionOptions
 
 #: Keys per loop iteration, keys per split (doubled when there would be too many splits), and the largest number of splits.
 BLOCK, SPLIT, MOST_SPLITS = 32, 128, 64
+#: Splits that a program merges at once. A constant, so that the order of additions does not depend on the batch.
+AT_ONCE = 4
 #: Warps and pipeline stages of a program.
 WARPS, STAGES = 2, 3
 
@@ -129,8 +131,8 @@ def _attend_split(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["rows"])
 def _merge_splits(  # type: ignore[no-untyped-def]
     partial, sums, sinks, out, prompt_lengths, own_lengths, split_size, splits, heads, rows, first, second,
-    QUERIES: tl.constexpr, VALUE_DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr, STORE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    QUERIES: tl.constexpr, VALUE_DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr, AT_ONCE: tl.constexpr,
+    STORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     release(OVERLAP)
     wait(OVERLAP)
@@ -140,20 +142,22 @@ def _merge_splits(  # type: ignore[no-untyped-def]
     used = (tl.load(prompt_lengths + row) + tl.load(own_lengths + row) + token % QUERIES) // split_size + 1
     dim = tl.arange(0, BLOCK_VALUE)[None, :]  # two dimensions, as STORE takes them
     known = dim < VALUE_DIM
-    highest = tl.load(sums + row_head * splits * 2)
-    for split in range(1, used):
-        highest = tl.maximum(highest, tl.load(sums + (row_head * splits + split) * 2))
-    total = highest * 0.0
+    highest, total = tl.full([1, 1], -float("inf"), tl.float32), tl.zeros([1, 1], tl.float32)
     if SINKS:
-        sink = tl.load(sinks + row_head % heads).to(tl.float32)
-        highest = tl.maximum(highest, sink)
-        total = tl.exp(sink - highest)
+        highest, total = total + tl.load(sinks + row_head % heads).to(tl.float32), total + 1.0
     result = tl.zeros([1, BLOCK_VALUE], tl.float32)
-    for split in range(0, used):
+    for first_split in range(0, used, AT_ONCE):
+        split = first_split + tl.arange(0, AT_ONCE)[:, None]
         at = row_head * splits + split
-        weight = tl.exp(tl.load(sums + at * 2) - highest)  # 0 for a split without visible keys
-        total += weight * tl.load(sums + at * 2 + 1)
-        result += weight * tl.load(partial + at * VALUE_DIM + dim, mask=known, other=0.0)
+        peak = tl.load(sums + at * 2, mask=split < used, other=-float("inf"))
+        share = tl.load(sums + at * 2 + 1, mask=split < used, other=0.0)
+        part = tl.load(partial + at * VALUE_DIM + dim, mask=(split < used) & known, other=0.0)
+        now = tl.maximum(highest, tl.max(peak, 0)[:, None])
+        level = tl.where(now == -float("inf"), 0.0, now)  # no visible key so far
+        before, weight = tl.exp(highest - level), tl.exp(peak - level)
+        total = total * before + tl.sum(weight * share, 0)[:, None]
+        result = result * before + tl.sum(weight * part, 0)[None, :]
+        highest = now
     result = (result / total).to(out.dtype.element_ty)
     tl.store(out + row_head * VALUE_DIM + dim, result, mask=known)
     if STORE is not None:
@@ -207,7 +211,14 @@ def attend_rows(
     lengths = (call.prompt_lengths, call.lengths)
     epilogue = epilogue if epilogue is not None and _fits(epilogue, rows, value_dim) else None
     _, store, memory = end_of(epilogue, rows, out)
-    merged = {"SINKS": options.sinks is not None, **wide, "STORE": store, **overlap(q), "num_warps": 1}
+    merged = {
+        "SINKS": options.sinks is not None,
+        "AT_ONCE": AT_ONCE,
+        **wide,
+        "STORE": store,
+        **overlap(q),
+        "num_warps": 1,
+    }
     _merge_splits[(rows * heads,)](partial, sums, sinks, out, *lengths, size, splits, heads, rows, *memory, **merged)
     if epilogue is not None:
         epilogue.finish(out.view(rows, -1))

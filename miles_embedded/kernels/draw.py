@@ -1,7 +1,7 @@
 """Drawing the next token of each row (``engine.sampling``), and moving a batch on to its next step.
 
-One program a row reads its logits three times: for their largest and the sum of exponentials, for the mass, and for the first token
-at which the mass up to it exceeds the drawn share. Masses are float64, as in ``sampling.pick``, and the random number is
+One program a row reads its logits twice, for their largest and the sum of exponentials, and for the mass of each block; then one block again,
+for the first token at which the mass up to it exceeds the drawn share. Masses are float64, as in ``sampling.pick``, and the random number is
 ``sampling.uniform``'s.
 """
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_embedded.kernels.blocks import next_power_of_2
+from miles_embedded.kernels.blocks import cdiv, next_power_of_2
 from miles_embedded.kernels.overlap import overlap, release, wait
 
 _BLOCK = 4096
@@ -32,7 +32,8 @@ def _mix(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _draw(  # type: ignore[no-untyped-def]
     logits, temperatures, greedy, keys, prompt_lengths, tokens, lengths, results,
-    start, vocab, logits_row, results_row, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    start, vocab, logits_row, results_row,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     release(OVERLAP)
     wait(OVERLAP)
@@ -50,29 +51,27 @@ def _draw(  # type: ignore[no-untyped-def]
     level = tl.where(top == -float("inf"), 0.0, top)
     log_total = tl.log(tl.sum(total * tl.exp(highest - level), 0))
 
-    mass, best = tl.zeros([BLOCK], tl.float64), tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    place, masses, best = tl.arange(0, BLOCKS), tl.zeros([BLOCKS], tl.float64), tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     for first in range(0, vocab, BLOCK):
         real = first + column < vocab
         x = tl.load(source + first + column, mask=real, other=-float("inf")).to(tl.float32) / temperature
-        mass += tl.exp(x - level - log_total).to(tl.float64)
+        mass = tl.sum(tl.exp(x - level - log_total).to(tl.float64), 0)
+        masses = tl.where(place == first // BLOCK, mass, masses)
         best = tl.minimum(best, tl.where(real & (x == top), first + column, 0x7FFFFFFF))
 
     state = _mix(tl.load(keys + row) * -7046029254386353131 + start)
     state = _mix(state + (tl.load(prompt_lengths + row) + length + 1) * -7046029254386353131)
     share = (((state >> 16) & 0xFFFFFFFFFFFF).to(tl.float64) + 0.5) * 3.552713678800501e-15  # 2**-48
-    target, before = share * tl.sum(mass, 0), tl.sum(mass, 0) * 0.0
-    found, last = tl.full([BLOCK], 0x7FFFFFFF, tl.int32), tl.full([BLOCK], -1, tl.int32)
-    for first in range(0, vocab, BLOCK):
-        real = first + column < vocab
-        x = tl.load(source + first + column, mask=real, other=-float("inf")).to(tl.float32) / temperature
-        part = tl.exp(x - level - log_total).to(tl.float64)
-        reached = (before + tl.cumsum(part, 0) > target) & (part > 0)
-        found = tl.minimum(found, tl.where(reached, first + column, 0x7FFFFFFF))
-        last = tl.maximum(last, tl.where(part > 0, first + column, -1))
-        before += tl.sum(part, 0)
-
-    token = tl.min(found, 0)
-    token = tl.where(token == 0x7FFFFFFF, tl.max(last, 0), token)  # the sums of the two passes differ in their last places
+    target = share * tl.sum(masses, 0)
+    # Sums of the same numbers in another order differ in their last places: without a block, or a token, that exceeds the target, the last one.
+    block = tl.min(tl.where((tl.cumsum(masses, 0) > target) & (masses > 0), place, BLOCKS), 0)
+    block = tl.where(block == BLOCKS, tl.max(tl.where(masses > 0, place, 0), 0), block)
+    at = block * BLOCK + column
+    x = tl.load(source + at, mask=at < vocab, other=-float("inf")).to(tl.float32) / temperature
+    part = tl.exp(x - level - log_total).to(tl.float64)
+    reached = (tl.sum(tl.where(place < block, masses, 0.0), 0) + tl.cumsum(part, 0) > target) & (part > 0)
+    token = tl.min(tl.where(reached, at, 0x7FFFFFFF), 0)
+    token = tl.where(token == 0x7FFFFFFF, tl.max(tl.where(part > 0, at, -1), 0), token)
     token = tl.where(tl.load(greedy + row) != 0, tl.min(best, 0), token)
     token = tl.minimum(tl.maximum(token, 0), vocab - 1)  # of logits that are not finite
     log_prob = tl.load(source + token).to(tl.float32) / temperature - level - log_total
@@ -111,7 +110,8 @@ def draw_rows(logits: Tensor, batch: Batch, start: int) -> None:
     moved = (batch.tokens, batch.lengths, batch.results)
     strides = (logits.stride(0), batch.results.stride(0))
     options = overlap(logits) | {"num_warps": 8 if block > 1024 else 4}
-    _draw[(rows,)](logits, *fixed, *moved, start, vocab, *strides, BLOCK=block, **options)
+    blocks = next_power_of_2(max(2, cdiv(vocab, block)))
+    _draw[(rows,)](logits, *fixed, *moved, start, vocab, *strides, BLOCK=block, BLOCKS=blocks, **options)
 
 
 def can_draw(logits: Tensor) -> bool:

@@ -20,6 +20,8 @@ CASES = [
     (2, 8, 8, 16, 16, 64, 300, {"window": 70}),
     (2, 4, 2, 16, 16, 64, 300, {"window": 5, "sinks": 4}),
     (2, 4, 2, 16, 16, 64, 300, {"chunk": 48, "cap": 2.0}),
+    (4, 2, 1, 16, 16, 640, 120, {}),  # more splits than are merged at once
+    (4, 2, 1, 16, 16, 640, 120, {"window": 70}),  # the splits merged first have no visible key
 ]
 
 

@@ -21,7 +21,7 @@ ENGINE, KERNELS, FP8 = "miles_embedded.engine", "miles_embedded.kernels", "miles
 APPEND = {"QUERIES": 1, "HEADS": 2, "DIM": 16, "VALUE_DIM": 16, "BLOCK": 32, "BLOCK_VALUE": 32}
 HEADS = {"QUERIES": 1, "KV_HEADS": 1, "SHARED": 2, "DIM": 16, "VALUE_DIM": 16, "WINDOW": 0, "CHUNK": 0, "CAPPED": False}
 HEAD_BLOCKS = {"BLOCK_HEADS": 16, "BLOCK_DIM": 16, "BLOCK_VALUE": 16, "BLOCK_KEYS": 32}
-MERGE = {"QUERIES": 1, "VALUE_DIM": 128, "SINKS": True, "BLOCK_VALUE": 128}
+MERGE = {"QUERIES": 1, "VALUE_DIM": 128, "SINKS": True, "BLOCK_VALUE": 128, "AT_ONCE": 4}
 GROUPED = {"BLOCK_ROWS": 16, "BLOCK_COLUMNS": 16, "BLOCK_INNER": 32}
 NORM = {"DIM": 128, "BLOCK_ROWS": 1, "BLOCK_DIM": 128}
 ROTATION = {"HALF": 16, "BLOCK_HEADS": 2, "BLOCK_HALF": 16, "BACKWARD": False}
@@ -62,7 +62,7 @@ CASES: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     (f"{ENGINE}.attention_kernel", "_attend_split", SPLIT_TYPES, HEADS | HEAD_BLOCKS),
     (f"{ENGINE}.attention_kernel", "_merge_splits", MERGE_TYPES, MERGE | CODES),
     (f"{ENGINE}.attention_kernel", "_merge_splits", MERGE_TYPES, MERGE | NO_CODES),
-    (f"{KERNELS}.draw", "_draw", DRAW_TYPES, {"BLOCK": 128}),
+    (f"{KERNELS}.draw", "_draw", DRAW_TYPES, {"BLOCK": 128, "BLOCKS": 2}),
     (f"{KERNELS}.experts", "_sort", {"*i64": "expert_of order place row_of", "*i32": "ends"}, {"K": 2, "BLOCK": 128}),
     (f"{KERNELS}.experts", "_sum_choices", SUM_TYPES, {"K": 2, "WEIGHTED": True, "BLOCK": 128}),
     (f"{KERNELS}.experts", "_sum_choices", SUM_TYPES, {"K": 2, "WEIGHTED": False, "BLOCK": 128}),
