@@ -39,6 +39,7 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(triton, case, queries):
     batch.prompt_lengths.copy_(torch.randint(1, prompt_width + 1, (rows,), generator=generator))
     batch.lengths.copy_(torch.randint(0, own_width - queries + 1, (rows,), generator=generator))
     batch.lengths[0] = batch.prompt_lengths[-1] = 0  # as the first token of a row, and as padding
+    batch.prompt_lengths[0] = prompt_width
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter's bfloat16 products are wrong
 
     def normal(*shape):
