@@ -8,6 +8,7 @@ as torch's, starts when all earlier ones are complete.
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["overlap", "release", "wait"]
+
+#: First CUDA version of a driver whose graphs record such launches.
+_GRAPHS = 12030
 
 
 @triton.jit
@@ -42,4 +46,13 @@ def overlap(x: Tensor) -> dict[str, bool]:
 
 @cache
 def _can_overlap(device: torch.device) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return _driver_version() >= _GRAPHS
+
+
+def _driver_version() -> int:
+    """Return the CUDA version of the driver, such as 12030 for 12.3; torch's may be newer."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value

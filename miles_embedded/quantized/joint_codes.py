@@ -28,6 +28,7 @@ class JointCodes:
         self._whole: Parts | None = None
         self._kept = KeptResults()
         self._columns = [layer.module.out_features for layer in layers]
+        self._without_bias = all(layer.module.bias is None for layer in layers)
         for layer in layers:
             layer.joint = self
 
@@ -56,9 +57,7 @@ class JointCodes:
     @property
     def ready(self) -> bool:
         """Whether one product multiplies by all layers."""
-        return self._whole is not None and all(
-            each.codes is not None and each.module.bias is None for each in self.layers
-        )
+        return self._whole is not None and self._without_bias and all(each.codes is not None for each in self.layers)
 
     def __call__(self, layer: NativeLinear, x: Tensor) -> Tensor | None:
         """Return the product of x [..., K] with ``layer``'s weight, columns of a larger matrix; None if it has to be computed alone."""

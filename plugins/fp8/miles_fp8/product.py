@@ -85,13 +85,13 @@ class Fp8Product(Product):
     def __call__(self, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
         from miles_fp8 import product_kernels  # needs Triton
 
-        codes, scales = weight[CODES], weight[SCALES]
-        if self.fixed_order or product_kernels.takes(len(x), codes.shape[1]):
+        codes, scales, count = weight[CODES], weight[SCALES], x.shape[0]
+        if self.fixed_order or product_kernels.takes(count, codes.shape[1]):
             rows, row_scales = self._rows(x)
             tile = product_kernels.FIXED if self.fixed_order else None
             exact = self.power_of_two_scales
             return product_kernels.linear(
-                rows, row_scales, codes.t(), scales.t(), bias, self.tickets, exact, tile, rows=len(x)
+                rows, row_scales, codes.t(), scales.t(), bias, self.tickets, exact, tile, rows=count
             )
         row_codes, row_scales = self.row_codes(x)
         kinds = torch.nn.functional.ScalingType
@@ -105,13 +105,13 @@ class Fp8Product(Product):
             bias=bias,
             output_dtype=self.dtype,
         )
-        return y if len(y) == len(x) else y[: len(x)]
+        return y if y.shape[0] == count else y[:count]
 
     def _rows(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the codes and scales of x [M, K], or few rows themselves and None: their product quantises them."""
         from miles_fp8 import product_kernels
 
-        if len(x) > product_kernels.FEW or self.fixed_order:
+        if x.shape[0] > product_kernels.FEW or self.fixed_order:
             return self.row_codes(x)
         return self.kept.take(x) or (convert_for_kernel(x).contiguous(), None)
 

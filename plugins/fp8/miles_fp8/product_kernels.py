@@ -82,10 +82,12 @@ def _across(of_rows, of_columns, ROWS_LEFT: tl.constexpr):
 
 # fmt: off
 @triton.jit
-def _scales(  # the pipeline of a loop contains only what ``dot`` reads, so an iteration loads the scales of the next one
+def _scales(
     x_scales, tile_scales, row, known, block, last, scale_stride, FUSED: tl.constexpr, ROWS_LEFT: tl.constexpr,
 ):
-    """Load the scales of rows and of the weight's tile for block ``block``, 0 from ``last`` on. With FUSED there are none of rows."""
+    """Load the scales of rows and of the weight's tile for block ``block``, 0 from ``last`` on. With FUSED there are none of rows.
+
+    Triton's pipeline of a loop contains only what ``dot`` reads, so an iteration loads the scales of the next one."""
     tile = tl.load(tile_scales + block, mask=block < last, other=0.0)
     if FUSED:
         return tile, tile
@@ -236,12 +238,12 @@ def linear(
     Returns:
         [M, N] bfloat16.
     """
-    count, (width, inner) = len(x) if rows is None else rows, codes.shape
+    count, (width, inner) = x.shape[0] if rows is None else rows, codes.shape
     block_rows, block_columns, splits, warps, stages = config or blocks(count, width, inner)
     out = torch.empty(count, width, dtype=torch.bfloat16, device=x.device)
     partial = torch.empty(splits * out.numel(), dtype=torch.float32, device=x.device) if splits > 1 else out
     grid = -(-width // block_columns), -(-count // block_rows), splits
-    assert splits == 1 or grid[0] * grid[1] <= len(tickets)
+    assert splits == 1 or grid[0] * grid[1] <= TICKETS
     with torch.cuda.device(x.device):
         # fmt: off
         _linear[grid](

@@ -93,3 +93,16 @@ def test_a_tensor_on_a_cpu_has_no_overlap(triton):
     from miles_embedded.kernels.overlap import overlap
 
     assert overlap(torch.zeros(2)) == {"OVERLAP": False}
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "can"),
+    [((9, 0), 12030, True), ((12, 0), 13000, True), ((8, 9), 13000, False), ((9, 0), 12020, False)],
+)
+def test_which_gpus_and_drivers_overlap(triton, monkeypatch, capability, driver, can):
+    from miles_embedded.kernels import overlap
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(overlap, "_driver_version", lambda: driver)
+    assert overlap._can_overlap.__wrapped__(torch.device("cuda")) is can
