@@ -1,0 +1,91 @@
+"""Milliseconds of one decode step of the embedded engine, as the GPU replays it, and of a rollout's first tokens; BF16 and FP8 weights, on one GPU.
+
+``step`` is a CUDA graph replayed in a row, so the host has no influence: use it to compare kernels, whose differences are smaller than those
+between two rollouts. ``first_tokens`` is the time until all requests have one token, which is the pass over the prompts and mostly bound by the
+host. Requests are those of ``rollout_sides.py``; steps have about 64 + 100 tokens per request in the cache. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from embedded_rollout import make_engine
+from measure import finish, installed, options
+from rollout_sides import requests
+from sglang_engine import SIZES, make_model
+
+#: Tokens of the responses that make room in the cache, and of those before a step is replayed; replays append tokens, which must find room.
+ROOM, BEFORE, REPLAYS = 256, 100, 20
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--models", nargs="+", choices=sorted(SIZES), default=["dense", "moe"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256, 512], help="requests in flight")
+    parser.add_argument("--turns", type=int, default=5, help="measurements of each, of which the median counts")
+    parser.add_argument("--variant", default="", help="end of the result file's name")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("decode_step.py measures a GPU, and torch sees none")
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    with tempfile.TemporaryDirectory() as directory:
+        for model in given.models:
+            found[model] = measure(given, make_model(model, Path(directory) / model))
+            print(f"{model}: {json.dumps(found[model])}", file=sys.stderr, flush=True)
+    finish("decode_step", found, given.save, lambda: installed("torch", "triton", "transformers"), given.variant)
+
+
+def measure(given: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:
+    """Milliseconds of both sides for each batch size, and how many times as fast an FP8 step is."""
+    sides = {}
+    for side, kind in (("bf16", "ahead"), ("fp8", "fp8")):
+        engine = make_engine(kind, checkpoint, "cuda")
+        ask(engine, max(given.batches), ROOM)
+        sides[side] = {rows: measure_batch(given, engine, rows) for rows in given.batches}
+    return {
+        f"batch_{rows}": {side: sides[side][rows] for side in sides}
+        | {"fp8_to_bf16": round(sides["bf16"][rows]["step"] / sides["fp8"][rows]["step"], 3)}
+        for rows in given.batches
+    }
+
+
+def measure_batch(given: argparse.Namespace, engine: Any, rows: int) -> dict[str, float]:
+    """Milliseconds of a step and of the first tokens of so many requests."""
+    firsts = [ask(engine, rows, 1) for _ in range(given.turns + 1)][1:]
+    steps = []
+    for _ in range(given.turns):
+        ask(engine, rows, BEFORE)
+        graphs = engine.ahead.graphs._recorded
+        graph, _ = [recorded for shape, recorded in graphs.items() if shape.rows == rows][-1]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        steps.append(start.elapsed_time(end) / REPLAYS)
+    return {"step": round(statistics.median(steps), 4), "first_tokens": round(1000 * statistics.median(firsts), 2)}
+
+
+def ask(engine: Any, rows: int, tokens: int) -> float:
+    """Generate ``tokens`` for so many requests; returns the seconds."""
+
+    async def generate() -> None:
+        await asyncio.gather(*(engine.generate(request) for request in requests(rows, tokens, False)))
+
+    started = time.perf_counter()
+    asyncio.run(generate())
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
