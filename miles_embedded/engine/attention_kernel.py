@@ -207,22 +207,29 @@ def attend_rows(
         **{**wide, **overlap(q), "num_warps": WARPS, "num_stages": STAGES},
     }
     _attend_split[(rows, kv_heads, splits)](q, *slabs, *tokens, partial, sums, *numbers, **constants)
-    sinks = q if options.sinks is None else options.sinks
-    lengths = (call.prompt_lengths, call.lengths)
-    epilogue = epilogue if epilogue is not None and _fits(epilogue, rows, value_dim) else None
+    _merge(partial, sums, out, call, size, wide, options.sinks, epilogue)
+    return out
+
+
+def _merge(
+    partial: Tensor,
+    sums: Tensor,
+    out: Tensor,
+    call: Rows,
+    size: int,
+    wide: dict[str, Any],
+    sinks: Tensor | None,
+    epilogue: RowEpilogue | None,
+) -> None:
+    """Merge the splits of ``size`` keys, ``partial`` [rows, heads, splits, value dim] with their ``sums`` [rows, heads, splits, 2], into ``out``."""
+    rows, heads, splits, dim = partial.shape
+    epilogue = epilogue if epilogue is not None and _fits(epilogue, rows, dim) else None
     _, store, memory = end_of(epilogue, rows, out)
-    merged = {
-        "SINKS": options.sinks is not None,
-        "AT_ONCE": AT_ONCE,
-        **wide,
-        "STORE": store,
-        **overlap(q),
-        "num_warps": 1,
-    }
-    _merge_splits[(rows * heads,)](partial, sums, sinks, out, *lengths, size, splits, heads, rows, *memory, **merged)
+    options = {**wide, "SINKS": sinks is not None, "AT_ONCE": AT_ONCE, "STORE": store, **overlap(out), "num_warps": 1}
+    given = (partial, sums, sums if sinks is None else sinks, out, call.prompt_lengths, call.lengths)
+    _merge_splits[(rows * heads,)](*given, size, splits, heads, rows, *memory, **options)
     if epilogue is not None:
         epilogue.finish(out.view(rows, -1))
-    return out
 
 
 def append_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, queries: int = 1) -> None:
