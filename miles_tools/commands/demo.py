@@ -29,13 +29,14 @@ def run(argv: Sequence[str]) -> int:
 
     plugins = plugins_shown(discover())
     given = [f"--device={chosen.device}", *extra]
-    arguments = train_arguments(directory, chosen.seed, plugins, given, gpu=_runs_on_a_gpu(chosen.device))
+    gpu = _runs_on_a_gpu(chosen.device)
+    arguments = train_arguments(directory, chosen.seed, plugins, given, gpu)
     config = load(arguments)  # report invalid arguments before creating anything
     prepare(config.replace({"model.hf_checkpoint": None}, origin="made by the demo"))
     _say("two-digit addition: a supervised warm start from a careless teacher, then GRPO on right answers")
     if not plugins:
         _say("no installed plugin supports the demo; running without plugins")
-    parameters = make_inputs(directory, chosen.seed)
+    parameters = make_inputs(directory, chosen.seed, gpu)
     _say(f"made a Qwen3-MoE of {parameters:,} parameters and its data in {directory}; now running")
     _say(f"  miles train {' '.join(arguments)}")
     from miles_core.cli import train

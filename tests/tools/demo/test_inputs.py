@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from miles_core.config.load import load
@@ -52,3 +54,11 @@ def test_on_a_gpu_there_are_fewer_larger_steps_and_flags_override_them(tmp_path)
     assert (
         load(train_arguments(tmp_path, 0, (), ["--num-rollout", "3"], gpu=True), manifests=()).rollout.num_rollout == 3
     )
+
+
+def test_on_a_gpu_the_model_is_wider(tmp_path):
+    counts, widths = [], []
+    for gpu in (False, True):
+        counts.append(make_inputs(tmp_path / str(gpu), 0, gpu))
+        widths.append(json.loads((tmp_path / str(gpu) / "model" / "config.json").read_text())["hidden_size"])
+    assert widths[0] < widths[1] and counts[0] < counts[1] == 593_344
