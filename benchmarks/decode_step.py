@@ -23,7 +23,8 @@ from measure import finish, installed, options
 from rollout_sides import requests
 from sglang_engine import SIZES, make_model
 
-#: Tokens of the responses that make room in the cache, and of those before a step is replayed; replays append tokens, which must find room.
+#: The first responses have ROOM tokens, so that the cache is large enough. Before a step is replayed, responses have BEFORE tokens; every replay
+#: appends one.
 ROOM, BEFORE, REPLAYS = 256, 100, 20
 
 
@@ -31,7 +32,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--models", nargs="+", choices=sorted(SIZES), default=["dense", "moe"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256, 512], help="requests in flight")
-    parser.add_argument("--turns", type=int, default=5, help="measurements of each, of which the median counts")
+    parser.add_argument("--turns", type=int, default=5, help="measurements; the median counts (default: 5)")
     parser.add_argument("--variant", default="", help="end of the result file's name")
     given = parser.parse_args()
     if not torch.cuda.is_available():
