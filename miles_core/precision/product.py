@@ -77,9 +77,9 @@ class Product(ABC):
         """Return whether prepared weights of these shapes [N, K], one after the other along ``joint_dim``, are one prepared weight."""
         return False
 
-    def row_epilogue(self, shape: tuple[int, int], experts: bool = False, uses: int = 1) -> Any:
+    def row_epilogue(self, shape: tuple[int, int], uses: int = 1) -> Any:
         """Return what the kernel that computes rows of ``shape`` [M, K] needs to write their codes as well: the next ``uses`` products
-        of these rows, with linear layers or with ``experts``, then read them. Its type is the backend's. None if the product quantises
+        of these rows, with linear layers or with experts, then read them. Its type is the backend's. None if the product quantises
         these rows itself."""
         return None
 

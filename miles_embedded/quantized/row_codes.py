@@ -42,9 +42,8 @@ class RowReader:
         ready = all(layer.ready for layer in self.layers)
         if not (self.active() and ready and dtype == product.dtype):
             return None
-        experts = isinstance(first, NativeExperts)
-        joint = not experts and first.joint is not None and first.joint.ready
-        return product.row_epilogue(shape, experts, 1 if joint else len(self.layers))
+        joint = not isinstance(first, NativeExperts) and first.joint is not None and first.joint.ready
+        return product.row_epilogue(shape, 1 if joint else len(self.layers))
 
 
 def attach_readers(model: nn.Module, native: Iterable[Layer], active: Callable[[], bool]) -> list[nn.Module]:

@@ -71,7 +71,7 @@ class Fp8Product(Product):
     def restore(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Parts:
         return {CODES: parts[CODES].t(), SCALES: parts[SCALES].t()[:, : -(-shape[1] // TILE)]}
 
-    def row_epilogue(self, shape: tuple[int, int], experts: bool = False, uses: int = 1) -> RowCodes:
+    def row_epilogue(self, shape: tuple[int, int], uses: int = 1) -> RowCodes:
         from miles_fp8.row_codes import RowCodes  # needs Triton
 
         return RowCodes(shape, self.device, self.power_of_two_scales, self.kept, uses)

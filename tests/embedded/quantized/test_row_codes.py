@@ -41,8 +41,8 @@ class Recorder(ExactExperts):
     def __deepcopy__(self, memo):
         return Recorder()
 
-    def row_epilogue(self, shape, experts=False, uses=1):
-        self.requests.append((shape, experts, uses))
+    def row_epilogue(self, shape, uses=1):
+        self.requests.append((shape, uses))
         return Epilogue(self.written)
 
     def find(self, x):
@@ -101,10 +101,10 @@ def test_rows_of_norms_and_gates_are_written_for_the_products_that_read_them(loa
     run(model, product)
     layer = model.model.layers[1]
     if hasattr(layer.mlp, "experts"):
-        assert product.read == [0, 1] and product.requests == [((5, 128), False, 1), ((5, 128), True, 1)]
+        assert product.read == [0, 1] and product.requests == [((5, 128), 1), ((5, 128), 1)]
     else:
         assert product.read == [0, 1, 2]
-        assert product.requests == [((5, 128), False, 1), ((5, 128), False, 1), ((5, 256), False, 1)]
+        assert product.requests == [((5, 128), 1), ((5, 128), 1), ((5, 256), 1)]
     assert find_epilogue(layer.self_attn, (5, 128), torch.float32) is not None  # for its output projection
     assert find_epilogue(layer.self_attn, (0, 128), torch.float32) is None
     assert find_epilogue(layer.self_attn, (5, 128), torch.bfloat16) is None
@@ -169,7 +169,7 @@ def test_layers_without_a_joint_product_each_read_the_codes(loaded):
     for layer in (q, inputs.layers[name], v):
         layer.joint = None
     run(model, product)
-    assert product.read[:3] == [0, 0, 0] and product.requests[0][2] == 3
+    assert product.read[:3] == [0, 0, 0] and product.requests[0][1] == 3
     inputs.take(Encoded(name, {name: inputs.layers[name].module.weight}))  # plain: not all layers read codes
     run(model, product)
-    assert product.requests[0] != ((5, 128), False, 3)
+    assert product.requests[0] != ((5, 128), 3)
