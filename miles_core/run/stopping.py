@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 
 #: Fractions of the limit: after GIVE_UP the current work is aborted, after EXIT the process exits.
 GIVE_UP, EXIT = 0.4, 0.93
-#: Seconds in which the event loop must react. Otherwise the main thread is busy and is interrupted with a signal.
-REACTION = 0.5
+#: Seconds in which the event loop must react, at most this fraction of the limit. Otherwise the main thread is busy and is interrupted
+#: with a signal.
+REACTION, REACTION_FRACTION = 0.5, 0.1
 
 
 class OutOfTime(MilesError):
@@ -80,7 +81,7 @@ class Deadline:
         log.warning("the current step is not complete after %g s: aborting it", self.seconds * GIVE_UP)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._cancel)
-        if not self._reacted.wait(REACTION) and not self._over.is_set():
+        if not self._reacted.wait(min(REACTION, self.seconds * REACTION_FRACTION)) and not self._over.is_set():
             signal.pthread_kill(self._main, signal.SIGALRM)
         if self._over.wait(max(0.0, start + self.seconds * EXIT - time.monotonic())):
             return

@@ -12,13 +12,16 @@ import time
 
 import pytest
 
+from miles_core.run import stopping
 from miles_core.run.stopping import Deadline, OutOfTime
 
 
 @pytest.fixture
-def deadline():
-    """A deadline whose process exit is a list of what happened; the handler of its signal is in place."""
+def deadline(monkeypatch):
+    """A deadline of one second that aborts the current work as always but leaves a slow machine a minute before the process exits; the
+    handler of its signal is in place. A list holds what happened."""
     exits = []
+    monkeypatch.setattr(stopping, "EXIT", 60.0)
     made = Deadline(1.0, lambda: exits.append("exit"))
     made.exits = exits
     before = signal.signal(signal.SIGALRM, made.interrupt)
