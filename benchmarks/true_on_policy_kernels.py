@@ -55,7 +55,7 @@ def measure_attention() -> dict[str, Any]:
     """Sequences x length -> [flash, plugin] in microseconds: 16 heads, 8 key/value heads of 128, causal, forward."""
     from miles_core.contracts.trainer import Context
     from miles_embedded import PromptCall
-    from miles_embedded.trainer.flash import flash_supports
+    from miles_embedded.model.flash import flash_supports
     from miles_true_on_policy.tiles import attend_by_tiles
 
     class Layer:

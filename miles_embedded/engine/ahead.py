@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from miles_core.errors import NonFiniteError, first_line
-from miles_embedded.engine.graphs import Graphs
+from miles_embedded.engine.graphs import Graphs, check_gap
 from miles_embedded.engine.static_attention import CannotBeStatic
 from miles_embedded.engine.static_batch import StaticBatch
 
@@ -31,9 +31,6 @@ log = logging.getLogger(__name__)
 
 #: New tokens per row to reserve cache room for at once. Rarer growth means fewer recordings of the graphs.
 _ROOM = 512
-#: Largest mean |difference| between the log-probabilities of a static and a plain step that rounding explains, in nats.
-TOLERANCE = {torch.float32: 5e-3, torch.float64: 5e-3}
-TOLERANCE_LOW = 0.3
 
 
 class StepShape(Protocol):
@@ -191,11 +188,8 @@ class Ahead(ABC, Generic[S]):
         return Launched(list(rows), shape, host, event, {row: i for i, row in enumerate(rows)})
 
     def _check_gap(self, static: Tensor, plain: Tensor) -> None:
-        """Raise CannotBeStatic if the logits [n, vocab] of a static and a plain step differ by more than rounding."""
-        gap = float((static.float().log_softmax(-1) - plain.float().log_softmax(-1)).abs().mean())
-        allowed = TOLERANCE.get(next(self.engine.model.parameters()).dtype, TOLERANCE_LOW)
-        if not gap <= allowed and plain.isfinite().all():
-            raise CannotBeStatic(f"a step in static buffers differs from a plain one by {gap:.2g} nats a token")
+        """See ``graphs.check_gap``."""
+        check_gap(self.engine.model, static, plain)
 
 
 def fill_rows(batch: StaticBatch, cache: Any, rows: Sequence[Row], *more: Sequence[int]) -> None:

@@ -61,6 +61,11 @@ class Decoder(ABC):
     def prompts(self, engine: EmbeddedEngine, prompts: Prompts) -> None:
         """Handle newly computed prompts, each computed once for all rows that will continue it; ``join`` follows."""
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether this decoder defines ``prompts``."""
+        return type(self).prompts is not Decoder.prompts
+
     def join(self, engine: EmbeddedEngine, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
         """Handle rows that start running; ``hidden[i]`` [hidden] is the hidden state of the last cached token of row i."""
 

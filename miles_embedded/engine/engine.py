@@ -24,7 +24,9 @@ from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.decoder import StepsAhead, to_emitted
-from miles_embedded.engine.runner import Fed, Key, Prefix, Prefixes, Runner, chunks, missing_fields_error, move_items
+from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, missing_fields_error
+from miles_embedded.engine.prompt_graphs import PromptGraphs
+from miles_embedded.engine.runner import Fed, Runner, chunks, move_items
 from miles_embedded.engine.scheduler import Row, Scheduler, parameters_of, slots_of, uniform_of
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.weights import Weights
@@ -51,7 +53,6 @@ class EmbeddedEngine(Engine):
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, vocabulary)
         self.rows: list[Row] = []
         self._joining: list[Row] = []
-        self._prefixes = Prefixes(self.runner)
         self._weights = Weights(model, settings.codec, settings.products, settings.codec_of, self._invalidate_weights)
         self._paused, self._stopped = False, False
         self._task: asyncio.Task[None] | None = None
@@ -59,6 +60,10 @@ class EmbeddedEngine(Engine):
         self._names: set[str] | None = None
         self.weight_tensors = self._weights.tensors
         self.ahead = StepsAhead(self, used=settings.cuda_graphs and self.runner.device.type == "cuda")
+        self.prompts = PromptGraphs(
+            self.runner, self.ahead.used and not self.decoder.reads_prompts, self.weight_tensors
+        )
+        self._prefixes = Prefixes(self.runner, self.prompts)
 
     # -- the contract ---------------------------------------------------------------------------------------------
 
@@ -122,8 +127,7 @@ class EmbeddedEngine(Engine):
             self._retract(list(self.rows))
         elif mode != "in_place":
             raise ValueError(f"pause mode {mode!r} must be abort, retract or in_place")
-        if self.ahead.used:
-            self.ahead.settle()
+        self.ahead.settle()
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
         meant = [row for row in (*self.rows, *self.scheduler.waiting) if keys is None or row.request.key in keys]
@@ -334,14 +338,12 @@ class EmbeddedEngine(Engine):
         if not rows:
             return
         self.decoder.leave(rows)
-        if self.ahead.used:
-            self.ahead.leave(rows)
+        self.ahead.leave(rows)
         where, sources, prefixes = self.runner.cache.remove_rows(np.sort(slots_of(rows)))
         for row in rows:
             row.slot = -1
         move_items(self.rows, where, sources, self.runner.cache.rows)
-        if self.ahead.used:
-            self.ahead.apply_moves(where, sources)
+        self.ahead.apply_moves(where, sources)
         self._prefixes.apply_moves(*prefixes)
         self._invalidate_batch()
 
@@ -367,15 +369,14 @@ class EmbeddedEngine(Engine):
     def _invalidate_weights(self) -> None:
         """Invalidate state that depends on the weights, which changed or will change."""
         self._prefixes.retire()
-        if self.ahead.used:
-            self.ahead.settle()
-            self.ahead.graphs.weights_changed()
+        self.ahead.settle()
+        self.ahead.graphs.weights_changed()
 
     def _clear(self) -> None:
         """Free the memory of the cache."""
         self.ahead.graphs.clear()
-        self.runner.clear()
         self._prefixes.clear()
+        self.runner.clear()
 
     def _require_idle(self, what: str) -> None:
         """RuntimeError if unpaused requests are in flight, which ``what`` would affect."""

@@ -7,12 +7,17 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from miles_embedded.engine.cache import Cache
 from miles_embedded.engine.runner import Runner
+from miles_embedded.engine.static_attention import CannotBeStatic
 
 S = TypeVar("S", bound=Hashable)
+
+#: Largest mean |difference| between the log-probabilities of a static and a plain step that rounding explains, in nats.
+TOLERANCE = {torch.float32: 5e-3, torch.float64: 5e-3}
+TOLERANCE_LOW = 0.3
 
 
 class Graphs(Generic[S]):
@@ -25,24 +30,31 @@ class Graphs(Generic[S]):
         runner: the model and its cache.
         step: runs the step of a shape and returns logits.
         weights: returns the tensors whose addresses the graphs contain.
+        generation: changes when a slab of the cache that the step accesses moves; by default that of all slabs.
     """
 
-    def __init__(self, runner: Runner, step: Callable[[S], Tensor], weights: Callable[[], Iterable[Tensor]]) -> None:
-        self.runner, self.step, self.weights = runner, step, weights
+    def __init__(
+        self,
+        runner: Runner,
+        step: Callable[[S], Tensor],
+        weights: Callable[[], Iterable[Tensor]],
+        generation: Callable[[Cache], Hashable] = lambda cache: (cache.prefixes.generation, cache.own.generation),
+    ) -> None:
+        self.runner, self.step, self.weights, self._generation = runner, step, weights, generation
         self.records = runner.device.type == "cuda"
         self._recorded: dict[S, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._cache: tuple[weakref.ref[Cache], int, int] | None = None
+        self._cache: tuple[weakref.ref[Cache], Hashable] | None = None
         self._weights: tuple[int, ...] = ()
 
     def ready(self, shape: S) -> bool:
         """Whether ``run`` needs no recording. Recording runs the step and advances the batch, so fill the batch again afterwards."""
-        return not self.records or (self._current() and shape in self._recorded)
+        return not self.records or (self.current and shape in self._recorded)
 
     def prepare(self, shape: S) -> None:
         """Record a step that is not ready, with the current content of its batch."""
         if self.ready(shape):
             return
-        if not self._current():
+        if not self.current:
             self.clear()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -50,7 +62,7 @@ class Graphs(Generic[S]):
             # Allocates slabs, loads kernels and compiles Triton kernels, none of which may happen while recording.
             self.step(shape)
         torch.cuda.current_stream().wait_stream(side)
-        if not self._current():  # new slabs
+        if not self.current:  # new slabs
             self.clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
@@ -75,15 +87,27 @@ class Graphs(Generic[S]):
         self._recorded.clear()
         cache = self.runner.cache
         self._weights = self._addresses() if self.records else ()
-        self._cache = weakref.ref(cache), cache.prefixes.generation, cache.own.generation
+        self._cache = weakref.ref(cache), self._generation(cache)
         if self.records:
             self._pool = torch.cuda.graph_pool_handle()
 
-    def _current(self) -> bool:
+    @property
+    def current(self) -> bool:
+        """Whether the cache is where it was when the graphs were last cleared."""
         cache = self.runner.cache
-        if self._cache is None or self._cache[0]() is not cache:
-            return False
-        return self._cache[1:] == (cache.prefixes.generation, cache.own.generation)
+        return self._cache is not None and self._cache[0]() is cache and self._cache[1] == self._generation(cache)
 
     def _addresses(self) -> tuple[int, ...]:
         return tuple(t.data_ptr() for t in self.weights())
+
+
+def check_gap(model: nn.Module, static: Tensor, plain: Tensor) -> None:
+    """Compare the logits [n, vocab] of a static and a plain step.
+
+    Raises:
+        CannotBeStatic: they differ by more than rounding.
+    """
+    gap = float((static.float().log_softmax(-1) - plain.float().log_softmax(-1)).abs().mean())
+    allowed = TOLERANCE.get(next(model.parameters()).dtype, TOLERANCE_LOW)
+    if not gap <= allowed and plain.isfinite().all():
+        raise CannotBeStatic(f"a step in static buffers differs from a plain one by {gap:.2g} nats a token")

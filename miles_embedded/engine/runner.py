@@ -1,12 +1,8 @@
-"""Run the model over cached rows: computes prompts, feeds tokens, returns logits. Independent of requests and sampling.
-
-Rows share prefixes in the cache: a prompt, extended by generated tokens after a retract. A prefix is computed when a row first needs it
-and is kept while any row uses it.
-"""
+"""Run the model over cached rows: computes prompts, feeds tokens, returns logits. Independent of requests and sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -16,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
-from miles_core.errors import MilesError
 from miles_embedded.engine.attention import DecodeCall, PromptCall
 from miles_embedded.engine.cache import Cache, CachedRows, Store, to_device
 from miles_embedded.engine.prompts import Prompts
@@ -30,6 +25,8 @@ from miles_embedded.model.parts import backbone, decoder_layers, head
 
 #: Logits (rows * vocabulary) computed at once when scoring.
 _LOGITS = 1 << 26
+#: Largest number of tokens, padding included, of sequences computed in one call.
+_TOKENS = 16384
 
 
 @dataclass
@@ -86,22 +83,33 @@ class Runner:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    @torch.no_grad()
     def prefixes(
         self, sequences: Sequence[Sequence[int]], names: set[str], computed: Callable[[Prompts], None] = lambda p: None
     ) -> tuple[np.ndarray, Tensor, set[str]]:
-        """Compute prefixes into new slots of the cache.
+        """Compute prefixes into new slots of the cache; returns the slots, and the results of ``fill_prefixes``."""
+        slots = self.cache.add_prefixes([len(s) for s in sequences])
+        return slots, *self.fill_prefixes(sequences, slots, names, computed)
+
+    @torch.no_grad()
+    def fill_prefixes(
+        self,
+        sequences: Sequence[Sequence[int]],
+        slots: np.ndarray,
+        names: set[str],
+        computed: Callable[[Prompts], None] = lambda p: None,
+    ) -> tuple[Tensor, set[str]]:
+        """Compute prefixes into consecutive slots of the cache.
 
         Args:
             sequences: token ids of each prefix.
+            slots: the slot of each.
             names: recorded fields to keep if modules record them.
             computed: called with the prefixes while their call can still attend.
 
         Returns:
-            Their slots, the hidden states of their last tokens [prefixes, hidden], and the names that were recorded.
+            The hidden states of their last tokens [prefixes, hidden], and the names that were recorded.
         """
         lengths = [len(s) for s in sequences]
-        slots = self.cache.add_prefixes(lengths)
         call = PromptCall(self.context(sum(lengths)), lengths, self.cache, slots)
         tokens, positions = [t for s in sequences for t in s], _positions(lengths)
         ids, where = self._ids(tokens), to_device(positions, self.device)
@@ -113,7 +121,7 @@ class Runner:
             slab = field_slab(self.cache.prefixes, name, rows[0])
             slab[int(slots[0]) : int(slots[0]) + len(slots), 0, : rows.shape[1]] = rows
         ends = to_device(np.cumsum(lengths) - 1, self.device)
-        return slots, hidden.index_select(0, ends), recorded
+        return hidden.index_select(0, ends), recorded
 
     @torch.no_grad()
     def forward(
@@ -217,75 +225,6 @@ def _read(store: Store, name: str, slots: np.ndarray) -> list[np.ndarray] | None
     picked = slab[to_device(slots, slab.device), 0, : int(lengths.max(initial=0))].cpu()
     rows = (picked.float() if picked.dtype == torch.bfloat16 else picked).numpy()
     return [r[:n] for r, n in zip(rows, lengths.tolist(), strict=True)]
-
-
-Key = tuple[int, ...]
-#: Largest number of prefix tokens, padding included, computed in one call.
-_TOKENS = 16384
-
-
-@dataclass(eq=False)
-class Prefix:
-    """One prefix: its tokens, its slot, the hidden state [hidden] of its last token and the names of its recorded fields."""
-
-    key: Key
-    slot: int
-    hidden: Tensor
-    fields: set[str]
-
-
-class Prefixes:
-    """The prefixes in the slots of ``runner``'s cache."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-        self._slots: list[Prefix] = []
-        self._known: dict[Key, Prefix] = {}
-
-    def compute(self, wanted: Mapping[Key, set[str]], computed: Callable[[Prompts], None]) -> dict[Key, Prefix]:
-        """Look up prefixes, and compute those that are missing.
-
-        Args:
-            wanted: tokens -> names of fields that must be recorded for them. The result's ``fields`` lacks names that no module
-                records.
-            computed: called with the prefixes that were computed.
-        """
-        known = self._known
-        found = {k: known[k] for k, names in wanted.items() if k in known and names <= known[k].fields}
-        fresh = [k for k in wanted if k not in found]
-        names = set().union(*wanted.values())
-        for chunk in chunks([len(k) for k in fresh]):
-            keys = [fresh[i] for i in chunk]
-            slots, hidden, recorded = self.runner.prefixes(keys, names, computed)
-            for i, key in enumerate(keys):
-                prefix = found[key] = known[key] = Prefix(key, int(slots[i]), hidden[i], recorded)
-                self._slots.append(prefix)
-        return found
-
-    def apply_moves(self, gone: np.ndarray, where: np.ndarray, sources: np.ndarray) -> None:
-        """Apply freed and moved prompt slots, see ``Cache.remove_rows``."""
-        for slot in gone.tolist():
-            prefix = self._slots[slot]
-            if prefix.key in self._known and self._known[prefix.key] is prefix:
-                del self._known[prefix.key]
-        move_items(self._slots, where, sources, self.runner.cache.prefixes.size)
-
-    def retire(self) -> None:
-        """Stop sharing the current prefixes after a change of weights; rows that use one keep it."""
-        self._known.clear()
-
-    def clear(self) -> None:
-        """Forget all prefixes after the cache was emptied."""
-        self._known.clear()
-        self._slots.clear()
-
-
-def missing_fields_error(names: set[str]) -> MilesError:
-    """Make the error for a request with fields that no module records."""
-    return MilesError(
-        f"a request asks for {', '.join(sorted(names))}, but no module of the engine's model recorded it; "
-        "the plugin that declares the field must hook the rollout model (on_model with role rollout or shared)"
-    )
 
 
 def chunks(lengths: Sequence[int]) -> list[list[int]]:

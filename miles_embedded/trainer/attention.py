@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from miles_core.contracts.trainer import Context
 from miles_core.data.batch import to_device
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded
+from miles_embedded.model.flash import flash_supports
 from miles_embedded.model.indexer import Indexed, choose_in_parts
-from miles_embedded.trainer.flash import FlashPlan, flash, flash_gradients, flash_supports
+from miles_embedded.trainer.flash import FlashPlan, flash, flash_gradients
 from miles_embedded.trainer.packing import Ints, Packing, Segments
 
 #: The shortest segment of a bucket has at least this fraction of its longest (or differs by at most _SLACK rows).

@@ -9,31 +9,16 @@ gradient contribution of its own keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from miles_core.data.batch import to_device
 from miles_embedded.kernels.available import kernels_run
+from miles_embedded.model.flash import Sequences, flash_forward, pad_heads
 from miles_embedded.trainer.packing import Packing, spans
-
-#: Largest head dimension that the kernel supports.
-_WIDEST = 256
-
-
-@dataclass
-class _Part:
-    """Arguments of one variable-length call: cumulative ends and largest lengths of the sequences' queries and keys."""
-
-    queries: Tensor
-    keys: Tensor
-    longest_query: int
-    longest_key: int
-    causal: bool
 
 
 class FlashPlan:
@@ -52,47 +37,33 @@ class FlashPlan:
         starts = np.concatenate([trunks.start, branches.start])
         lengths = np.concatenate([trunks.length, branches.length])[np.argsort(starts)]
         ends, longest = _ends(lengths, device), int(lengths.max())
-        self.own = _Part(ends, ends, longest, longest, causal=True)
-        self.across: _Part | None = None
+        self.own = Sequences(ends, ends, longest, longest, causal=True)
+        self.across: Sequences | None = None
         if len(branches):
             used, inverse = np.unique(branches.trunk, return_inverse=True)
             queries = np.bincount(inverse, weights=branches.length).astype(np.int64)
             keys = trunks.length[used]
             self.branch_rows = to_device(torch.from_numpy(spans(branches.start, branches.length)), device)
             self.trunk_rows = to_device(torch.from_numpy(spans(trunks.start[used], keys)), device)
-            self.across = _Part(
+            self.across = Sequences(
                 _ends(queries, device), _ends(keys, device), int(queries.max()), int(keys.max()), causal=False
             )
 
 
-def flash_supports(query: Tensor) -> bool:
-    """Whether the kernel supports this query on a GPU: half precision, and a GPU that can run it."""
-    return (
-        query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] <= _WIDEST
-        and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
-
-
 def flash(q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> Tensor:
     """Attend q [rows, heads, dim] to k [rows, kv heads, dim] and v [rows, kv heads, width <= dim]; returns [rows, heads, width]."""
-    width, dim = v.shape[-1], q.shape[-1]
-    # Pad to one width, a multiple of 8 (DeepSeek-V3 has 192 and 128); zeros change neither scores nor sums.
-    wide = -(-dim // 8) * 8
-    q, k, v = (pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x.contiguous() for x in (q, k, v))
-    return _Flash.apply(q, k, v, plan, scaling)[..., :width]
+    return _Flash.apply(*pad_heads(q, k, v), plan, scaling)[..., : v.shape[-1]]
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: FlashPlan, scaling: float) -> Tensor:
-        out, lse, *seeds = _forward(q, k, v, plan.own, scaling)
+        out, lse, *seeds = flash_forward(q, k, v, plan.own, scaling)
         seeds_across: list[Tensor] = []
         if plan.across is not None:
             rows, trunk = plan.branch_rows, plan.trunk_rows
             far_q, far_k, far_v = q.index_select(0, rows), k.index_select(0, trunk), v.index_select(0, trunk)
-            far, far_lse, *seeds_across = _forward(far_q, far_k, far_v, plan.across, scaling)
+            far, far_lse, *seeds_across = flash_forward(far_q, far_k, far_v, plan.across, scaling)
             _merge(out, lse, far, far_lse, rows)
         ctx.save_for_backward(q, k, v, out, lse, *seeds, *seeds_across)
         ctx.plan, ctx.scaling = plan, scaling
@@ -184,13 +155,6 @@ def _add(target: Tensor, rows: Tensor, source: Tensor) -> None:
         target[rows] += source
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scaling: float) -> tuple[Tensor, ...]:
-    """Return output [queries, heads, dim], log-sum-exp [heads, queries] float32, and two tensors for the backward pass."""
-    return torch.ops.aten._flash_attention_forward(
-        q, k, v, part.queries, part.keys, part.longest_query, part.longest_key, 0.0, part.causal, False, scale=scaling
-    )[:4]
-
-
 def _backward(
     grad: Tensor,
     q: Tensor,
@@ -198,7 +162,7 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    part: _Part,
+    part: Sequences,
     seeds: list[Tensor],
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,86 @@
+"""Prefixes in the cache: prompts, extended by generated tokens after a retract.
+
+Rows share them. A prefix is computed when a row first needs it and is kept while any row uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from miles_core.errors import MilesError
+from miles_embedded.engine.prompt_graphs import PromptGraphs
+from miles_embedded.engine.prompts import Prompts
+from miles_embedded.engine.runner import Runner, chunks, move_items
+
+Key = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Prefix:
+    """One prefix: its tokens, its slot, the hidden state [hidden] of its last token and the names of its recorded fields."""
+
+    key: Key
+    slot: int
+    hidden: Tensor
+    fields: set[str]
+
+
+class Prefixes:
+    """The prefixes in the slots of ``runner``'s cache, computed by ``graphs``."""
+
+    def __init__(self, runner: Runner, graphs: PromptGraphs) -> None:
+        self.runner, self.graphs = runner, graphs
+        self._slots: list[Prefix] = []
+        self._known: dict[Key, Prefix] = {}
+
+    def compute(self, wanted: Mapping[Key, set[str]], computed: Callable[[Prompts], None]) -> dict[Key, Prefix]:
+        """Look up prefixes, and compute those that are missing.
+
+        Args:
+            wanted: tokens -> names of fields that must be recorded for them. The result's ``fields`` lacks names that no module
+                records.
+            computed: called with the prefixes that were computed.
+        """
+        known = self._known
+        found = {k: known[k] for k, names in wanted.items() if k in known and names <= known[k].fields}
+        fresh = [k for k in wanted if k not in found]
+        names = set().union(*wanted.values())
+        for chunk in chunks([len(k) for k in fresh]):
+            keys = [fresh[i] for i in chunk]
+            slots = self.runner.cache.add_prefixes([len(k) for k in keys])
+            hidden, recorded = self.graphs.fill(keys, slots, names, computed)
+            for i, key in enumerate(keys):
+                prefix = found[key] = known[key] = Prefix(key, int(slots[i]), hidden[i], recorded)
+                self._slots.append(prefix)
+        return found
+
+    def apply_moves(self, gone: np.ndarray, where: np.ndarray, sources: np.ndarray) -> None:
+        """Apply freed and moved prompt slots, see ``Cache.remove_rows``."""
+        for slot in gone.tolist():
+            prefix = self._slots[slot]
+            if prefix.key in self._known and self._known[prefix.key] is prefix:
+                del self._known[prefix.key]
+        move_items(self._slots, where, sources, self.runner.cache.prefixes.size)
+
+    def retire(self) -> None:
+        """Stop sharing the current prefixes after a change of weights; rows that use one keep it."""
+        self._known.clear()
+        self.graphs.weights_changed()
+
+    def clear(self) -> None:
+        """Forget all prefixes, because the cache is emptied."""
+        self._known.clear()
+        self._slots.clear()
+        self.graphs.clear()
+
+
+def missing_fields_error(names: set[str]) -> MilesError:
+    """Make the error for a request with fields that no module records."""
+    return MilesError(
+        f"a request asks for {', '.join(sorted(names))}, but no module of the engine's model recorded it; "
+        "the plugin that declares the field must hook the rollout model (on_model with role rollout or shared)"
+    )

@@ -1,0 +1,181 @@
+"""A pass over prompts in static buffers: they are packed one after the other, and the step reads no number from the host.
+
+The numbers of tokens and prompts and the length of the longest prompt are rounded up, so that few shapes serve prompts of all lengths. The
+tokens of the padding are one more prompt, which is stored in a free slot of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_core.contracts.trainer import Context
+from miles_embedded.engine.cache import Cache, round_up
+from miles_embedded.engine.runner import Runner, field_slab
+from miles_embedded.engine.static_attention import CannotBeStatic
+from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded
+from miles_embedded.model.flash import Sequences, flash_forward, flash_supports, pad_heads
+from miles_embedded.model.indexer import Indexed
+
+#: Most tokens of a pass, padding included.
+MOST_TOKENS = 4096
+#: Most tokens of a pass whose attention needs a mask [tokens, tokens].
+_MOST_MASKED = 1024
+
+
+@dataclass(frozen=True)
+class PromptShape:
+    """Properties that require a separate recording of a pass.
+
+    Attributes:
+        tokens: of all prompts, padding included.
+        prompts: bound on the number of prompts, that of the padding included.
+        longest: bound on the length of a prompt.
+        names: recorded fields to keep if modules record them.
+    """
+
+    tokens: int
+    prompts: int
+    longest: int
+    names: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(lengths: Sequence[int], names: Set[str]) -> PromptShape:
+        """Return the smallest shape for prompts of these lengths."""
+        tokens = padded_tokens(sum(lengths))
+        longest = max(*lengths, tokens // 4, 16)  # at least the padding
+        return PromptShape(tokens, _power_of_two(len(lengths) + 1), _power_of_two(longest), frozenset(names))
+
+
+def padded_tokens(count: int) -> int:
+    """Round up a number of tokens to a multiple of 16, and of an eighth of the next power of two: at most a quarter is added to many tokens."""
+    return round_up(count, max(16, _power_of_two(count) // 8))
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+class PromptBatch:
+    """Inputs of a pass in buffers with fixed addresses.
+
+    Attributes:
+        tokens: [MOST_TOKENS] int64 ids.
+        positions: [MOST_TOKENS] int64, index of each token in its prompt.
+        slots: [MOST_TOKENS] int64, cache slot of each token's prompt.
+        columns: [MOST_TOKENS] int64, where the token is stored in the slot.
+        bounds: [prompts + 1] int32, where each prompt starts, and the end of the last one. Unused prompts are empty.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._integers = torch.zeros(4, MOST_TOKENS, dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.slots, self.columns = self._integers
+        self.bounds = torch.zeros(_power_of_two(MOST_TOKENS + 1) + 1, dtype=torch.int32, device=device)
+
+    def fill(self, sequences: Sequence[Sequence[int]], slots: np.ndarray, free: int, shape: PromptShape) -> None:
+        """Write prompts with their cache slots; the tokens of the padding are stored in slot ``free``, in as many columns as the longest prompt
+        needs."""
+        lengths = np.fromiter(map(len, sequences), np.int64, len(sequences))
+        count = int(lengths.sum())
+        integers = np.zeros((4, shape.tokens), np.int64)
+        padding = np.arange(shape.tokens - count)
+        integers[0, :count] = np.concatenate([np.asarray(s, np.int64) for s in sequences])
+        integers[1] = np.concatenate([*(np.arange(n) for n in lengths), padding])
+        integers[2] = np.concatenate([np.repeat(slots, lengths), np.full(len(padding), free)])
+        integers[3] = integers[1]
+        integers[3, count:] %= lengths.max()
+        bounds = np.full(shape.prompts + 1, shape.tokens, np.int32)
+        bounds[: len(lengths) + 1] = np.concatenate([[0], lengths.cumsum()])
+        self._integers[:, : shape.tokens].copy_(torch.from_numpy(integers))
+        self.bounds[: len(bounds)].copy_(torch.from_numpy(bounds))
+
+
+class StaticPromptCall:
+    """A call over the prompts of a ``PromptBatch``; see ``miles_embedded.model.call.Call``.
+
+    Attributes:
+        positions: [tokens] index of each token in its prompt.
+    """
+
+    def __init__(self, ctx: Context, cache: Cache, batch: PromptBatch, shape: PromptShape) -> None:
+        self.ctx, self.cache, self.longest = ctx, cache, shape.longest
+        self.positions, self.slots, self.columns = (
+            x[: shape.tokens] for x in (batch.positions, batch.slots, batch.columns)
+        )
+        bounds = batch.bounds[: shape.prompts + 1]
+        self._sequences = Sequences(bounds, bounds, shape.longest, shape.longest, causal=True)
+
+    @property
+    def spans(self) -> Any:
+        """See ``Call.spans``."""
+        raise CannotBeStatic("its rotary frequencies depend on the length of each sequence (longrope)")
+
+    def choose(self, indexed: Indexed) -> ChosenKeys:
+        """See ``Call.choose``."""
+        raise CannotBeStatic("an indexer chooses the keys of its attention")
+
+    def attend(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        options: AttentionOptions | None = None,
+    ) -> Tensor:
+        """See ``Call.attend``."""
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        for kind, entries in (("k", k), ("v", v)):
+            slab = self.cache.prefixes.slab((kind, module.layer_idx), entries.shape[1], entries.shape[2:], entries)
+            self._write(slab, entries)
+        if options is None and query.is_cuda and flash_supports(query):
+            return flash_forward(*pad_heads(q, k, v), self._sequences, scaling)[0][None, ..., : v.shape[-1]]
+        if len(q) > _MOST_MASKED:
+            raise CannotBeStatic(f"attention with a mask over more than {_MOST_MASKED} tokens")
+        out = attend_padded(
+            query, key, value, self._mask(options), scaling, query.shape[1] != key.shape[1], options or None
+        )
+        return out.transpose(1, 2)
+
+    def keep_recorded(self, names: Set[str]) -> set[str]:
+        """Store the fields ``names`` that modules recorded; returns those."""
+        kept = names & self.ctx.extras.keys()
+        for name in kept:
+            recorded = self.ctx.extras[name]
+            self._write(field_slab(self.cache.prefixes, name, recorded), recorded.unsqueeze(1))
+        return set(kept)
+
+    def _write(self, slab: Tensor, entries: Tensor) -> None:
+        """Store entries [tokens, heads, ...] in ``slab`` of the prompts."""
+        slab[self.slots, :, self.columns] = entries
+
+    def _mask(self, options: AttentionOptions | None) -> Tensor:
+        """[1, 1, tokens, tokens] True where a token attends to another one. Prompts are told apart by their slots."""
+        seen = (options or AttentionOptions()).sees(self.positions[:, None], self.positions)
+        return (seen & (self.slots[:, None] == self.slots))[None, None]
+
+
+class StaticPrompts:
+    """A pass of ``runner``'s model over ``batch``.
+
+    Attributes:
+        recorded: shape -> names of the fields that modules recorded.
+    """
+
+    def __init__(self, runner: Runner, batch: PromptBatch) -> None:
+        self.runner, self.batch = runner, batch
+        self.recorded: dict[PromptShape, set[str]] = {}
+
+    @torch.no_grad()
+    def __call__(self, shape: PromptShape) -> Tensor:
+        """Compute the prompts and store them in the cache; returns hidden states [tokens, hidden] after the last norm."""
+        runner, batch = self.runner, self.batch
+        call = StaticPromptCall(runner.context(shape.tokens), runner.cache, batch, shape)
+        hidden = runner.run(batch.tokens[: shape.tokens], call.positions, call)
+        self.recorded[shape] = call.keep_recorded(shape.names)
+        return hidden
