@@ -1,8 +1,9 @@
 """Milliseconds of one decode step of the embedded engine, as the GPU replays it, and of a rollout's first tokens; BF16 and FP8 weights, on one GPU.
 
 ``step`` is a CUDA graph replayed in a row, so the host has no influence: use it to compare kernels, whose differences are smaller than those
-between two rollouts. ``first_tokens`` is the time until all requests have one token, which is the pass over the prompts and mostly bound by the
-host. Requests are those of ``rollout_sides.py``; steps have about 64 + 100 tokens per request in the cache. The last line is one JSON object.
+between two rollouts. ``first_tokens`` is the time until all requests have one token, with the pass over the prompts as a CUDA graph, and
+``first_tokens_plain`` the same with a pass whose kernels are launched one by one. Requests are those of ``rollout_sides.py``; steps have about 64 +
+100 tokens per request in the cache. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -60,8 +61,12 @@ def measure(given: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:
 
 
 def measure_batch(given: argparse.Namespace, engine: Any, rows: int) -> dict[str, float]:
-    """Milliseconds of a step and of the first tokens of so many requests."""
-    firsts = [ask(engine, rows, 1) for _ in range(given.turns + 1)][1:]
+    """Milliseconds of a step, and of the first tokens of so many requests."""
+    firsts = {}
+    for name, static in (("first_tokens", True), ("first_tokens_plain", False)):
+        engine.prompts.used = static
+        seconds = [ask(engine, rows, 1) for _ in range(given.turns + 2)][2:]  # the second pass of a shape is recorded
+        firsts[name] = round(1000 * statistics.median(seconds), 2)
     steps = []
     for _ in range(given.turns):
         ask(engine, rows, BEFORE)
@@ -74,7 +79,7 @@ def measure_batch(given: argparse.Namespace, engine: Any, rows: int) -> dict[str
         end.record()
         torch.cuda.synchronize()
         steps.append(start.elapsed_time(end) / REPLAYS)
-    return {"step": round(statistics.median(steps), 4), "first_tokens": round(1000 * statistics.median(firsts), 2)}
+    return {"step": round(statistics.median(steps), 4), **firsts}
 
 
 def ask(engine: Any, rows: int, tokens: int) -> float:

@@ -46,6 +46,10 @@ class Graphs(Generic[S]):
         self._cache: tuple[weakref.ref[Cache], Hashable] | None = None
         self._weights: tuple[int, ...] = ()
 
+    def __len__(self) -> int:
+        """Number of recorded graphs."""
+        return len(self._recorded)
+
     def ready(self, shape: S) -> bool:
         """Whether ``run`` needs no recording. Recording runs the step and advances the batch, so fill the batch again afterwards."""
         return not self.records or (self.current and shape in self._recorded)

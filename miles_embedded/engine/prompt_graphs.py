@@ -20,15 +20,22 @@ from miles_embedded.engine.graphs import Graphs, check_gap
 from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.static_attention import CannotBeStatic
-from miles_embedded.engine.static_prompts import MOST_TOKENS, PromptBatch, PromptShape, StaticPrompts
+from miles_embedded.engine.static_prompts import MOST_TOKENS, PromptBatch, PromptShape, StaticPrompts, TooManyTokens
 from miles_embedded.model.operations import attention, operations_of
 
 log = logging.getLogger(__name__)
 
 #: Most tokens times parameters of a pass. With more, the GPU takes longer than the host (about 20 ms), and padding costs more than it saves.
 _WORK = 8e12
+#: Most graphs; further shapes are launched kernel by kernel.
+_MOST_GRAPHS = 64
 #: Largest mean difference, relative to the mean, between what a static and a plain pass store in the cache that rounding explains.
 _TOLERANCE = 0.25
+
+
+def most_tokens(parameters: int) -> int:
+    """Return the most tokens of a static pass of a model with this many parameters."""
+    return int(min(MOST_TOKENS, _WORK / max(1, parameters)))
 
 
 class PromptGraphs:
@@ -40,7 +47,8 @@ class PromptGraphs:
         weights: returns the tensors whose addresses the graphs contain.
 
     Attributes:
-        refused: why they were disabled although they were enabled, or why some shapes are computed without them; "" otherwise.
+        used: whether they are enabled; otherwise every pass is a plain one.
+        refused: why they were disabled after the engine was configured to use them; "" otherwise.
     """
 
     def __init__(self, runner: Runner, used: bool, weights: Callable[[], Iterable[Tensor]]) -> None:
@@ -49,7 +57,7 @@ class PromptGraphs:
         self.used = used and operations_of(runner.model).attention is attention
         self.refused = ""
         self.batch = PromptBatch(runner.device)
-        self._parameters = max(1, sum(p.numel() for p in runner.model.parameters()))
+        self._most = most_tokens(sum(p.numel() for p in runner.model.parameters()))
         self._step = StaticPrompts(runner, self.batch)
         self.graphs: Graphs[PromptShape] = Graphs(runner, self._step, weights, lambda cache: cache.prefixes.generation)
         self._seen: set[PromptShape] = set()
@@ -73,7 +81,7 @@ class PromptGraphs:
     ) -> tuple[Tensor, set[str]] | None:
         """Compute prefixes with a static pass; None where that is not possible."""
         lengths = [len(s) for s in sequences]
-        if not self.used or sum(lengths) > min(MOST_TOKENS, _WORK / self._parameters):
+        if not self.used or sum(lengths) > self._most:
             return None
         shape = PromptShape.of(lengths, names)
         if shape in self._never:
@@ -87,13 +95,12 @@ class PromptGraphs:
                 self._compare(plain, [found, *self._stored(slots, lengths)])
                 self._compared = True
             return found, self._step.recorded[shape]
-        except CannotBeStatic as error:
+        except TooManyTokens as error:
             self._never.add(shape)
-            self.refused = str(error)
-            log.info("prompts of %d tokens are computed without CUDA graphs: %s", shape.tokens, error)
+            log.info("%d tokens of prompts are computed without CUDA graphs: %s", shape.tokens, error)
         except NonFiniteError:
             raise
-        except RuntimeError as error:  # recording fails with RuntimeErrors of many kinds
+        except (CannotBeStatic, RuntimeError) as error:  # recording fails with RuntimeErrors of many kinds
             self.used, self.refused = False, first_line(error)
             self.clear()
             log.warning("prompts are computed without CUDA graphs, which is slower: %s", self.refused)
@@ -114,7 +121,7 @@ class PromptGraphs:
         prefixes.reserve(prefixes.size + 1, 1)
         self.batch.fill(sequences, slots, prefixes.size, shape)
         self._drop_outdated()
-        if self._compared and shape not in self._seen:
+        if self._compared and not self._should_record(shape):
             hidden = self._step(shape)
             self._drop_outdated()  # the step may have made slabs
             self._seen.add(shape)
@@ -122,6 +129,9 @@ class PromptGraphs:
         self._seen.add(shape)
         self.graphs.prepare(shape)
         return self.graphs.run(shape)
+
+    def _should_record(self, shape: PromptShape) -> bool:
+        return shape in self._seen and (self.graphs.ready(shape) or len(self.graphs) < _MOST_GRAPHS)
 
     def _drop_outdated(self) -> None:
         if not self.graphs.current:

@@ -28,6 +28,10 @@ MOST_TOKENS = 4096
 _MOST_MASKED = 1024
 
 
+class TooManyTokens(CannotBeStatic):
+    """Raised if a pass with fewer tokens would be possible."""
+
+
 @dataclass(frozen=True)
 class PromptShape:
     """Properties that require a separate recording of a pass.
@@ -136,10 +140,9 @@ class StaticPromptCall:
         if options is None and query.is_cuda and flash_supports(query):
             return flash_forward(*pad_heads(q, k, v), self._sequences, scaling)[0][None, ..., : v.shape[-1]]
         if len(q) > _MOST_MASKED:
-            raise CannotBeStatic(f"attention with a mask over more than {_MOST_MASKED} tokens")
-        out = attend_padded(
-            query, key, value, self._mask(options), scaling, query.shape[1] != key.shape[1], options or None
-        )
+            raise TooManyTokens(f"attention with a mask over more than {_MOST_MASKED} tokens")
+        grouped = query.shape[1] != key.shape[1]
+        out = attend_padded(query, key, value, self._mask(options), scaling, grouped, options)
         return out.transpose(1, 2)
 
     def keep_recorded(self, names: Set[str]) -> set[str]:

@@ -276,16 +276,19 @@ def graph_rows(rows: int) -> list[int]:
 def graph_bytes(size: ModelSize, rows: int, width: int) -> float:
     """Bytes that CUDA graphs for up to ``rows`` sequences keep while the engine is awake.
 
-    The graphs share one pool. Each size keeps its logits; the largest step's temporary tensors are shared: FP32 logits, and per row the hidden
-    state, the norm's FP32 input, queries, keys and values, and the feed-forward layer. The driver's own memory for the launches is not counted.
+    The graphs of decode steps share one pool. Each size keeps its logits; the largest step's temporary tensors are shared: FP32 logits, and per row
+    the hidden state, the norm's FP32 input, queries, keys and values, and the feed-forward layer. Passes over prompts share another pool. The
+    driver's own memory for the launches is not counted.
     """
     every = graph_rows(rows)
-    row = (
-        4 * size.vocab
-        + width * (2 * size.hidden + size.attention / size.hidden + 4 * size.active_ffn)
-        + 4 * size.hidden
-    )
-    return float(sum(every) * size.vocab * width + every[-1] * row)
+    row = width * (2 * size.hidden + size.attention / size.hidden + 4 * size.active_ffn) + 4 * size.hidden
+    prompts = prompt_tokens(size.parameters) * row
+    return float(sum(every) * size.vocab * width + every[-1] * (4 * size.vocab + row) + prompts)
+
+
+def prompt_tokens(parameters: float) -> int:
+    """Return the tokens of the longest pass over prompts in a CUDA graph, as ``prompt_graphs.most_tokens``."""
+    return int(min(4096, 8e12 / parameters))
 
 
 def shares_storage(facts: Facts) -> bool:

@@ -137,7 +137,7 @@ class Prepared(Graphs):
     def prepare(self, shape):
         if not self.ready(shape):
             self.step(shape)
-            if not self._current():
+            if not self.current:
                 self.clear()
             self._recorded[shape] = ()
 

@@ -153,11 +153,14 @@ def test_absurd_sizes_are_refused_quickly(checkpoint, tmp_path):
 
 
 def test_graphs_are_counted_for_the_rows_that_are_recorded(checkpoint):
+    from miles_embedded.engine.prompt_graphs import most_tokens
     from miles_embedded.engine.static_step import padded_rows
-    from miles_embedded.memory.usage import graph_bytes, graph_rows
+    from miles_embedded.memory.usage import graph_bytes, graph_rows, prompt_tokens
 
     for rows in (1, 3, 8, 9, 48, 64, 65, 128, 129, 256, 500):
         assert graph_rows(rows) == sorted({padded_rows(n) for n in range(1, rows + 1)})
+    for parameters in (10**8, 2 * 10**9, 8 * 10**9, 10**12):
+        assert prompt_tokens(parameters) == most_tokens(parameters)
     least = 2 * SIZE.vocab * sum(graph_rows(256))  # BF16 logits of every graph
     assert least < graph_bytes(SIZE, 256, 2) < 3 * least
     given = {"hf_checkpoint": checkpoint("qwen3-4b"), "facts": ["hardware=H200"], "rollout_batch_size": 8}
