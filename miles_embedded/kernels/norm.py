@@ -1,4 +1,4 @@
-"""Root-mean-square norm (Zhang and Sennrich 2019) and its gradients."""
+"""Root-mean-square norm (Zhang and Sennrich 2019), also of a sum of two tensors, and its gradients."""
 
 from __future__ import annotations
 
@@ -18,6 +18,21 @@ _BLOCK, _PROGRAMS = 1024, 528
 
 
 # fmt: off
+@triton.jit
+def _store_norm(  # type: ignore[no-untyped-def]
+    value, weight, out, row, dim, real, eps, padded, first, second, DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, STORE: tl.constexpr,
+):
+    """Store the norm of rows ``value`` [R, C] FP32."""
+    factor = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)  # before the sum, which waits
+    scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
+    normal = (value * scale).to(out.dtype.element_ty).to(tl.float32)
+    result = (normal * factor).to(out.dtype.element_ty)
+    tl.store(out + row * DIM + dim, result, mask=real)
+    if STORE is not None:
+        top = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+        STORE(tl.where(real, result.to(tl.float32), 0.0), top, 0, DIM, padded, first, second)
+
+
 @triton.jit(do_not_specialize=["padded"])
 def _forward(  # type: ignore[no-untyped-def]
     x, weight, out, rows, eps, inner, outer_stride, padded, first, second,
@@ -29,14 +44,23 @@ def _forward(  # type: ignore[no-untyped-def]
     dim = tl.arange(0, BLOCK_DIM)[None, :]
     real = (row < rows) & (dim < DIM)
     value = tl.load(x + row // inner * outer_stride + row % inner * DIM + dim, mask=real, other=0.0).to(tl.float32)
-    factor = tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)  # before the sum, which waits
-    scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
-    normal = (value * scale).to(out.dtype.element_ty).to(tl.float32)
-    result = (normal * factor).to(out.dtype.element_ty)
-    tl.store(out + row * DIM + dim, result, mask=real)
-    if STORE is not None:
-        top = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-        STORE(tl.where(real, result.to(tl.float32), 0.0), top, 0, DIM, padded, first, second)
+    _store_norm(value, weight, out, row, dim, real, eps, padded, first, second, DIM, BLOCK_ROWS, STORE)
+
+
+@triton.jit(do_not_specialize=["padded"])
+def _add_forward(  # type: ignore[no-untyped-def]
+    x, other, weight, total, out, rows, eps, padded, first, second,
+    DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, STORE: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    release(OVERLAP)
+    wait(OVERLAP)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    real, at = (row < rows) & (dim < DIM), row * DIM + dim
+    value = tl.load(x + at, mask=real, other=0.0).to(tl.float32) + tl.load(other + at, mask=real, other=0.0).to(tl.float32)
+    rounded = value.to(total.dtype.element_ty)
+    tl.store(total + at, rounded, mask=real)
+    _store_norm(rounded.to(tl.float32), weight, out, row, dim, real, eps, padded, first, second, DIM, BLOCK_ROWS, STORE)
 
 
 @triton.jit
@@ -63,22 +87,42 @@ def _backward(  # type: ignore[no-untyped-def]
 # fmt: on
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | None = None) -> Tensor:
-    """``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension, the quotient rounded to the type of ``x`` as in Transformers.
+class RmsNorm:
+    """``weight * x / sqrt(mean(x**2) + eps)`` over the last dimension, the quotient rounded to the type of ``x`` as in Transformers."""
 
-    Args:
-        x: [..., dim].
-        weight: [dim] in the same type.
-        eps: see above.
-        epilogue: stores the result in a second form, without gradient.
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | None = None) -> Tensor:
+        """Compute the norm.
 
-    Returns:
-        [..., dim].
-    """
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        out: Tensor = _Norm.apply(x, weight, eps)
-        return out
-    return _normalize(x, weight, eps, epilogue)
+        Args:
+            x: [..., dim].
+            weight: [dim] in the same type.
+            eps: see above.
+            epilogue: stores the result in a second form, without gradient.
+
+        Returns:
+            [..., dim].
+        """
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            out: Tensor = _Norm.apply(x, weight, eps)
+            return out
+        return _normalize(x, weight, eps, epilogue)
+
+    def of_sum(
+        self, x: Tensor, other: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``x + other`` and its norm, [..., dim] both, from one launch; without gradient."""
+        x, other, (rows, blocks) = x.contiguous(), other.contiguous(), _blocks(x)
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        padded, store, memory = end_of(epilogue, rows, out)
+        if rows:
+            grid, options = _launch_options(x, padded, blocks)
+            _add_forward[grid](x, other, weight, total, out, rows, eps, padded, *memory, **options, STORE=store)
+        if epilogue is not None:
+            epilogue.finish(out)
+        return total, out
+
+
+rms_norm = RmsNorm()
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | None = None) -> Tensor:
@@ -88,12 +132,16 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | No
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     padded, store, memory = end_of(epilogue, rows, out)
     if rows:
-        grid = (cdiv(padded, blocks["BLOCK_ROWS"]),)
-        options = {**blocks, **overlap(x), "num_warps": min(16, max(4, blocks["BLOCK_DIM"] // 256))}
+        grid, options = _launch_options(x, padded, blocks)
         _forward[grid](x, weight, out, rows, eps, inner, outer_stride, padded, *memory, **options, STORE=store)
     if epilogue is not None:
         epilogue.finish(out)
     return out
+
+
+def _launch_options(x: Tensor, rows: int, blocks: dict[str, Any]) -> tuple[tuple[int], dict[str, Any]]:
+    warps = min(16, max(4, blocks["BLOCK_DIM"] // 256))
+    return (cdiv(rows, blocks["BLOCK_ROWS"]),), {**blocks, **overlap(x), "num_warps": warps}
 
 
 def _layout(x: Tensor) -> tuple[int, int]:

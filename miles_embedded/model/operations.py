@@ -28,6 +28,7 @@ from miles_embedded.model.attention import AttentionOptions, attention_options, 
 from miles_embedded.model.call import Call
 from miles_embedded.model.grouped_experts import swiglu_experts
 from miles_embedded.model.kv_dtype import KV_DTYPE, round_to_cache
+from miles_embedded.model.parts import backbone, decoder_layers
 from miles_embedded.model.replaced_steps import (
     Gate,
     Norm,
@@ -38,6 +39,7 @@ from miles_embedded.model.replaced_steps import (
     replace_rotation,
     replace_router,
 )
+from miles_embedded.model.replaced_sums import replace_sums
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 LogProbs = Callable[[Tensor, Tensor], Tensor]
@@ -108,7 +110,8 @@ class Operations:
 
     Attributes:
         norm: (x [..., dim], weight [dim], eps) -> weight * x / sqrt(mean(x**2) + eps) over the last dimension, for modules that
-            compute this norm (Zhang and Sennrich 2019); None keeps Transformers' code.
+            compute this norm (Zhang and Sennrich 2019); None keeps Transformers' code. It may have a method ``of_sum``: (x, other, weight, eps,
+            epilogue) -> x + other and the norm of it, without gradient, for the sums in decoder layers like Llama's (``replaced_sums``).
         rotation: (query [1, heads, rows, dim], key [1, key heads, rows, dim], cosine [1, rows, dim], sine) -> x * cosine + (-x2 | x1) * sine
             of both, with x1 and x2 the halves of x, for attention modules with this rotation (Su et al. 2021); None keeps Transformers' code.
         gate: (gate [..., width], up [..., width]) -> silu(gate) * up, for MLPs that compute
@@ -156,9 +159,10 @@ def use_operations(model: nn.Module, operations: Operations) -> dict[str, int]:
     similar names, so such a module uses the operation only if both give the same results on random numbers.
 
     Returns:
-        Number of norms (``norm``), attention modules (``rotation``), MLPs (``gate``) and routers (``route``) that use the table's operation.
+        Number of norms (``norm``), attention modules (``rotation``), MLPs (``gate``) and routers (``route``) that use the table's operation, and
+        of decoder layers whose sums do (``of_sum``).
     """
-    done = dict.fromkeys(("norm", "rotation", "gate", "route"), 0)
+    done = dict.fromkeys(("norm", "rotation", "gate", "route", "of_sum"), 0)
     for module in model.modules():
         module.__dict__[_ATTRIBUTE] = operations
         name = type(module).__name__
@@ -170,6 +174,9 @@ def use_operations(model: nn.Module, operations: Operations) -> dict[str, int]:
             done["gate"] += replace_gate(module, operations.gate)
         elif name.endswith("TopKRouter"):
             done["route"] += replace_router(module, operations.route)
+    if hasattr(model, "base_model_prefix"):  # a model, not one of its layers
+        last = getattr(backbone(model), "norm", None)
+        done["of_sum"] = replace_sums(decoder_layers(model), last, hasattr(operations.norm, "of_sum"))
     return done
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from miles_embedded.model.parts import put_forward
+from miles_embedded.model.replaced_sums import set_of_sum, take_computed
 from miles_embedded.model.row_readers import accepts_epilogue, compute_rows
 
 _ROTATION = "apply_rotary_pos_emb"
@@ -34,6 +35,7 @@ Route = Callable[..., tuple[Tensor, Tensor]]
 def replace_norm(module: Any, norm: Norm | None) -> bool:
     """Make a norm module use ``norm`` if both agree; otherwise, and for None, restore its class's forward. Returns whether it does."""
     module.__dict__.pop("forward", None)
+    set_of_sum(module, None, 0.0)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if norm is None or not isinstance(eps, float) or not isinstance(weight, Tensor) or weight.dim() != 1:
@@ -42,9 +44,13 @@ def replace_norm(module: Any, norm: Norm | None) -> bool:
     if not _same_norm(base, norm, dtype, device):
         return False
     stores = accepts_epilogue(norm)
+    set_of_sum(module, getattr(norm, "of_sum", None), eps)
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
+        computed = take_computed(self, hidden_states)
+        if computed is not None:
+            return computed
         if not _all_are(dtype, device, hidden_states, self.weight):
             return type(self).forward(self, hidden_states)
         if stores:

@@ -41,6 +41,8 @@ def compare_norm(rows, dim, power_of_two):
         x[0, 2] = 0.0
         x[0, 1, 5] = torch.nan
     compare(lambda epilogue: rms_norm(x, weight, 1e-6, epilogue), (rows, dim), power_of_two)
+    other = normal(1, rows, dim, seed=8)
+    compare(lambda epilogue: rms_norm.of_sum(x, other, weight, 1e-6, epilogue)[1], (rows, dim), power_of_two)
 
 
 def compare_gate(rows, width, power_of_two):

@@ -48,6 +48,7 @@ MERGE_TYPES = {
     "*i64": "prompt_lengths own_lengths",
 }
 NORM_TYPES = {"*fp8e4nv": "first", "*bf16": "x weight out", "*fp32": "second", "fp32": "eps"}
+ADD_NORM_TYPES = NORM_TYPES | {"*bf16": "x other weight total out"}
 SUM_TYPES = {"*bf16": "x weights out", "*i64": "place"}
 GROUPED_TYPES = {"*bf16": "x weight out", "*i64": "row_of", "*i32": "ends"}
 GATE_TYPES = {"*fp8e4nv": "first", "*bf16": "gate up out", "*fp32": "second"}
@@ -70,6 +71,8 @@ CASES: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
     (f"{KERNELS}.grouped", "_product", GROUPED_TYPES, GROUPED | {"GATED": False, "GATHERED": False}),
     (f"{KERNELS}.norm", "_forward", NORM_TYPES, NORM | CODES),
     (f"{KERNELS}.norm", "_forward", NORM_TYPES, NORM | NO_CODES),
+    (f"{KERNELS}.norm", "_add_forward", ADD_NORM_TYPES, NORM | CODES),
+    (f"{KERNELS}.norm", "_add_forward", ADD_NORM_TYPES, NORM | NO_CODES),
     (f"{KERNELS}.rotation", "_rotate", {"*bf16": "query key cosine sine query_out key_out"}, ROTATION),
     (f"{KERNELS}.route", "_choose", {"*bf16": "logits weights", "*i64": "given index"}, CHOICE | {"GIVEN": False}),
     (f"{KERNELS}.route", "_choose", {"*bf16": "logits weights", "*i64": "given index"}, CHOICE | {"GIVEN": True}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,9 +36,18 @@ def test_which_modules_have_kernels(name, tmp_path):
     use_operations(model, TORCH)
     use_kernels(model)
     assert operations_of(model) == table
-    expected = {"llama": {"norm": 5, "rotation": 2, "gate": 2, "route": 0}}
-    expected["qwen3_moe"] = {"norm": 9, "rotation": 2, "gate": 0, "route": 2}
+    expected = {"llama": {"norm": 5, "rotation": 2, "gate": 2, "route": 0, "of_sum": 2}}
+    expected["qwen3_moe"] = {"norm": 9, "rotation": 2, "gate": 0, "route": 2, "of_sum": 2}
     assert use_operations(model, table) == expected[name]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_norms_of_sums_change_no_bit(name, tmp_path):
+    model = load_model(tiny_checkpoint(name, tmp_path), "bfloat16", "cuda")
+    table, found = operations_of(model), score(model)
+    norm = table.norm.__call__  # without the method ``of_sum``
+    assert use_operations(model, replace(table, norm=norm))["of_sum"] == 0
+    assert torch.equal(score(model), found)
 
 
 def score(model):

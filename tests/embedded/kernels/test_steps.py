@@ -56,6 +56,19 @@ def test_norm(triton, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5, 24), (2, 1536), (0, 16)])
+def test_norm_of_a_sum(triton, shape, dtype):
+    from miles_embedded.kernels.norm import rms_norm
+
+    x, other = (normal(*shape, dtype=dtype, seed=seed) for seed in (0, 1))
+    weight = normal(shape[-1], dtype=dtype, seed=2)
+    total, found = rms_norm.of_sum(x, other, weight, 1e-3)
+    assert torch.equal(total, x + other) and torch.equal(found, rms_norm(x + other, weight, 1e-3))
+    apart = normal(2 * shape[0], *shape[1:], dtype=dtype)[::2]
+    assert torch.equal(rms_norm.of_sum(x, apart, weight, 1e-3)[0], x + apart)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [3, 40])
 def test_rotation_of_both_keeps_the_layout(triton, heads, dtype):
     from miles_embedded.kernels.rotation import rotate
