@@ -137,7 +137,7 @@ class StaticPromptCall:
         for kind, entries in (("k", k), ("v", v)):
             slab = self.cache.prefixes.slab((kind, module.layer_idx), entries.shape[1], entries.shape[2:], entries)
             self._write(slab, entries)
-        if options is None and query.is_cuda and flash_supports(query):
+        if options is None and _runs_flash(query):
             return flash_forward(*pad_heads(q, k, v), self._sequences, scaling)[0][None, ..., : v.shape[-1]]
         if len(q) > _MOST_MASKED:
             raise TooManyTokens(f"attention with a mask over more than {_MOST_MASKED} tokens")
@@ -161,6 +161,10 @@ class StaticPromptCall:
         """[1, 1, tokens, tokens] True where a token attends to another one. Prompts are told apart by their slots."""
         seen = (options or AttentionOptions()).sees(self.positions[:, None], self.positions)
         return (seen & (self.slots[:, None] == self.slots))[None, None]
+
+
+def _runs_flash(query: Tensor) -> bool:
+    return query.is_cuda and flash_supports(query)
 
 
 class StaticPrompts:

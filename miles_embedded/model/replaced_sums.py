@@ -43,7 +43,8 @@ def replace_sums(layers: nn.ModuleList, last: nn.Module | None, possible: bool) 
     count, following = 0, [getattr(layer, _PARTS[0], None) for layer in layers]
     for layer, norm in zip(layers, [*following[1:], last], strict=True):
         if _NEXT in layer.__dict__:
-            del layer.__dict__["forward"], layer.__dict__[_NEXT]
+            del layer.__dict__[_NEXT]
+            layer.__dict__.pop("forward", None)
         if possible and _is_standard(layer):
             layer.__dict__[_NEXT] = norm
             put_forward(layer, _forward)

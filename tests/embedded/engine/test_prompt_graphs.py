@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 
 from miles_core.contracts.engine import Request, Sampling
 from miles_embedded import active_context, decoder_layers
@@ -70,6 +72,34 @@ def test_a_family_generates_the_same(family):
             np.testing.assert_allclose(got.log_probs, expected.log_probs, atol=2e-5)
     assert engine.prompts.refused == HOST.get(name, "") and passes
     assert engine.prompts.used == engine.prompts._compared == (name not in HOST)
+
+
+def attend_by_bounds(q, k, v, sequences, scaling):
+    """What ``flash_forward`` computes, one sequence after the other."""
+    bounds = sequences.queries.tolist()
+    assert bounds == sorted(bounds) and bounds[0] == 0 and bounds[-1] == len(q) and sequences.causal
+    out = torch.full_like(q, torch.nan)
+    for start, end in pairwise(bounds):
+        assert end - start <= sequences.longest_query == sequences.longest_key
+        if start < end:
+            part = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+            found = scaled_dot_product_attention(*part, is_causal=True, scale=scaling, enable_gqa=True)
+            out[start:end] = found[0].transpose(0, 1)
+    return out, None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])  # whose values are narrower than its keys
+def test_flash_attention_gets_the_bounds_of_the_prompts(name, tmp_path, monkeypatch):
+    checkpoint = tiny_checkpoint(name, tmp_path)
+    monkeypatch.setattr("miles_embedded.engine.static_prompts._runs_flash", lambda query: True)
+    monkeypatch.setattr("miles_embedded.engine.static_prompts.flash_forward", attend_by_bounds)
+    engine, plain = make(checkpoint, True), make(checkpoint, False)
+    passes = count_passes(engine)
+    for prompts in (PROMPTS, PROMPTS[::-1], [list(range(2, 18))]):  # 16 tokens have no padding
+        for got, expected in zip(generate(engine, prompts), generate(plain, prompts), strict=True):
+            assert got.tokens == expected.tokens
+            np.testing.assert_allclose(got.log_probs, expected.log_probs, atol=2e-5)
+    assert [shape.tokens for shape in passes] == [48, 48, 16] and not engine.prompts.refused
 
 
 def test_recorded_fields_are_kept(small):
