@@ -69,8 +69,8 @@ def take_computed(norm: Any, x: Tensor) -> Tensor | None:
 
 
 def _forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """[..., dim] -> [..., dim], as the layer's class."""
-    if args or torch.is_grad_enabled():
+    """[..., dim] -> [..., dim], as the layer's class; its defaults may not be those of its attention."""
+    if args or "attention_mask" not in kwargs or torch.is_grad_enabled():
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
     attended = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
     hidden_states = _add(layer.post_attention_layernorm, hidden_states, attended)
