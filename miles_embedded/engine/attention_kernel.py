@@ -77,9 +77,9 @@ def _append_row(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend_split(  # type: ignore[no-untyped-def]
-    q, prompt_keys, prompt_values, own_keys, own_values, prompt_slots, prompt_lengths, own_lengths, partial, sums,
-    scaling, cap, prompt_width, own_width, split_size,
-    QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    q, fed_keys, fed_values, prompt_keys, prompt_values, own_keys, own_values, prompt_slots, prompt_lengths, own_lengths, partial, sums,
+    scaling, cap, prompt_width, own_width, split_size, key_head, key_row, value_head, value_row,
+    FED: tl.constexpr, QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):
@@ -88,7 +88,8 @@ def _attend_split(  # type: ignore[no-untyped-def]
     token, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     row = token // QUERIES
     prompt = tl.load(prompt_lengths + row)
-    last = prompt + tl.load(own_lengths + row) + token % QUERIES  # position of the query, whose own key is already in the cache
+    known = prompt + tl.load(own_lengths + row)  # tokens in the cache; those being fed follow
+    last = known + token % QUERIES  # position of the query
     if split * split_size > last:
         return  # the merge does not read this split
     first = last * 0
@@ -100,6 +101,13 @@ def _attend_split(  # type: ignore[no-untyped-def]
     of_row = (row * KV_HEADS + kv_head) * own_width - prompt
 
     head, dim, value_dim = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
+    if FED:
+        of_fed_keys, of_fed_values = fed_keys + kv_head * key_head, fed_values + kv_head * value_head
+        if split == last // split_size:  # one program stores the entries of its token
+            entry = tl.load(of_fed_keys + token * key_row + dim, mask=dim < DIM)
+            tl.store(own_keys + (of_row + last) * DIM + dim, entry, mask=dim < DIM)
+            entry = tl.load(of_fed_values + token * value_row + value_dim, mask=value_dim < VALUE_DIM)
+            tl.store(own_values + (of_row + last) * VALUE_DIM + value_dim, entry, mask=value_dim < VALUE_DIM)
     real, query_head = head < SHARED, (token * KV_HEADS + kv_head) * SHARED + head
     query = tl.load(q + query_head[:, None] * DIM + dim, mask=real[:, None] & (dim < DIM), other=0.0)
     highest, total = tl.full([BLOCK_HEADS], -float("inf"), tl.float32), tl.zeros([BLOCK_HEADS], tl.float32)
@@ -108,9 +116,11 @@ def _attend_split(  # type: ignore[no-untyped-def]
     for start in range(low, tl.minimum((split + 1) * split_size, last + 1), BLOCK_KEYS):
         position = start + tl.arange(0, BLOCK_KEYS)
         seen = (position >= first) & (position <= last)
-        shared, known = position < prompt, seen[:, None]
+        shared, fed = position < prompt, row * QUERIES + position - known
         at = tl.where(shared, prompt_keys + (of_prompts + position) * DIM, own_keys + (of_row + position) * DIM)
-        key = tl.load(at[:, None] + dim[None, :], mask=known & (dim[None, :] < DIM), other=0.0)
+        if FED:
+            at = tl.where(position < known, at, of_fed_keys + fed * key_row)
+        key = tl.load(at[:, None] + dim[None, :], mask=seen[:, None] & (dim[None, :] < DIM), other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
         if CAPPED:
             score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
@@ -118,7 +128,9 @@ def _attend_split(  # type: ignore[no-untyped-def]
         now = tl.maximum(highest, tl.max(score, 1))  # finite: every block of the loop contains a visible key
         before, weight = tl.exp(highest - now), tl.exp(score - now[:, None])
         at = tl.where(shared, prompt_values + (of_prompts + position) * VALUE_DIM, own_values + (of_row + position) * VALUE_DIM)
-        value = tl.load(at[:, None] + value_dim[None, :], mask=known & (value_dim[None, :] < VALUE_DIM), other=0.0)
+        if FED:
+            at = tl.where(position < known, at, of_fed_values + fed * value_row)
+        value = tl.load(at[:, None] + value_dim[None, :], mask=seen[:, None] & (value_dim[None, :] < VALUE_DIM), other=0.0)
         total = total * before + tl.sum(weight, 1)
         result = result * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         highest = now
@@ -174,6 +186,7 @@ def attend_rows(
     scaling: float,
     options: AttentionOptions | None = None,
     epilogue: RowEpilogue | None = None,
+    fed: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Compute the attention of one layer, including the windows, soft caps and sinks of ``options``.
 
@@ -184,6 +197,7 @@ def attend_rows(
         call: tokens that each row attends to, including the query's own.
         scaling: factor on the scores.
         epilogue: stores the result [rows * queries, heads * value dim] in a second form, if that needs no more rows and whole heads.
+        fed: keys and values of the tokens being fed, as ``append_rows`` takes them, to be stored as well; None if the slabs have them.
 
     Returns:
         [rows * queries, heads, value dim] in the type of the values.
@@ -202,11 +216,15 @@ def attend_rows(
     numbers = (scaling, options.cap or 1.0, prompt_keys.shape[2], own_keys.shape[2], size)
     constants = {
         **{"KV_HEADS": kv_heads, "SHARED": heads // kv_heads, "DIM": dim},
-        **{"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)},
+        **{"FED": fed is not None, "WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)},
         **{"BLOCK_HEADS": _block(heads // kv_heads), "BLOCK_DIM": _block(dim), "BLOCK_KEYS": BLOCK},
         **{**wide, **overlap(q), "num_warps": WARPS, "num_stages": STAGES},
     }
-    _attend_split[(rows, kv_heads, splits)](q, *slabs, *tokens, partial, sums, *numbers, **constants)
+    key, value = (q, q) if fed is None else fed
+    strides = (0, 0, 0, 0) if fed is None else (*key.stride()[1:3], *value.stride()[1:3])
+    _attend_split[(rows, kv_heads, splits)](
+        q, key, value, *slabs, *tokens, partial, sums, *numbers, *strides, **constants
+    )
     _merge(partial, sums, out, call, size, wide, options.sinks, epilogue)
     return out
 

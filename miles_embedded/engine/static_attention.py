@@ -93,13 +93,14 @@ class StaticCall:
         options: AttentionOptions | None = None,
     ) -> Tensor:
         """See ``Call.attend``."""
-        keys, values = self.append(module.layer_idx, key, value)
         q = query[0].transpose(0, 1)
         if _kernels_support(q, key, value):
             from miles_embedded.engine.attention_kernel import attend_rows
 
+            keys, values = self.slabs("k", module.layer_idx, key), self.slabs("v", module.layer_idx, value)
             epilogue = find_epilogue(module, (len(q), q.shape[1] * value.shape[3]), value.dtype)
-            return attend_rows(q.contiguous(), keys, values, self, scaling, options, epilogue)[None]
+            return attend_rows(q.contiguous(), keys, values, self, scaling, options, epilogue, (key, value))[None]
+        keys, values = self.append(module.layer_idx, key, value)
         return self._attend_with_torch(q, keys, values, scaling, options)[None]
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -63,10 +63,18 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(triton, case, queries):
     moved = [tuple(x.to(DEVICE) for x in pair) for pair in (keys, values)]
     if options.sinks is not None:
         options = AttentionOptions(**{**given, "sinks": options.sinks.to(DEVICE)})
-    append_rows(*(x.to(DEVICE) for x in fed), moved[0][1], moved[1][1], there.lengths, queries)
     there_call = StaticCall(None, cache, there, rows, queries)
-    found = attend_rows(q.to(DEVICE), *moved, there_call, dim**-0.5, options).double().cpu()
-    assert (found - expected).norm() < (1e-2 if DEVICE == "cuda" else 1e-3) * expected.norm()
+    fed = [x.to(DEVICE) for x in fed]
+    copied = [(prompts, own.clone()) for prompts, own in moved]
+    append_rows(*fed, moved[0][1], moved[1][1], there.lengths, queries)
+    found = attend_rows(q.to(DEVICE), *moved, there_call, dim**-0.5, options)
+    error = (found.double().cpu() - expected).norm()
+    assert error < (1e-2 if DEVICE == "cuda" else 1e-3) * expected.norm()
+    fed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in fed]  # as a model computes them
+    again = attend_rows(q.to(DEVICE), *copied, there_call, dim**-0.5, options, fed=tuple(fed))
+    assert torch.equal(again, found)
+    for appended, stored in zip(moved, copied, strict=True):
+        assert torch.equal(appended[1].nan_to_num(7), stored[1].nan_to_num(7))
 
 
 def test_a_query_has_the_same_bits_alone_and_beside_others_of_its_row(triton):

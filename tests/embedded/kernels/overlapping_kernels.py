@@ -19,7 +19,17 @@ from miles_fp8.row_codes import store_codes
 
 ENGINE, KERNELS, FP8 = "miles_embedded.engine", "miles_embedded.kernels", "miles_fp8"
 APPEND = {"QUERIES": 1, "HEADS": 2, "DIM": 16, "VALUE_DIM": 16, "BLOCK": 32, "BLOCK_VALUE": 32}
-HEADS = {"QUERIES": 1, "KV_HEADS": 1, "SHARED": 2, "DIM": 16, "VALUE_DIM": 16, "WINDOW": 0, "CHUNK": 0, "CAPPED": False}
+HEADS = {
+    "QUERIES": 1,
+    "KV_HEADS": 1,
+    "SHARED": 2,
+    "DIM": 16,
+    "VALUE_DIM": 16,
+    "WINDOW": 0,
+    "CHUNK": 0,
+    "CAPPED": False,
+    "FED": True,
+}
 HEAD_BLOCKS = {"BLOCK_HEADS": 16, "BLOCK_DIM": 16, "BLOCK_VALUE": 16, "BLOCK_KEYS": 32}
 MERGE = {"QUERIES": 1, "VALUE_DIM": 128, "SINKS": True, "BLOCK_VALUE": 128, "AT_ONCE": 4}
 GROUPED = {"BLOCK_ROWS": 16, "BLOCK_COLUMNS": 16, "BLOCK_INNER": 32}
@@ -36,7 +46,7 @@ DRAW_TYPES = {
     "i64": "start",
 }
 SPLIT_TYPES = {
-    "*bf16": "q prompt_keys prompt_values own_keys own_values",
+    "*bf16": "q fed_keys fed_values prompt_keys prompt_values own_keys own_values",
     "*i64": "prompt_slots prompt_lengths own_lengths",
     "*fp32": "partial sums",
     "fp32": "scaling cap",
