@@ -214,19 +214,20 @@ def attend_rows(
     tokens = (call.prompt_slots, call.prompt_lengths, call.lengths)
     slabs = (prompt_keys, prompt_values, own_keys, own_values)
     numbers = (scaling, options.cap or 1.0, prompt_keys.shape[2], own_keys.shape[2], size)
-    constants = {
-        **{"KV_HEADS": kv_heads, "SHARED": heads // kv_heads, "DIM": dim},
-        **{"FED": fed is not None, "WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)},
-        **{"BLOCK_HEADS": _block(heads // kv_heads), "BLOCK_DIM": _block(dim), "BLOCK_KEYS": BLOCK},
-        **{**wide, **overlap(q), "num_warps": WARPS, "num_stages": STAGES},
-    }
-    key, value = (q, q) if fed is None else fed
-    strides = (0, 0, 0, 0) if fed is None else (*key.stride()[1:3], *value.stride()[1:3])
-    _attend_split[(rows, kv_heads, splits)](
-        q, key, value, *slabs, *tokens, partial, sums, *numbers, *strides, **constants
-    )
+    key, value = fed or (q, q)
+    strides = (*key.stride()[1:3], *value.stride()[1:3]) if fed else (0, 0, 0, 0)
+    heads_of = {"KV_HEADS": kv_heads, "SHARED": heads // kv_heads, "DIM": dim, "FED": fed is not None}
+    constants = {**heads_of, **wide, **_constants(options, heads // kv_heads, dim), **overlap(q)}
+    grid = (rows, kv_heads, splits)
+    _attend_split[grid](q, key, value, *slabs, *tokens, partial, sums, *numbers, *strides, **constants)
     _merge(partial, sums, out, call, size, wide, options.sinks, epilogue)
     return out
+
+
+def _constants(options: AttentionOptions, shared: int, dim: int) -> dict[str, Any]:
+    blocks = {"BLOCK_HEADS": _block(shared), "BLOCK_DIM": _block(dim), "BLOCK_KEYS": BLOCK}
+    visible = {"WINDOW": options.window, "CHUNK": options.chunk, "CAPPED": bool(options.cap)}
+    return {**blocks, **visible, "num_warps": WARPS, "num_stages": STAGES}
 
 
 def _merge(
