@@ -76,6 +76,40 @@ def _append_row(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _store_entry(fed, slab, at, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(slab + at, tl.load(fed + at, mask=at < DIM), mask=at < DIM)
+
+
+@triton.jit
+def _load_entries(  # type: ignore[no-untyped-def]
+    prompts, own, fed, fed_row, position, prompt, known, seen, at, DIM: tl.constexpr, FED: tl.constexpr,
+):
+    """Load the entries [keys, DIM] at ``position``: of the prompt, then of the row's own tokens in the cache, then of those being fed."""
+    place = tl.where(position < prompt, prompts + position * DIM, own + position * DIM)
+    if FED:
+        place = tl.where(position < known, place, fed + (position - known) * fed_row)
+    return tl.load(place[:, None] + at[None, :], mask=seen[:, None] & (at[None, :] < DIM), other=0.0)
+
+
+@triton.jit
+def _first_visible(last, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    first = last * 0
+    if WINDOW > 0:
+        first = tl.maximum(first, last + 1 - WINDOW)
+    if CHUNK > 0:
+        first = tl.maximum(first, last // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
+def _scores(rows, key, scaling, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    score = tl.dot(rows, tl.trans(key), input_precision="ieee") * scaling
+    if CAPPED:
+        score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
+    return score
+
+
+@triton.jit
 def _attend_split(  # type: ignore[no-untyped-def]
     q, fed_keys, fed_values, prompt_keys, prompt_values, own_keys, own_values, prompt_slots, prompt_lengths, own_lengths, partial, sums,
     scaling, cap, prompt_width, own_width, split_size, key_head, key_row, value_head, value_row,
@@ -86,51 +120,39 @@ def _attend_split(  # type: ignore[no-untyped-def]
     release(OVERLAP)
     wait(OVERLAP)
     token, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    row = token // QUERIES
+    row, query = token // QUERIES, token % QUERIES
     prompt = tl.load(prompt_lengths + row)
-    known = prompt + tl.load(own_lengths + row)  # tokens in the cache; those being fed follow
-    last = known + token % QUERIES  # position of the query
+    known = prompt + tl.load(own_lengths + row)  # tokens in the cache, which those being fed follow
+    last = known + query  # position of the query
     if split * split_size > last:
         return  # the merge does not read this split
-    first = last * 0
-    if WINDOW > 0:
-        first = tl.maximum(first, last + 1 - WINDOW)
-    if CHUNK > 0:
-        first = tl.maximum(first, last // CHUNK * CHUNK)
+    first = _first_visible(last, WINDOW, CHUNK)
     of_prompts = (tl.load(prompt_slots + row) * KV_HEADS + kv_head) * prompt_width
     of_row = (row * KV_HEADS + kv_head) * own_width - prompt
+    prompt_keys, prompt_values = prompt_keys + of_prompts * DIM, prompt_values + of_prompts * VALUE_DIM
+    own_keys, own_values = own_keys + of_row * DIM, own_values + of_row * VALUE_DIM
+    fed_keys += kv_head * key_head + row * QUERIES * key_row
+    fed_values += kv_head * value_head + row * QUERIES * value_row
 
     head, dim, value_dim = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
-    if FED:
-        of_fed_keys, of_fed_values = fed_keys + kv_head * key_head, fed_values + kv_head * value_head
-        if split == last // split_size:  # one program stores the entries of its token
-            entry = tl.load(of_fed_keys + token * key_row + dim, mask=dim < DIM)
-            tl.store(own_keys + (of_row + last) * DIM + dim, entry, mask=dim < DIM)
-            entry = tl.load(of_fed_values + token * value_row + value_dim, mask=value_dim < VALUE_DIM)
-            tl.store(own_values + (of_row + last) * VALUE_DIM + value_dim, entry, mask=value_dim < VALUE_DIM)
+    if FED and split == last // split_size:  # one program stores the entries of its token
+        _store_entry(fed_keys + query * key_row, own_keys + last * DIM, dim, DIM)
+        _store_entry(fed_values + query * value_row, own_values + last * VALUE_DIM, value_dim, VALUE_DIM)
     real, query_head = head < SHARED, (token * KV_HEADS + kv_head) * SHARED + head
-    query = tl.load(q + query_head[:, None] * DIM + dim, mask=real[:, None] & (dim < DIM), other=0.0)
+    rows = tl.load(q + query_head[:, None] * DIM + dim, mask=real[:, None] & (dim < DIM), other=0.0)
     highest, total = tl.full([BLOCK_HEADS], -float("inf"), tl.float32), tl.zeros([BLOCK_HEADS], tl.float32)
     result = tl.zeros([BLOCK_HEADS, BLOCK_VALUE], tl.float32)
     low = tl.maximum(split * split_size, first // BLOCK_KEYS * BLOCK_KEYS)
     for start in range(low, tl.minimum((split + 1) * split_size, last + 1), BLOCK_KEYS):
         position = start + tl.arange(0, BLOCK_KEYS)
         seen = (position >= first) & (position <= last)
-        shared, fed = position < prompt, row * QUERIES + position - known
-        at = tl.where(shared, prompt_keys + (of_prompts + position) * DIM, own_keys + (of_row + position) * DIM)
-        if FED:
-            at = tl.where(position < known, at, of_fed_keys + fed * key_row)
-        key = tl.load(at[:, None] + dim[None, :], mask=seen[:, None] & (dim[None, :] < DIM), other=0.0)
-        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
-        if CAPPED:
-            score = cap * (2.0 * tl.sigmoid(2.0 * score / cap) - 1.0)
-        score = tl.where(seen[None, :], score, -float("inf"))
+        key = _load_entries(prompt_keys, own_keys, fed_keys, key_row, position, prompt, known, seen, dim, DIM, FED)
+        score = tl.where(seen[None, :], _scores(rows, key, scaling, cap, CAPPED), -float("inf"))
         now = tl.maximum(highest, tl.max(score, 1))  # finite: every block of the loop contains a visible key
         before, weight = tl.exp(highest - now), tl.exp(score - now[:, None])
-        at = tl.where(shared, prompt_values + (of_prompts + position) * VALUE_DIM, own_values + (of_row + position) * VALUE_DIM)
-        if FED:
-            at = tl.where(position < known, at, of_fed_values + fed * value_row)
-        value = tl.load(at[:, None] + value_dim[None, :], mask=seen[:, None] & (value_dim[None, :] < VALUE_DIM), other=0.0)
+        value = _load_entries(
+            prompt_values, own_values, fed_values, value_row, position, prompt, known, seen, value_dim, VALUE_DIM, FED,
+        )
         total = total * before + tl.sum(weight, 1)
         result = result * before[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         highest = now
