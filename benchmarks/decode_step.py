@@ -64,9 +64,11 @@ def measure_batch(given: argparse.Namespace, engine: Any, rows: int) -> dict[str
     """Milliseconds of a step, and of the first tokens of so many requests."""
     firsts = {}
     for name, static in (("first_tokens", True), ("first_tokens_plain", False)):
-        engine.prompts.used = static
+        engine.prompts.used = static and not engine.prompts.refused
         seconds = [ask(engine, rows, 1) for _ in range(given.turns + 2)][2:]  # the second pass of a shape is recorded
         firsts[name] = round(1000 * statistics.median(seconds), 2)
+    if engine.ahead.refused or engine.prompts.refused:
+        sys.exit(f"no CUDA graphs of {rows} requests: {engine.ahead.refused or engine.prompts.refused}")
     steps = []
     for _ in range(given.turns):
         ask(engine, rows, BEFORE)

@@ -91,7 +91,7 @@ def measure(given: argparse.Namespace, checkpoint: Path, result: Result) -> None
         asked = requests(batch, given.tokens, given.endings)
         result.put(f"batch_{batch}", in_turns(engines, asked, given.turns))
     for side, engine in engines.items():
-        result.put(f"refused_{side}", engine.ahead.refused)
+        result.put(f"refused_{side}", engine.ahead.refused or engine.prompts.refused)
         if given.profile and device == "cuda":
             result.put(
                 f"profile_{side}", profile(engine, requests(given.batches[0], given.tokens, False), given.profile)

@@ -88,9 +88,7 @@ class PromptGraphs:
             return None
         try:
             plain = None if self._compared else self._compute_plain(sequences, slots, names)
-            hidden = self._run(sequences, slots, shape)
-            ends = to_device(np.cumsum(lengths) - 1, self.runner.device)
-            found = hidden.index_select(0, ends)  # a copy: the next pass overwrites ``hidden``
+            found = self._run(sequences, slots, shape)[: len(lengths)].clone()
             if plain is not None:
                 self._compare(plain, [found, *self._stored(slots, lengths)])
                 self._compared = True
@@ -116,7 +114,7 @@ class PromptGraphs:
         self._seen.clear()
 
     def _run(self, sequences: Sequence[Sequence[int]], slots: np.ndarray, shape: PromptShape) -> Tensor:
-        """Run a pass; returns hidden states [tokens, hidden], which the next pass may overwrite."""
+        """Run a pass; returns the hidden states of the last tokens [prompts, hidden], which the next pass may overwrite."""
         prefixes = self.runner.cache.prefixes
         prefixes.reserve(prefixes.size + 1, 1)
         self.batch.fill(sequences, slots, prefixes.size, shape)

@@ -23,7 +23,7 @@ from miles_embedded.model.flash import Sequences, flash_forward, flash_supports,
 from miles_embedded.model.indexer import Indexed
 
 #: Most tokens of a pass, padding included.
-MOST_TOKENS = 4096
+MOST_TOKENS = 8192
 #: Most tokens of a pass whose attention needs a mask [tokens, tokens].
 _MOST_MASKED = 1024
 
@@ -74,12 +74,15 @@ class PromptBatch:
         slots: [MOST_TOKENS] int64, cache slot of each token's prompt.
         columns: [MOST_TOKENS] int64, where the token is stored in the slot.
         bounds: [prompts + 1] int32, where each prompt starts, and the end of the last one. Unused prompts are empty.
+        last: [prompts] int64, the last token of each prompt; 0 for the padding.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._integers = torch.zeros(4, MOST_TOKENS, dtype=torch.int64, device=device)
         self.tokens, self.positions, self.slots, self.columns = self._integers
-        self.bounds = torch.zeros(_power_of_two(MOST_TOKENS + 1) + 1, dtype=torch.int32, device=device)
+        prompts = _power_of_two(MOST_TOKENS + 1)
+        self.bounds = torch.zeros(prompts + 1, dtype=torch.int32, device=device)
+        self.last = torch.zeros(prompts, dtype=torch.int64, device=device)
 
     def fill(self, sequences: Sequence[Sequence[int]], slots: np.ndarray, free: int, shape: PromptShape) -> None:
         """Write prompts with their cache slots; the tokens of the padding are stored in slot ``free``, in as many columns as the longest prompt
@@ -95,8 +98,11 @@ class PromptBatch:
         integers[3, count:] %= lengths.max()
         bounds = np.full(shape.prompts + 1, shape.tokens, np.int32)
         bounds[: len(lengths) + 1] = np.concatenate([[0], lengths.cumsum()])
+        last = np.zeros(shape.prompts, np.int64)
+        last[: len(lengths)] = lengths.cumsum() - 1
         self._integers[:, : shape.tokens].copy_(torch.from_numpy(integers))
         self.bounds[: len(bounds)].copy_(torch.from_numpy(bounds))
+        self.last[: len(last)].copy_(torch.from_numpy(last))
 
 
 class StaticPromptCall:
@@ -180,9 +186,9 @@ class StaticPrompts:
 
     @torch.no_grad()
     def __call__(self, shape: PromptShape) -> Tensor:
-        """Compute the prompts and store them in the cache; returns hidden states [tokens, hidden] after the last norm."""
+        """Compute the prompts and store them in the cache; returns the hidden states of their last tokens [prompts, hidden]."""
         runner, batch = self.runner, self.batch
         call = StaticPromptCall(runner.context(shape.tokens), runner.cache, batch, shape)
         hidden = runner.run(batch.tokens[: shape.tokens], call.positions, call)
         self.recorded[shape] = call.keep_recorded(shape.names)
-        return hidden
+        return hidden.index_select(0, batch.last[: shape.prompts])

@@ -288,7 +288,7 @@ def graph_bytes(size: ModelSize, rows: int, width: int) -> float:
 
 def prompt_tokens(parameters: float) -> int:
     """Return the tokens of the longest pass over prompts in a CUDA graph, as ``prompt_graphs.most_tokens``."""
-    return int(min(4096, 8e12 / parameters))
+    return int(min(8192, 8e12 / parameters))
 
 
 def shares_storage(facts: Facts) -> bool:
