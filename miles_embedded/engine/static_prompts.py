@@ -100,9 +100,9 @@ class PromptBatch:
         bounds[: len(lengths) + 1] = np.concatenate([[0], lengths.cumsum()])
         last = np.zeros(shape.prompts, np.int64)
         last[: len(lengths)] = lengths.cumsum() - 1
-        self._integers[:, : shape.tokens].copy_(torch.from_numpy(integers))
-        self.bounds[: len(bounds)].copy_(torch.from_numpy(bounds))
-        self.last[: len(last)].copy_(torch.from_numpy(last))
+        buffers = self._integers[:, : shape.tokens], self.bounds[: len(bounds)], self.last[: len(last)]
+        for buffer, values in zip(buffers, (integers, bounds, last), strict=True):
+            buffer.copy_(torch.from_numpy(values), non_blocking=True)  # a step of the rows may be in flight
 
 
 class StaticPromptCall:
