@@ -14,7 +14,7 @@ from torch import Tensor
 
 from miles_core.contracts.trainer import Context
 from miles_embedded.engine.attention import product
-from miles_embedded.engine.cache import Cache
+from miles_embedded.engine.cache import Cache, Store
 from miles_embedded.engine.runner import field_slab
 from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.kernels.available import kernels_run
@@ -30,7 +30,43 @@ class CannotBeStatic(Exception):
     """Raised if a step depends on data outside the static buffers; the message names it."""
 
 
-class StaticCall:
+class DeviceCall:
+    """A call whose lengths are known on the device only.
+
+    Attributes:
+        ctx: context of this call.
+        store: of the cache; receives the entries of the fed tokens.
+        slots, columns: [tokens] where the fed tokens are stored.
+    """
+
+    ctx: Context
+    store: Store
+    slots: Tensor
+    columns: Tensor
+
+    @property
+    def spans(self) -> Any:
+        """See ``Call.spans``."""
+        raise CannotBeStatic("its rotary frequencies depend on the length of each sequence (longrope)")
+
+    def choose(self, indexed: Indexed) -> ChosenKeys:
+        """See ``Call.choose``."""
+        raise CannotBeStatic("an indexer chooses the keys of its attention")
+
+    def write(self, slab: Tensor, entries: Tensor) -> None:
+        """Store the fed tokens' entries [tokens, heads, ...] in ``slab`` of the store."""
+        slab[self.slots, :, self.columns] = entries
+
+    def keep_recorded(self, names: Set[str]) -> set[str]:
+        """Store the fields ``names`` that modules recorded for the fed tokens; returns those."""
+        kept = set(names & self.ctx.extras.keys())
+        for name in kept:
+            recorded = self.ctx.extras[name]
+            self.write(field_slab(self.store, name, recorded), recorded.unsqueeze(1))
+        return kept
+
+
+class StaticCall(DeviceCall):
     """A call that feeds ``queries`` tokens to each of the first ``count`` rows of a ``StaticBatch``, row by row.
 
     Args:
@@ -55,7 +91,7 @@ class StaticCall:
         queries: int = 1,
         lengths: Tensor | None = None,
     ) -> None:
-        self.ctx, self.cache, self.count, self.queries = ctx, cache, count, queries
+        self.ctx, self.cache, self.store, self.count, self.queries = ctx, cache, cache.own, count, queries
         self.lengths = batch.lengths[:count] if lengths is None else lengths
         self.prompt_lengths, self.prompt_slots = batch.prompt_lengths[:count], batch.prompt_slots[:count]
         self.slots, self.columns = batch.index[:count], self.lengths
@@ -73,15 +109,6 @@ class StaticCall:
     def per_token(self, values: Tensor) -> Tensor:
         """Repeat a value of each row for each of its fed tokens: [count] -> [count * queries]."""
         return values if self.queries == 1 else values[:, None].expand(-1, self.queries).reshape(-1)
-
-    @property
-    def spans(self) -> Any:
-        """See ``Call.spans``."""
-        raise CannotBeStatic("its rotary frequencies depend on the length of each sequence (longrope)")
-
-    def choose(self, indexed: Indexed) -> ChosenKeys:
-        """See ``Call.choose``."""
-        raise CannotBeStatic("an indexer chooses the keys of its attention")
 
     def attend(
         self,
@@ -118,16 +145,6 @@ class StaticCall:
             self.write(keys[1], key[0].transpose(0, 1))
             self.write(values[1], value[0].transpose(0, 1))
         return keys, values
-
-    def write(self, slab: Tensor, entries: Tensor) -> None:
-        """Store the fed tokens' entries [count * queries, heads, ...] in ``slab`` of the own store."""
-        slab[self.slots, :, self.columns] = entries
-
-    def keep_recorded(self, names: Set[str]) -> None:
-        """Store the fields ``names`` that modules recorded for the fed tokens."""
-        for name in names & self.ctx.extras.keys():
-            recorded = self.ctx.extras[name]
-            self.write(field_slab(self.cache.own, name, recorded), recorded.unsqueeze(1))
 
     def slabs(self, kind: str, layer: int, fed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slabs of the prompts and of the rows for the fed tokens' keys or values [1, heads, count * queries, dim]."""

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from miles_core.contracts.trainer import Context
 from miles_embedded.engine.cache import Cache, round_up
-from miles_embedded.engine.runner import Runner, field_slab
-from miles_embedded.engine.static_attention import CannotBeStatic
-from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded
+from miles_embedded.engine.runner import Runner
+from miles_embedded.engine.static_attention import CannotBeStatic, DeviceCall
+from miles_embedded.model.attention import AttentionOptions, attend_padded
 from miles_embedded.model.flash import Sequences, flash_forward, flash_supports, pad_heads
-from miles_embedded.model.indexer import Indexed
 
 #: Most tokens of a pass, padding included.
 MOST_TOKENS = 8192
@@ -105,7 +104,7 @@ class PromptBatch:
             buffer.copy_(torch.from_numpy(values), non_blocking=True)  # a step of the rows may be in flight
 
 
-class StaticPromptCall:
+class StaticPromptCall(DeviceCall):
     """A call over the prompts of a ``PromptBatch``; see ``miles_embedded.model.call.Call``.
 
     Attributes:
@@ -113,21 +112,12 @@ class StaticPromptCall:
     """
 
     def __init__(self, ctx: Context, cache: Cache, batch: PromptBatch, shape: PromptShape) -> None:
-        self.ctx, self.cache, self.longest = ctx, cache, shape.longest
+        self.ctx, self.store, self.longest = ctx, cache.prefixes, shape.longest
         self.positions, self.slots, self.columns = (
             x[: shape.tokens] for x in (batch.positions, batch.slots, batch.columns)
         )
         bounds = batch.bounds[: shape.prompts + 1]
         self._sequences = Sequences(bounds, bounds, shape.longest, shape.longest, causal=True)
-
-    @property
-    def spans(self) -> Any:
-        """See ``Call.spans``."""
-        raise CannotBeStatic("its rotary frequencies depend on the length of each sequence (longrope)")
-
-    def choose(self, indexed: Indexed) -> ChosenKeys:
-        """See ``Call.choose``."""
-        raise CannotBeStatic("an indexer chooses the keys of its attention")
 
     def attend(
         self,
@@ -141,8 +131,8 @@ class StaticPromptCall:
         """See ``Call.attend``."""
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         for kind, entries in (("k", k), ("v", v)):
-            slab = self.cache.prefixes.slab((kind, module.layer_idx), entries.shape[1], entries.shape[2:], entries)
-            self._write(slab, entries)
+            slab = self.store.slab((kind, module.layer_idx), entries.shape[1], entries.shape[2:], entries)
+            self.write(slab, entries)
         if options is None and _runs_flash(query):
             return flash_forward(*pad_heads(q, k, v), self._sequences, scaling)[0][None, ..., : v.shape[-1]]
         if len(q) > _MOST_MASKED:
@@ -150,18 +140,6 @@ class StaticPromptCall:
         grouped = query.shape[1] != key.shape[1]
         out = attend_padded(query, key, value, self._mask(options), scaling, grouped, options)
         return out.transpose(1, 2)
-
-    def keep_recorded(self, names: Set[str]) -> set[str]:
-        """Store the fields ``names`` that modules recorded; returns those."""
-        kept = names & self.ctx.extras.keys()
-        for name in kept:
-            recorded = self.ctx.extras[name]
-            self._write(field_slab(self.cache.prefixes, name, recorded), recorded.unsqueeze(1))
-        return set(kept)
-
-    def _write(self, slab: Tensor, entries: Tensor) -> None:
-        """Store entries [tokens, heads, ...] in ``slab`` of the prompts."""
-        slab[self.slots, :, self.columns] = entries
 
     def _mask(self, options: AttentionOptions | None) -> Tensor:
         """[1, 1, tokens, tokens] True where a token attends to another one. Prompts are told apart by their slots."""

@@ -179,7 +179,7 @@ def test_a_wrong_pass_is_noticed_and_not_used(small, monkeypatch, caplog, wrong)
     if wrong == "attention":
         monkeypatch.setattr(StaticPromptCall, "attend", lambda self, *given: attend(self, *given) * 30)
     else:
-        monkeypatch.setattr(StaticPromptCall, "_write", lambda self, slab, entries: None)
+        monkeypatch.setattr(StaticPromptCall, "write", lambda self, slab, entries: None)
     with caplog.at_level(logging.INFO):
         got = generate(engine)
     expected = generate(make(small, False))
