@@ -84,7 +84,7 @@ def _store_entry(fed, slab, at, DIM: tl.constexpr):  # type: ignore[no-untyped-d
 def _load_entries(  # type: ignore[no-untyped-def]
     prompts, own, fed, fed_row, position, prompt, known, seen, at, DIM: tl.constexpr, FED: tl.constexpr,
 ):
-    """Load the entries [keys, DIM] at ``position``: of the prompt, then of the row's own tokens in the cache, then of those being fed."""
+    """Load the entries [keys, DIM] at ``position``. The prompt comes first, then the row's own tokens in the cache, then the fed tokens."""
     place = tl.where(position < prompt, prompts + position * DIM, own + position * DIM)
     if FED:
         place = tl.where(position < known, place, fed + (position - known) * fed_row)

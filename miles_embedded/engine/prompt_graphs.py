@@ -52,10 +52,7 @@ class PromptGraphs:
     """
 
     def __init__(self, runner: Runner, used: bool, weights: Callable[[], Iterable[Tensor]]) -> None:
-        self.runner = runner
-        # a plugin's attention may need the lengths of the prompts on the host
-        self.used = used and operations_of(runner.model).attention is attention
-        self.refused = ""
+        self.runner, self.used, self.refused = runner, used, ""
         self.batch = PromptBatch(runner.device)
         self._most = most_tokens(sum(p.numel() for p in runner.model.parameters()))
         self._step = StaticPrompts(runner, self.batch)
@@ -81,7 +78,9 @@ class PromptGraphs:
     ) -> tuple[Tensor, set[str]] | None:
         """Compute prefixes with a static pass; None where that is not possible."""
         lengths = [len(s) for s in sequences]
-        if not self.used or sum(lengths) > self._most:
+        # a plugin's attention may need the lengths of the prompts on the host
+        plain_attention = operations_of(self.runner.model).attention is attention
+        if not (self.used and plain_attention) or sum(lengths) > self._most:
             return None
         shape = PromptShape.of(lengths, names)
         if shape in self._never:

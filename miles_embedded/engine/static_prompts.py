@@ -142,7 +142,7 @@ class StaticPromptCall(DeviceCall):
         return out.transpose(1, 2)
 
     def _mask(self, options: AttentionOptions | None) -> Tensor:
-        """[1, 1, tokens, tokens] True where a token attends to another one. Prompts are told apart by their slots."""
+        """[1, 1, tokens, tokens] True where the query (row) attends to the key (column): tokens with the same slot belong to one prompt."""
         seen = (options or AttentionOptions()).sees(self.positions[:, None], self.positions)
         return (seen & (self.slots[:, None] == self.slots))[None, None]
 

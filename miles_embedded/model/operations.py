@@ -175,8 +175,7 @@ def use_operations(model: nn.Module, operations: Operations) -> dict[str, int]:
         elif name.endswith("TopKRouter"):
             done["route"] += replace_router(module, operations.route)
     if hasattr(model, "base_model_prefix"):  # a model, not one of its layers
-        last = getattr(backbone(model), "norm", None)
-        done["of_sum"] = replace_sums(decoder_layers(model), last, hasattr(operations.norm, "of_sum"))
+        done["of_sum"] = replace_sums(decoder_layers(model), getattr(backbone(model), "norm", None))
     return done
 
 

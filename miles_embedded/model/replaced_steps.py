@@ -44,7 +44,8 @@ def replace_norm(module: Any, norm: Norm | None) -> bool:
     if not _same_norm(base, norm, dtype, device):
         return False
     stores = accepts_epilogue(norm)
-    set_of_sum(module, getattr(norm, "of_sum", None), eps)
+    if _has_same_sum(norm, dtype, device):
+        set_of_sum(module, cast(Any, norm).of_sum, eps)
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
@@ -178,6 +179,17 @@ def _same_norm(base: type[Any], norm: Norm, dtype: torch.dtype, device: str) -> 
     except (TypeError, AttributeError, RuntimeError):
         return False
     return _same(expected, norm(x, weight, 0.1))
+
+
+@cache
+def _has_same_sum(norm: Any, dtype: torch.dtype, device: str) -> bool:
+    """Whether ``norm`` has a method ``of_sum`` that returns a sum and its norm."""
+    if not hasattr(norm, "of_sum"):
+        return False
+    weight, x, other = _random(dtype, device, (24,), (3, 24), (3, 24))
+    with torch.no_grad():
+        total, found = norm.of_sum(x, other, weight, 0.1, None)
+        return torch.equal(total, x + other) and _same(norm(total, weight, 0.1), found)
 
 
 @cache

@@ -29,13 +29,12 @@ _NEXT = "miles_next_norm"
 _OF_SUM, _COMPUTED = "miles_of_sum", "miles_computed"
 
 
-def replace_sums(layers: nn.ModuleList, last: nn.Module | None, possible: bool) -> int:
-    """Let decoder layers compute their sums with the norms that read them, or with their classes' code.
+def replace_sums(layers: nn.ModuleList, last: nn.Module | None) -> int:
+    """Let decoder layers compute their sums with the norms that read them where these can (``set_of_sum``), otherwise with their classes' code.
 
     Args:
         layers: the layers in order.
         last: the norm after the last layer.
-        possible: whether the operation ``norm`` has ``of_sum``.
 
     Returns:
         the number of layers that do.
@@ -45,7 +44,8 @@ def replace_sums(layers: nn.ModuleList, last: nn.Module | None, possible: bool) 
         if _NEXT in layer.__dict__:
             del layer.__dict__[_NEXT]
             layer.__dict__.pop("forward", None)
-        if possible and _is_standard(layer):
+        reads = norm, getattr(layer, _PARTS[2], None)
+        if any(_OF_SUM in vars(one) for one in reads if one is not None) and _is_standard(layer):
             layer.__dict__[_NEXT] = norm
             put_forward(layer, _forward)
             count += 1

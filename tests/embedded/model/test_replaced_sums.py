@@ -48,6 +48,7 @@ def model(tmp_path):
 def norm(model):
     found = Norm()
     use_operations(model, replace(TORCH, norm=found))
+    found.sums, found.epilogues = 0, []  # without the comparison
     return found
 
 
@@ -62,12 +63,26 @@ def test_a_family_computes_the_same(name, tmp_path):
     expected = score(model)
     norm = Norm()
     done = use_operations(model, replace(TORCH, norm=norm))
+    compared = norm.sums
     torch.testing.assert_close(score(model), expected, rtol=1e-5, atol=1e-5)
     assert done["of_sum"] == (0 if name in OTHERS else 2)
-    assert norm.sums == 2 * done["of_sum"]
+    assert norm.sums - compared == 2 * done["of_sum"]
     use_operations(model, TORCH)
     calls = norm.calls
     assert torch.equal(score(model), expected) and norm.calls == calls
+
+
+def test_a_wrong_sum_is_not_used(model):
+    class Wrong(Norm):
+        def of_sum(self, x, other, weight, eps, epilogue=None):
+            self.sums += 1
+            return x + other, self._compute(x, weight, eps)
+
+    expected, norm = score(model), Wrong()
+    done, tried = use_operations(model, replace(TORCH, norm=norm)), norm.sums
+    assert (done["norm"], done["of_sum"]) == (9, 0)
+    torch.testing.assert_close(score(model), expected, rtol=1e-5, atol=1e-5)
+    assert tried and norm.sums == tried
 
 
 def test_each_norm_behind_a_sum_is_computed_with_it(model, norm):
