@@ -32,7 +32,7 @@ ROOM, BEFORE, REPLAYS = 256, 100, 20
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--models", nargs="+", choices=sorted(SIZES), default=["dense", "moe"])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256, 512], help="requests in flight")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256, 512], help="requests in flight")
     parser.add_argument("--turns", type=int, default=5, help="measurements; the median counts (default: 5)")
     parser.add_argument("--variant", default="", help="end of the result file's name")
     given = parser.parse_args()

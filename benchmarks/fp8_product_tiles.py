@@ -1,8 +1,9 @@
 """Microseconds of the FP8 product's own kernel for each tile, split of K and number of stages, against the BF16 product and cuBLAS's scaled one.
 
 The rule in ``miles_fp8.product_kernels.blocks`` is a fit to these numbers: ``regret`` is what its choice takes relative to the fastest configuration,
-for the shapes and rows that the kernel computes. Codes are given, so quantisation is not counted. Shapes and method are those of ``fp8_product.py``;
-processes compile the configurations in parallel first. The last line is one JSON object.
+for the shapes and rows that the kernel computes. Codes are given, so quantisation is not counted, and products follow one another. In a decode step
+they follow other kernels, which occupy multiprocessors when the product's programs are placed: compare final candidates with ``decode_step.py``.
+Shapes and method are those of ``fp8_product.py``; processes compile the configurations in parallel first. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -44,15 +44,23 @@ def overlap(x: Tensor) -> dict[str, bool]:
     return {"OVERLAP": True, "launch_pdl": True} if x.is_cuda and _can_overlap(x.device) else {"OVERLAP": False}
 
 
+def _driver_version() -> int:
+    """Return the CUDA version of the driver, such as 12030 for 12.3, or 0 without one; torch's may be newer."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+#: A constant, because ``torch.compile`` cannot trace calls of ``ctypes``.
+_DRIVER = _driver_version()
+
+
 @cache
 def _can_overlap(device: torch.device) -> bool:
     if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (9, 0):
         return False
-    return _driver_version() >= _GRAPHS
-
-
-def _driver_version() -> int:
-    """Return the CUDA version of the driver, such as 12030 for 12.3; torch's may be newer."""
-    version = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    return version.value
+    return _DRIVER >= _GRAPHS

@@ -30,11 +30,13 @@ from miles_fp8.kernels import TILE, _quantized
 #: Most rows of a product that quantises them inside; with more, quantising them once is faster.
 FEW = 16
 #: Most rows, and entries of the result of more rows, of a product by these kernels; with more, cuBLAS is faster.
-MANY, MANY_ENTRIES = 64, 655_360
+MANY, MANY_ENTRIES = 64, 1 << 20
 #: ``config`` of ``linear`` and ``expert_product`` for products whose order may not depend on the number of rows.
 FIXED, FIXED_EXPERTS = (64, 128, 1, 4, 3), (64, 64, 4, 3)
 #: Counters of tiles whose partial sums are complete.
 TICKETS = 4096
+#: Of an H100 and an H200.
+MULTIPROCESSORS = 132
 
 
 @triton.jit
@@ -266,22 +268,28 @@ def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
     """Return BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages of ``linear``.
 
     The rule is a fit to ``benchmarks/fp8_product_tiles.py``. A long K is divided among programs as long as each of them has several blocks, and the
-    GPU has not many more programs than multiprocessors."""
+    GPU has not many more programs than multiprocessors.
+
+    In a decode step, programs are placed while earlier kernels still occupy multiprocessors, and two of them may share one while others are idle.
+    With four stages, 64 rows and columns take so much shared memory that a multiprocessor has room for one program only (``decode_step.py``)."""
     steps, columns = -(-inner // TILE), -(-width // 64)
-    short, warps, stages = steps <= 16, 4, 3
+    short, stages = steps <= 16, 3
     if rows <= FEW:
         block_rows, programs, shortest = 16, 400, 3 if columns <= 32 else 8
     elif rows <= 32 and short:
-        block_rows, programs, shortest, stages = 16, 132, 3, 4
+        block_rows, programs, shortest, stages = 16, MULTIPROCESSORS, 3, 4
     elif rows <= 32:
-        block_rows, programs, shortest = 32, 264, 4
+        block_rows, programs, shortest = 32, 2 * MULTIPROCESSORS, 4
     elif rows <= 64 and short and width <= 2560:
-        block_rows, programs, shortest = 32, 132, 3
+        block_rows, programs, shortest, stages = 16, MULTIPROCESSORS, 3, 4
     else:
-        block_rows, programs, shortest, warps = 64, 264, 8, 4 if rows > 128 and steps <= 8 else 8
+        block_rows, programs, shortest = 64, 2 * MULTIPROCESSORS, 8
     tiles = columns * -(-rows // block_rows)
     most = max(1, min(programs // tiles, steps // shortest, 256 // max(rows, 64)))
-    return block_rows, 64, 1 << (most.bit_length() - 1), warps, stages
+    splits = 1 << (most.bit_length() - 1)
+    if block_rows == 64 and tiles * splits <= MULTIPROCESSORS:
+        stages = 4
+    return block_rows, 64, splits, 4, stages
 
 
 def expert_product(

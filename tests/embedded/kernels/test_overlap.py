@@ -104,5 +104,19 @@ def test_which_gpus_and_drivers_overlap(triton, monkeypatch, capability, driver,
 
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(overlap, "_driver_version", lambda: driver)
+    monkeypatch.setattr(overlap, "_DRIVER", driver)
     assert overlap._can_overlap.__wrapped__(torch.device("cuda")) is can
+
+
+def test_torch_compile_can_trace_whether_a_gpu_overlaps(triton, monkeypatch):
+    from miles_embedded.kernels import overlap
+
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(overlap, "_DRIVER", 13000)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def count(x):
+        return x + 1 if overlap._can_overlap.__wrapped__(torch.device("cuda")) else x
+
+    assert count(torch.zeros(())) == 1
