@@ -27,12 +27,14 @@ from sglang_engine import SIZES, make_model
 #: The first responses have ROOM tokens, so that the cache is large enough. Before a step is replayed, responses have BEFORE tokens; every replay
 #: appends one.
 ROOM, BEFORE, REPLAYS = 256, 100, 20
+#: All numbers of rows that a step has up to 256, and a larger one (``miles_embedded.engine.static_step.padded_rows``).
+BATCHES = [1, 2, 4, 8, 16, 32, 48, 64, 128, 192, 256, 512]
 
 
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--models", nargs="+", choices=sorted(SIZES), default=["dense", "moe"])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256, 512], help="requests in flight")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="requests in flight")
     parser.add_argument("--turns", type=int, default=5, help="measurements; the median counts (default: 5)")
     parser.add_argument("--variant", default="", help="end of the result file's name")
     given = parser.parse_args()

@@ -96,7 +96,7 @@ def measure(product: Any, width: int, inner: int, rows: int) -> dict[str, Any]:
         "cublas": microseconds([partial(cublas, w) for w in weights], 3),
         "best": [list(best), times[best]],
     }
-    if product_kernels.takes(rows, width):
+    if product_kernels.takes(rows, width, inner):
         chosen = product_kernels.blocks(rows, width, inner)
         entry |= {"chosen": [list(chosen), times[chosen]], "regret": round(times[chosen] / times[best], 3)}
     return entry

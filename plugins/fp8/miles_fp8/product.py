@@ -86,7 +86,7 @@ class Fp8Product(Product):
         from miles_fp8 import product_kernels  # needs Triton
 
         codes, scales, count = weight[CODES], weight[SCALES], x.shape[0]
-        if self.fixed_order or product_kernels.takes(count, codes.shape[1]):
+        if self.fixed_order or product_kernels.takes(count, codes.shape[1], codes.shape[0]):
             rows, row_scales = self._rows(x)
             tile = product_kernels.FIXED if self.fixed_order else None
             exact = self.power_of_two_scales

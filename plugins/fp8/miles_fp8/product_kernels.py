@@ -29,8 +29,10 @@ from miles_fp8.kernels import TILE, _quantized
 
 #: Most rows of a product that quantises them inside; with more, quantising them once is faster.
 FEW = 16
-#: Most rows, and entries of the result of more rows, of a product by these kernels; with more, cuBLAS is faster.
-MANY, MANY_ENTRIES = 64, 1 << 20
+#: Most rows of a product by these kernels, and with more rows, most entries of a result with a short and with a long K; with more, cuBLAS is faster.
+MANY, MANY_ENTRIES = 64, (1 << 20, 655_360)
+#: Most blocks of a short K.
+SHORT = 16
 #: ``config`` of ``linear`` and ``expert_product`` for products whose order may not depend on the number of rows.
 FIXED, FIXED_EXPERTS = (64, 128, 1, 4, 3), (64, 64, 4, 3)
 #: Counters of tiles whose partial sums are complete.
@@ -258,9 +260,9 @@ def linear(
     return out
 
 
-def takes(rows: int, width: int) -> bool:
+def takes(rows: int, width: int, inner: int) -> bool:
     """Return whether ``linear`` is faster than cuBLAS, as measured on an H200 (``benchmarks/fp8_product_tiles.py``)."""
-    return rows <= MANY or (rows <= 8 * MANY and rows * width <= MANY_ENTRIES)
+    return rows <= MANY or (rows <= 8 * MANY and rows * width <= MANY_ENTRIES[inner > SHORT * TILE])
 
 
 @lru_cache(4096)
@@ -273,15 +275,13 @@ def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
     In a decode step, programs are placed while earlier kernels still occupy multiprocessors, and two of them may share one while others are idle.
     With four stages, 64 rows and columns take so much shared memory that a multiprocessor has room for one program only (``decode_step.py``)."""
     steps, columns = -(-inner // TILE), -(-width // 64)
-    short, stages = steps <= 16, 3
+    short, warps, stages = steps <= SHORT, 4, 3
     if rows <= FEW:
         block_rows, programs, shortest = 16, 400, 3 if columns <= 32 else 8
-    elif rows <= 32 and short:
+    elif short and (rows <= 32 or (rows <= 64 and columns <= 40)):
         block_rows, programs, shortest, stages = 16, MULTIPROCESSORS, 3, 4
     elif rows <= 32:
         block_rows, programs, shortest = 32, 2 * MULTIPROCESSORS, 4
-    elif rows <= 64 and short and width <= 2560:
-        block_rows, programs, shortest, stages = 16, MULTIPROCESSORS, 3, 4
     else:
         block_rows, programs, shortest = 64, 2 * MULTIPROCESSORS, 8
     tiles = columns * -(-rows // block_rows)
@@ -289,7 +289,9 @@ def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
     splits = 1 << (most.bit_length() - 1)
     if block_rows == 64 and tiles * splits <= MULTIPROCESSORS:
         stages = 4
-    return block_rows, 64, splits, 4, stages
+    elif block_rows == 64 and splits == 4:
+        warps = 8
+    return block_rows, 64, splits, warps, stages
 
 
 def expert_product(
