@@ -285,7 +285,8 @@ def blocks(rows: int, width: int, inner: int) -> tuple[int, int, int, int, int]:
     else:
         block_rows, programs, shortest = 64, 2 * MULTIPROCESSORS, 8
     tiles = columns * -(-rows // block_rows)
-    most = max(1, min(programs // tiles, steps // shortest, 256 // max(rows, 64)))
+    sharing = 4 if rows <= 64 else 2 if rows <= (128 if short else 192) else 1
+    most = max(1, min(programs // tiles, steps // shortest, sharing))
     splits = 1 << (most.bit_length() - 1)
     if block_rows == 64 and tiles * splits <= MULTIPROCESSORS:
         stages = 4
