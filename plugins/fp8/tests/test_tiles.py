@@ -6,11 +6,14 @@ from hypothesis import strategies as st
 
 from miles_fp8.format import TILE
 
-pytest.importorskip("triton")
-
 #: Bytes of shared memory of a multiprocessor.
 SHARED = 228 * 1024
 sizes = st.integers(1, 2048).map(lambda n: 16 * n)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def triton():
+    return pytest.importorskip("triton")
 
 
 @given(rows=st.integers(1, 600), width=sizes, inner=sizes)
