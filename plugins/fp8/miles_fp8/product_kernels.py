@@ -37,7 +37,7 @@ SHORT = 16
 FIXED, FIXED_EXPERTS = (64, 128, 1, 4, 3), (64, 64, 4, 3)
 #: Counters of tiles whose partial sums are complete.
 TICKETS = 4096
-#: Of an H100 and an H200.
+#: Of an H100 (SXM) and an H200.
 MULTIPROCESSORS = 132
 
 
