@@ -29,10 +29,12 @@ from miles_fp8.kernels import TILE, _quantized
 
 #: Most rows of a product that quantises them inside; with more, quantising them once is faster.
 FEW = 16
-#: Most rows of a product by these kernels, and with more rows, most entries of a result with a short and with a long K; with more, cuBLAS is faster.
-MANY, MANY_ENTRIES = 64, (1 << 20, 655_360)
+#: Most rows of a product by these kernels, whatever its size; with more, cuBLAS is faster if the result has more entries than below.
+MANY = 64
 #: Most blocks of a short K.
 SHORT = 16
+#: Most entries of a result with more than ``MANY`` rows, for a short and for a long K.
+ENTRIES_SHORT, ENTRIES_LONG = 1 << 20, 655_360
 #: ``config`` of ``linear`` and ``expert_product`` for products whose order may not depend on the number of rows.
 FIXED, FIXED_EXPERTS = (64, 128, 1, 4, 3), (64, 64, 4, 3)
 #: Counters of tiles whose partial sums are complete.
@@ -262,7 +264,8 @@ def linear(
 
 def takes(rows: int, width: int, inner: int) -> bool:
     """Return whether ``linear`` is faster than cuBLAS, as measured on an H200 (``benchmarks/fp8_product_tiles.py``)."""
-    return rows <= MANY or (rows <= 8 * MANY and rows * width <= MANY_ENTRIES[inner > SHORT * TILE])
+    most = ENTRIES_SHORT if inner <= SHORT * TILE else ENTRIES_LONG
+    return rows <= MANY or (rows <= 8 * MANY and rows * width <= most)
 
 
 @lru_cache(4096)
