@@ -10,7 +10,19 @@ from typing import Any
 
 
 class MilesError(Exception):
-    """Base class of user errors. The message names the value, its origin and the next step."""
+    """Base class of user errors. The message names the value, its origin and the next step.
+
+    Attributes:
+        worker: name of the worker process that raised the error; "" for the driver. The message starts with it.
+        plugin: name of the plugin whose function raised the error; "" for core, None if unknown.
+    """
+
+    worker: str = ""
+    plugin: str | None = None
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"worker {self.worker}: {text}" if self.worker else text
 
 
 class ConfigError(MilesError):
@@ -76,6 +88,15 @@ class WorkerLost(MilesError):
         return f"{f'worker {self.worker}' if self.worker else 'a worker'} was lost: {self.cause}" + (
             f"; its last lines:{output}" if output else ""
         )
+
+
+def set_worker(error: Exception, worker: str) -> None:
+    """Record the worker that raised ``error``, unless it has one. The error of other software gets a note."""
+    if getattr(error, "worker", ""):
+        return
+    error.worker = worker  # type: ignore[attr-defined]
+    if not isinstance(error, MilesError):
+        error.add_note(f"raised in worker {worker}")
 
 
 def first_line(error: Exception) -> str:

@@ -1,10 +1,10 @@
 """Trainer ranks, engines and rollouts as workers in separate processes, independent of how a runtime reaches them.
 
-``rank`` is a learner with the transport of its weights, ``learner_front`` the driver's handle to all ranks, which also lets both
+``rank`` is a learner with the transport of its weights, ``learner_group`` the driver's handle to all ranks, which also lets both
 sides share devices. ``inline`` is the runtime of one process: the same handle on one rank, which it calls directly. ``worker`` is the
 entry point of another process, which then holds a ``rank_worker``, an ``engine_worker`` or a ``rollout_worker``. A runtime implements only
 ``workers``: calls to a process, and the replacement of a dead process; ``local_workers`` does it on one machine. The package adds the
-driver's fronts (``learner_front``, ``engine_front``, ``rollout_front``), the order of building and checking parts, and the recovery of
+driver's handles (``learner_group``, ``engine_pool``, ``rollout_pool``), the order of building and checking parts, and the recovery of
 lost workers (``runtime``). Only plain data and bytes are sent between processes, weights in blocks
 (``weight_block``) unless a plugin has another transport. Rollout workers send requests straight to engines
 (``direct_engines``) and read prompts from files (``prompt_rows``), and their samples stay where they were produced until a rank reads them
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from miles_runtime.restarts import Restarts
     from miles_runtime.rollout_worker import RolloutWorker
     from miles_runtime.runtime import RemoteRuntime
-    from miles_runtime.worker import Order, Worker
+    from miles_runtime.worker import Worker, WorkerSpec
     from miles_runtime.workers import Workers, short_of_memory
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "BlobReader",
     "EngineWorker",
     "InlineRuntime",
-    "Order",
     "RankWorker",
     "ReaderEnded",
     "RemoteRuntime",
@@ -43,6 +42,7 @@ __all__ = [
     "RolloutWorker",
     "Stored",
     "Worker",
+    "WorkerSpec",
     "Workers",
     "last_lines",
     "load_function",
@@ -66,7 +66,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_runtime.rank_worker": "RankWorker",
         "miles_runtime.rollout_worker": "RolloutWorker",
         "miles_runtime.runtime": "RemoteRuntime",
-        "miles_runtime.worker": "Order Worker",
+        "miles_runtime.worker": "WorkerSpec Worker",
         "miles_runtime.restarts": "Restarts",
         "miles_runtime.workers": "Workers short_of_memory",
     },

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_core.errors import WorkerLost
-from miles_runtime.busy import Busy
-from miles_runtime.engine_front import EngineFront
+from miles_runtime.busy_time import BusyTime
+from miles_runtime.engine_pool import EnginePool
 from miles_runtime.mailbox import Mailbox
-from miles_runtime.patience import Patience
-from miles_runtime.workers import Workers
+from miles_runtime.timeouts import Timeouts
+from miles_runtime.workers import Method, P, Workers
 
 #: Cause of the loss of requests that were in flight when the driver replaced their engine.
 REPLACED = "it was replaced"
@@ -36,14 +36,14 @@ class EngineState:
     replaced: Mapping[int, int]
 
     @classmethod
-    def of(cls, front: EngineFront) -> EngineState:
-        """Return the state of the driver's front."""
-        return cls(front.engines, frozenset(front.serving), dict(front.replaced))
+    def of(cls, pool: EnginePool) -> EngineState:
+        """Return the state of the driver's pool."""
+        return cls(pool.engines, frozenset(pool.serving), dict(pool.replaced))
 
 
 @dataclass(frozen=True)
 class LostEngine:
-    """An engine that a worker lost, see ``EngineFront.report_lost``."""
+    """An engine that a worker lost, see ``EnginePool.report_lost``."""
 
     policy: str
     number: int
@@ -51,7 +51,7 @@ class LostEngine:
     cause: str
 
 
-class ReportedBusy(Busy):
+class ReportedBusyTime(BusyTime):
     """Passes on when an engine becomes busy or idle, because the driver measures all workers.
 
     Args:
@@ -69,15 +69,15 @@ class ReportedBusy(Busy):
             self._report(name, change)
 
 
-class DirectEngines(EngineFront):
+class DirectEngines(EnginePool):
     """Sends requests to the engines that serve.
 
     Args:
         policy: name of the policy.
-        engines, said: see ``EngineFront``.
+        engines, build_info: see ``EnginePool``.
         client: name of this worker, unique among all that ever send requests to these engines.
         place: number of this worker and number of workers: each of them begins with other engines.
-        patience: timeouts of requests.
+        timeouts: timeouts of requests.
         busy: measures the requests.
         lost: called when an engine is lost.
     """
@@ -86,15 +86,15 @@ class DirectEngines(EngineFront):
         self,
         policy: str,
         engines: Workers,
-        said: Mapping[str, Any],
+        build_info: Mapping[str, Any],
         client: str,
         place: tuple[int, int],
-        patience: Patience,
-        busy: Busy,
+        timeouts: Timeouts,
+        busy: BusyTime,
         lost: Callable[[LostEngine], None],
     ) -> None:
-        engines.patience, engines.busy = patience, busy
-        super().__init__(engines, said, client=client)
+        engines.timeouts, engines.busy = timeouts, busy
+        super().__init__(engines, build_info, client=client)
         self.policy, self.client, self._lost = policy, client, lost
         self.serving, self._alive = set(), set()
         first = place[0] * len(engines) // place[1]
@@ -103,17 +103,17 @@ class DirectEngines(EngineFront):
 
     def update(self, state: EngineState) -> None:
         """Use the engines of ``state`` from now on."""
-        patience, busy = self.engines.patience, self.engines.busy
-        self.engines, self.engines.patience, self.engines.busy = state.engines, patience, busy
+        timeouts, busy = self.engines.timeouts, self.engines.busy
+        self.engines, self.engines.timeouts, self.engines.busy = state.engines, timeouts, busy
         for number in range(len(self.engines)):
             if state.replaced.get(number, 0) != self.replaced[number]:
                 self._forget_engine(number)
                 self._mail[number] = Mailbox(self.engines, number, self.client)
-                self._gone.pop(number, None)
+                self._lost_engines.pop(number, None)
         self.replaced.clear()
         self.replaced.update(state.replaced)
-        self._alive = {*range(len(self.engines))} - {*self._gone}
-        self.serving = {*state.serving} - {*self._gone}
+        self._alive = {*range(len(self.engines))} - {*self._lost_engines}
+        self.serving = {*state.serving} - {*self._lost_engines}
         self._news.set()
 
     def replace_lost(self, lost: WorkerLost) -> None:
@@ -126,14 +126,14 @@ class DirectEngines(EngineFront):
         if number in self._alive:
             self._alive.discard(number)
             self.serving.discard(number)
-            self._gone[number] = lost
+            self._lost_engines[number] = lost
             self._mail[number].close(lost)
             self._lost(LostEngine(self.policy, number, self.replaced[number], lost.cause))
 
-    async def _call(self, number: int, call: object) -> None:
+    async def _call(self, number: int, method: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
         replaced = self.replaced[number]
         try:
-            await self.engines.ask(number, call)
+            await self.engines.call(number, method, *args, **kwargs)
         except WorkerLost as lost:
             if self.replaced[number] == replaced:
                 self.replace_lost(lost)

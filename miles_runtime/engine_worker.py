@@ -16,10 +16,10 @@ from miles_core.errors import SyncError
 from miles_core.precision.quantizer import SideParity
 from miles_core.run.parts import freeze_gc
 from miles_mismatch.parity import check_side
-from miles_runtime.mailbox import Answers, Inbox, Letters
+from miles_runtime.inbox import Answers, Inbox, Letters
 from miles_runtime.relay import Call, Relay
 from miles_runtime.weight_block import Table, read_block
-from miles_runtime.worker import Order, Worker
+from miles_runtime.worker import Worker, WorkerSpec
 from miles_runtime.workers import Workers
 
 
@@ -34,12 +34,11 @@ class EngineWorker(Worker):
 
     part: Engine
 
-    def __init__(self, order: Order, policy: str) -> None:
-        super().__init__(order, policy)
+    def __init__(self, spec: WorkerSpec, policy: str) -> None:
+        super().__init__(spec, policy)
         self._span: tuple[int, int, str] | None = None
         self._begin_empty()
-        self._inbox = Inbox(self._generate)
-        self._inboxes: dict[str, Inbox | None] = {}  # of other clients than the driver; None after ``forget``
+        self._inboxes: dict[str, Inbox | None] = {}  # by client; None after ``forget``
 
     def _begin_empty(self) -> None:
         self._blocks: dict[int, list[tuple[Table, np.ndarray]]] = {}
@@ -57,7 +56,7 @@ class EngineWorker(Worker):
         self._span = (machines, index, address)
 
     async def build(self) -> dict[str, Any]:
-        """Create and start the engine; return the facts that a front needs."""
+        """Create and start the engine; return the facts that a pool needs."""
         name = self.run.config.run.engine
         self.part = self.run.hooks.make("engine", name, run=self.run, policy=self.policy)
         if self._span is not None:
@@ -88,21 +87,13 @@ class EngineWorker(Worker):
                     response.extras[spec.name] = converted
         return response
 
-    def post(self, letters: Letters) -> None:
-        """See ``Inbox.post``."""
-        self._inbox.post(letters)
-
-    async def answers(self) -> Answers:
-        """See ``Inbox.answers``."""
-        return await self._inbox.answers()
-
-    def post_of(self, client: str, letters: Letters) -> None:
-        """See ``Inbox.post``, for another client than the driver: a rollout worker."""
+    def post(self, client: str, letters: Letters) -> None:
+        """See ``Inbox.post``. client: "" for the driver, else the name of a rollout worker."""
         if (inbox := self._inbox_of(client)) is not None:
             inbox.post(letters)
 
-    async def answers_of(self, client: str) -> Answers:
-        """See ``Inbox.answers``."""
+    async def answers(self, client: str) -> Answers:
+        """See ``Inbox.answers``; ``client`` as for ``post``."""
         inbox = self._inbox_of(client)
         return {} if inbox is None else await inbox.answers()
 
@@ -116,6 +107,10 @@ class EngineWorker(Worker):
     def _inbox_of(self, client: str) -> Inbox | None:
         return self._inboxes.setdefault(client, Inbox(self._generate))
 
+    def version(self) -> int:
+        """Return the version of the weights that the engine serves."""
+        return self.part.version
+
     def beat(self) -> tuple[str, ...]:
         """Return the names of ranks with incomplete weights while other ranks wait for them."""
         if self._served is None or self._installing.locked():
@@ -123,7 +118,7 @@ class EngineWorker(Worker):
         return tuple(name for rank, name in enumerate(self._senders) if rank not in self._complete)
 
     async def begin_push(self, push: int, senders: Sequence[str]) -> None:
-        """Discard the blocks of earlier pushes; see ``EngineFront.begin_push``."""
+        """Discard the blocks of earlier pushes; see ``EnginePool.begin_push``."""
         self._push, self._senders = push, tuple(senders)
         if self._relay is not None:
             self._relay.close()
@@ -178,7 +173,7 @@ class EngineWorker(Worker):
         self._check(push)
         assert self._engines is not None  # the driver connects the first engine before a push
         if self._relay is None:
-            self._relay = Relay(self._engines, push)
+            self._relay = Relay(self._engines, push, EngineWorker.deliver)
         await self._relay.call(senders, method, args, shared)
 
     async def deliver(

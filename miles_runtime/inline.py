@@ -1,7 +1,4 @@
-"""The runtime that runs trainer, engine and driver in one process. ``inline_rollouts`` has rollouts in others.
-
-It has the same interface as other runtimes: the learner consists of one worker, whose methods are called directly.
-"""
+"""The runtime that runs trainer, engine and driver in one process. ``inline_rollouts`` has rollouts in others."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.trainer import ALL_PARTS
 from miles_core.plugin.detect import gpu_facts, model_facts
+from miles_core.train.local_learner import LocalLearner
+from miles_core.train.rank import Rank
 from miles_mismatch.parity import check_sides
 from miles_mismatch.same_model import check_same_model
-from miles_runtime.learner_front import LearnerFront
-from miles_runtime.rank import Rank, RankHere
 
 
 class InlineRuntime(Runtime):
@@ -33,7 +30,7 @@ class InlineRuntime(Runtime):
             rank = Rank(run, policy, trainer)
         self.ranks.append(rank)
         if not policy.generates:
-            return PolicyParts(policy, LearnerFront(run, policy, RankHere(rank), [rank.world]), None, rank.precisions)
+            return PolicyParts(policy, LocalLearner(rank), None, rank.precisions)
         if colocate:  # an engine may allocate all memory that is free when it starts
             rank.hold(())
         with run.clock.phase("start_engine"):
@@ -46,7 +43,7 @@ class InlineRuntime(Runtime):
         check_same_model(run, policy, trainer, engine)
         parity = check_sides(run, policy, trainer, engine)
         rank.connect(engine)
-        learner = LearnerFront(run, policy, RankHere(rank), [rank.world], engine)
+        learner = LocalLearner(rank, engine)
         engine.resend = learner.resend
         return PolicyParts(policy, learner, engine, rank.precisions, parity)
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts, Producer
-from miles_runtime.busy import Busy
+from miles_runtime.busy_time import BusyTime
 from miles_runtime.inline import InlineRuntime
 from miles_runtime.local_workers import rollout_processes
 from miles_runtime.output import Output
-from miles_runtime.patience import Patience
 from miles_runtime.restarts import Restarts
-from miles_runtime.rollout_front import RolloutFront
+from miles_runtime.rollout_pool import RolloutPool
+from miles_runtime.timeouts import Timeouts
 
 
 class InlineRolloutRuntime(InlineRuntime):
@@ -21,14 +21,14 @@ class InlineRolloutRuntime(InlineRuntime):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         options = run.config.run
-        self.busy, self.output, self.restarts = Busy(), Output(run.directory), Restarts(options.max_restarts)
-        patience = Patience(options.worker_timeout, options.worker_build_timeout, options.worker_heartbeat)
+        self.busy, self.output, self.restarts = BusyTime(), Output(run.directory), Restarts(options.max_restarts)
+        timeouts = Timeouts(options.worker_timeout, options.worker_build_timeout, options.worker_heartbeat)
         names = [f"rollout-{number}" for number in range(run.config.rollout.workers or 0)]
-        self.rollouts = rollout_processes(run, names, patience, self.busy)
+        self.rollouts = rollout_processes(run, names, timeouts, self.busy)
 
     def producer(self, local: Producer, parts: Sequence[PolicyParts]) -> Producer:
         self.output.follow()
-        return RolloutFront(self.run, self.rollouts, parts, self.restarts)
+        return RolloutPool(self.run, self.rollouts, parts, self.restarts)
 
     def metrics(self) -> dict[str, float]:
         return self.busy.metrics()

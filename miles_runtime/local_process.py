@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from miles_runtime.local_channel import Channel, Message
-from miles_runtime.mailbox import portable
 from miles_runtime.output import write_there
+from miles_runtime.workers import portable
 
 #: Thread switch interval of a worker in seconds. With Python's default of 5 ms, a reward that computes would delay each system call of the
 #: threads that send and receive by as much.

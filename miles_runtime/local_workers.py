@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from miles_core.contracts.run import Run
-from miles_runtime.busy import Busy
+from miles_runtime.busy_time import BusyTime
 from miles_runtime.local_channel import raise_file_limit
 from miles_runtime.local_process import LocalProcess, ProcessEnded, uses_cpu
 from miles_runtime.output import last_lines
-from miles_runtime.patience import Patience
-from miles_runtime.worker import Order
+from miles_runtime.timeouts import Timeouts
+from miles_runtime.worker import WorkerSpec
 from miles_runtime.workers import Workers
 
 
-def rollout_processes(run: Run, names: Sequence[str], patience: Patience, busy: Busy) -> LocalWorkers:
+def rollout_processes(run: Run, names: Sequence[str], timeouts: Timeouts, busy: BusyTime) -> LocalWorkers:
     """Return the handle to rollout workers on this machine, which are not started."""
     raise_file_limit()
     kind, level = "miles_runtime.rollout_worker:RolloutWorker", run.config.run.log_level
-    return LocalWorkers(kind, names, Order.of(run), run.policy.name, level, patience=patience, busy=busy)
+    return LocalWorkers(kind, names, WorkerSpec.of(run), run.policy.name, level, timeouts=timeouts, busy=busy)
 
 
 class LocalWorkers(Workers):
@@ -29,28 +29,28 @@ class LocalWorkers(Workers):
     Args:
         kind: ``module:class`` of the ``Worker``.
         names: name of each process.
-        order, policy: passed to each worker.
+        spec, policy: passed to each worker.
         level: log level.
         rest: arguments of ``Workers``.
     """
 
-    def __init__(self, kind: str, names: Sequence[str], order: Order, policy: str, level: str, **rest: Any) -> None:
+    def __init__(self, kind: str, names: Sequence[str], spec: WorkerSpec, policy: str, level: str, **rest: Any) -> None:
         super().__init__(names, **rest)
-        self.kind, self.order, self.policy, self.level = kind, order, policy, level
+        self.kind, self.spec, self.policy, self.level = kind, spec, policy, level
         self._processes: dict[int, LocalProcess] = {}
 
     async def send(self, number: int, method: str, *args: Any) -> Any:
         if number not in self._processes:
-            raise self.lost(number, "it was ended")
+            raise self.lost_error(number, "it was ended")
         try:
             return await self._processes[number].call(method, *args)
         except ProcessEnded as ended:
-            raise self.lost(number, str(ended)) from None
+            raise self.lost_error(number, str(ended)) from None
 
-    async def renew(self, number: int) -> None:
+    async def restart(self, number: int) -> None:
         await self.kill(number)
-        self._processes[number] = LocalProcess(self.order.directory, self.names[number], self.level)
-        await self.send(number, "make", self.kind, self.order, self.policy)
+        self._processes[number] = LocalProcess(self.spec.directory, self.names[number], self.level)
+        await self.send(number, "make", self.kind, self.spec, self.policy)
 
     async def kill(self, number: int) -> None:
         if (process := self._processes.pop(number, None)) is not None:
@@ -60,4 +60,4 @@ class LocalWorkers(Workers):
         return await asyncio.to_thread(uses_cpu, self._processes[number].pid)
 
     def lines(self, number: int) -> tuple[str, ...]:
-        return last_lines(self.order.directory, self.names[number])
+        return last_lines(self.spec.directory, self.names[number])

@@ -8,17 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import traceback
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 from miles_core.contracts.engine import Request, Response
-from miles_core.errors import MilesError
-from miles_runtime.workers import Workers, short_of_memory
-
-#: Messages by ticket, a number that the ``Mailbox`` assigns: requests, and responses or the errors raised instead.
-Letters = dict[int, Request]
-Answers = dict[int, tuple[Response | None, Exception | None]]
+from miles_runtime.engine_worker import EngineWorker
+from miles_runtime.inbox import Answers, Letters
+from miles_runtime.workers import Workers
 
 
 class Mailbox:
@@ -27,7 +21,7 @@ class Mailbox:
     Args:
         engines: handle to the engine workers.
         number: index of this engine.
-        client: distinguishes the processes with requests to the same engine (``EngineWorker.post_of``); "" is the driver.
+        client: distinguishes the processes with requests to the same engine (``EngineWorker.post``); "" is the driver.
     """
 
     def __init__(self, engines: Workers, number: int, client: str = "") -> None:
@@ -68,7 +62,8 @@ class Mailbox:
         letters, self._outgoing = self._outgoing, {}
         try:
             if letters:
-                await self._engines.await_result(self._number, self._send("post", letters), "generate")
+                sent = self._engines.send(self._number, EngineWorker.post.__name__, self._client, letters)
+                await self._engines.await_result(self._number, sent, "generate")
         except Exception as error:
             self._fail(list(letters), error)
 
@@ -76,7 +71,8 @@ class Mailbox:
         try:
             # the timeout restarts with each response: an engine that responds is not lost, however long its queue
             while self._open:
-                answers: Answers = await self._engines.await_result(self._number, self._send("answers"), "generate")
+                coming = self._engines.send(self._number, EngineWorker.answers.__name__, self._client)
+                answers: Answers = await self._engines.await_result(self._number, coming, "generate")
                 for ticket, (response, error) in answers.items():
                     if response is None:
                         self._fail([ticket], error or RuntimeError("an answer without a response"))
@@ -85,65 +81,8 @@ class Mailbox:
         except Exception as error:
             self._fail(list(self._open), error)
 
-    def _send(self, method: str, *args: Letters) -> Awaitable[Any]:
-        if self._client:
-            return self._engines.send(self._number, f"{method}_of", self._client, *args)
-        return self._engines.send(self._number, method, *args)
-
     def _fail(self, tickets: list[int], error: Exception) -> None:
         for ticket in tickets:
             answer = self._open.pop(ticket, None)
             if answer is not None and not answer.done():
                 answer.set_exception(error)
-
-
-class Inbox:
-    """Engine side of the request queue.
-
-    Args:
-        generate: generates the response to one request.
-    """
-
-    def __init__(self, generate: Callable[[Request], Awaitable[Response]]) -> None:
-        self._generate = generate
-        self._tasks: dict[asyncio.Task[None], int] = {}  # with the keys of their requests
-        self._answers: Answers = {}
-        self._answered = asyncio.Event()
-
-    def post(self, letters: Letters) -> None:
-        """Start generating responses to these requests."""
-        for ticket, request in letters.items():
-            task = asyncio.create_task(self._answer(ticket, request))
-            self._tasks[task] = request.key
-            task.add_done_callback(self._tasks.pop)
-
-    def close(self) -> list[int]:
-        """Drop all requests, whose client has ended; return their keys, which the engine must abort."""
-        keys = [*self._tasks.values()]
-        for task in self._tasks:
-            task.cancel()
-        self._answers = {}
-        self._answered.set()
-        return keys
-
-    async def answers(self) -> Answers:
-        """Wait until a request is complete; return all complete responses. Only one call may be active."""
-        await self._answered.wait()
-        await asyncio.sleep(0)  # include requests that complete in the same event-loop iteration
-        self._answered.clear()
-        found, self._answers = self._answers, {}
-        return found
-
-    async def _answer(self, ticket: int, request: Request) -> None:
-        try:
-            self._answers[ticket] = await self._generate(request), None
-        except Exception as error:
-            self._answers[ticket] = None, portable(error)
-        self._answered.set()
-
-
-def portable(error: Exception) -> Exception:
-    """Convert an error to one that another process can raise: errors of other libraries become their message."""
-    if isinstance(error, MilesError) or short_of_memory(error):
-        return error
-    return RuntimeError("".join(traceback.format_exception(error)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,16 +14,19 @@ import torch
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from miles_core.data.world import World
+from miles_core.contracts.transport import SyncReport
+from miles_core.data.world import ALONE, World
 from miles_core.precision.quantizer import SideParity
 from miles_core.run.parts import freeze_gc
 from miles_core.sync.push import make_codec
+from miles_core.train.rank import Rank
 from miles_core.train.share import Pairs, Share
 from miles_mismatch.parity import check_side, real_layer
 from miles_runtime.blob import Blob
-from miles_runtime.rank import Rank
+from miles_runtime.engine_pool import EnginePool
 from miles_runtime.remote_tokens import pack_tokens
-from miles_runtime.worker import Order, Worker
+from miles_runtime.worker import Worker, WorkerSpec
+from miles_runtime.workers import Workers
 
 
 class RankWorker(Worker):
@@ -31,9 +34,10 @@ class RankWorker(Worker):
 
     part: Rank
 
-    def __init__(self, order: Order, policy: str) -> None:
-        super().__init__(order, policy)
+    def __init__(self, spec: WorkerSpec, policy: str) -> None:
+        super().__init__(spec, policy)
         self._turn = asyncio.Lock()
+        self._engines: EnginePool | None = None
 
     async def at(self, step: int, method: str, *args: Any) -> tuple[Any, dict[str, float]]:
         """Set the run's step to the driver's ``step`` and call ``answer``; return its result and this rank's seconds by phase."""
@@ -52,12 +56,39 @@ class RankWorker(Worker):
         (pairs, seen), seconds = await self.at(step, "learn", share, number)
         return ((pairs, len(seen)), seconds), [pack_tokens(seen)] if seen else []
 
+    def connect_engines(self, engines: Workers, build_info: Mapping[str, Any], senders: Sequence[int]) -> None:
+        """Send weights to the engines of these processes from now on.
+
+        Args:
+            engines: the workers that hold the engines.
+            build_info: their result of ``EngineWorker.build``.
+            senders: ranks that send weights.
+        """
+        rank = self.part.world.rank
+        world = World(senders.index(rank), len(senders)) if rank in senders else ALONE
+        self._engines = EnginePool(engines, build_info, self.run.config.run.sync_bucket_size, world)
+        self.part.connect(self._engines, world)
+
+    async def push(self, version: int, plain: bool, number: int) -> SyncReport:
+        """See ``Rank.push``; ``number`` is the push's number, which the driver assigned."""
+        self._number(number)
+        return await self.part.push(version, plain)
+
+    async def stage(self, version: int | None, number: int) -> None:
+        """See ``Rank.stage``; ``number`` as for ``push``."""
+        self._number(number)
+        await self.part.stage(version)
+
+    def _number(self, push: int) -> None:
+        if self._engines is not None:
+            self._engines.push = push
+
     def beat(self) -> tuple[str, ...]:
         """Return the names of the engines that have not responded to this rank yet."""
-        front = None if self.part is None else self.part.front
-        return () if front is None else tuple(name for name in front.engines.names if front.engines.busy.open(name))
+        engines = None if self._engines is None else self._engines.engines
+        return () if engines is None else tuple(name for name in engines.names if engines.busy.open(name))
 
-    def listen(self, host: str, ranks: int, patience: float) -> int:
+    def listen(self, host: str, ranks: int, timeout: float) -> int:
         """Open the rendezvous store of all ranks on a free port of this address only; called on rank 0. Returns the port."""
         place = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = int(place.getsockname()[1])
@@ -66,16 +97,16 @@ class RankWorker(Worker):
             port,
             ranks,
             True,
-            timeout=timedelta(seconds=patience),
+            timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
             master_listen_fd=place.detach(),  # by default the store listens on every interface
         )
         return port
 
-    def join(self, host: str, port: int, rank: int, ranks: int, patience: float) -> None:
+    def join(self, host: str, port: int, rank: int, ranks: int, timeout: float) -> None:
         """Initialise torch.distributed's default process group: gloo for tensors on a CPU, NCCL for those on a GPU."""
         if rank:
-            self._store = TCPStore(host, port, ranks, False, timeout=timedelta(seconds=patience))
+            self._store = TCPStore(host, port, ranks, False, timeout=timedelta(seconds=timeout))
         gpu = torch.cuda.is_available() and self.run.config.model.device != "cpu"
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")  # each process sees only its own GPU
         distributed.init_process_group(
@@ -83,7 +114,7 @@ class RankWorker(Worker):
             store=self._store,
             rank=rank,
             world_size=ranks,
-            timeout=timedelta(seconds=patience),
+            timeout=timedelta(seconds=timeout),
         )
 
     def build(self) -> tuple[World, dict[str, object]]:

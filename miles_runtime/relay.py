@@ -9,12 +9,12 @@ the runtime (``Workers.share``), so their bytes go from sender to engine directl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from miles_core.errors import SyncError
-from miles_runtime.patience import ignore_error
+from miles_runtime.timeouts import ignore_error
 from miles_runtime.workers import Workers
 
 #: Senders times engines from which calls pass through the relay; below, direct calls are as few and take one hop less.
@@ -52,10 +52,11 @@ class Relay:
     Args:
         engines: handle to the engine workers.
         push: number of the push.
+        deliver: the method of the engine workers that receives a batch, ``EngineWorker.deliver``.
     """
 
-    def __init__(self, engines: Workers, push: int) -> None:
-        self.engines, self.push = engines, push
+    def __init__(self, engines: Workers, push: int, deliver: Callable[..., Any]) -> None:
+        self.engines, self.push, self.deliver = engines, push, deliver
         self._waiting: dict[str, _Batch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -114,7 +115,7 @@ class Relay:
         try:
             found = await asyncio.gather(
                 *(
-                    self.engines.call(n, "deliver", self.push, batch.calls, sizes, *shared)
+                    self.engines.call(n, self.deliver, self.push, batch.calls, sizes, *shared)
                     for n in range(len(self.engines))
                 )
             )

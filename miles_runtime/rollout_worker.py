@@ -25,14 +25,13 @@ from miles_core.run.inputs import RolloutCode
 from miles_core.run.parts import freeze_gc
 from miles_core.run.problems import Problems
 from miles_runtime.blob import Blob
-from miles_runtime.direct_engines import DirectEngines, EngineState, LostEngine, ReportedBusy
-from miles_runtime.mailbox import portable
+from miles_runtime.direct_engines import DirectEngines, EngineState, LostEngine, ReportedBusyTime
 from miles_runtime.packed_column import pack_column, unpack_column
-from miles_runtime.patience import Patience
 from miles_runtime.prompt_rows import RowReader
 from miles_runtime.remote_sample import heads, pack_samples, read_samples
-from miles_runtime.worker import Order, Worker
-from miles_runtime.workers import Workers
+from miles_runtime.timeouts import Timeouts
+from miles_runtime.worker import Worker, WorkerSpec
+from miles_runtime.workers import Workers, portable
 
 #: Seconds after which ``news`` returns nothing, so that a worker whose rollouts take long still answers.
 WAIT = 5.0
@@ -168,8 +167,8 @@ class RolloutWorker(Worker):
 
     part: LocalProducer
 
-    def __init__(self, order: Order, policy: str) -> None:
-        super().__init__(order, policy)
+    def __init__(self, spec: WorkerSpec, policy: str) -> None:
+        super().__init__(spec, policy)
         self._tickets = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._groups: dict[int, tuple[asyncio.Task[None], GroupOrder]] = {}
@@ -197,11 +196,18 @@ class RolloutWorker(Worker):
         return self._rows.digest, self._rows.problem
 
     def _connect(self, seat: Seat, policy: str) -> DirectEngines:
-        engines, said = seat.engines[policy]
+        engines, build_info = seat.engines[policy]
         options, place = self.run.config.run, (seat.number, seat.count)
-        patience = Patience(options.worker_timeout, options.worker_build_timeout)
+        timeouts = Timeouts(options.worker_timeout, options.worker_build_timeout)
         return DirectEngines(
-            policy, engines, said, seat.client, place, patience, ReportedBusy(self._report_busy), self._report_lost
+            policy,
+            engines,
+            build_info,
+            seat.client,
+            place,
+            timeouts,
+            ReportedBusyTime(self._report_busy),
+            self._report_lost,
         )
 
     def _report_busy(self, engine: str, change: int) -> None:

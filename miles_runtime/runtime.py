@@ -6,7 +6,7 @@ import asyncio
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.runtime import PolicyParts, Producer, Runtime
@@ -15,25 +15,22 @@ from miles_core.errors import ConfigError, WorkerLost
 from miles_core.plugin.worker import same_plan
 from miles_core.precision.quantizer import SideParity
 from miles_core.precision.schedule import PLAIN, precisions
+from miles_core.train.rank import Rank
 from miles_mismatch.same_model import compare_models
-from miles_runtime.busy import Busy
-from miles_runtime.engine_front import ENGINE_WORKER, EngineFront
-from miles_runtime.learner_front import RANK, LearnerFront
+from miles_runtime.busy_time import BusyTime
+from miles_runtime.engine_pool import EnginePool
+from miles_runtime.engine_worker import EngineWorker
+from miles_runtime.learner_group import LearnerGroup
 from miles_runtime.local_workers import rollout_processes
 from miles_runtime.output import Output
-from miles_runtime.patience import Patience
+from miles_runtime.rank_worker import RankWorker
 from miles_runtime.restarts import Restarts
-from miles_runtime.rollout_front import RolloutFront
-from miles_runtime.worker import Order, Worker
-from miles_runtime.workers import RECORDER, Workers, await_all, close_workers, require_agreement
-
-if TYPE_CHECKING:
-    from miles_runtime.rank_worker import RankWorker
+from miles_runtime.rollout_pool import RolloutPool
+from miles_runtime.timeouts import Timeouts
+from miles_runtime.worker import Worker, WorkerSpec
+from miles_runtime.workers import Workers, await_all, close_workers, require_agreement
 
 log = logging.getLogger(__name__)
-
-#: Record calls to workers of either kind, and to those of ranks.
-WORKER, RANK_WORKER = cast(Worker, RECORDER), cast("RankWorker", RECORDER)
 
 #: Fraction of ``--stop-within`` in which a rank must give a heartbeat after the current step was aborted. The run does not wait for others.
 LAST_BEAT = 0.15
@@ -49,23 +46,23 @@ class RemoteRuntime(Runtime):
     def __init__(self, run: Run) -> None:
         options = run.config.run
         self.run = run
-        self.patience = Patience(options.worker_timeout, options.worker_build_timeout, options.worker_heartbeat)
+        self.timeouts = Timeouts(options.worker_timeout, options.worker_build_timeout, options.worker_heartbeat)
         self.restarts = Restarts(run.config.run.max_restarts)
-        self.order = Order.of(run)
-        self.busy = Busy()
+        self.spec = WorkerSpec.of(run)
+        self.busy = BusyTime()
         self.output = Output(run.directory)
-        self._built: list[tuple[Workers, LearnerFront, EngineFront | None, PolicyParts]] = []
+        self._built: list[tuple[Workers, LearnerGroup, EnginePool | None, PolicyParts]] = []
         self._placed: list[Workers] = []
         self._rollouts: Workers | None = None
 
     @abstractmethod
     async def place(self, policy: Policy) -> tuple[Workers, Workers]:
         """Return handles to the processes of a policy's ranks and engines (no engines if ``Policy.generates`` is False). Each process
-        creates a ``RankWorker`` or ``EngineWorker`` from ``self.order`` without building it."""
+        creates a ``RankWorker`` or ``EngineWorker`` from ``self.spec`` without building it."""
 
     def place_rollouts(self, names: Sequence[str]) -> Workers:
         """Return the handle to processes of rollout workers, which are not started: on this machine, unless overridden."""
-        return rollout_processes(self.run, names, self.patience, self.busy)
+        return rollout_processes(self.run, names, self.timeouts, self.busy)
 
     def producer(self, local: Producer, parts: Sequence[PolicyParts]) -> Producer:
         count = self.run.config.rollout.workers
@@ -75,7 +72,7 @@ class RemoteRuntime(Runtime):
             self._rollouts = self.place_rollouts([f"rollout-{number}" for number in range(count)])
             self._rollouts.peers = self._placed
             self._placed.append(self._rollouts)
-        return RolloutFront(self.run, self._rollouts, parts, self.restarts)
+        return RolloutPool(self.run, self._rollouts, parts, self.restarts)
 
     def names(self, policy: Policy, kind: str, count: int) -> list[str]:
         """Return the names of a policy's workers of one kind; with several policies they include the policy's name."""
@@ -100,34 +97,34 @@ class RemoteRuntime(Runtime):
                 await await_all((self._start_all(ranks), self._start_all(engines)))
 
     async def _assemble(self, policy: Policy, ranks: Workers, engines: Workers) -> PolicyParts:
-        """Build the parts in a policy's processes, and the two fronts."""
+        """Build the parts in a policy's processes, and its two handles."""
         if not len(engines):
             worlds, _ = await self._trainer(ranks)
-            alone = LearnerFront(self.run, policy, ranks, worlds)
+            alone = LearnerGroup(self.run, policy, ranks, worlds)
             parts = PolicyParts(policy, alone, None, precisions(self.run.config_of(policy), 0))
             self._built.append((ranks, alone, None, parts))
             return parts
         if self.run.config.run.colocate:  # an engine may allocate all memory that is free when it starts
             worlds, facts = await self._trainer(ranks)
-            await ranks.ask_all(RANK.hold(()))  # type: ignore[func-returns-value]
+            await ranks.call_all(Rank.hold, ())
             answers = await self._engines(engines)
         else:
             answers, (worlds, facts) = await await_all((self._engines(engines), self._trainer(ranks)))
-        said = require_agreement("the description of the engines", dict(zip(engines.names, answers, strict=True)))
-        front = EngineFront(engines, said, self.run.config.run.sync_bucket_size)
+        build_info = require_agreement("the description of the engines", dict(zip(engines.names, answers, strict=True)))
+        pool = EnginePool(engines, build_info, self.run.config.run.sync_bucket_size)
         if self.run.config.run.colocate:
-            await front.sleep(["cache"])
-            await ranks.ask_all(RANK.hold(ALL_PARTS))  # type: ignore[func-returns-value]
-        compare_models(self.run, policy, facts, front.model_facts())
+            await pool.sleep(["cache"])
+            await ranks.call_all(Rank.hold, ALL_PARTS)
+        compare_models(self.run, policy, facts, pool.model_facts())
         parity = await self._measure_parity(policy, ranks, engines)
-        learner = LearnerFront(self.run, policy, ranks, worlds, front)
+        learner = LearnerGroup(self.run, policy, ranks, worlds, pool)
 
         async def replace(number: int, lost: WorkerLost) -> None:
             await self._replace_engine(engines, number, lost)
 
-        front.replace_with(replace, learner.resend)
-        parts = PolicyParts(policy, learner, front, precisions(self.run.config_of(policy), 0), parity)
-        self._built.append((ranks, learner, front, parts))
+        pool.replace_with(replace, learner.resend)
+        parts = PolicyParts(policy, learner, pool, precisions(self.run.config_of(policy), 0), parity)
+        self._built.append((ranks, learner, pool, parts))
         return parts
 
     def recovers(self, error: Exception) -> bool:
@@ -136,13 +133,13 @@ class RemoteRuntime(Runtime):
 
     async def recover(self, lost: WorkerLost) -> None:
         """Recreate all ranks of the policy that lost a rank, with their initial weights. Engines discard the lost ranks' buckets."""
-        for ranks, learner, front, parts in self._built:
+        for ranks, learner, pool, parts in self._built:
             if lost.worker in ranks.names:
                 learner.lost = lost
-                if front is not None:
-                    await front.begin_push()
+                if pool is not None:
+                    await pool.begin_push()
                     if self.run.config.run.colocate:
-                        await front.sleep()
+                        await pool.sleep()
                 self.restarts.spend(lost)
                 await self._start_all(ranks)
                 worlds, _ = await self._trainer(ranks)
@@ -153,7 +150,7 @@ class RemoteRuntime(Runtime):
 
     async def release(self) -> None:
         """End all engines, because ranks may be waiting for them, and ranks that hang, which could not save anything."""
-        await asyncio.gather(*(front.abandon() for _, _, front, _ in self._built if front is not None))
+        await asyncio.gather(*(pool.abandon() for _, _, pool, _ in self._built if pool is not None))
         seconds = self.run.config.run.stop_within * LAST_BEAT
         beats = [ranks.await_beat(number, seconds) for ranks, _, _, _ in self._built for number in range(len(ranks))]
         await asyncio.gather(*beats, return_exceptions=True)
@@ -165,9 +162,9 @@ class RemoteRuntime(Runtime):
         return {name: self.busy.open(name) for workers in self._placed for name in workers.names}
 
     async def close(self) -> None:
-        for _, _, front, _ in self._built:
-            if front is not None:
-                await front.stop()
+        for _, _, pool, _ in self._built:
+            if pool is not None:
+                await pool.stop()
         for workers in self._placed:
             workers.unwatch()
         await close_workers(self._placed, self.run.stop_requested)
@@ -178,7 +175,7 @@ class RemoteRuntime(Runtime):
         while True:
             try:
                 await workers.start(number)
-                same_plan(self.run.plan.digest, {workers.names[number]: await workers.ask(number, WORKER.digest())})
+                same_plan(self.run.plan.digest, {workers.names[number]: await workers.call(number, Worker.digest)})
                 return
             except WorkerLost as lost:
                 self.restarts.spend(lost)
@@ -194,7 +191,7 @@ class RemoteRuntime(Runtime):
         """Build an engine; if its process dies, retry in a new one."""
         while True:
             try:
-                return await engines.ask(number, ENGINE_WORKER.build())
+                return await engines.call(number, EngineWorker.build)
             except WorkerLost as lost:
                 self.restarts.spend(lost)
             await self._start(engines, number)
@@ -219,10 +216,9 @@ class RemoteRuntime(Runtime):
         count = len(ranks)
         if count > 1:
             host, limit = await ranks.host(), self.run.config.run.worker_timeout
-            port = await ranks.ask(0, RANK_WORKER.listen(host, count, limit))
-            joins = [RANK_WORKER.join(host, port, n, count, limit) for n in range(count)]  # type: ignore[func-returns-value]
-            await await_all(ranks.ask(n, join) for n, join in enumerate(joins))
-        built = await await_all(ranks.ask(n, RANK_WORKER.build()) for n in range(count))
+            port = await ranks.call(0, RankWorker.listen, host, count, limit)
+            await await_all(ranks.call(n, RankWorker.join, host, port, n, count, limit) for n in range(count))
+        built = await await_all(ranks.call(n, RankWorker.build) for n in range(count))
         worlds = [world for world, _ in built]
         if [(world.rank, world.size) for world in worlds] != [(n, count) for n in range(count)]:
             raise ConfigError(
@@ -236,10 +232,14 @@ class RemoteRuntime(Runtime):
     async def _measure_parity(self, policy: Policy, ranks: Workers, engines: Workers) -> list[SideParity]:
         """Measure the quantisers of both sides on one engine and one rank; all others run the same code."""
         config = self.run.config_of(policy)
-        sides = [(engines, config.rollout.precision), (ranks, config.train.precision)]
-        quantised = [(workers, precision) for workers, precision in sides if precision != PLAIN]
+        quantised = [each for each in (config.rollout.precision, config.train.precision) if each != PLAIN]
         if not quantised:
             return []
-        layers = await ranks.ask_all(RANK_WORKER.real_layer(quantised[0][1]))
+        layers = await ranks.call_all(RankWorker.real_layer, quantised[0])
         real: Mapping[str, Any] = next((layer for layer in layers if layer), {})
-        return [await workers.ask(0, RANK_WORKER.check_parity(precision, real)) for workers, precision in quantised]
+        found = []
+        if config.rollout.precision != PLAIN:
+            found.append(await engines.call(0, EngineWorker.check_parity, config.rollout.precision, real))
+        if config.train.precision != PLAIN:
+            found.append(await ranks.call(0, RankWorker.check_parity, config.train.precision, real))
+        return found

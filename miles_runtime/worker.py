@@ -1,6 +1,6 @@
 """Start of a worker process: it validates the driver's plan and creates its own run.
 
-The driver sends an ``Order`` of plain texts. The worker does not resolve the plan: it checks that its own installation and hardware
+The driver sends a ``WorkerSpec`` of plain texts. The worker does not resolve the plan: it checks that its own installation and hardware
 fit (``miles_core.run.prepare.accept``), reads the configuration, and creates a run with the same hooks.
 """
 
@@ -23,7 +23,7 @@ from miles_core.run.prepare import accept, apply_plan
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerSpec:
     """Data that the driver sends to a worker.
 
     Attributes:
@@ -39,27 +39,27 @@ class Order:
     home: str
 
     @classmethod
-    def of(cls, run: Run) -> Order:
-        """Create the order for the workers of the driver's ``run``."""
+    def of(cls, run: Run) -> WorkerSpec:
+        """Create the spec of the workers of the driver's ``run``."""
         return cls(run.plan.to_json(), run.config.to_yaml(), str(run.directory.absolute()), str(Path.cwd()))
 
 
-def worker_run(order: Order) -> Run:
+def worker_run(spec: WorkerSpec) -> Run:
     """Create the run of a worker process: validate the plan and load the hooks, without building parts.
 
     Raises:
         PlanError: the installed versions differ from the driver's, or a rule does not hold on this worker.
         PluginError, CheckpointError, ConfigError: plugins, checkpoint or configuration cannot be used on this worker.
     """
-    if Path(order.home).is_dir():
-        os.chdir(order.home)
-    plan = Plan.from_json(order.plan)
+    if Path(spec.home).is_dir():
+        os.chdir(spec.home)
+    plan = Plan.from_json(spec.plan)
     catalogue = accept(plan)
-    config = apply_plan(loads(order.config, catalogue), plan)
+    config = apply_plan(loads(spec.config, catalogue), plan)
     for package in packages(plan, catalogue):
         logging.getLogger(package).setLevel(config.run.log_level.upper())
     seed_generators(config.train.seed)
-    return make_run(config, plan, catalogue, Path(order.directory))
+    return make_run(config, plan, catalogue, Path(spec.directory))
 
 
 class Worker:
@@ -67,15 +67,15 @@ class Worker:
     after ``close``.
 
     Args:
-        order: the driver's order.
+        spec: what the driver sends.
         policy: name of this worker's policy.
     """
 
     #: the engine or rank; None until it is built
     part: Any = None
 
-    def __init__(self, order: Order, policy: str) -> None:
-        self.run = worker_run(order)
+    def __init__(self, spec: WorkerSpec, policy: str) -> None:
+        self.run = worker_run(spec)
         self.run.hooks.on("on_start", run=self.run)
         self.policy = next(p for p in self.run.policies if p.name == policy)
 

@@ -6,16 +6,17 @@ import asyncio
 import inspect
 import logging
 import time
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from miles_core.errors import MilesError, WorkerLost
+from miles_core.errors import MilesError, WorkerLost, set_worker
 from miles_runtime.blob import Stored
-from miles_runtime.busy import Busy
-from miles_runtime.patience import PIECES, Patience, TimeoutExpired, wait_for
+from miles_runtime.busy_time import BusyTime
+from miles_runtime.timeouts import PIECES, TimeoutExpired, Timeouts, wait_for
+from miles_runtime.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -27,78 +28,51 @@ FAREWELL, FAREWELL_STOPPED = 10.0, 2.0
 GRACE = 60.0
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Call:
-    """A method of a worker or of its part, with its arguments; without arguments also an attribute."""
-
-    method: str
-    args: tuple[Any, ...] = ()
-
-    def __call__(self, *args: Any) -> Call:
-        return Call(self.method, args)
-
-
-class _Recorder:
-    """Records a call instead of making it: ``RECORDER.pause("abort")`` is ``Call("pause", ("abort",))``."""
-
-    def __getattr__(self, name: str) -> Call:
-        return Call(name)
-
-
-#: Cast it to the class of a worker or of its part, so that type checkers see the methods and results of that class.
-RECORDER: Any = _Recorder()
-
-
-def recorded(call: object) -> Call:
-    """Return the call that ``RECORDER`` recorded, which type checkers see as its result."""
-    assert isinstance(call, Call), f"{call!r} is no recorded call"
-    return call
+#: A method of a worker, or of the rank or engine that it holds. Its name and its positional arguments are sent.
+AsyncMethod = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
+Method = Callable[Concatenate[Any, P], T]
 
 
 class Workers(ABC):
     """Processes of one kind, numbered from 0.
 
-    A runtime implements how to call (``send``), replace (``renew``) and end (``kill``) a process. The object is also sent to ranks,
+    A runtime implements how to call (``send``), replace (``restart``) and end (``kill``) a process. The object is also sent to ranks,
     which use it to call engines: there it has no timeouts, because the driver watches all workers.
 
     Args:
         names: name of each worker in messages and metrics.
-        patience: timeouts.
+        timeouts: timeouts.
         trains: True if the workers hold trained weights.
         busy: measures all calls.
 
     Attributes:
-        gone: number -> reason why a worker counts as lost, until it is replaced.
+        lost: number -> reason why a worker counts as lost, until it is replaced.
         waits: number -> names of the workers that it waited for at its last heartbeat.
         peers: all workers of the run; ``_culprit`` searches them for the worker that blocks others.
     """
 
-    #: whether the workers are in other processes, which store large results
-    apart = True
-
     def __init__(
         self,
         names: Sequence[str],
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         trains: bool = False,
-        busy: Busy | None = None,
+        busy: BusyTime | None = None,
     ) -> None:
-        self.names, self.patience, self.trains = tuple(names), patience or Patience(), trains
-        self.busy = busy or Busy()
+        self.names, self.timeouts, self.trains = tuple(names), timeouts or Timeouts(), trains
+        self.busy = busy or BusyTime()
         self._reset()
 
     def _reset(self) -> None:
-        self.gone: dict[int, WorkerLost] = {}
+        self.lost: dict[int, WorkerLost] = {}
         self.waits: dict[int, tuple[str, ...]] = {}
         self.peers: Sequence[Workers] = (self,)
         self._down: dict[int, asyncio.Future[Any]] = {}
         self._watching: dict[int, asyncio.Task[None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        there = {**self.__dict__, "patience": Patience(), "busy": Busy()}
+        there = {**self.__dict__, "timeouts": Timeouts(), "busy": BusyTime()}
         return {name: value for name, value in there.items() if name not in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,7 +94,7 @@ class Workers(ABC):
         return value, blobs
 
     @abstractmethod
-    async def renew(self, number: int) -> None:
+    async def restart(self, number: int) -> None:
         """End the remains of a worker and start a new one in its place without building it. Call ``watch`` as soon as it responds to
         ``beat``. Called by ``start``."""
 
@@ -159,15 +133,15 @@ class Workers(ABC):
         """Start a worker, or replace it. Raises WorkerLost if it dies in the meantime or exceeds the timeout."""
         self.unwatch(number)
         self._down.pop(number, None)
-        self.gone.pop(number, None)
+        self.lost.pop(number, None)
         self.waits.pop(number, None)
-        await self.await_answer(number, self.renew(number), "make")
+        await self.await_answer(number, self.restart(number), "make")
         self.watch(number)
 
     def watch(self, number: int) -> None:
         """Start watching the heartbeats of a worker."""
-        if self.patience.heartbeat is not None and number not in self._watching:
-            self._watching[number] = asyncio.create_task(self._watch(number, self.patience.heartbeat))
+        if self.timeouts.heartbeat is not None and number not in self._watching:
+            self._watching[number] = asyncio.create_task(self._watch(number, self.timeouts.heartbeat))
 
     def unwatch(self, number: int | None = None) -> None:
         """Stop watching the heartbeats of one worker, or of all."""
@@ -175,20 +149,31 @@ class Workers(ABC):
             if (task := self._watching.pop(which, None)) is not None and task is not asyncio.current_task():
                 task.cancel()
 
-    async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
-        """Call ``send`` with a timeout; raise WorkerLost when it expires. Messages refer to the call as ``named``."""
-        return await self.await_answer(number, self.send(number, method, *args), named or method)
+    @overload
+    async def call(self, number: int, method: AsyncMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    async def call(self, number: int, method: Method[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
+    async def call(self, number: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a worker with a timeout, and return its result.
+
+        Raises:
+            WorkerLost: the timeout expired, or the worker or one that it waits for died or hangs.
+            Exception: the worker's error, with ``worker`` set.
+        """
+        assert not kwargs, "arguments are sent by position"
+        name = method.__name__
+        return await self.await_answer(number, self.send(number, name, *args), name)
 
     @overload
-    async def ask(self, number: int, call: Awaitable[T]) -> T: ...
+    async def call_all(self, method: AsyncMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
     @overload
-    async def ask(self, number: int, call: T) -> T: ...
-    async def ask(self, number: int, call: Any) -> Any:
-        """Make a call that ``RECORDER`` recorded, as ``call`` does."""
-        return await self.call(number, recorded(call).method, *recorded(call).args)
+    async def call_all(self, method: Method[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
+    async def call_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of all workers concurrently; return the results by number."""
+        return await gather_in_order(self.call(number, method, *args, **kwargs) for number in range(len(self)))
 
     async def await_answer(self, number: int, answer: Awaitable[Any], named: str) -> Any:
-        """Call ``await_result``, count the time as busy, and add the worker's name to errors."""
+        """Call ``await_result``, count the time as busy, and set the worker of errors."""
         with self.name_errors(number), self.busy.at(self.names[number]):
             return await self.await_result(number, answer, named)
 
@@ -201,56 +186,44 @@ class Workers(ABC):
         name, down = self.names[number], self._down_of(number)
         if down.done():
             _discard(answer)
-            raise self.gone[number]
+            raise self.lost[number]
         try:
-            return await wait_for(answer, self.patience.of(named), down)
+            return await wait_for(answer, self.timeouts.of(named), down)
         except TimeoutExpired:
             raise await self._give_up_on(number, named) from None
         except WorkerLost as lost:
-            if lost.worker == name and number in self.gone:
-                raise self.gone[number] from None
+            if lost.worker == name and number in self.lost:
+                raise self.lost[number] from None
             if lost.worker:
                 raise
             raise WorkerLost(name, lost.cause, lost.lines, self.trains) from None
 
     @contextmanager
     def name_errors(self, number: int) -> Iterator[None]:
-        """Add the worker's name to errors of the body."""
+        """Record in errors of the body that this worker raised them, unless they came from another one."""
         try:
             yield
-        except WorkerLost:
-            raise
         except Exception as error:
             if not short_of_memory(error):
-                add_worker(error, self.names[number])
+                set_worker(error, self.names[number])
                 raise
             first = str(error).strip().partition("\n")[0]
-            raise MilesError(
-                f"worker {self.names[number]} does not have enough memory ({first}): lower --max-tokens-per-gpu or --micro-batch-size where it "
+            short = MilesError(
+                f"not enough memory ({first}): lower --max-tokens-per-gpu or --micro-batch-size where it "
                 "trains, --max-running-requests where it generates, or give it more processes"
-            ) from error
+            )
+            set_worker(short, self.names[number])
+            raise short from error
 
-    async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call all workers concurrently; return their results by number."""
-        return await gather_in_order(self.call(number, method, *args) for number in range(len(self)))
-
-    @overload
-    async def ask_all(self, call: Awaitable[T]) -> list[T]: ...
-    @overload
-    async def ask_all(self, call: T) -> list[T]: ...
-    async def ask_all(self, call: Any) -> list[Any]:
-        """Make a recorded call to all workers concurrently; return their results by number."""
-        return await self.call_all(recorded(call).method, *recorded(call).args)
-
-    def lost(self, number: int, cause: str) -> WorkerLost:
+    def lost_error(self, number: int, cause: str) -> WorkerLost:
         """Return the error for the loss of a worker; the cause reported first is kept."""
-        if number in self.gone:
-            return self.gone[number]
+        if number in self.lost:
+            return self.lost[number]
         return WorkerLost(self.names[number], cause, self.lines(number), self.trains)
 
     async def declare_lost(self, number: int, cause: str) -> WorkerLost:
         """Declare a worker lost: fail its calls in flight and end its process, so that other workers do not wait for it."""
-        lost = self.gone[number] = self.lost(number, cause)
+        lost = self.lost[number] = self.lost_error(number, cause)
         if not (down := self._down_of(number)).done():
             down.set_exception(lost)
             down.exception()
@@ -291,7 +264,7 @@ class Workers(ABC):
 
     async def _give_up_on(self, number: int, named: str) -> WorkerLost:
         """Declare the worker lost that caused a timeout: the called worker, or the one that blocks it."""
-        limit = self.patience.of(named)
+        limit = self.timeouts.of(named)
         workers, at = self._culprit(number)
         if (workers, at) == (self, number):
             return await self.declare_lost(number, f"it did not answer {named!r} within {limit:g} s")
@@ -310,19 +283,7 @@ class Workers(ABC):
 
 
 #: Attributes of ``Workers`` that are not sent to other processes.
-_OWN = ("gone", "waits", "peers", "_down", "_watching")
-
-
-def add_worker(error: Exception, worker: str) -> None:
-    """Prefix an error's message with the name of the worker that raised it, unless it already has a worker's name."""
-    text = str(error)
-    if text.startswith("worker "):
-        return
-    if error.args and isinstance(error.args[0], str) and text == error.args[0]:
-        error.args = (f"worker {worker}: {text}", *error.args[1:])
-        if str(error) != text:
-            return
-    error.add_note(f"raised in worker {worker}")
+_OWN = ("lost", "waits", "peers", "_down", "_watching")
 
 
 def _discard(answer: Awaitable[Any]) -> None:
@@ -336,6 +297,13 @@ def _discard(answer: Awaitable[Any]) -> None:
 def short_of_memory(error: BaseException | None) -> bool:
     """Return whether an error means that a process ran out of memory, on the host or on a GPU."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def portable(error: Exception) -> Exception:
+    """Convert an error to one that another process can raise: errors of other libraries become their message."""
+    if isinstance(error, MilesError) or short_of_memory(error):
+        return error
+    return RuntimeError("".join(traceback.format_exception(error)))
 
 
 async def gather_in_order(calls: Any) -> list[Any]:
@@ -370,7 +338,7 @@ async def await_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
 async def close_workers(placed: Iterable[Workers], stopped: bool) -> None:
     """Let workers release their resources, and end them. stopped: the user requested a stop, so there is less time."""
     placed = [*placed]
-    goodbyes = [asyncio.ensure_future(w.ask(number, RECORDER.close())) for w in placed for number in range(len(w))]
+    goodbyes = [asyncio.ensure_future(w.call(number, Worker.close)) for w in placed for number in range(len(w))]
     if goodbyes:  # workers that do not respond are ended anyway
         _, late = await asyncio.wait(goodbyes, timeout=FAREWELL_STOPPED if stopped else FAREWELL)
         for task in late:

@@ -1,6 +1,6 @@
-"""The workers of a simulated run: virtual engines and one virtual trainer behind core's own fronts.
+"""The workers of a simulated run: virtual engines and one virtual trainer behind core's own pools.
 
-Requests pass through ``EngineFront`` with its mailboxes, training and weight syncs through ``LearnerFront``; a failed engine is replaced
+Requests pass through ``EnginePool`` with its mailboxes, training and weight syncs through ``LearnerGroup``; a failed engine is replaced
 by the code that replaces it in a real run.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from miles_core.contracts.engine import PauseMode
@@ -19,16 +19,17 @@ from miles_core.data.world import ALONE
 from miles_core.errors import WorkerLost
 from miles_core.precision.schedule import precisions
 from miles_core.train.share import Share
-from miles_runtime.engine_front import EngineFront
-from miles_runtime.learner_front import LearnerFront
-from miles_runtime.mailbox import Answers, Inbox, Letters
+from miles_runtime.engine_pool import EnginePool
+from miles_runtime.inbox import Answers, Inbox, Letters
+from miles_runtime.learner_group import LearnerGroup
+from miles_runtime.rank_worker import RankWorker
 from miles_runtime.workers import Workers
 from miles_simulation.engine import VirtualEngine
 from miles_simulation.ledger import Ledger, Timeline
 from miles_simulation.setup import Setup
 
 #: What an ``EngineWorker`` reports of its engine.
-_SAID = {"capabilities": frozenset(), "kv_cache_dtype": "", "native_products": False, "model_facts": {}}
+_BUILD_INFO = {"capabilities": frozenset(), "kv_cache_dtype": "", "native_products": False, "model_facts": {}}
 
 #: Calls of an engine that take virtual time.
 _WAITING = frozenset({"answers", "sleep", "wake"})
@@ -63,12 +64,11 @@ class EngineWorkers(Workers):
         """Integral of the number of decoded requests over time, all engines."""
         return self.past_occupied + sum(engine.occupied for engine in self.engines)
 
-    async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
-        if method in _WAITING:
-            return await super().call(number, method, *args, named=named)
-        return self._answer(
-            number, method, *args
-        )  # takes no time: with thousands of engines, tasks would take most of ours
+    async def call(self, number: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if method.__name__ in _WAITING:
+            return await super().call(number, method, *args, **kwargs)
+        # takes no time: with thousands of engines, tasks would take most of ours
+        return self._answer(number, method.__name__, *args)
 
     async def send(self, number: int, method: str, *args: Any) -> Any:
         answer = self._answer(number, method, *args)
@@ -76,10 +76,10 @@ class EngineWorkers(Workers):
 
     def _answer(self, number: int, method: str, *args: Any) -> Any:
         if number in self._ended:
-            raise self.lost(number, "it failed as simulated")
+            raise self.lost_error(number, "it failed as simulated")
         return getattr(self, f"_do_{method}")(number, *args)
 
-    async def renew(self, number: int) -> None:
+    async def restart(self, number: int) -> None:
         await asyncio.sleep(self.setup.restart)
         self.engines[number] = self._make()
         self._inboxes[number] = Inbox(self.engines[number].generate)
@@ -101,18 +101,22 @@ class EngineWorkers(Workers):
     def _make(self) -> VirtualEngine:
         return VirtualEngine(self.setup.speed, self.ledger, self.slots)
 
-    def _do_post(self, number: int, letters: Letters) -> None:
+    def _do_post(self, number: int, client: str, letters: Letters) -> None:
         self._inboxes[number].post(letters)
 
-    async def _do_answers(self, number: int) -> Answers:
+    async def _do_answers(self, number: int, client: str) -> Answers:
         return await self._inboxes[number].answers()
 
     def _do_begin_push(self, number: int, push: int, senders: Sequence[str]) -> None:
         self._push[number] = push
 
-    def _do_install(self, number: int, push: int, version: int) -> None:
-        if push == self._push[number]:
-            self.engines[number].install(version)
+    def install(self, push: int, version: int) -> None:
+        """Let all engines serve ``version``. Raises WorkerLost if one of them failed."""
+        for number, engine in enumerate(self.engines):
+            if number in self._ended:
+                raise self.lost_error(number, "it failed as simulated")
+            if push == self._push[number]:
+                engine.install(version)
 
     def _do_version(self, number: int) -> int:
         return self.engines[number].version
@@ -144,8 +148,6 @@ class TrainerWorkers(Workers):
         over_time: 1 while it trains, over time.
     """
 
-    apart = False  # what it records crosses no process
-
     def __init__(self, setup: Setup, ledger: Ledger, engines: EngineWorkers) -> None:
         super().__init__(["trainer-0"], trains=True)
         self.setup, self.ledger, self.engines = setup, ledger, engines
@@ -154,16 +156,19 @@ class TrainerWorkers(Workers):
         self.over_time = Timeline()
 
     async def send(self, number: int, method: str, *args: Any) -> Any:
-        _, name, *rest = args  # "at", the step
+        if method == RankWorker.learn_stored.__name__:
+            await self._learn(args[1])
+            return (({}, 0), {}), []
+        _, name, *rest = args  # RankWorker.at, the step
         return await getattr(self, f"_do_{name}")(*rest), {}
 
-    async def renew(self, number: int) -> None:
+    async def restart(self, number: int) -> None:
         """Nothing to do: the trainer does not fail."""
 
     async def kill(self, number: int) -> None:
         """Nothing to do."""
 
-    async def _do_learn(self, share: Share, step: int) -> Any:
+    async def _learn(self, share: Share) -> None:
         ledger, loop = self.ledger, asyncio.get_running_loop()
         responses = [ledger.response(sample.index) for sample in share.samples]
         prompts = [ledger.lengths.prompt(sample.group_index) for sample in share.samples]
@@ -175,7 +180,6 @@ class TrainerWorkers(Workers):
         self.trained += sum(responses)
         for sample in share.samples:
             ledger.forget(sample.index)
-        return {}, []
 
     async def _do_collect_digests(self) -> dict[str, Any]:
         return {}  # a virtual trainer writes no file
@@ -183,7 +187,7 @@ class TrainerWorkers(Workers):
     async def _do_push(self, version: int, plain: bool, push: int) -> SyncReport:
         seconds = self.setup.speed.sync
         await asyncio.sleep(seconds)
-        await self.engines.call_all("install", push, version)
+        self.engines.install(push, version)
         return SyncReport(version, 0, 0, seconds)
 
     async def _do_hold(self, parts: Sequence[str]) -> None:
@@ -194,7 +198,7 @@ class TrainerWorkers(Workers):
     async def _do_nothing(self, *_: Any) -> None:
         return None
 
-    _do_stage = _do_reach = _do_save = _do_nothing
+    _do_stage = _do_connect_engines = _do_save = _do_nothing
 
     async def _do_is_intact(self) -> bool:
         return True
@@ -222,16 +226,16 @@ class SimulatedRuntime(Runtime):
     async def build(self, policy: Policy) -> PolicyParts:
         self.engines = EngineWorkers(self.setup, self.ledger, self.run.config.rollout.max_running_requests)
         self.trainer = TrainerWorkers(self.setup, self.ledger, self.engines)
-        front = EngineFront(self.engines, _SAID, 1)
-        learner = LearnerFront(self.run, policy, self.trainer, [ALONE], front)
+        pool = EnginePool(self.engines, _BUILD_INFO, 1)
+        learner = LearnerGroup(self.run, policy, self.trainer, [ALONE], pool)
 
         async def replace(number: int, lost: WorkerLost) -> None:
             await self.engines.start(number)
 
-        front.replace_with(replace, learner.resend)
+        pool.replace_with(replace, learner.resend)
         if self.setup.failure_seconds is not None:
             self._failing = asyncio.create_task(self._fail_engines(self.setup.failure_seconds))
-        return PolicyParts(policy, learner, front, precisions(self.run.config, 0))
+        return PolicyParts(policy, learner, pool, precisions(self.run.config, 0))
 
     async def close(self) -> None:
         if self._failing is not None:

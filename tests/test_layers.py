@@ -44,9 +44,11 @@ LAYERS: list[dict[str, str]] = [
         "contracts": "errors data plugin config observe checkpoint algorithm precision",
     },
     {
-        "rollout": "errors data plugin config observe reward contracts",
-        "train": "errors data plugin config checkpoint algorithm contracts",
         "sync": "errors data precision contracts",
+    },
+    {
+        "rollout": "errors data plugin config observe reward contracts",
+        "train": "errors data plugin config checkpoint algorithm precision contracts sync",
     },
     {
         "schedule": "plugin contracts rollout",

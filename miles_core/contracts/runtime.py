@@ -16,7 +16,7 @@ per GPU works as follows (``miles_runtime`` implements everything except startin
   one for all requests of a group); every other call goes to all of them.
 - Weights do not pass through the driver: ``push`` runs export, encoding and transport in the trainer ranks. A rank's transport
   has its own engine front, through which it calls ``receive`` of the engines. Tensors passed to that front are sent as bytes.
-- With ``--colocate``, ranks and engines share devices. Core makes them take turns (``miles_runtime.learner_front``). The runtime places
+- With ``--colocate``, ranks and engines share devices. Core makes them take turns (``miles_runtime.learner_group``). The runtime places
   them on the devices and uses the same calls to free memory while it builds each of them.
 - A process that dies or stops responding raises ``WorkerLost``. The engine front replaces a lost engine. A lost trainer rank loses the
   training since the last checkpoint: the driver calls ``recover`` of the runtime and repeats the steps from that checkpoint.
@@ -35,7 +35,7 @@ import numpy as np
 from miles_core.checkpoint.digest import FileDigest
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
-from miles_core.contracts.run import Policy
+from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.trainer import Pass
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
@@ -96,13 +96,54 @@ class TopLogProbs:
 
 
 class LearnerHandle(ABC):
-    """Interface to all trainer ranks of one policy, for the driver and for plugins in ``wrap_learn``. Metrics are means over
-    tokens and ranks."""
+    """Interface to the trainer of one policy, for the driver and for plugins in ``wrap_learn``. Metrics are means over tokens and ranks.
 
-    #: result of the last ``learn``; the loop reads from it the metrics of critics, which learn in another policy's ``wrap_learn``
-    learned: Learned | None = None
-    #: whether ``load`` changed the weights since the last ``push``; the loop then pushes those of frozen policies too
-    unsynced: bool = False
+    ``miles_core.train.local_learner`` calls a trainer in the driver's process directly; ``miles_runtime.learner_group`` calls ranks in other
+    processes.
+
+    Args:
+        run: the driver's run.
+        policy: the policy of the trainer.
+
+    Attributes:
+        learned: result of the last ``learn``; the loop reads from it the metrics of critics, which learn in another policy's ``wrap_learn``.
+        pending: the step whose weights are trained but not pushed yet; None if there is none.
+        unsynced: whether ``load`` changed the weights since the last ``push``; the loop then pushes those of frozen policies too.
+        snapshot_version: version of the last ``take_snapshot``.
+    """
+
+    def __init__(self, run: Run, policy: Policy) -> None:
+        self.run, self.policy = run, policy
+        self.learned: Learned | None = None
+        self.pending: int | None = None
+        self.unsynced = False
+        self.snapshot_version: int | None = None
+
+    @property
+    def current_version(self) -> int:
+        """The version under which the current weights are pushed."""
+        return self.run.step if self.pending is None else self.pending
+
+    def check_learns(self) -> None:
+        """Raise ConfigError for a frozen policy."""
+        if not self.policy.learns:
+            raise ConfigError(
+                f"the policy {self.policy.name} is frozen and cannot learn; give it the role train or critic"
+            )
+
+    def record_learned(self, learned: Learned, step: int) -> Learned:
+        """Record the result of ``learn`` for ``step``, and return it."""
+        self.learned, self.pending = learned, step + 1
+        self.policy.trained += learned.steps
+        return learned
+
+    def check_changeable(self, options: Mapping[str, float]) -> None:
+        """Raise ConfigError for options that are not in ``CHANGEABLE``."""
+        if unknown := sorted({*options} - {*CHANGEABLE}):
+            raise ConfigError(
+                f"the option {unknown[0]} of the policy {self.policy.name} cannot change during a run; those that can are "
+                f"{', '.join(CHANGEABLE)}"
+            )
 
     @abstractmethod
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
@@ -157,9 +198,6 @@ class LearnerHandle(ABC):
 
         Where the loss mask is 0, tokens and log-probabilities are 0. Raises MilesError if the trainer does not support this.
         """
-
-    #: version of the last ``take_snapshot``
-    snapshot_version: int | None = None
 
     @abstractmethod
     async def take_snapshot(self, version: int) -> None:

@@ -16,13 +16,13 @@ from miles_core.contracts.run import Policy, Run
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.options import option
 from miles_core.version import __version__
-from miles_runtime.busy import Busy
+from miles_runtime.busy_time import BusyTime
 from miles_runtime.engine_worker import EngineWorker
-from miles_runtime.patience import Patience, ignore_error
+from miles_runtime.timeouts import Timeouts, ignore_error
 from miles_runtime.rank_worker import RankWorker
 from miles_runtime.rollout_worker import RolloutWorker
 from miles_runtime.runtime import RemoteRuntime
-from miles_runtime.worker import Order, Worker
+from miles_runtime.worker import WorkerSpec, Worker
 from miles_runtime.workers import Workers
 
 
@@ -47,8 +47,8 @@ plugin = Plugin(
 class Process:
     """A worker that runs until it is killed."""
 
-    def __init__(self, kind: type[Worker], order: Order, policy: str) -> None:
-        self.worker = kind(*_send_copy((order, policy)))
+    def __init__(self, kind: type[Worker], spec: WorkerSpec, policy: str) -> None:
+        self.worker = kind(*_send_copy((spec, policy)))
         self.killed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.stopped = False
 
@@ -62,20 +62,20 @@ class ApartWorkers(Workers):
     """Access to objects of this process through the interface of remote workers."""
 
     def __init__(
-        self, kind: type[Worker], names: Sequence[str], order: Order, policy: str, patience: Patience, busy: Busy
+        self, kind: type[Worker], names: Sequence[str], spec: WorkerSpec, policy: str, timeouts: Timeouts, busy: BusyTime
     ) -> None:
-        super().__init__(names, patience, kind is RankWorker, busy)
-        self.kind, self.order, self.policy, self.number = kind, order, policy, next(_NUMBERS)
+        super().__init__(names, timeouts, kind is RankWorker, busy)
+        self.kind, self.spec, self.policy, self.number = kind, spec, policy, next(_NUMBERS)
         #: number of workers created, including replaced ones
         self.made = 0
 
     async def send(self, number: int, method: str, *args: Any) -> Any:
         process = _ALIVE.get((self.number, self.names[number]))
         if process is None:
-            raise self.lost(number, "it was killed")
+            raise self.lost_error(number, "it was killed")
         if process.stopped:
             await asyncio.wait([process.killed])  # wait does not cancel the future if this call is cancelled
-            raise self.lost(number, "it was killed")
+            raise self.lost_error(number, "it was killed")
         answer = asyncio.ensure_future(process.worker.answer(method, *_send_copy(args)))
         answer.add_done_callback(ignore_error)  # an error that comes together with the end of the process
         try:
@@ -84,14 +84,14 @@ class ApartWorkers(Workers):
             if not answer.done():
                 answer.cancel()
         if process.killed.done():
-            raise self.lost(number, "it was killed")
+            raise self.lost_error(number, "it was killed")
         return _send_copy(answer.result())
 
-    async def renew(self, number: int) -> None:
+    async def restart(self, number: int) -> None:
         await self.kill(number)
         self.made += 1
         with self.name_errors(number):
-            _ALIVE[self.number, self.names[number]] = Process(self.kind, self.order, self.policy)
+            _ALIVE[self.number, self.names[number]] = Process(self.kind, self.spec, self.policy)
 
     async def kill(self, number: int) -> None:
         self.crash(number)
@@ -143,14 +143,14 @@ class ApartRuntime(RemoteRuntime):
             (RankWorker, self.names(policy, "trainer", 1)),
             (EngineWorker, self.names(policy, "engine", self.options.engines if policy.generates else 0)),
         ):
-            workers = ApartWorkers(kind, names, self.order, policy.name, self.patience, self.busy)
+            workers = ApartWorkers(kind, names, self.spec, policy.name, self.timeouts, self.busy)
             self.workers |= dict.fromkeys(names, workers)
             made.append(await self.start(workers))
         return made[0], made[1]
 
     def place_rollouts(self, names: Sequence[str]) -> Workers:
         policy = self.run.policy.name
-        workers = ApartWorkers(RolloutWorker, names, self.order, policy, self.patience, self.busy)
+        workers = ApartWorkers(RolloutWorker, names, self.spec, policy, self.timeouts, self.busy)
         self.workers |= dict.fromkeys(names, workers)
         return workers
 

@@ -90,7 +90,7 @@ def test_a_frozen_teacher_scores_without_engine_and_optimizer(toy_run, tmp_path,
     with pytest.raises(ConfigError, match=r"the policy teacher .role frozen. has no engine"):
         _ = teacher.serving
     if not where:
-        trainer = teacher.learner.ranks.rank.trainer
+        trainer = teacher.learner.rank.trainer
         assert not trainer.optimizer.masters and not any(p.requires_grad for p in trainer.model.parameters())
 
 

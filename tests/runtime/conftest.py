@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from miles_runtime.mailbox import Inbox
+from miles_runtime.inbox import Inbox
 from miles_runtime.remote_tokens import pack_tokens
 from miles_runtime.workers import Workers
 
-SAID = {"capabilities": frozenset({"score"}), "kv_cache_dtype": "", "native_products": False, "model_facts": {"a": 1}}
+BUILD_INFO = {"capabilities": frozenset({"score"}), "kv_cache_dtype": "", "native_products": False, "model_facts": {"a": 1}}
 
 
 class Recorded(Workers):
@@ -33,21 +33,21 @@ class Recorded(Workers):
         self.calls.append((number, method, *args))
         await asyncio.sleep(0)
         if number in self.dead:
-            raise self.lost(number, "it was killed")
-        if method.removesuffix("_of") in ("post", "answers"):
-            client, *args = args if method.endswith("_of") else ("", *args)
-            answer = Inbox(lambda request: self._said("generate", number, request))
+            raise self.lost_error(number, "it was killed")
+        if method in ("post", "answers"):
+            client, *args = args
+            answer = Inbox(lambda request: self._respond("generate", number, request))
             inbox = self.inboxes.setdefault((number, client), answer)
-            result = getattr(inbox, method.removesuffix("_of"))(*args)
+            result = getattr(inbox, method)(*args)
             return await result if asyncio.iscoroutine(result) else result
-        return await self._said(method, number, *args)
+        return await self._respond(method, number, *args)
 
-    async def _said(self, method, number, *args):
+    async def _respond(self, method, number, *args):
         answer = self.answers.get(method)
         result = answer(number, *args) if callable(answer) else answer
         return await result if asyncio.iscoroutine(result) else result
 
-    async def renew(self, number):
+    async def restart(self, number):
         self.dead.discard(number)
         self.inboxes = {place: inbox for place, inbox in self.inboxes.items() if place[0] != number}
 
@@ -64,8 +64,8 @@ class Recorded(Workers):
 
 
 @pytest.fixture
-def said():
-    return dict(SAID)
+def build_info():
+    return dict(BUILD_INFO)
 
 
 @pytest.fixture

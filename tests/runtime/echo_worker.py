@@ -9,7 +9,7 @@ from miles_core.errors import DataError
 
 
 class Echo:
-    def __init__(self, order, policy):
+    def __init__(self, spec, policy):
         if policy == "bad":
             raise DataError("no such policy")
         self.policy = policy

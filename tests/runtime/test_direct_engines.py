@@ -8,11 +8,11 @@ import pytest
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.errors import WorkerLost
-from miles_runtime.busy import Busy
-from miles_runtime.direct_engines import DirectEngines, EngineState, LostEngine, ReportedBusy
-from miles_runtime.engine_front import EngineFront
-from miles_runtime.mailbox import Inbox
-from miles_runtime.patience import Patience
+from miles_runtime.busy_time import BusyTime
+from miles_runtime.direct_engines import DirectEngines, EngineState, LostEngine, ReportedBusyTime
+from miles_runtime.engine_pool import EnginePool
+from miles_runtime.inbox import Inbox
+from miles_runtime.timeouts import Timeouts
 
 NAMES = ["engine-0", "engine-1", "engine-2", "engine-3"]
 
@@ -22,13 +22,13 @@ def request(key, group=0):
 
 
 @pytest.fixture
-def connect(recorded, said):
+def connect(recorded, build_info):
     """``connect(place, answers, **options)``: the engines of one worker, its reports, and the recorded calls."""
 
-    def call(place=(0, 1), generate=lambda number, request: number, patience=None, busy=None):
+    def call(place=(0, 1), generate=lambda number, request: number, timeouts=None, busy=None):
         workers, reports = recorded(NAMES, {"generate": generate}), []
         engines = DirectEngines(
-            "policy", workers, said, "rollout-0-0", place, patience or Patience(), busy or Busy(), reports.append
+            "policy", workers, build_info, "rollout-0-0", place, timeouts or Timeouts(), busy or BusyTime(), reports.append
         )
         return engines, reports, workers
 
@@ -47,7 +47,7 @@ def test_requests_wait_until_the_driver_names_engines(connect):
         assert not waiting.done() and not workers.calls
         engines.update(state(workers, [2]))
         assert await waiting == 2
-        (post,) = workers.asked("post_of")
+        (post,) = workers.asked("post")
         assert post[2] == "rollout-0-0"
 
     asyncio.run(body())
@@ -72,7 +72,7 @@ def test_a_lost_engine_is_reported_once_and_its_requests_go_to_others(connect):
         engines.update(state(workers))  # sent before the driver knew
         assert await engines.generate(request(5)) == 1
         workers.dead.discard(0)
-        workers.gone.clear()
+        workers.lost.clear()
         engines.update(state(workers, replaced={0: 1}))
         assert {await engines.generate(request(n, group=n)) for n in range(9)} >= {0}
         workers.dead |= {0, 1, 2, 3}
@@ -114,7 +114,7 @@ def test_an_engine_that_does_not_answer_is_lost(connect):
                 await asyncio.Event().wait()
             return number
 
-        engines, reports, workers = connect(generate=generate, patience=Patience(0.1))
+        engines, reports, workers = connect(generate=generate, timeouts=Timeouts(0.1))
         engines.update(state(workers))
         assert await engines.generate(request(1)) == 1
         assert reports == [LostEngine("policy", 0, 0, "it did not answer 'generate' within 0.1 s")]
@@ -142,7 +142,7 @@ def test_aborts_go_to_the_engines_with_the_requests(connect):
 
 def test_the_driver_learns_when_engines_are_busy():
     changes = []
-    busy = ReportedBusy(lambda name, change: changes.append((name, change)))
+    busy = ReportedBusyTime(lambda name, change: changes.append((name, change)))
     with busy.at("a"):
         with busy.at("a"), busy.at("b"):
             pass
@@ -150,10 +150,10 @@ def test_the_driver_learns_when_engines_are_busy():
     assert changes[3:] == [("a", -1)] and busy.open("a") == 0
 
 
-def test_reports_of_workers_replace_an_engine_once(recorded, said):
+def test_reports_of_workers_replace_an_engine_once(recorded, build_info):
     async def body():
         workers, replaced, changes = recorded(NAMES), [], []
-        front = EngineFront(workers, said)
+        front = EnginePool(workers, build_info)
 
         async def replace(number, lost):
             replaced.append((number, lost.cause))
@@ -173,9 +173,9 @@ def test_reports_of_workers_replace_an_engine_once(recorded, said):
     asyncio.run(body())
 
 
-def test_an_engine_that_cannot_be_replaced_fails_the_groups(recorded, said):
+def test_an_engine_that_cannot_be_replaced_fails_the_groups(recorded, build_info):
     async def body():
-        front, failures = EngineFront(recorded(NAMES), said), []
+        front, failures = EnginePool(recorded(NAMES), build_info), []
 
         async def replace(number, lost):
             raise lost

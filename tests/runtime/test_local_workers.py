@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 
 import pytest
 
@@ -15,19 +16,22 @@ from miles_core.errors import DataError, WorkerLost
 from miles_runtime import uses_cpu
 from miles_runtime.local_process import process_state
 from miles_runtime.local_workers import LocalWorkers
-from miles_runtime.patience import Patience
-from miles_runtime.worker import Order
+from miles_runtime.timeouts import Timeouts
+from miles_runtime.worker import WorkerSpec
 
 KIND = "echo_worker:Echo"
+sys.path.insert(0, os.path.dirname(__file__))
+Echo = import_module("echo_worker").Echo
+sys.path.pop(0)
 
 
 @pytest.fixture
 def workers(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(os.path.dirname(__file__))
-    order = Order("", "", str(tmp_path), str(tmp_path))
+    spec = WorkerSpec("", "", str(tmp_path), str(tmp_path))
 
     def make(policy="policy", **options):
-        return LocalWorkers(KIND, ["echo-0", "echo-1"], order, policy, "info", **options)
+        return LocalWorkers(KIND, ["echo-0", "echo-1"], spec, policy, "info", **options)
 
     return make
 
@@ -48,22 +52,22 @@ def test_calls_overlap_errors_are_named_and_a_killed_process_is_lost(workers, tm
     async def body():
         await asyncio.gather(several.start(0), several.start(1))
         data = os.urandom(3_000_000)
-        slow, quick = several.call(0, "echo", data, 0.2), several.call(0, "echo", 1)
+        slow, quick = several.call(0, Echo.echo, data, 0.2), several.call(0, Echo.echo, 1)
         assert await asyncio.gather(slow, quick) == [("policy", data), ("policy", 1)]
         assert await several.beat(1) == ("other",)
         with pytest.raises(DataError, match=r"^worker echo-0: a bad sample"):
-            await several.call(0, "fail")
+            await several.call(0, Echo.fail)
         pid = several._processes[1].pid
         assert process_state(pid) is not None
-        waiting = asyncio.ensure_future(several.call(1, "echo", 2, 60.0))
+        waiting = asyncio.ensure_future(several.call(1, Echo.echo, 2, 60.0))
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerLost, match=r"worker echo-1 was lost: its process was killed by signal 9 \(SIGKILL\)"):
             await waiting
         with pytest.raises(WorkerLost, match="worker echo-1 was lost: its process was killed"):
-            await several.call(1, "echo", 3)
+            await several.call(1, Echo.echo, 3)
         await several.start(1)
-        assert await several.call(1, "echo", 4) == ("policy", 4)
+        assert await several.call(1, Echo.echo, 4) == ("policy", 4)
         return several._processes[1].pid
 
     pid = run(several, body)
@@ -72,14 +76,14 @@ def test_calls_overlap_errors_are_named_and_a_killed_process_is_lost(workers, tm
 
 
 def test_heartbeats_come_while_it_computes_and_a_stopped_process_is_lost(workers):
-    several = workers(patience=Patience(heartbeat=1.0))
+    several = workers(timeouts=Timeouts(heartbeat=1.0))
 
     async def body():
         await several.start(0)
-        await several.call(0, "compute", 1.5)
+        await several.call(0, Echo.compute, 1.5)
         os.kill(several._processes[0].pid, signal.SIGSTOP)
         with pytest.raises(WorkerLost, match="worker echo-0 was lost: it gave no sign of life for 1 s"):
-            await several.call(0, "echo", 1)
+            await several.call(0, Echo.echo, 1)
 
     run(several, body)
 
@@ -100,9 +104,9 @@ def test_it_ends_with_the_driver(tmp_path):
 import asyncio, os, sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from miles_runtime.local_workers import LocalWorkers
-from miles_runtime.worker import Order
+from miles_runtime.worker import WorkerSpec
 async def main():
-    workers = LocalWorkers({KIND!r}, ["echo-0"], Order("", "", {str(tmp_path)!r}, "."), "policy", "info")
+    workers = LocalWorkers({KIND!r}, ["echo-0"], WorkerSpec("", "", {str(tmp_path)!r}, "."), "policy", "info")
     await workers.start(0)
     print(workers._processes[0].pid, flush=True)
     await asyncio.sleep(60)

@@ -7,7 +7,7 @@ import asyncio
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.errors import DataError, WorkerLost
 from miles_runtime.mailbox import Mailbox
-from miles_runtime.patience import Patience
+from miles_runtime.timeouts import Timeouts
 
 
 def request(key):
@@ -65,9 +65,9 @@ def test_all_hear_that_the_engine_is_lost_and_its_successor_is_asked(recorded):
         mailbox = Mailbox(workers, 0)
         waiting = asyncio.create_task(asked(mailbox, range(3)))
         await asyncio.sleep(0.01)
-        mailbox.close(workers.lost(0, "it was killed"))
+        mailbox.close(workers.lost_error(0, "it was killed"))
         assert all(isinstance(found, WorkerLost) for found in await waiting)
-        await workers.renew(0)
+        await workers.restart(0)
         workers.answers["generate"] = "done"
         assert await asked(mailbox, range(2)) == ["done", "done"]
         workers.dead = {0}  # the call itself says it
@@ -82,7 +82,7 @@ def test_an_engine_that_answers_nothing_is_lost_and_a_cancelled_request_disturbs
         return "done"
 
     async def main():
-        workers = recorded(["engine-0"], {"generate": generate}, patience=Patience(0.05))
+        workers = recorded(["engine-0"], {"generate": generate}, timeouts=Timeouts(0.05))
         mailbox = Mailbox(workers, 0)
         late, good = await asked(mailbox, [1, 0])
         assert good == "done" and "did not answer 'generate' within 0.05 s" in str(late)
@@ -104,7 +104,7 @@ def test_queued_requests_do_not_count_against_an_engine_that_answers(recorded):
             return "done"
 
     async def main():
-        mailbox = Mailbox(recorded(["engine-0"], {"generate": generate}, patience=Patience(0.2)), 0)
+        mailbox = Mailbox(recorded(["engine-0"], {"generate": generate}, timeouts=Timeouts(0.2)), 0)
         assert (
             await asked(mailbox, range(20)) == ["done"] * 20
         )  # the last one waits three times as long as a call may take

@@ -57,7 +57,7 @@ def test_a_run_goes_on_with_the_policies_that_it_was_saved_with(toy_run, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("policies", "said"),
+    ("policies", "match"),
     [
         ([], "is empty after on_start"),
         ([Policy(role="frozen")], "no policy has the role train"),
@@ -72,9 +72,9 @@ def test_a_run_goes_on_with_the_policies_that_it_was_saved_with(toy_run, tmp_pat
         ),
     ],
 )
-def test_policies_that_a_run_cannot_have(policies, said):
+def test_policies_that_a_run_cannot_have(policies, match):
     check_policies([Policy(), Policy(name="second-1")])
-    with pytest.raises(PluginError, match=said):
+    with pytest.raises(PluginError, match=match):
         check_policies(policies)
 
 

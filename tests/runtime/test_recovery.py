@@ -217,7 +217,7 @@ def test_a_rank_dies_before_the_first_checkpoint_of_a_warm_started_run(survive, 
 
 @pytest.mark.thorough
 def test_a_run_that_is_to_stop_replaces_nothing(survive, tmp_path, monkeypatch):
-    from miles_runtime import rank
+    from miles_core.train import rank
 
     plain = rank.Rank.learn
 

@@ -12,7 +12,7 @@ from miles_core.data.unit import Encoded
 from miles_core.data.world import World
 from miles_core.errors import SyncError, WorkerLost
 from miles_runtime import relay
-from miles_runtime.engine_front import EngineFront
+from miles_runtime.engine_pool import EnginePool
 from miles_runtime.engine_worker import EngineWorker
 from miles_runtime.workers import Workers
 
@@ -45,10 +45,10 @@ class Here(Workers):
         self.messages[number] += 1
         await asyncio.sleep(0)
         if number in self.dead:
-            raise self.lost(number, "it was killed")
+            raise self.lost_error(number, "it was killed")
         return await self.workers[number].answer(method, *args)
 
-    async def renew(self, number):
+    async def restart(self, number):
         raise NotImplementedError
 
     async def kill(self, number):
@@ -59,21 +59,21 @@ def units(rank, count=3):
     return [Encoded(f"{rank}.{n}", {f"{rank}.{n}": torch.tensor([rank * 100 + n])}) for n in range(count)]
 
 
-async def push(engines, said, number=1, version=5, senders=SENDERS, count=3, alive=None):
+async def push(engines, build_info, number=1, version=5, senders=SENDERS, count=3, alive=None):
     for at, worker in enumerate(engines.workers):
         if at not in engines.dead:
             await worker.begin_push(number, [f"trainer-{n}" for n in range(senders)])
     engines.workers[0].connect(engines)
-    fronts = [EngineFront(engines, said, 1, World(rank, senders)) for rank in range(senders)]
+    fronts = [EnginePool(engines, build_info, 1, World(rank, senders)) for rank in range(senders)]
     for front in fronts:
         front.push = number
     work = [front.update_weights(units(front.world.rank, count), version) for front in fronts[: alive or senders]]
     return await asyncio.gather(*work, return_exceptions=True)
 
 
-def test_every_engine_gets_all_weights_with_senders_plus_engines_messages(said):
+def test_every_engine_gets_all_weights_with_senders_plus_engines_messages(build_info):
     engines = Here(ENGINES)
-    assert asyncio.run(push(engines, said)) == [None] * SENDERS
+    assert asyncio.run(push(engines, build_info)) == [None] * SENDERS
     wanted = {unit.name: unit.parts[unit.name].tolist() for rank in range(SENDERS) for unit in units(rank)}
     assert all(worker.part.weights == wanted and worker.part.version == 5 for worker in engines.workers)
     rounds = 3 + 1  # buckets, and the completion
@@ -82,13 +82,13 @@ def test_every_engine_gets_all_weights_with_senders_plus_engines_messages(said):
     assert sum(engines.messages) < direct / 3
 
 
-def test_few_senders_call_directly(said):
+def test_few_senders_call_directly(build_info):
     engines = Here(2)
-    assert asyncio.run(push(engines, said, senders=2)) == [None] * 2
+    assert asyncio.run(push(engines, build_info, senders=2)) == [None] * 2
     assert engines.messages == [2 * 4] * 2
 
 
-def test_senders_with_unequal_numbers_of_buckets_do_not_wait_for_each_other(said, monkeypatch):
+def test_senders_with_unequal_numbers_of_buckets_do_not_wait_for_each_other(build_info, monkeypatch):
     monkeypatch.setattr(relay, "WINDOW", 0.001)
 
     async def main():
@@ -96,7 +96,7 @@ def test_senders_with_unequal_numbers_of_buckets_do_not_wait_for_each_other(said
         for worker in engines.workers:
             await worker.begin_push(1, ())
         engines.workers[0].connect(engines)
-        fronts = [EngineFront(engines, said, 1, World(rank, SENDERS)) for rank in range(SENDERS)]
+        fronts = [EnginePool(engines, build_info, 1, World(rank, SENDERS)) for rank in range(SENDERS)]
         for front in fronts:
             front.push = 1
         await asyncio.gather(*(f.update_weights(units(f.world.rank, 1 + f.world.rank), 5) for f in fronts))
@@ -106,20 +106,20 @@ def test_senders_with_unequal_numbers_of_buckets_do_not_wait_for_each_other(said
     assert all(len(w.part.weights) == sum(range(1, SENDERS + 1)) for w in engines.workers)
 
 
-def test_a_lost_engine_ends_the_push_of_every_sender(said):
+def test_a_lost_engine_ends_the_push_of_every_sender(build_info):
     engines = Here(ENGINES)
     engines.dead.add(4)
-    found = asyncio.run(push(engines, said))
+    found = asyncio.run(push(engines, build_info))
     assert all(isinstance(error, WorkerLost) and error.worker == "engine-4" for error in found)
 
 
-def test_a_push_that_was_given_up_fails_and_leaves_nothing_for_the_next(said):
+def test_a_push_that_was_given_up_fails_and_leaves_nothing_for_the_next(build_info):
     async def main():
         engines = Here(ENGINES)
-        first = asyncio.ensure_future(push(engines, said, alive=SENDERS - 1))  # one sender never calls
+        first = asyncio.ensure_future(push(engines, build_info, alive=SENDERS - 1))  # one sender never calls
         await asyncio.sleep(10 * relay.WINDOW)
         assert not first.done()
-        second = await push(engines, said, number=2, version=6)
+        second = await push(engines, build_info, number=2, version=6)
         return engines, await first, second
 
     engines, first, second = asyncio.run(main())
@@ -127,7 +127,7 @@ def test_a_push_that_was_given_up_fails_and_leaves_nothing_for_the_next(said):
     assert second == [None] * SENDERS and all(worker.part.version == 6 for worker in engines.workers)
 
 
-def test_an_error_reaches_the_sender_that_made_the_call(said):
+def test_an_error_reaches_the_sender_that_made_the_call(build_info):
     async def main():
         engines = Here(ENGINES)
         for worker in engines.workers:
@@ -135,7 +135,7 @@ def test_an_error_reaches_the_sender_that_made_the_call(said):
         engines.workers[0].connect(engines)
         calls = [
             engines.call(
-                0, "relay", 1, SENDERS, "take", (rank, SENDERS, int(rank == 3), 5, []), (np.empty(0, np.uint8),)
+                0, EngineWorker.relay, 1, SENDERS, "take", (rank, SENDERS, int(rank == 3), 5, []), (np.empty(0, np.uint8),)
             )
             for rank in range(SENDERS)
         ]

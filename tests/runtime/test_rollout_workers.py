@@ -150,12 +150,13 @@ def test_the_driver_receives_no_tokens(run_apart, alone, reads, monkeypatch):
     plain = apart.ApartWorkers.send
 
     async def send(self, number, method, *args):
-        sent.append((self.names[number].partition("-")[0], method))
+        sent.append((self.names[number].partition("-")[0], method, *args[:1] * (method == "post")))
         return await plain(self, number, method, *args)
 
     monkeypatch.setattr(apart.ApartWorkers, "send", send)
     done = run_apart(2)
-    assert ("engine", "post_of") in sent and ("engine", "post") not in sent
+    clients = {call[2].partition("-")[0] for call in sent if call[:2] == ("engine", "post")}
+    assert clients == {"rollout"}
     assert [frames for frames in reads if not any(name == "rollout_worker.py" for name, _ in frames)] == []
     assert rows(done) == rows(alone)
     assert all(row["train_log_probs"] is not None and row["pieces"] for row in done.samples)

@@ -124,7 +124,7 @@ def test_the_first_past_version_is_that_after_a_warm_start(run, legal):
     options = {"sft_data": rows, "sft_steps": 2, "sft_batch_size": 8, "sft_lr": 1e-2}
     done = run("co_evolution: {past_versions: 2, interval: 2}", steps=1, **options)
     kept = load_file(done.directory / "coevolution" / "policy-00000000" / "trainer" / "model.safetensors")
-    past = dict(done.parts[1].learner.ranks.rank.trainer.model.named_parameters())
+    past = dict(done.parts[1].learner.rank.trainer.model.named_parameters())
     assert all(torch.equal(past[name], value) for name, value in kept.items())
 
 

@@ -28,7 +28,7 @@ def play(tmp_path):
 
 def models(part):
     """The models of engine and trainer."""
-    return part.engine.model, part.learner.ranks.rank.trainer.model
+    return part.engine.model, part.learner.rank.trainer.model
 
 
 def test_a_population_of_four_evolves_over_one_base(play):

@@ -132,11 +132,11 @@ class RayRuntime(RemoteRuntime):
             kind,
             names,
             places,
-            self.order,
+            self.spec,
             policy.name,
             environment(run),
             run.config.run.log_level,
-            patience=self.patience,
+            timeouts=self.timeouts,
             busy=self.busy,
         )
 

@@ -11,7 +11,7 @@ from miles_core.data import Encoded
 from miles_core.plugin import SyncError
 from miles_core.trainer import World
 from miles_runtime import Workers
-from miles_runtime.engine_front import EngineFront
+from miles_runtime.engine_pool import EnginePool
 from miles_testing.stored import stored_units
 from miles_zero_copy import limits
 from miles_zero_copy.paths import Path
@@ -80,15 +80,15 @@ class SentWorkers(Workers):
     async def send(self, number, method, *args):
         self.count += 1
 
-    async def renew(self, number): ...
+    async def restart(self, number): ...
 
     async def kill(self, number): ...
 
 
 def test_a_message_leaves_before_the_next_bucket_is_filled():
-    said = {"capabilities": frozenset(), "kv_cache_dtype": "", "native_products": False}
+    build_info = {"capabilities": frozenset(), "kv_cache_dtype": "", "native_products": False, "model_facts": {}}
     engines = SentWorkers(["engine-0", "engine-1"])
-    front = EngineFront(engines, said)
+    front = EnginePool(engines, build_info)
     path = Path(lambda nbytes: MessageSlot(nbytes, {}), ahead=1)
     sender = Sender(path, 1 << 20, (0, 1))
 

@@ -5,13 +5,10 @@ Each training process holds one rank. The driver calls the same methods in the s
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,23 +28,17 @@ from miles_core.precision.schedule import Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
 from miles_core.sync.push import CopyTransport, make_codec
 from miles_core.train.learner import Learner
-from miles_runtime.engine_front import EngineFront
-from miles_runtime.workers import Workers
 
 
 class Rank(Learner):
-    """A learner with codec and transport, in one process.
-
-    Attributes:
-        front: handle to engines in other processes that receive the weights; set by ``reach``.
-    """
+    """A learner with codec and transport, in one process. ``LocalLearner`` calls one in the driver's process, a ``RankWorker`` holds one in
+    another process."""
 
     def __init__(self, run: Run, policy: Policy, trainer: Trainer) -> None:
         super().__init__(run, policy, trainer)
         self.precisions = precisions(self.config, 0)
         self.codec = make_codec(run, policy)
         self.snapshot: Snapshot | None = None
-        self.front: EngineFront | None = None
         self._engine: Engine | None = None
         self._held: set[TrainerPart] = {*ALL_PARTS}
         self._transport: Transport | None = None
@@ -57,6 +48,13 @@ class Rank(Learner):
     def world(self) -> World:
         """Position of this rank."""
         return self.trainer.world
+
+    @property
+    def transport(self) -> Transport:
+        """The transport to the engine. Raises RuntimeError before ``connect``."""
+        if self._transport is None:
+            raise RuntimeError("this rank was not connected to an engine")
+        return self._transport
 
     def connect(self, engine: Engine, world: World = ALONE) -> None:
         """Send weights to ``engine`` from now on. world: this rank's position among the ranks that send."""
@@ -70,19 +68,6 @@ class Rank(Learner):
             engine=engine,
             world=world,
         )
-
-    def reach(self, engines: Workers, said: Mapping[str, Any], senders: Sequence[int]) -> None:
-        """Send weights to the engines of these processes from now on.
-
-        Args:
-            engines: the workers that hold the engines.
-            said: their result of ``EngineWorker.build``.
-            senders: ranks that send weights.
-        """
-        rank = self.world.rank
-        world = World(senders.index(rank), len(senders)) if rank in senders else ALONE
-        self.front = EngineFront(engines, said, self.run.config.run.sync_bucket_size, world)
-        self.connect(self.front, world)
 
     def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
         """See ``LearnerHandle.log_probs``."""
@@ -124,10 +109,9 @@ class Rank(Learner):
         self.precisions = due
         self.codec = make_codec(self.run, self.policy, due.rollout)
 
-    async def push(self, version: int, plain: bool = False, number: int = 0) -> SyncReport:
-        """Encode this rank's part of the weights and send it as ``version`` in push ``number``, which the driver assigned; see
-        ``LearnerHandle.push``."""
-        transport = self._numbered_transport(number)
+    async def push(self, version: int, plain: bool = False) -> SyncReport:
+        """Encode this rank's part of the weights and send it as ``version``; see ``LearnerHandle.push``."""
+        transport = self.transport
         if plain and self._engine is not None:
             transport.close()
             transport = self._transport = CopyTransport(self._engine)
@@ -142,9 +126,9 @@ class Rank(Learner):
         self.hold([*held])
         return report
 
-    async def stage(self, version: int | None, number: int = 0) -> None:
-        """See ``LearnerHandle.stage``; ``number`` as for ``push``."""
-        transport = self._numbered_transport(number)
+    async def stage(self, version: int | None) -> None:
+        """See ``LearnerHandle.stage``."""
+        transport = self.transport
         if not transport.staging:
             return
         transport.unstage()
@@ -170,13 +154,6 @@ class Rank(Learner):
         self._close_transport()
         self.trainer.close()
 
-    def _numbered_transport(self, number: int) -> Transport:
-        if self._transport is None:
-            raise RuntimeError("this rank was not connected to an engine")
-        if self.front is not None:
-            self.front.push = number
-        return self._transport
-
     def _close_transport(self) -> None:
         if self._transport is not None:
             self._transport.close()
@@ -192,32 +169,3 @@ def consume(units: Iterator[Unit]) -> float:
     for unit in units:
         raise MilesError(f"this rank yields {min(unit.tensors)} although its World says that it sends nothing")
     return time.perf_counter() - started
-
-
-class RankHere(Workers):
-    """A rank in the driver's process. A call is a plain function call without copies."""
-
-    apart = False
-
-    def __init__(self, rank: Rank) -> None:
-        super().__init__(["trainer"], trains=True)
-        self.rank = rank
-
-    async def send(self, number: int, method: str, *args: Any) -> Any:
-        if method == "at":  # step and clock are shared with the driver
-            _, method, *rest = args
-            return await self.send(number, method, *rest), {}
-        if method == "save":  # writing takes long, and the driver may serve requests meanwhile
-            return await asyncio.to_thread(self.rank.save, *args)
-        result = getattr(self.rank, method)(*args)
-        return await result if inspect.isawaitable(result) else result
-
-    async def call(self, number: int, method: str, *args: Any, named: str = "") -> Any:
-        """Call ``send``. In one process there are no timeouts, and errors need no worker name."""
-        return await self.send(number, method, *args)
-
-    async def renew(self, number: int) -> None:
-        raise RuntimeError("the trainer runs in the driver's process and cannot be replaced")
-
-    async def kill(self, number: int) -> None:
-        """Do nothing: there is no separate process."""

@@ -13,7 +13,7 @@ from miles_core.contracts.engine import Request, Sampling
 from miles_core.data.unit import Encoded
 from miles_core.data.world import World
 from miles_core.errors import MismatchError, WorkerLost
-from miles_runtime.engine_front import EngineFront
+from miles_runtime.engine_pool import EnginePool
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.weight_block import ALIGNMENT, read_block
 
@@ -28,7 +28,7 @@ def run(function):
     return asyncio.run(function())
 
 
-def test_a_group_stays_together_and_the_idlest_engine_is_asked(recorded, said):
+def test_a_group_stays_together_and_the_idlest_engine_is_asked(recorded, build_info):
     gate = {}
 
     async def generate(number, request):
@@ -37,7 +37,7 @@ def test_a_group_stays_together_and_the_idlest_engine_is_asked(recorded, said):
 
     async def main():
         gate["open"] = asyncio.Event()
-        front = EngineFront(recorded(NAMES, {"generate": generate}), said, 1)
+        front = EnginePool(recorded(NAMES, {"generate": generate}), build_info, 1)
         groups = [1, 1, 1, 2, 2, 3, 4, 3, 1]
         tasks = [asyncio.create_task(front.generate(request(g, k))) for k, g in enumerate(groups)]
         await asyncio.sleep(0.01)
@@ -51,10 +51,10 @@ def test_a_group_stays_together_and_the_idlest_engine_is_asked(recorded, said):
     run(main)
 
 
-def test_other_calls_go_to_all_and_score_to_one(recorded, said):
+def test_other_calls_go_to_all_and_score_to_one(recorded, build_info):
     async def main():
         workers = recorded(NAMES, {"score": ["scores"]})
-        front = EngineFront(workers, said, 1)
+        front = EnginePool(workers, build_info, 1)
         await front.pause("abort")
         await front.abort()
         await front.resume()
@@ -66,13 +66,13 @@ def test_other_calls_go_to_all_and_score_to_one(recorded, said):
     run(main)
 
 
-def test_an_abort_reaches_only_the_engines_with_the_requests(recorded, said):
+def test_an_abort_reaches_only_the_engines_with_the_requests(recorded, build_info):
     async def generate(number, request):
         await asyncio.sleep(60)
 
     async def main():
         workers = recorded(NAMES, {"generate": generate})
-        front = EngineFront(workers, said, 1)
+        front = EnginePool(workers, build_info, 1)
         tasks = [asyncio.create_task(front.generate(request(key // 2, key))) for key in range(6)]
         await asyncio.sleep(0.01)
         for task in tasks[:2]:  # as a collection that has enough groups
@@ -115,12 +115,12 @@ def test_a_choice_among_thousands_of_engines_looks_at_few():
     assert load.choose(engines) in engines and load.choose({7}) == 7
 
 
-def test_weights_travel_in_blocks(recorded, said):
+def test_weights_travel_in_blocks(recorded, build_info):
     units = [Encoded(f"w{n}", {f"w{n}": torch.full((4,), n, dtype=torch.float8_e4m3fn)}, "f8") for n in range(5)]
 
     async def main():
         workers = recorded(NAMES[:2])
-        front = EngineFront(workers, said, 2 * ALIGNMENT, World(1, 3))  # two weights in a block
+        front = EnginePool(workers, build_info, 2 * ALIGNMENT, World(1, 3))  # two weights in a block
         front.push = 9
         await front.update_weights(iter(units), 7)
         taken = [call[3:] for call in workers.asked("take") if call[0] == 0 and call[2] == 9]
@@ -136,7 +136,7 @@ def test_weights_travel_in_blocks(recorded, said):
     run(main)
 
 
-def test_a_block_is_on_its_way_while_the_next_is_packed(recorded, said):
+def test_a_block_is_on_its_way_while_the_next_is_packed(recorded, build_info):
     workers = recorded(NAMES[:2])
 
     def units():
@@ -145,11 +145,11 @@ def test_a_block_is_on_its_way_while_the_next_is_packed(recorded, said):
             yield Encoded("w", {"w": torch.zeros(4)})
         assert len(workers.asked("take")) == 4
 
-    run(lambda: EngineFront(workers, said, 1).update_weights(units(), 0))
+    run(lambda: EnginePool(workers, build_info, 1).update_weights(units(), 0))
     assert len(workers.asked("take")) == 6
 
 
-def test_units_are_exhausted_after_an_engine_is_lost(recorded, said):
+def test_units_are_exhausted_after_an_engine_is_lost(recorded, build_info):
     seen = []
 
     def units():
@@ -161,7 +161,7 @@ def test_units_are_exhausted_after_an_engine_is_lost(recorded, said):
         workers = recorded(NAMES)
         workers.dead = {1}
         with pytest.raises(WorkerLost, match="engine-1"):
-            await EngineFront(workers, said, 1).update_weights(units(), 0)
+            await EnginePool(workers, build_info, 1).update_weights(units(), 0)
         assert seen == [0, 1, 2] and not workers.asked("update")
 
     run(main)
@@ -171,7 +171,7 @@ def mended(front, workers, resent):
     """The front, with engines replaced as a runtime would."""
 
     async def replace(number, lost):
-        await workers.renew(number)
+        await workers.restart(number)
 
     async def resend():
         resent.append(True)
@@ -181,28 +181,28 @@ def mended(front, workers, resent):
     return front
 
 
-def test_requests_of_a_lost_engine_are_sent_again_and_it_comes_back_with_the_next_weights(recorded, said):
+def test_requests_of_a_lost_engine_are_sent_again_and_it_comes_back_with_the_next_weights(recorded, build_info):
     async def main():
         workers, resent = (
             recorded(NAMES[:2], {"generate": lambda number, request: (number, request.key), "version": 5}),
             [],
         )
-        front = mended(EngineFront(workers, said, 1), workers, resent)
+        front = mended(EnginePool(workers, build_info, 1), workers, resent)
         workers.dead = {0}
         found = await asyncio.gather(*(front.generate(request(g, g)) for g in range(6)))
         assert sorted(found) == [(1, key) for key in range(6)] and not resent
         await front.whole()
-        assert front.serving == {1} and front.renewed == 1
+        assert front.serving == {1} and front.replacements == 1
         await front.check_served(5)
         assert front.serving == {0, 1} and front.version == 5
 
     run(main)
 
 
-def test_when_no_engine_is_left_the_learner_sends_its_weights_at_once(recorded, said):
+def test_when_no_engine_is_left_the_learner_sends_its_weights_at_once(recorded, build_info):
     async def main():
         workers, resent = recorded(NAMES[:1], {"generate": "done", "version": 5}), []
-        front = mended(EngineFront(workers, said, 1), workers, resent)
+        front = mended(EnginePool(workers, build_info, 1), workers, resent)
         await front.rebuild("f8")
         await front.pause("retract")
         workers.dead, workers.calls = {0}, []
@@ -216,10 +216,10 @@ def test_when_no_engine_is_left_the_learner_sends_its_weights_at_once(recorded, 
     run(main)
 
 
-def test_an_engine_that_may_not_be_replaced_fails_the_requests(recorded, said):
+def test_an_engine_that_may_not_be_replaced_fails_the_requests(recorded, build_info):
     async def main():
         workers = recorded(NAMES[:2], {"generate": "done"})
-        front = EngineFront(workers, said, 1)
+        front = EnginePool(workers, build_info, 1)
 
         async def replace(number, lost):
             raise lost
@@ -235,9 +235,9 @@ def test_an_engine_that_may_not_be_replaced_fails_the_requests(recorded, said):
     run(main)
 
 
-def test_engines_that_serve_different_versions_are_named(recorded, said):
+def test_engines_that_serve_different_versions_are_named(recorded, build_info):
     async def main():
-        front = EngineFront(recorded(NAMES, {"version": lambda number: 4 - number // 2}), said, 1)
+        front = EnginePool(recorded(NAMES, {"version": lambda number: 4 - number // 2}), build_info, 1)
         with pytest.raises(MismatchError, match="version 4 was sent, but engine-2 serves 3"):
             await front.check_served(4)
 

@@ -10,12 +10,12 @@ from typing import Any
 #: Number of intervals into which a wait is divided. If the driver itself is suspended or busy, it oversleeps in one interval only, so
 #: that its own delay does not use up the worker's timeout.
 PIECES = 10
-#: Calls that build a worker's parts. They may include loading a model and use the timeout ``Patience.build``.
+#: Calls that build a worker's parts. They may include loading a model and use the timeout ``Timeouts.build``.
 BUILDING = frozenset({"make", "digest", "listen", "join", "build", "real_layer", "check_parity"})
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """Timeouts in seconds after which a worker counts as lost; None waits for ever.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -13,52 +13,52 @@ from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, 
 from miles_core.data.unit import Encoded
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MismatchError, WorkerLost
+from miles_runtime.engine_worker import EngineWorker
 from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import Mailbox
 from miles_runtime.relay import is_relayed
 from miles_runtime.weight_block import BlockSender, Table
-from miles_runtime.workers import RECORDER, Call, Workers, gather_in_order, recorded
-
-if TYPE_CHECKING:
-    from miles_runtime.engine_worker import EngineWorker
-
-#: Record calls to an engine, and to the worker that holds it.
-ENGINE, ENGINE_WORKER = cast(Engine, RECORDER), cast("EngineWorker", RECORDER)
+from miles_runtime.workers import Method, P, Workers, gather_in_order
 
 
-class EngineFront(Engine):
+class EnginePool(Engine):
     """Sends a request to the engine with the fewest requests in flight, keeps a group on one engine, and sends every other call to all
     engines.
 
-    A rank has a front to send its weights through. The driver's also has lost engines replaced (``replace_with``): a request that was in
+    A rank has a pool to send its weights through. The driver's also has lost engines replaced (``replace_with``): a request that was in
     flight there is sent again, to another engine and with its key, and the new engine takes part from the next weights on.
 
     Args:
         engines: handle to the engine processes; each runs an ``EngineWorker``.
-        said: the engines' common result of ``build``.
+        build_info: the engines' common result of ``build``.
         bucket_size: bytes of weights that an engine receives at a time; the ranks that send share them.
-        world: position of the rank that sends weights through this front, among those that send.
+        world: position of the rank that sends weights through this pool, among those that send.
         client: see ``Mailbox``.
 
     Attributes:
         serving: indexes of the engines that accept generation requests.
-        renewed: number of replaced engines; after each replacement, ranks must be connected again.
-        push: number of the current push; the front of a rank receives it from the driver's front.
+        replacements: number of replaced engines; after each replacement, ranks must be connected again.
+        push: number of the current push; the pool of a rank receives it from the driver's pool.
         replaced: engine -> how often it was replaced.
         watchers: called when ``serving`` or ``failure`` has changed.
     """
 
     def __init__(
-        self, engines: Workers, said: Mapping[str, Any], bucket_size: int = 1, world: World = ALONE, client: str = ""
+        self,
+        engines: Workers,
+        build_info: Mapping[str, Any],
+        bucket_size: int = 1,
+        world: World = ALONE,
+        client: str = "",
     ) -> None:
-        self.engines, self.said, self.world = engines, said, world
+        self.engines, self.build_info, self.world = engines, build_info, world
         self._blocks = BlockSender(world.bucket_bytes(bucket_size), engines.share, self._take)
-        self.capabilities = said["capabilities"]
-        self.kv_cache_dtype = said["kv_cache_dtype"]
-        self.native_products = said["native_products"]
+        self.capabilities = build_info["capabilities"]
+        self.kv_cache_dtype = build_info["kv_cache_dtype"]
+        self.native_products = build_info["native_products"]
         self.receivers = len(engines)
         self.serving = set(range(len(engines)))
-        self.renewed = self.push = 0
+        self.replacements = self.push = 0
         self._alive = set(self.serving)
         self._version = -1
         self._mail = [Mailbox(engines, number, client) for number in range(len(engines))]
@@ -68,12 +68,12 @@ class EngineFront(Engine):
         self._in_flight = LeastLoaded()
         self._groups: dict[int, list[int]] = {}
         self._sent: dict[int, int] = {}  # key -> engine, of requests in flight and of cancelled ones until ``abort``
-        self._state: dict[str, Call] = {}  # calls that a new engine must receive, too
+        self._state: dict[Callable[..., Any], tuple[Any, ...]] = {}  # calls that a new engine must receive, too
         self._asleep: set[EnginePart] = set()
         self._senders: tuple[str, ...] = ()
         self._replace: Callable[[int, WorkerLost], Awaitable[None]] | None = None
         self._resend: Callable[[], Awaitable[None]] | None = None
-        self._gone: dict[int, WorkerLost] = {}
+        self._lost_engines: dict[int, WorkerLost] = {}
         self._unsent: WorkerLost | None = (
             None  # the loss of a rank that kept the weights from a new engine when none served
         )
@@ -81,7 +81,7 @@ class EngineFront(Engine):
         self._news = asyncio.Event()
 
     def model_facts(self) -> Mapping[str, object]:
-        facts: Mapping[str, object] = self.said["model_facts"]
+        facts: Mapping[str, object] = self.build_info["model_facts"]
         return facts
 
     @property
@@ -138,7 +138,7 @@ class EngineFront(Engine):
         while True:
             number = await self._choose()
             try:
-                return await self.engines.ask(number, ENGINE.score(sequences, temperature))
+                return await self.engines.call(number, Engine.score, sequences, temperature)
             except WorkerLost as lost:
                 self.replace_lost(lost)
 
@@ -149,7 +149,9 @@ class EngineFront(Engine):
 
         async def one(number: int) -> None:
             try:
-                found[self.engines.names[number]] = await self.engines.ask(number, ENGINE.score(sequences, temperature))
+                found[self.engines.names[number]] = await self.engines.call(
+                    number, Engine.score, sequences, temperature
+                )
             except WorkerLost as lost:
                 self.replace_lost(lost)
 
@@ -159,64 +161,65 @@ class EngineFront(Engine):
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
         """Send this rank's units; return when every engine serves the units of all ranks."""
         count = await self._blocks.send(units, version)
-        await self._to_engines(ENGINE_WORKER.update(self.push, version, self.world.rank, self.world.size, count))
+        rank, ranks = self.world.rank, self.world.size
+        await self._to_engines(EngineWorker.update, (version, rank, ranks, count))
 
     async def _take(self, number: int, table: Table, shared: Any, version: int) -> None:
         rank, ranks = self.world.rank, self.world.size
-        await self._to_engines(ENGINE_WORKER.take(self.push, rank, ranks, number, version, table, shared), shared=1)
+        await self._to_engines(EngineWorker.take, (rank, ranks, number, version, table), [shared])
 
     async def receive(self, message: Mapping[str, Any], version: int, last: bool) -> None:
-        await self._to_engines(ENGINE_WORKER.receive(self.push, {**message, "push": self.push}, version, last))
+        await self._to_engines(EngineWorker.receive, ({**message, "push": self.push}, version, last))
 
-    async def _to_engines(self, call: Awaitable[None], shared: int = 0) -> None:
-        """Make a recorded call to all engines as a sender of weights, directly or through the relay of the first engine.
+    async def _to_engines(self, method: Callable[..., Any], args: tuple[Any, ...], shared: Sequence[Any] = ()) -> None:
+        """Call ``method(push, *args, *shared)`` on all engines as a sender of weights, directly or through the relay of the first engine.
 
         Args:
-            call: its first argument is the number of the push.
-            shared: how many of its last arguments are values of ``Workers.share``.
+            method: of ``EngineWorker``.
+            args: its arguments after the number of the push.
+            shared: further arguments, which ``Workers.share`` returned.
         """
         if not is_relayed(self.world.size, len(self.engines)):
-            await self.engines.ask_all(call)
-            return
-        method, args = recorded(call).method, recorded(call).args
-        end = len(args) - shared
-        await self.engines.ask(0, ENGINE_WORKER.relay(self.push, self.world.size, method, args[1:end], args[end:]))
+            await self.engines.call_all(method, self.push, *args, *shared)
+        else:
+            relayed = (self.push, self.world.size, method.__name__, args, shared)
+            await self.engines.call(0, EngineWorker.relay, *relayed)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        self._state["pause"] = recorded(ENGINE.pause(mode))
+        self._state[Engine.pause] = (mode,)
         if mode == "abort":  # engines return all requests
             self._sent.clear()
-        await self._all(ENGINE.pause(mode))
+        await self._all(Engine.pause, mode)
 
     async def resume(self) -> None:
-        self._state.pop("pause", None)
-        await self._all(ENGINE.resume())
+        self._state.pop(Engine.pause, None)
+        await self._all(Engine.resume)
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
         """Send each key to the engine with its request only: the messages grow with the keys, not with keys times engines."""
         if keys is None:
             self._sent.clear()
-            await self._all(ENGINE.abort(None))
+            await self._all(Engine.abort, None)
             return
         by_engine: dict[int, list[int]] = {}
         for key in keys:
             if (number := self._sent.pop(key, None)) in self._alive:
                 by_engine.setdefault(number, []).append(key)
-        await gather_in_order(self._call(number, ENGINE.abort(mine)) for number, mine in by_engine.items())
+        await gather_in_order(self._call(number, Engine.abort, mine) for number, mine in by_engine.items())
 
     async def sleep(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         await self.whole()  # an engine under construction uses memory, and must receive this call too
         self._asleep |= {*parts}
-        await self._all(ENGINE.sleep(parts))
+        await self._all(Engine.sleep, parts)
 
     async def wake(self, parts: Sequence[EnginePart] = ("weights", "cache")) -> None:
         await self.whole()
         self._asleep -= {*parts}
-        await self._all(ENGINE.wake(parts))
+        await self._all(Engine.wake, parts)
 
     async def rebuild(self, precision: str) -> None:
-        self._state["rebuild"] = recorded(ENGINE.rebuild(precision))
-        await self._all(ENGINE.rebuild(precision))
+        self._state[Engine.rebuild] = (precision,)
+        await self._all(Engine.rebuild, precision)
 
     async def begin_push(self, ranks: Sequence[str] = ()) -> int:
         """Start a new push and return its number. Engines discard the buckets of earlier pushes and reject late messages of them.
@@ -225,7 +228,7 @@ class EngineFront(Engine):
             ranks: names of the workers that will send weights.
         """
         self.push, self._senders = self.push + 1, tuple(ranks)
-        await self._all(ENGINE_WORKER.begin_push(self.push, self._senders))
+        await self._all(EngineWorker.begin_push, self.push, self._senders)
         return self.push
 
     def replace_with(
@@ -247,7 +250,7 @@ class EngineFront(Engine):
         if number in self._alive:
             self.serving.discard(number)
             self._alive.discard(number)
-            self._gone[number] = lost
+            self._lost_engines[number] = lost
             self._mail[number].close(lost)
             self._check_mending()
             if self._mending is None or self._mending.done():
@@ -273,7 +276,7 @@ class EngineFront(Engine):
 
     async def forget(self, client: str) -> None:
         """Make the engines drop the requests of a client that has ended."""
-        await self._all(ENGINE_WORKER.forget(client))
+        await self._all(EngineWorker.forget, client)
 
     def _notify(self) -> None:
         for watcher in self.watchers:
@@ -290,7 +293,7 @@ class EngineFront(Engine):
         Raises:
             MismatchError: an engine reports another version.
         """
-        found = await self.engines.ask_all(ENGINE.version)
+        found = await self.engines.call_all(EngineWorker.version)
         others = [f"{n} serves {v}" for n, v in zip(self.engines.names, found, strict=True) if v != version]
         if others:
             raise MismatchError(
@@ -309,10 +312,12 @@ class EngineFront(Engine):
         """Replace lost engines. If no serving engine is left, have the learner's weights sent again."""
         assert self._replace is not None and self._resend is not None
         try:
-            while self._gone or not (self.serving or self._asleep):  # sleeping engines receive weights when they wake
-                gone, self._gone = self._gone, {}
-                await gather_in_order(self._replace_engine(number, lost) for number, lost in gone.items())
-                if not (self.serving or self._asleep or self._gone):
+            while self._lost_engines or not (
+                self.serving or self._asleep
+            ):  # sleeping engines receive weights when they wake
+                lost_engines, self._lost_engines = self._lost_engines, {}
+                await gather_in_order(self._replace_engine(number, lost) for number, lost in lost_engines.items())
+                if not (self.serving or self._asleep or self._lost_engines):
                     try:
                         await self._resend()
                     except WorkerLost as lost:
@@ -326,22 +331,23 @@ class EngineFront(Engine):
     async def _replace_engine(self, number: int, lost: WorkerLost) -> None:
         assert self._replace is not None
         await self._replace(number, lost)
-        self.renewed += 1
+        self.replacements += 1
         self.replaced[number] += 1
         self._alive.add(number)
-        for call in (*self._state.values(), ENGINE_WORKER.begin_push(self.push, self._senders)):
-            await self._call(number, call)
+        for method, args in self._state.items():
+            await self._call(number, method, *args)
+        await self._call(number, EngineWorker.begin_push, self.push, self._senders)
         if self._asleep:
-            await self._call(number, ENGINE.sleep(sorted(self._asleep)))
+            await self._call(number, Engine.sleep, sorted(self._asleep))
 
-    async def _all(self, call: object) -> None:
-        """Make a recorded call to all engines that are not lost."""
-        await gather_in_order(self._call(number, call) for number in sorted(self._alive))
+    async def _all(self, method: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call all engines that are not lost."""
+        await gather_in_order(self._call(number, method, *args, **kwargs) for number in sorted(self._alive))
 
-    async def _call(self, number: int, call: object) -> None:
-        """Make a recorded call to an engine; start its replacement if it is lost during the call."""
+    async def _call(self, number: int, method: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call an engine; start its replacement if it is lost during the call."""
         try:
-            await self.engines.ask(number, call)
+            await self.engines.call(number, method, *args, **kwargs)
         except WorkerLost as lost:
             self.replace_lost(lost)
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Run
@@ -19,9 +19,8 @@ from miles_core.plugin.worker import same_plan
 from miles_core.run.parts import await_unless_stopped
 from miles_runtime.blob import Stored
 from miles_runtime.direct_engines import EngineState, LostEngine
-from miles_runtime.engine_front import EngineFront
+from miles_runtime.engine_pool import EnginePool
 from miles_runtime.least_loaded import LeastLoaded
-from miles_runtime.mailbox import portable
 from miles_runtime.prompt_rows import PendingGroup, RowQueue
 from miles_runtime.remote_sample import pack_samples, refer
 from miles_runtime.restarts import Restarts
@@ -34,15 +33,12 @@ from miles_runtime.rollout_worker import (
     RolloutWorker,
     Seat,
 )
-from miles_runtime.workers import RECORDER, Workers, await_all, close_workers, recorded
+from miles_runtime.workers import Method, P, Workers, await_all, close_workers, portable
 
 log = logging.getLogger(__name__)
 
-#: Records calls to rollout workers.
-ROLLOUT_WORKER = cast(RolloutWorker, RECORDER)
 
-
-class RolloutFront(Producer):
+class RolloutPool(Producer):
     """Gives each group to the worker with the fewest groups.
 
     Which worker produces a group changes nothing: samples, their numbers and the keys of their requests are the driver's. If a worker is
@@ -60,7 +56,7 @@ class RolloutFront(Producer):
         super().__init__()
         self.run, self.workers, self.restarts = run, workers, restarts
         self.engines: dict[str, Engine] = {part.policy.name: part.serving for part in parts if part.engine is not None}
-        self.direct = {name: engine for name, engine in self.engines.items() if isinstance(engine, EngineFront)}
+        self.direct = {name: engine for name, engine in self.engines.items() if isinstance(engine, EnginePool)}
         self._clients = itertools.count()
         self._lines: dict[int, _Line] = {}
         self._alive: set[int] = set()
@@ -135,15 +131,15 @@ class RolloutFront(Producer):
 
     async def _start(self, number: int) -> None:
         """Start and build a worker; retry if it dies."""
-        engines = {name: (engine.engines, engine.said) for name, engine in self.direct.items()}
+        engines = {name: (engine.engines, engine.build_info) for name, engine in self.direct.items()}
         while True:
             client = f"{self.workers.names[number]}-{next(self._clients)}"
             try:
                 await self.workers.start(number)
-                digest = await self.workers.ask(number, ROLLOUT_WORKER.digest())
+                digest = await self.workers.call(number, RolloutWorker.digest)
                 same_plan(self.run.plan.digest, {self.workers.names[number]: digest})
                 seat = Seat(number, len(self.workers), client, tuple(self.engines), engines)
-                rows = await self.workers.ask(number, ROLLOUT_WORKER.build(seat))
+                rows = await self.workers.call(number, RolloutWorker.build, seat)
                 break
             except WorkerLost as lost:
                 self.restarts.spend(lost)
@@ -179,7 +175,7 @@ class _Line:
     """The connection to one running worker.
 
     Args:
-        front: the front, for its run, workers and engines.
+        pool: the pool, for its run, workers and engines.
         number: index of the worker.
         client: name under which the worker sends requests to engines.
         lose: called with the number and the loss after the worker's requests were aborted.
@@ -188,15 +184,15 @@ class _Line:
 
     def __init__(
         self,
-        front: RolloutFront,
+        pool: RolloutPool,
         number: int,
         client: str,
         lose: Callable[[int, WorkerLost], None],
         rows: tuple[str, str] = ("", ""),
     ) -> None:
-        self.front, self.number, self.client, self.lose = front, number, client, lose
+        self.pool, self.number, self.client, self.lose = pool, number, client, lose
         self._rows, self._warned = rows, False
-        self.name = front.workers.names[number]
+        self.name = pool.workers.names[number]
         self._tickets = itertools.count()
         self._open: dict[int, asyncio.Future[list[Sample]]] = {}
         self._calls: dict[int, tuple[EngineCall, asyncio.Task[None]]] = {}
@@ -241,14 +237,14 @@ class _Line:
         tickets, self._drops = self._drops, set()
         if tickets:
             await asyncio.gather(*self._posts)  # which may contain them
-            await self._call(ROLLOUT_WORKER.drop(tickets))
+            await self._call(RolloutWorker.drop, tickets)
 
     def send_engines(self) -> None:
         """Send the worker the set of serving engines; fail all groups if lost engines cannot be replaced."""
-        for engine in self.front.direct.values():
+        for engine in self.pool.direct.values():
             if (failure := engine.failure) is not None:
                 self.fail(failure)
-        if self.front.direct:
+        if self.pool.direct:
             self._engines_changed = True
             self._post_soon()
 
@@ -268,10 +264,10 @@ class _Line:
 
     async def _collect(self) -> None:
         """Receive news until the worker is lost; then abort its requests and fail its groups."""
-        workers = self.front.workers
+        workers = self.pool.workers
         try:
             while True:
-                coming = workers.send_stored(self.number, "news")
+                coming = workers.send_stored(self.number, RolloutWorker.news.__name__)
                 news, blobs = await workers.await_result(self.number, coming, "news")
                 self._receive(News.unpack(news), blobs)
         except Exception as error:
@@ -286,7 +282,7 @@ class _Line:
                 self.fail(lost)
 
     def _receive(self, news: News, blobs: Sequence[Stored]) -> None:
-        add(self.front.answers, news.answers)
+        add(self.pool.answers, news.answers)
         self._receive_reports(news)
         for ticket in news.cancelled:
             if ticket in self._calls:
@@ -305,7 +301,7 @@ class _Line:
         """Receive the reports on engines."""
         for name, change in news.busy:
             self._busy[name] = self._busy.get(name, 0) + change
-            self.front.workers.busy.add(name, change)
+            self.pool.workers.busy.add(name, change)
         for lost in news.lost:
             report = asyncio.create_task(self._report(lost))
             self._reports.add(report)
@@ -313,14 +309,14 @@ class _Line:
 
     async def _report(self, lost: LostEngine) -> None:
         try:
-            await self.front.direct[lost.policy].report_lost(lost.number, lost.replaced, lost.cause)
+            await self.pool.direct[lost.policy].report_lost(lost.number, lost.replaced, lost.cause)
         except Exception as error:  # the engine is not replaced
             self.fail(error)
 
     async def _serve(self, ticket: int, call: EngineCall) -> None:
         """Make a call of an engine and send its answer to the worker."""
         try:
-            answer: Answer = await getattr(self.front.engines[call.policy], call.method)(call.argument), None
+            answer: Answer = await getattr(self.pool.engines[call.policy], call.method)(call.argument), None
         except Exception as error:
             answer = None, portable(error)
         self._answers[ticket] = answer
@@ -338,9 +334,9 @@ class _Line:
     async def _forget_requests(self) -> None:
         """Make the engines abort the requests that the worker sent them."""
         for name, count in self._busy.items():
-            self.front.workers.busy.add(name, -count)
+            self.pool.workers.busy.add(name, -count)
         self._busy = {}
-        for engine in self.front.direct.values():
+        for engine in self.pool.direct.values():
             with suppress(WorkerLost):  # its requests are gone, too
                 await engine.forget(self.client)
 
@@ -350,7 +346,7 @@ class _Line:
         for _, task in calls.values():
             task.cancel()
         await asyncio.gather(*(task for _, task in calls.values()), return_exceptions=True)
-        for policy, engine in self.front.engines.items():
+        for policy, engine in self.pool.engines.items():
             keys = [c.argument.key for c, _ in calls.values() if (c.policy, c.method) == (policy, "generate")]
             with suppress(WorkerLost):  # its requests are gone, too; the next request reports the loss
                 await engine.abort(keys)
@@ -365,20 +361,21 @@ class _Line:
 
     async def _post(self) -> None:
         self._posting = False
-        run, direct = self.front.run, self.front.direct if self._engines_changed else {}
+        run, direct = self.pool.run, self.pool.direct if self._engines_changed else {}
         if self._groups or self._answers or direct:
             policies = {policy.name: (policy.version, policy.trained) for policy in run.policies}
             engines = {name: EngineState.of(engine) for name, engine in direct.items()}
             changed = {} if policies == self._policies else policies
             letters = Letters(run.step, changed, self._groups, self._answers, engines)
             self._groups, self._answers, self._engines_changed, self._policies = {}, {}, False, policies
-            await self._call(ROLLOUT_WORKER.post(letters.pack()))  # type: ignore[func-returns-value]
+            await self._call(RolloutWorker.post, letters.pack())
 
-    async def _call(self, call: object) -> None:
-        """Make a recorded call of the worker. If the worker is lost, ``_collect`` notices; another error fails all groups."""
-        workers, order = self.front.workers, recorded(call)
+    async def _call(self, method: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call the worker. If the worker is lost, ``_collect`` notices; another error fails all groups."""
+        assert not kwargs, "arguments are sent by position"
+        workers, name = self.pool.workers, method.__name__
         try:
-            await workers.await_result(self.number, workers.send(self.number, order.method, *order.args), order.method)
+            await workers.await_result(self.number, workers.send(self.number, name, *args), name)
         except WorkerLost:
             pass
         except Exception as error:

@@ -11,7 +11,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import WorkerLost
 from miles_runtime.blob import Blob
 from miles_runtime.remote_sample import heads, pack_samples, refer
-from miles_runtime.rollout_front import _Line
+from miles_runtime.rollout_pool import _Line
 from miles_runtime.rollout_worker import EngineCall, GroupOrder, Letters, News
 from miles_runtime.workers import Workers
 
@@ -31,7 +31,7 @@ class Scripted(Workers):
             return found.pack(), []
         self.calls.append((method, *args))
 
-    async def renew(self, number):
+    async def restart(self, number):
         pass
 
     async def kill(self, number):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Busy:
+class BusyTime:
     """Measures the fraction of time during which each worker had a call in flight."""
 
     def __init__(self) -> None:

@@ -17,9 +17,10 @@ from miles_core.data.sample import Sample
 from miles_core.data.world import World
 from miles_core.errors import ConfigError, MilesError, NonFiniteError, WorkerLost
 from miles_core.observe.timer import Clock
-from miles_runtime.engine_front import EngineFront
-from miles_runtime.learner_front import LearnerFront
-from miles_runtime.rank import Rank
+from miles_runtime.engine_pool import EnginePool
+from miles_runtime.learner_group import LearnerGroup
+from miles_runtime.rank_worker import RankWorker
+from miles_core.train.rank import Rank
 
 RANKS = ("trainer-0", "trainer-1", "trainer-2", "trainer-3")
 #: Two replicas of two ranks.
@@ -35,13 +36,13 @@ def samples(groups=4):
 
 
 @pytest.fixture
-def front(recorded, said):
+def front(recorded, build_info):
     def make(answers, worlds=WORLDS, engines=("engine-0", "engine-1")):
         config = load([], manifests={})
         run = SimpleNamespace(config=config, config_of=lambda policy: config, step=3, clock=Clock())
         ranks = recorded(RANKS[: len(worlds)], answers, trains=True)
         workers = recorded(engines, {"version": lambda number: made.sent})
-        made = LearnerFront(run, Policy(), ranks, worlds, EngineFront(workers, said, 1))
+        made = LearnerGroup(run, Policy(), ranks, worlds, EnginePool(workers, build_info, 1))
         made.sent = None
         return made
 
@@ -110,7 +111,7 @@ def test_a_push_is_what_all_ranks_sent_and_connects_them_once(front):
 
     first, _ = asyncio.run(main())
     assert (first.nbytes, first.tensors, first.seconds) == (40, 4, 3.5)
-    assert len(made.ranks.asked("reach")) == 4 and made.engines.version == 5
+    assert len(made.ranks.asked("connect_engines")) == 4 and made.engines.version == 5
 
 
 def test_engines_wait_for_the_ranks_that_send(front):
@@ -118,22 +119,23 @@ def test_engines_wait_for_the_ranks_that_send(front):
     made = pushed(front({}, worlds))
     asyncio.run(made.push(4))
     assert [call[2:] for call in made.engines.engines.asked("begin_push")] == [(1, ("trainer-1", "trainer-3"))] * 2
-    assert {call[-1] for call in made.ranks.asked("reach")} == {(1, 3)}
+    assert {call[-1] for call in made.ranks.asked("connect_engines")} == {(1, 3)}
     assert [call[0] for call in made.ranks.asked("push")] == [0, 1, 2, 3]  # the others take part in the collectives
 
 
-def test_a_rank_that_sends_nothing_calls_no_engine(toy_run, recorded, said):
+def test_a_rank_that_sends_nothing_calls_no_engine(toy_run, recorded, build_info):
     """It would otherwise send its end to each engine: ranks x engines messages."""
     run = toy_run(steps=1)
     trainer = run.trainer
     trainer.world = World(0, 2, sends=False)
-    rank = Rank(run.run, Policy(), trainer)
+    worker = object.__new__(RankWorker)
+    worker.run, worker.part = run.run, Rank(run.run, Policy(), trainer)
     engines = recorded(("engine-0",), {})
-    rank.reach(engines, said, (1,))
+    worker.connect_engines(engines, build_info, (1,))
     with pytest.raises(MilesError, match=r"yields model\.\S+ although its World says that it sends nothing"):
-        asyncio.run(rank.push(1))
+        asyncio.run(worker.push(1, False, 1))
     trainer.units = lambda everywhere=False: iter(())
-    assert asyncio.run(rank.push(1)).nbytes == 0 and not engines.calls
+    assert asyncio.run(worker.push(1, False, 1)).nbytes == 0 and not engines.calls
 
 
 def test_a_push_is_made_again_after_an_engine_was_lost_in_it(front):
@@ -145,13 +147,13 @@ def test_a_push_is_made_again_after_an_engine_was_lost_in_it(front):
         if push == 1:
             if number == 2:
                 engines.dead = {1}
-                raise engines.lost(1, "it was killed")
+                raise engines.lost_error(1, "it was killed")
             while (0, "begin_push", 2, RANKS) not in engines.calls:
                 await asyncio.sleep(0)
         return SyncReport(version, 10, 1, 0.5)
 
     async def replace(number, lost):
-        await engines.renew(number)
+        await engines.restart(number)
 
     async def main():
         made.ranks.answers["push"] = push
@@ -160,7 +162,7 @@ def test_a_push_is_made_again_after_an_engine_was_lost_in_it(front):
 
     assert asyncio.run(main()).nbytes == 40
     assert [c[2] for c in engines.asked("begin_push") if c[0] == 0] == [1, 2, 3]
-    assert made.engines.serving == {0, 1} and len(made.ranks.asked("reach")) == 8
+    assert made.engines.serving == {0, 1} and len(made.ranks.asked("connect_engines")) == 8
 
 
 def test_an_engine_that_was_replaced_before_a_rank_reports_its_loss_is_not_replaced_again(front):
@@ -170,9 +172,9 @@ def test_an_engine_that_was_replaced_before_a_rank_reports_its_loss_is_not_repla
     async def push(number, version, plain, push):
         made.sent = version
         if push == 1:
-            lost = engines.lost(1, "it was killed")
+            lost = engines.lost_error(1, "it was killed")
             made.engines.replace_lost(lost)  # as a request that was in flight does
-            while not made.engines.renewed:
+            while not made.engines.replacements:
                 await asyncio.sleep(0)
             raise lost
         return SyncReport(version, 10, 1, 0.5)
@@ -193,7 +195,7 @@ def test_the_lost_rank_is_named_even_when_its_peers_complain_first(front):
     async def broken(number, share, step):
         if number == 1:
             await asyncio.sleep(0.05)
-            raise made.ranks.lost(1, "it was killed")
+            raise made.ranks.lost_error(1, "it was killed")
         raise RuntimeError("connection closed by peer")
 
     made = front({"learn": broken})
