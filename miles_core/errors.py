@@ -90,15 +90,6 @@ class WorkerLost(MilesError):
         )
 
 
-def set_worker(error: Exception, worker: str) -> None:
-    """Record the worker that raised ``error``, unless it has one. The error of other software gets a note."""
-    if getattr(error, "worker", ""):
-        return
-    error.worker = worker  # type: ignore[attr-defined]
-    if not isinstance(error, MilesError):
-        error.add_note(f"raised in worker {worker}")
-
-
 def first_line(error: Exception) -> str:
     """Return the first line of an error of other software, plus the second line if the first ends with a colon.
 

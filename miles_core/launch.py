@@ -111,10 +111,11 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
                 log.error("the run ended", exc_info=error, extra=logs.FILE_ONLY)
                 if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
                     run.hooks.name_suspects(error, _CHANGING)
-                _report_ending(record_ending(run, error=error), error)
+                error.add_note(_record_error(run, f"{type(error).__name__}: {error}"))
                 raise
-        end = record_ending(run, signal=stopped.name)
-        _report_ending(end)
+        end = record_ending(run, f"stopped by {stopped.name}" if stopped.name else "finished")
+        for line in end.lines():
+            log.info("%s", line)
         return Launched(run, parts, end, stopped.signals[-1] if stopped.signals else 0)
 
 
@@ -133,7 +134,7 @@ def _open_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, sta
         return make_log(run, manifests, progress, start)
     except MilesError as error:
         run.step = start or 0
-        _report_ending(record_ending(run, error=error), error)
+        error.add_note(_record_error(run, f"{type(error).__name__}: {error}"))
         raise
 
 
@@ -180,7 +181,8 @@ class StopSignals:
         log.error(
             "the run did not stop in time: the process exits %g s after %s", self.run.config.run.stop_within, self.name
         )
-        _report_ending(record_ending(self.run, signal=self.name))
+        for line in record_ending(self.run, f"stopped by {self.name}").lines():
+            log.info("%s", line)
 
 
 @contextmanager
@@ -233,12 +235,9 @@ def _write_start(run: Run) -> None:
         ) from error
 
 
-def _report_ending(summary: Ending, error: Exception | None = None) -> None:
-    """Log the last lines of a run. With an error, log them to the file only and attach them to the error as notes."""
-    for line in summary.lines():
-        if error is None:
-            log.info("%s", line)
-        else:
-            log.error("%s", line, extra=logs.FILE_ONLY)
-    if error is not None:
-        error.add_note("\n".join(summary.lines()[1:]))
+def _record_error(run: Run, error: str) -> str:
+    """Record that an error ended the run: log the last lines of the run to its file only, and return those that follow the message."""
+    first, *rest = record_ending(run, f"ended by {error}").lines()
+    for line in (first, *rest):
+        log.error("%s", line, extra=logs.FILE_ONLY)
+    return "\n".join(rest)

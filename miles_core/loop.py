@@ -75,9 +75,12 @@ async def steps(
                     await runtime.release()
                     await checkpoints.rescue()
             raise
-        except Exception as error:
-            if not runtime.recovers(error):
+        except WorkerLost as lost:
+            if not runtime.recovers(lost):
                 await checkpoints.rescue()
+            raise
+        except Exception:
+            await checkpoints.rescue()
             raise
         finally:
             await checkpoints.close()

@@ -32,7 +32,7 @@ from miles_runtime.rank_worker import RankWorker
 from miles_runtime.relay import is_relayed
 from miles_runtime.remote_tokens import refer_tokens
 from miles_runtime.sample_list import SampleList, pack_share
-from miles_runtime.workers import GRACE, AsyncMethod, Method, P, Workers, gather_in_order
+from miles_runtime.workers import GRACE, AsyncMethod, Method, P, Workers, first_error
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -265,22 +265,23 @@ class LearnerGroup(LearnerHandle):
                 raise self.lost
             calls = [asyncio.ensure_future(call(number, world)) for number, world in enumerate(self.worlds)]
             try:
-                answers = await gather_in_order(calls)
-            except WorkerLost as lost:
-                if lost.trains:
-                    self.lost = lost
-                elif self.engines is not None:  # a lost engine: the other ranks must not wait for it
-                    await self.engines.begin_push(self._sender_names)
-                    await asyncio.wait(calls)
-                raise
-            except Exception:
-                # the error of a rank whose peer died may arrive before the death itself is reported
-                await asyncio.wait(calls, timeout=GRACE)
+                error = await first_error(
+                    calls
+                )  # the error of a rank whose peer died may arrive before the death itself is reported
+            except asyncio.CancelledError:
                 for each in calls:
-                    if each.done() and isinstance(error := each.exception(), WorkerLost):
-                        self.lost = error if error.trains else self.lost
-                        raise error from None
+                    each.cancel()
                 raise
+            if isinstance(error, WorkerLost) and error.trains:
+                self.lost = error
+            elif (
+                isinstance(error, WorkerLost) and self.engines is not None
+            ):  # the other ranks must not wait for the lost engine
+                await self.engines.begin_push(self._sender_names)
+                await asyncio.wait(calls)
+            if error is not None:
+                raise error
+            answers = [each.result() for each in calls]
         self._attribute_wait([seconds for _, seconds in answers])
         return [answer for answer, _ in answers]
 

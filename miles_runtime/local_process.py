@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from miles_core.errors import MilesError
 from miles_runtime.local_channel import Channel, Message
 from miles_runtime.output import write_there
 from miles_runtime.workers import portable
@@ -164,6 +165,8 @@ class _Server:
                 value = await self.worker.answer(method, *args)
                 self.closed = self.closed or method == "close"
             message = Message((number, value, None))
+        except MilesError as error:
+            message = Message((number, None, error))
         except Exception as error:
             message = Message((number, None, portable(error)))
         self._channel.send(message)

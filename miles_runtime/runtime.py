@@ -127,9 +127,8 @@ class RemoteRuntime(Runtime):
         self._built.append((ranks, learner, pool, parts))
         return parts
 
-    def recovers(self, error: Exception) -> bool:
-        allowed = self.restarts.left and not self.run.stop_requested
-        return isinstance(error, WorkerLost) and error.trains and allowed
+    def recovers(self, lost: WorkerLost) -> bool:
+        return lost.trains and self.restarts.left and not self.run.stop_requested
 
     async def recover(self, lost: WorkerLost) -> None:
         """Recreate all ranks of the policy that lost a rank, with their initial weights. Engines discard the lost ranks' buckets."""

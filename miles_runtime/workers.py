@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextlib import contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from miles_core.errors import MilesError, WorkerLost, set_worker
+from miles_core.errors import MilesError, WorkerLost
 from miles_runtime.blob import Stored
 from miles_runtime.busy_time import BusyTime
 from miles_runtime.timeouts import PIECES, TimeoutExpired, Timeouts, wait_for
@@ -201,18 +201,22 @@ class Workers(ABC):
     @contextmanager
     def name_errors(self, number: int) -> Iterator[None]:
         """Record in errors of the body that this worker raised them, unless they came from another one."""
+        name = self.names[number]
         try:
             yield
+        except MilesError as error:
+            error.worker = error.worker or name
+            raise
         except Exception as error:
             if not short_of_memory(error):
-                set_worker(error, self.names[number])
+                error.add_note(f"raised in worker {name}")
                 raise
             first = str(error).strip().partition("\n")[0]
             short = MilesError(
-                f"not enough memory ({first}): lower --max-tokens-per-gpu or --micro-batch-size where it "
-                "trains, --max-running-requests where it generates, or give it more processes"
+                f"not enough memory ({first}): lower --max-tokens-per-gpu or --micro-batch-size where it trains, "
+                "--max-running-requests where it generates, or give it more processes"
             )
-            set_worker(short, self.names[number])
+            short.worker = name
             raise short from error
 
     def lost_error(self, number: int, cause: str) -> WorkerLost:
@@ -315,24 +319,35 @@ async def await_all(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     """Await all calls of a collective and return the results in order. If several fail, the loss of a worker takes precedence,
     because its peers only report a broken connection."""
     tasks = [asyncio.ensure_future(call) for call in calls]
-    deadline: float | None = None
     try:
-        while waiting := [task for task in tasks if not task.done()]:
-            if any(isinstance(error, WorkerLost) for error in _errors(tasks)):
-                break
-            if deadline is None and _errors(tasks):
-                deadline = time.monotonic() + GRACE
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                break
-            await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if error := await first_error(tasks):
+            raise error
     finally:
         for task in tasks:
             task.cancel()
-    errors = _errors(tasks)
-    if errors:
-        raise next((error for error in errors if isinstance(error, WorkerLost)), errors[0])
     return [task.result() for task in tasks]
+
+
+async def first_error(tasks: Sequence[asyncio.Task[Any]]) -> BaseException | None:
+    """Wait until all tasks have ended or one has lost its worker; after another error, at most ``GRACE`` seconds longer.
+
+    Returns:
+        the loss of a worker, else the first error; None if there is none.
+    """
+    first: BaseException | None = None
+    deadline: float | None = None
+    while True:
+        done = [task for task in tasks if task.done() and not task.cancelled()]
+        errors = [error for task in done if (error := task.exception()) is not None]
+        if lost := next((error for error in errors if isinstance(error, WorkerLost)), None):
+            return lost
+        if errors and first is None:
+            first, deadline = errors[0], time.monotonic() + GRACE
+        waiting = [task for task in tasks if not task.done()]
+        left = None if deadline is None else deadline - time.monotonic()
+        if not waiting or (left is not None and left <= 0):
+            return first
+        await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def close_workers(placed: Iterable[Workers], stopped: bool) -> None:
@@ -347,11 +362,6 @@ async def close_workers(placed: Iterable[Workers], stopped: bool) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(FAREWELL):
             await asyncio.gather(*(workers.end() for workers in placed))
-
-
-def _errors(tasks: Iterable[asyncio.Future[Any]]) -> list[BaseException]:
-    done = [task for task in tasks if task.done() and not task.cancelled()]
-    return [error for task in done if (error := task.exception()) is not None]
 
 
 def require_agreement(what: str, found: Mapping[str, Any]) -> Any:

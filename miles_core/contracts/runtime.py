@@ -342,8 +342,8 @@ class Runtime(ABC):
         ``rollout_workers`` if ``--rollout-workers`` is given. Called again after ``recover``."""
         return local
 
-    def recovers(self, error: Exception) -> bool:
-        """Whether ``recover`` can handle an error raised by a part of this runtime."""
+    def recovers(self, lost: WorkerLost) -> bool:
+        """Whether ``recover`` can replace a lost worker of this runtime."""
         return False
 
     async def recover(self, lost: WorkerLost) -> None:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from miles_core.contracts.engine import Engine
-from miles_core.errors import DataError, MilesError, MismatchError, NonFiniteError, PlanError, SyncError, WorkerLost, set_worker
+from miles_core.errors import DataError, MilesError, MismatchError, NonFiniteError, PlanError, SyncError, WorkerLost
 from miles_core.train.rank import Rank
 from miles_runtime.busy_time import BusyTime
 from miles_runtime.engine_worker import EngineWorker
@@ -48,7 +48,7 @@ class StrangeError(Exception):
 
 
 def named(worker, error):
-    set_worker(error, worker)
+    error.worker = worker
     return error
 
 
@@ -74,9 +74,10 @@ def test_every_error_names_the_worker_and_keeps_its_class(recorded, raised, matc
     with pytest.raises(type(raised), match=match) as found:
         asyncio.run(recorded(["engine-0"], {"build": fail}).call(0, EngineWorker.build))
     assert "worker engine" in "\n".join([str(found.value), *getattr(found.value, "__notes__", ())])
-    assert getattr(found.value, "gap", 3) == 3 and found.value.worker.startswith("engine-")
-    again = pickle.loads(pickle.dumps(found.value))
-    assert again.worker == found.value.worker and str(again) == str(found.value)
+    assert getattr(found.value, "gap", 3) == 3
+    if isinstance(raised, MilesError):
+        again = pickle.loads(pickle.dumps(found.value))
+        assert again.worker == found.value.worker != "" and str(again) == str(found.value)
 
 
 def test_a_worker_without_memory_is_named_with_what_to_do(recorded):
