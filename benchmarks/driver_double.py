@@ -25,8 +25,8 @@ from miles_core.trainer import Learned, LearnerHandle
 from miles_runtime import InlineRuntime, Workers, local_channel
 from miles_runtime.blob import Blob, write_buffers
 from miles_runtime.engine_pool import EnginePool
-from miles_runtime.inline_rollouts import InlineRolloutRuntime
 from miles_runtime.inbox import Inbox
+from miles_runtime.inline_rollouts import InlineRolloutRuntime
 
 #: As the field of ``r3``, whose hook checks it in the same way.
 FIELD = Field("recorded", "int16", "token-1", pad=-1, shape=(None, None))

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from miles_core.plugin.problem import Problem as Problem, Review as Review, describe_fact as describe_fact
     from miles_core.redact import redact as redact
     from miles_core.reward.reward import compares_label as compares_label, group_reward as group_reward
-    from miles_core.rollout.function import Ask as Ask
+    from miles_core.rollout.function import GenerationClient as GenerationClient
     from miles_core.rollout.function import RolloutFunction as RolloutFunction
     from miles_core.rollout.transcript import Transcript as Transcript, Turn as Turn
     from miles_core.schedule.sync import SyncSchedule as SyncSchedule
@@ -94,7 +94,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.plugin.problem": "Problem Review describe_fact",
         "miles_core.redact": "redact",
         "miles_core.reward.reward": "compares_label group_reward",
-        "miles_core.rollout.function": "Ask RolloutFunction",
+        "miles_core.rollout.function": "GenerationClient RolloutFunction",
         "miles_core.rollout.transcript": "Transcript Turn",
         "miles_core.schedule.sync": "SyncSchedule",
     },

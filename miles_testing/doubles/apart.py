@@ -18,11 +18,11 @@ from miles_core.plugin.options import option
 from miles_core.version import __version__
 from miles_runtime.busy_time import BusyTime
 from miles_runtime.engine_worker import EngineWorker
-from miles_runtime.timeouts import Timeouts, ignore_error
 from miles_runtime.rank_worker import RankWorker
 from miles_runtime.rollout_worker import RolloutWorker
 from miles_runtime.runtime import RemoteRuntime
-from miles_runtime.worker import WorkerSpec, Worker
+from miles_runtime.timeouts import Timeouts, ignore_error
+from miles_runtime.worker import Worker, WorkerSpec
 from miles_runtime.workers import Workers
 
 

@@ -17,10 +17,10 @@ from miles_core.data.sample import Sample
 from miles_core.data.world import World
 from miles_core.errors import ConfigError, MilesError, NonFiniteError, WorkerLost
 from miles_core.observe.timer import Clock
+from miles_core.train.rank import Rank
 from miles_runtime.engine_pool import EnginePool
 from miles_runtime.learner_group import LearnerGroup
 from miles_runtime.rank_worker import RankWorker
-from miles_core.train.rank import Rank
 
 RANKS = ("trainer-0", "trainer-1", "trainer-2", "trainer-3")
 #: Two replicas of two ranks.

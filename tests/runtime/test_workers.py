@@ -15,8 +15,8 @@ from miles_core.train.rank import Rank
 from miles_runtime.busy_time import BusyTime
 from miles_runtime.engine_worker import EngineWorker
 from miles_runtime.rank_worker import RankWorker
-from miles_runtime.timeouts import Timeouts
 from miles_runtime.restarts import Restarts
+from miles_runtime.timeouts import Timeouts
 from miles_runtime.workers import await_all, require_agreement
 
 

@@ -12,7 +12,7 @@ from miles_core.algorithm.advantage import group_scores
 from miles_core.contracts.engine import Response, Sampling
 from miles_core.data import Sample
 from miles_core.plugin import ConfigError
-from miles_core.rollout.function import Ask
+from miles_core.rollout.function import GenerationClient
 from miles_testing import PromptSourceContract
 from miles_tools.demo.model import make_tokenizer
 
@@ -46,7 +46,7 @@ def play(answers, attempts=4):
         return Response(ids, [-1.0] * len(ids), "stop", text, [(0, 0)])
 
     sample = Sample(prompt="Task: ", tokens=TOKENIZER.encode("Task: "), index=5)
-    ask = Ask(sample, "p", generation, Sampling(8), TOKENIZER, None, TOKENIZER.decode)
+    ask = GenerationClient(sample, "p", generation, Sampling(8), TOKENIZER, None, TOKENIZER.decode)
     made = ProposerGame(attempts).play(sample, ask, {"proposer": "p", "solver": "s"})
     return asyncio.run(made), requests, ask.metrics
 

@@ -20,7 +20,7 @@ from miles_endpoint.call import Call
 from miles_endpoint.conversation import Conversations
 
 if TYPE_CHECKING:
-    from miles_core.plugin import Ask, Turn
+    from miles_core.plugin import GenerationClient, Turn
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Session:
         failure: set to the error of an engine, which ends the sample.
     """
 
-    def __init__(self, ask: Ask, reader: AnswerReader, limits: Limits) -> None:
+    def __init__(self, ask: GenerationClient, reader: AnswerReader, limits: Limits) -> None:
         self.ask, self.reader, self.limits = ask, reader, limits
         self.conversations = Conversations()
         self.counts: Counter[str] = Counter()

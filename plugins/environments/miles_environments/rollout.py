@@ -11,7 +11,7 @@ from typing import Any
 
 from miles_chat import drop_earlier_rows
 from miles_core.data import CannotExtend, Sample, Status
-from miles_core.plugin import Ask, Config, RolloutFunction, Run, Turn
+from miles_core.plugin import Config, GenerationClient, RolloutFunction, Run, Turn
 from miles_environments.environment import EnvironmentFault, Episode, Step, find_answer, instructions_of
 from miles_environments.registry import KEY, Member, Registry, registry_of
 from miles_environments.threads import silence
@@ -40,7 +40,7 @@ class EpisodeLoop(RolloutFunction):
         if self._restore is not None:
             self._restore()
 
-    async def __call__(self, sample: Sample, ask: Ask) -> list[Sample]:
+    async def __call__(self, sample: Sample, ask: GenerationClient) -> list[Sample]:
         member, info = self.registry.find(sample)
         if not member.environment.several_turns:
             await ask()
@@ -78,7 +78,7 @@ class Play:
         done: whether the episode came to its end.
     """
 
-    def __init__(self, loop: EpisodeLoop, member: Member, sample: Sample, ask: Ask) -> None:
+    def __init__(self, loop: EpisodeLoop, member: Member, sample: Sample, ask: GenerationClient) -> None:
         self.loop, self.member, self.sample, self.ask = loop, member, sample, ask
         self.rewards: list[float] = []
         self.seconds, self.done = 0.0, False

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ray
 
 from miles_core.plugin import MilesError
-from miles_runtime import EngineWorker, WorkerSpec, RankWorker, RolloutWorker, Worker, write_there
+from miles_runtime import EngineWorker, RankWorker, RolloutWorker, Worker, WorkerSpec, write_there
 
 #: Thread switch interval in seconds; Python's default of 5 ms would delay every incoming call.
 SWITCH = 0.0005

@@ -19,7 +19,7 @@ from miles_core.plugin import ConfigError, MilesError, WorkerLost
 from miles_ray.actor import BEAT, Actor, Found
 from miles_ray.stored import StoredBlobs
 from miles_ray.watch import raylet_lives
-from miles_runtime import WorkerSpec, Stored, Workers, last_lines, short_of_memory, uses_cpu
+from miles_runtime import Stored, Workers, WorkerSpec, last_lines, short_of_memory, uses_cpu
 
 #: Maximum concurrent calls of an actor. Requests to a paused engine stay open until new weights arrive; with Ray's default of 1000, the
 #: call that sends the weights could queue behind them and deadlock.

@@ -11,7 +11,7 @@ from typing import Any
 
 from miles_chat import Answer, Call, Dialect, drop_earlier_rows, find_dialect
 from miles_core.data import CannotExtend, Sample, Status
-from miles_core.plugin import Ask, Config, MilesError, RolloutFunction, Run, Turn
+from miles_core.plugin import Config, GenerationClient, MilesError, RolloutFunction, Run, Turn
 from miles_tool_calls.budget import Budget
 from miles_tool_calls.config import ToolsConfig
 from miles_tool_calls.conversation import first_messages, result_messages
@@ -61,7 +61,7 @@ class ToolLoop(RolloutFunction):
     async def stop(self) -> None:
         await self.box.stop()
 
-    async def __call__(self, sample: Sample, ask: Ask) -> list[Sample]:
+    async def __call__(self, sample: Sample, ask: GenerationClient) -> list[Sample]:
         rollout = Rollout(self, sample, ask)
         fault = 0.0
         try:
@@ -89,7 +89,7 @@ class Rollout:
         record: the calls, for rewards and the report: turn, name, arguments, whether it failed, seconds.
     """
 
-    def __init__(self, loop: ToolLoop, sample: Sample, ask: Ask) -> None:
+    def __init__(self, loop: ToolLoop, sample: Sample, ask: GenerationClient) -> None:
         self.loop, self.sample, self.ask = loop, sample, ask
         self.budget = Budget(loop.options)
         self.record: list[dict[str, Any]] = []
