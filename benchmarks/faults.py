@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument(
         "--anytime", type=int, metavar="N", help="instead: N kills and stops at random moments (see faults_anytime.py)"
     )
-    parser.add_argument("--runtime", default="apart", choices=("apart", "ray"), help="of --anytime")
+    parser.add_argument("--runtime", default="remote", choices=("remote", "ray"), help="of --anytime")
     parser.add_argument("--ranks", type=int, default=2, help="trainer ranks of --anytime --runtime ray")
     parser.add_argument(
         "--rollout-workers", type=int, default=0, help="of the runs of --anytime; 0: the driver generates"
@@ -291,7 +291,7 @@ def measure(chosen: argparse.Namespace, libraries: Sequence[str]) -> None:
         )
         campaign = Campaign(
             chosen.anytime,
-            Shape(chosen.runtime, 1 if chosen.runtime == "apart" else chosen.ranks, chosen.rollout_workers),
+            Shape(chosen.runtime, 1 if chosen.runtime == "remote" else chosen.ranks, chosen.rollout_workers),
             chosen.gap,
             Limits(end, chosen.stall, chosen.heartbeat or HEARTBEAT[chosen.runtime]),
             chosen.log,

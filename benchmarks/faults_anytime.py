@@ -2,7 +2,7 @@
 
 A plugin file kills (SIGKILL) or stops (SIGSTOP) a random worker after a random time, and sometimes in the middle of a hook: at a tensor of a
 push, a batch, a save, the build of a model. Some faults kill the driver instead, which is then started again with ``--load``. With the
-runtime ``apart`` the workers are objects of the run's process, which makes many faults cheap; with ``ray`` they are processes, and Ray's own
+runtime ``remote`` the workers are objects of the run's process, which makes many faults cheap; with ``ray`` they are processes, and Ray's own
 processes (raylet and control store) are killed, too. A run cannot go on without them: it has to end with a one-line error and its last
 completed step saved, and is then started again.
 
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 from miles_testing.toy import toy_arguments
 
 GROUPS, SAMPLES = 2, 4
@@ -54,7 +54,7 @@ REPLACED = re.compile(r"worker (\S+) was lost: (?:(?!worker \S+ was lost: ).)*?;
 #: The plugin of the runs, which inflicts the faults.
 PLUGIN = Path(__file__).with_name("faults_plugin.py").read_text()
 #: Seconds after which a stopped worker counts as lost, unless ``--heartbeat`` is given.
-HEARTBEAT = {"apart": 0.5, "ray": 5.0}
+HEARTBEAT = {"remote": 0.5, "ray": 5.0}
 
 
 #: Held while a toy model is made, which draws from torch's global generator.
@@ -92,8 +92,8 @@ class Shape:
 
     def options(self) -> dict[str, Any]:
         """The options of a toy run."""
-        apart_sizes, ray_sizes = {"apart_engines": 2}, {"rollout_num_gpus": 2, "actor_num_gpus_per_node": self.ranks}
-        sizes = apart_sizes if self.runtime == "apart" else ray_sizes
+        remote_sizes, ray_sizes = {"remote_engines": 2}, {"rollout_num_gpus": 2, "actor_num_gpus_per_node": self.ranks}
+        sizes = remote_sizes if self.runtime == "remote" else ray_sizes
         return {"runtime": self.runtime, "rollout_workers": self.rollouts or None, **sizes}
 
 
@@ -104,7 +104,7 @@ def once(shape: Shape, kills: int, seed: int, gap: float, directory: Path, limit
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
     (directory / "faults.py").write_text(PLUGIN)
     (directory / "fault.json").write_text(json.dumps([shape.runtime, kills, seed, gap, limits.end - SPARE]))
-    plugins = [str(directory / "faults.py"), *([apart.__file__] if shape.runtime == "apart" else [])]
+    plugins = [str(directory / "faults.py"), *([remote.__file__] if shape.runtime == "remote" else [])]
     words = arguments(
         plugins,
         directory / "run",
@@ -359,7 +359,7 @@ def reference(shape: Shape, steps: int, directory: Path) -> tuple[str, dict[tupl
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
     (directory / "faults.py").write_text(PLUGIN)
     (directory / "fault.json").write_text(json.dumps([shape.runtime, 0, 0, 1.0, 0.0]))
-    plugins = [str(directory / "faults.py"), *([apart.__file__] if shape.runtime == "apart" else [])]
+    plugins = [str(directory / "faults.py"), *([remote.__file__] if shape.runtime == "remote" else [])]
     words = arguments(
         plugins,
         directory / "run",

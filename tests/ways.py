@@ -1,8 +1,9 @@
 """Traces the way of a thing through our packages: the functions that it passes, in order.
 
-A *way* runs past landmarks, the functions in which the thing changes. Its stops are the functions of our packages that are active at a
-landmark (on the stack, awaiting coroutines included), in the order in which they were first active; comprehensions count as part of
-their function. The way of an error has other stops: functions that catch it, and functions that receive it as an argument.
+A *way* runs past landmarks, the functions in which the thing is made or changed. Its stops are the functions of our packages that are
+active at a landmark (on the stack, awaiting coroutines included), in the order in which they were first active, without those that were
+active before the first landmark. Comprehensions count as part of their function. The stops of an error are the functions that catch it or
+receive it as an argument.
 """
 
 from __future__ import annotations
@@ -17,99 +18,105 @@ from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-_ANONYMOUS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
+_PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
 @lru_cache(None)
 def name_of(code: CodeType) -> str:
-    """Return ``file.function`` of code in one of our packages, else an empty text."""
+    """Return ``module.function`` of code in one of our packages, else an empty text."""
     path = Path(code.co_filename)
-    if not path.is_relative_to(ROOT) or path.is_relative_to(ROOT / "tests") or code.co_qualname.endswith(_ANONYMOUS):
+    if not path.is_relative_to(ROOT) or path.is_relative_to(ROOT / "tests") or code.co_qualname.endswith(_PARTS):
         return ""
     return f"{path.stem}.{code.co_qualname.replace('.<locals>', '')}"
 
 
-def stack(frame: FrameType | None) -> Iterator[str]:
-    """Yield the names of the active functions of our packages, outermost first."""
-    frames = []
+def active(frame: FrameType | None) -> list[str]:
+    """Return the names of the active functions of our packages, outermost first."""
+    names: list[str] = []
     while frame is not None:
-        frames.append(frame)
+        names.append(name_of(frame.f_code))
         frame = frame.f_back
-    return filter(None, (name_of(each.f_code) for each in reversed(frames)))
+    return [name for name in reversed(names) if name]
 
 
 class Trace:
-    """The calls of one step.
+    """The functions that are called while the body of ``recording`` runs.
 
     Attributes:
         files: files of our packages with a function that was called.
-        calls: number of calls.
-        stacks: for each landmark that was passed, in order, its name and the active functions.
+        passed: for each landmark that was passed, in order, its name and the active functions.
     """
 
     def __init__(self, landmarks: Sequence[str]) -> None:
-        self.landmarks, self.files, self.calls = tuple(landmarks), set[str](), 0
-        self.stacks: list[tuple[str, list[str]]] = []
+        self.files = set[str]()
+        self.passed: list[tuple[str, list[str]]] = []
+        self._landmarks = frozenset(landmarks)
 
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(ROOT):
-            self.calls += 1
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record during the body."""
+        sys.setprofile(self._record)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _record(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and (name := name_of(frame.f_code)):
             self.files.add(frame.f_code.co_filename)
-            if (name := name_of(frame.f_code)) in self.landmarks:
-                self.stacks.append((name, [*stack(frame)]))
+            if name in self._landmarks:
+                self.passed.append((name, active(frame)))
 
-    def way(self, start: str) -> list[str]:
-        """Return the stops from the function ``start`` past all landmarks in their order; each must have been passed."""
+    def way(self, landmarks: Sequence[str]) -> list[str]:
+        """Return the stops of the way past ``landmarks``, which must have been passed in this order."""
         stops: dict[str, None] = {}
-        left = iter(self.landmarks)
-        landmark: str | None = next(left)
-        for name, active in self.stacks:
-            if name == landmark:
-                stops |= dict.fromkeys(active[active.index(start) :] if start in active else active)
-                landmark = next(left, None)
-        assert landmark is None, f"{landmark} was not called, or not after the landmarks before it"
+        before: frozenset[str] | None = None
+        left = [*landmarks]
+        for name, functions in self.passed:
+            if left and name == left[0]:
+                left.pop(0)
+                before = frozenset(functions[:-1]) if before is None else before
+                stops |= dict.fromkeys(each for each in functions if each not in before)
+        assert not left, f"{left[0]} was not called after the landmarks before it"
         return [*stops]
 
 
-@contextmanager
-def traced(trace: Trace) -> Iterator[Trace]:
-    """Trace the body."""
-    sys.setprofile(trace)
-    try:
-        yield trace
-    finally:
-        sys.setprofile(None)
-
-
 class ErrorTrace:
-    """Records the functions that handle an error. Call ``begin`` with the error immediately before it is raised."""
+    """Records the functions that handle an error.
+
+    Attributes:
+        stops: the functions, in order.
+    """
 
     def __init__(self) -> None:
         self.stops: dict[str, None] = {}
         self._error: BaseException | None = None
 
     def begin(self, error: BaseException) -> None:
-        """Start with ``error``."""
+        """Start to record. Called immediately before ``error`` is raised."""
         self._error = error
-        sys.settrace(self._trace)
+        sys.settrace(self._record)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            frame.f_trace = self._trace
+            frame.f_trace = self._record
             frame = frame.f_back
 
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if not (name := name_of(frame.f_code)):
-            return self._trace
-        if event == "call" and any(value is self._error for value in frame.f_locals.values()):
+    def end(self) -> None:
+        """Stop recording."""
+        sys.settrace(None)
+
+    def _record(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        name = name_of(frame.f_code)
+        if not name or name.endswith("__"):  # a method of the error itself
+            return self._record
+        received = event == "call" and any(value is self._error for value in frame.f_locals.values())
+        if received or (event == "line" and sys.exc_info()[1] is self._error and _in_handler(frame)):
             self.stops[name] = None
-        caught = event == "line" and self._error is sys.exc_info()[1] and _in_handler(frame)
-        if caught:
-            self.stops[name] = None
-        return self._trace
+        return self._record
 
 
 def _in_handler(frame: FrameType) -> bool:
-    return any(start <= frame.f_lineno <= end for start, end in _handlers(frame.f_code.co_filename))
+    return any(first <= frame.f_lineno <= last for first, last in _handlers(frame.f_code.co_filename))
 
 
 @lru_cache(None)

@@ -76,32 +76,27 @@ def encode_prompt(render: PromptTemplate, row: Row, limits: Limits, encoded: lis
     return tokens
 
 
-def encode_within_limits(render: PromptTemplate, row: Row, config: Config, limits: Limits) -> list[int] | None:
-    """Return the token ids of a row's prompt; None if it is longer than ``--rollout-max-prompt-len``.
-
-    Raises:
-        DataError: see ``encode_prompt``; or the prompt leaves no room for a response within the context.
-    """
-    tokens = encode_prompt(render, row, limits)
-    longest = config.rollout.max_prompt_len
-    if longest is not None and len(tokens) > longest:
-        return None
-    if limits.context is not None and len(tokens) >= limits.context:
-        raise DataError(
-            f"{row.place}: the prompt of {len(tokens)} tokens leaves no room for a response within {limits.context} tokens "
-            f"({limits.origin}); shorten it, or leave such prompts out with --rollout-max-prompt-len"
-        )
-    return tokens
-
-
 def encode_rows(render: PromptTemplate, config: Config, limits: Limits) -> Callable[[Row], list[int] | None]:
-    """Return ``encode_within_limits`` as a function of a row. Invalid rows that were not examined before the run are logged and left out."""
+    """Return the function row -> token ids of its prompt, or None if the prompt is longer than ``--rollout-max-prompt-len``. Invalid rows
+    that were not examined before the run are logged and left out.
+
+    The function raises DataError: see ``encode_prompt``; or the prompt leaves no room for a response within the context.
+    """
+    longest = config.rollout.max_prompt_len
 
     def encode(row: Row) -> list[int] | None:
         try:
             if row.fault:
                 raise DataError(row.fault)
-            return encode_within_limits(render, row, config, limits)
+            tokens = encode_prompt(render, row, limits)
+            if longest is not None and len(tokens) > longest:
+                return None
+            if limits.context is not None and len(tokens) >= limits.context:
+                raise DataError(
+                    f"{row.place}: the prompt of {len(tokens)} tokens leaves no room for a response within {limits.context} tokens "
+                    f"({limits.origin}); shorten it, or leave such prompts out with --rollout-max-prompt-len"
+                )
+            return tokens
         except DataError as error:
             if row.examined:
                 raise

@@ -10,7 +10,12 @@ from miles_runtime.inbox import Inbox
 from miles_runtime.remote_tokens import pack_tokens
 from miles_runtime.workers import Workers
 
-BUILD_INFO = {"capabilities": frozenset({"score"}), "kv_cache_dtype": "", "native_products": False, "model_facts": {"a": 1}}
+BUILD_INFO = {
+    "capabilities": frozenset({"score"}),
+    "kv_cache_dtype": "",
+    "native_products": False,
+    "model_facts": {"a": 1},
+}
 
 
 class Recorded(Workers):

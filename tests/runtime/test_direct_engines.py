@@ -28,7 +28,14 @@ def connect(recorded, build_info):
     def call(place=(0, 1), generate=lambda number, request: number, timeouts=None, busy=None):
         workers, reports = recorded(NAMES, {"generate": generate}), []
         engines = DirectEngines(
-            "policy", workers, build_info, "rollout-0-0", place, timeouts or Timeouts(), busy or BusyTime(), reports.append
+            "policy",
+            workers,
+            build_info,
+            "rollout-0-0",
+            place,
+            timeouts or Timeouts(),
+            busy or BusyTime(),
+            reports.append,
         )
         return engines, reports, workers
 

@@ -11,7 +11,7 @@ from miles_core.contracts.run import Run, check_policies
 from miles_core.data.sample import Sample
 from miles_core.errors import CheckpointError, DataError, PluginError
 from miles_core.plugin import Policy
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 #: A second policy that learns from every other group; both are asked in turn.
 TWO = """
@@ -32,7 +32,7 @@ def test_each_policy_has_workers_of_its_own_and_loses_them_alone(toy_run, tmp_pa
     plugins, options = [str(tmp_path / "two.py")], {"steps": 3, "save_interval": 1}
     one = toy_run(plugins, **options)
     killed = []
-    learn = apart.ApartWorkers.send
+    learn = remote.DoubleWorkers.send
 
     async def send(self, number, method, *args):
         if method == "learn_stored" and args[0] == 1 and self.names == ("second-trainer-0",) and not killed:
@@ -40,8 +40,8 @@ def test_each_policy_has_workers_of_its_own_and_loses_them_alone(toy_run, tmp_pa
             self.crash(number)
         return await learn(self, number, method, *args)
 
-    monkeypatch.setattr(apart.ApartWorkers, "send", send)
-    done = toy_run([*plugins, apart.__file__], runtime="apart", **options)
+    monkeypatch.setattr(remote.DoubleWorkers, "send", send)
+    done = toy_run([*plugins, remote.__file__], runtime="remote", **options)
     assert killed
     names = ("policy/train/grad_norm", "second/train/grad_norm")
     assert [[m[n] for n in names] for m in done.metrics] == [[m[n] for n in names] for m in one.metrics]

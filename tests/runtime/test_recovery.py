@@ -12,14 +12,14 @@ from collections import Counter
 import pytest
 
 from miles_core.errors import PlanError, WorkerLost
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 #: Kills workers (moment, step, name) once each, and writes which prompts the trainer was given, where nothing rolls it back.
 FAULTS = """
 import json
 from pathlib import Path
 from miles_core.plugin import hookimpl
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 def reach(run, moment, step):
     path = run.directory.parent / "faults.json"
@@ -27,7 +27,7 @@ def reach(run, moment, step):
     for fault in [f for f in waiting if f[:2] == [moment, step]]:
         waiting.remove(fault)
         path.write_text(json.dumps(waiting))
-        (apart.latest().hang if fault[2].startswith("-") else apart.latest().kill)(fault[2].lstrip("-"))
+        (remote.latest().hang if fault[2].startswith("-") else remote.latest().kill)(fault[2].lstrip("-"))
 
 @hookimpl
 def on_sample(run, sample):
@@ -65,8 +65,8 @@ def survive(toy_run, tmp_path):
 
     def call(faults, **options):
         (tmp_path / "faults.json").write_text(json.dumps(faults))
-        plugins = [apart.__file__, str(tmp_path / "faults.py")]
-        given = {"runtime": "apart", "apart_engines": 2, "steps": STEPS, "save_interval": 2, **options}
+        plugins = [remote.__file__, str(tmp_path / "faults.py")]
+        given = {"runtime": "remote", "remote_engines": 2, "steps": STEPS, "save_interval": 2, **options}
         return toy_run(plugins, directory=tmp_path / "run", **given)
 
     return call
@@ -102,9 +102,9 @@ def test_it_computes_what_one_process_does(survive, toy_run, tmp_path):
 @pytest.mark.parametrize("schedule", ["sync", "ahead", "async"])
 @pytest.mark.parametrize("engines", [1, 2])
 def test_an_engine_that_dies_in_a_rollout_loses_nothing(survive, toy_run, tmp_path, schedule, engines):
-    done = survive([("rollout", 1, "engine-0"), ("rollout", 2, "engine-0")], apart_engines=engines, schedule=schedule)
+    done = survive([("rollout", 1, "engine-0"), ("rollout", 2, "engine-0")], remote_engines=engines, schedule=schedule)
     check(done, tmp_path)
-    assert apart.latest().restarts.used == 2
+    assert remote.latest().restarts.used == 2
     if schedule == "sync":  # the same tokens under the same weights
         assert rewards(done) == rewards(toy_run(steps=STEPS))
 
@@ -137,11 +137,11 @@ def test_a_worker_that_hangs_in_a_push_is_named_itself(survive, toy_run, tmp_pat
     check(done, tmp_path)
     log = (done.directory / "run.log").read_text()
     assert f"worker {worker} was lost: it gave no sign of life for 0.5 s" in log
-    assert apart.latest().restarts.used == 1 and rewards(done) == rewards(toy_run(steps=STEPS))
+    assert remote.latest().restarts.used == 1 and rewards(done) == rewards(toy_run(steps=STEPS))
 
 
 def test_workers_that_die_while_they_are_built_are_built_again(survive, tmp_path, monkeypatch):
-    plain, struck = apart.ApartWorkers.send, []
+    plain, struck = remote.DoubleWorkers.send, []
 
     async def send(self, number, method, *args):
         if method in ("digest", "build") and (method, self.names[number]) not in struck:
@@ -149,13 +149,13 @@ def test_workers_that_die_while_they_are_built_are_built_again(survive, tmp_path
             self.crash(number)
         return await plain(self, number, method, *args)
 
-    monkeypatch.setattr(apart.ApartWorkers, "send", send)
+    monkeypatch.setattr(remote.DoubleWorkers, "send", send)
     check(survive([], max_restarts=6), tmp_path)
-    assert len(struck) == 6 and apart.latest().restarts.used == 6
+    assert len(struck) == 6 and remote.latest().restarts.used == 6
 
 
 def test_a_rank_that_dies_in_its_recovery_is_recovered(survive, tmp_path, monkeypatch):
-    plain, calls = apart.ApartWorkers.send, []
+    plain, calls = remote.DoubleWorkers.send, []
 
     async def send(self, number, method, *args):
         if self.names == ("trainer-0",) and (method == "build" or args[1:2] == ("load",)):
@@ -164,7 +164,7 @@ def test_a_rank_that_dies_in_its_recovery_is_recovered(survive, tmp_path, monkey
                 self.crash(number)
         return await plain(self, number, method, *args)
 
-    monkeypatch.setattr(apart.ApartWorkers, "send", send)
+    monkeypatch.setattr(remote.DoubleWorkers, "send", send)
     check(survive([("train", 3, "trainer-0")], max_restarts=5), tmp_path)
     assert len(calls) >= 5
 
@@ -174,7 +174,7 @@ def test_a_rank_that_dies_as_it_sends_its_weights_to_the_only_engine_is_recovere
     survive, tmp_path, monkeypatch, schedule
 ):
     """The engine died with requests in flight. They wait for its replacement, which waits for the rank's weights."""
-    plain, posts, pushes = apart.ApartWorkers.send, [], []
+    plain, posts, pushes = remote.DoubleWorkers.send, [], []
 
     async def send(self, number, method, *args):
         if method == "post":
@@ -187,13 +187,13 @@ def test_a_rank_that_dies_as_it_sends_its_weights_to_the_only_engine_is_recovere
                 self.crash(number)
         return await plain(self, number, method, *args)
 
-    monkeypatch.setattr(apart.ApartWorkers, "send", send)
-    check(survive([], max_restarts=2, apart_engines=1, schedule=schedule), tmp_path)
-    assert len(pushes) > 1 and apart.latest().restarts.used == 2
+    monkeypatch.setattr(remote.DoubleWorkers, "send", send)
+    check(survive([], max_restarts=2, remote_engines=1, schedule=schedule), tmp_path)
+    assert len(pushes) > 1 and remote.latest().restarts.used == 2
 
 
 def test_an_engine_that_is_replaced_before_the_rank_waits_for_its_weights(survive, tmp_path, monkeypatch):
-    plain, builds = apart.ApartWorkers.send, []
+    plain, builds = remote.DoubleWorkers.send, []
 
     async def send(self, number, method, *args):
         if method == "build":
@@ -204,8 +204,8 @@ def test_an_engine_that_is_replaced_before_the_rank_waits_for_its_weights(surviv
                 await asyncio.sleep(1.0)  # the new engine is built and asks for weights
         return await plain(self, number, method, *args)
 
-    monkeypatch.setattr(apart.ApartWorkers, "send", send)
-    check(survive([("train", 2, "trainer-0"), ("train", 2, "engine-0")], apart_engines=1), tmp_path)
+    monkeypatch.setattr(remote.DoubleWorkers, "send", send)
+    check(survive([("train", 2, "trainer-0"), ("train", 2, "engine-0")], remote_engines=1), tmp_path)
     assert builds.count("engine-0") == builds.count("trainer-0") == 2
 
 
@@ -224,7 +224,7 @@ def test_a_run_that_is_to_stop_replaces_nothing(survive, tmp_path, monkeypatch):
     def learn(self, share, step):
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-            apart.latest().hang("trainer-0")
+            remote.latest().hang("trainer-0")
         return plain(self, share, step)
 
     monkeypatch.setattr(rank.Rank, "learn", learn)
@@ -238,15 +238,15 @@ def test_a_run_that_is_to_stop_replaces_nothing(survive, tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_a_run_that_is_to_stop_while_an_engine_hangs_saves_the_last_step(survive, tmp_path, monkeypatch):
     """The rank waits in its push for the engine, and no time-out is near."""
-    plain = apart.ApartWorkers.send
+    plain = remote.DoubleWorkers.send
 
     async def send(self, number, method, *args):
         if method == "update" and args[1] == 3:
-            apart.latest().hang("engine-1")
+            remote.latest().hang("engine-1")
             os.kill(os.getpid(), signal.SIGTERM)
         return await plain(self, number, method, *args)
 
-    monkeypatch.setattr(apart.ApartWorkers, "send", send)
+    monkeypatch.setattr(remote.DoubleWorkers, "send", send)
     done = survive([], stop_within=20, save_interval=None, worker_heartbeat=600)
     ended = json.loads((done.directory / "ending.json").read_text())
     assert ended["why"] == "stopped by SIGTERM" and ended["step"] == 3

@@ -135,7 +135,13 @@ def test_an_error_reaches_the_sender_that_made_the_call(build_info):
         engines.workers[0].connect(engines)
         calls = [
             engines.call(
-                0, EngineWorker.relay, 1, SENDERS, "take", (rank, SENDERS, int(rank == 3), 5, []), (np.empty(0, np.uint8),)
+                0,
+                EngineWorker.relay,
+                1,
+                SENDERS,
+                "take",
+                (rank, SENDERS, int(rank == 3), 5, []),
+                (np.empty(0, np.uint8),),
             )
             for rank in range(SENDERS)
         ]

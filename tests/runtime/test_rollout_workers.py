@@ -20,7 +20,7 @@ from miles_core.errors import ConfigError, DataError, PlanError, WorkerLost
 from miles_runtime import prompt_rows, remote_sample
 from miles_runtime.remote_tokens import StoredTokens
 from miles_runtime.rollout_worker import share_limit
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 from miles_tools.samples.files import read_rollouts
 
 STEPS = 3
@@ -29,7 +29,7 @@ STEPS = 3
 FAULTS = """
 import json
 from miles_core.plugin import hookimpl
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 @hookimpl
 def on_sample(run, sample):
@@ -40,7 +40,7 @@ def on_sample(run, sample):
     for fault in [f for f in waiting if f[0] == sample.index]:
         waiting.remove(fault)
         path.write_text(json.dumps(waiting))
-        (apart.latest().hang if fault[1].startswith("-") else apart.latest().kill)(fault[1].lstrip("-"))
+        (remote.latest().hang if fault[1].startswith("-") else remote.latest().kill)(fault[1].lstrip("-"))
 """
 
 
@@ -59,17 +59,17 @@ def prompts():
 
 
 @pytest.fixture
-def run_apart(toy_run, tmp_path):
-    """``run_apart(workers, faults, **options)``: the same run with rollout workers, of which some are killed."""
+def run_remote(toy_run, tmp_path):
+    """``run_remote(workers, faults, **options)``: the same run with rollout workers, of which some are killed."""
     (tmp_path / "faults.py").write_text(FAULTS)
 
     def call(workers, faults=(), **options):
         (tmp_path / "faults.json").write_text(json.dumps(faults))
         given = {"steps": STEPS, "save_interval": 1, "eval_interval": 2, "eval_prompt_data": prompts(), **options}
         done = toy_run(
-            [apart.__file__, str(tmp_path / "faults.py")],
+            [remote.__file__, str(tmp_path / "faults.py")],
             directory=tmp_path / "run",
-            runtime="apart",
+            runtime="remote",
             rollout_workers=workers,
             **given,
         )
@@ -103,25 +103,25 @@ def check_equal(done, alone):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_samples_order_and_checkpoints_are_those_of_one_process(run_apart, alone, workers):
-    done = run_apart(workers)
+def test_samples_order_and_checkpoints_are_those_of_one_process(run_remote, alone, workers):
+    done = run_remote(workers)
     check_equal(done, alone)
     for number in range(workers):
         assert all(f"busy/rollout-{number}" in m for m in done.metrics if m["step"])
-    assert apart.latest().restarts.used == 0
+    assert remote.latest().restarts.used == 0
 
 
-def test_groups_of_a_killed_worker_are_generated_again(run_apart, alone, tmp_path):
-    done = run_apart(2, [(1, "rollout-0"), (1, "rollout-1"), (9, "rollout-1")])
+def test_groups_of_a_killed_worker_are_generated_again(run_remote, alone, tmp_path):
+    done = run_remote(2, [(1, "rollout-0"), (1, "rollout-1"), (9, "rollout-1")])
     check_equal(done, alone)
-    assert apart.latest().restarts.used == 3
+    assert remote.latest().restarts.used == 3
     log = (done.directory / "run.log").read_text()
     assert "worker rollout-1 was lost: it was killed; it is replaced (3 of 3 times)" in log
 
 
-def test_a_worker_that_hangs_is_replaced(run_apart, alone):
-    check_equal(run_apart(2, [(9, "-rollout-0"), (9, "-rollout-1")], worker_heartbeat=0.5), alone)
-    assert apart.latest().restarts.used == 2
+def test_a_worker_that_hangs_is_replaced(run_remote, alone):
+    check_equal(run_remote(2, [(9, "-rollout-0"), (9, "-rollout-1")], worker_heartbeat=0.5), alone)
+    assert remote.latest().restarts.used == 2
 
 
 @pytest.fixture
@@ -144,17 +144,17 @@ def reads(monkeypatch):
     return found
 
 
-def test_the_driver_receives_no_tokens(run_apart, alone, reads, monkeypatch):
+def test_the_driver_receives_no_tokens(run_remote, alone, reads, monkeypatch):
     """Requests go from the workers to the engines, and samples from the workers to the ranks and to the process that saves them."""
     sent = []
-    plain = apart.ApartWorkers.send
+    plain = remote.DoubleWorkers.send
 
     async def send(self, number, method, *args):
         sent.append((self.names[number].partition("-")[0], method, *args[:1] * (method == "post")))
         return await plain(self, number, method, *args)
 
-    monkeypatch.setattr(apart.ApartWorkers, "send", send)
-    done = run_apart(2)
+    monkeypatch.setattr(remote.DoubleWorkers, "send", send)
+    done = run_remote(2)
     clients = {call[2].partition("-")[0] for call in sent if call[:2] == ("engine", "post")}
     assert clients == {"rollout"}
     assert [frames for frames in reads if not any(name == "rollout_worker.py" for name, _ in frames)] == []
@@ -185,17 +185,17 @@ def rows_read(monkeypatch):
     return found
 
 
-def test_workers_read_the_prompts(run_apart, alone, rows_read):
-    check_equal(run_apart(2, [(9, "rollout-1")]), alone)
+def test_workers_read_the_prompts(run_remote, alone, rows_read):
+    check_equal(run_remote(2, [(9, "rollout-1")]), alone)
     assert rows_read and all(rows_read)
 
 
-def test_a_worker_without_the_prompt_files_receives_prompts(run_apart, alone, rows_read, monkeypatch):
+def test_a_worker_without_the_prompt_files_receives_prompts(run_remote, alone, rows_read, monkeypatch):
     def fail(*_):
         raise DataError("there is no prompt file here")
 
     monkeypatch.setattr(prompt_rows, "open_prompts", fail)
-    done = run_apart(2)
+    done = run_remote(2)
     check_equal(done, alone)
     assert rows_read and not any(rows_read)
     log = (done.directory / "run.log").read_text()
@@ -204,17 +204,17 @@ def test_a_worker_without_the_prompt_files_receives_prompts(run_apart, alone, ro
         assert log.count(line) == 1
 
 
-def test_a_worker_with_other_rows_receives_prompts(run_apart, alone, rows_read, monkeypatch, tmp_path):
+def test_a_worker_with_other_rows_receives_prompts(run_remote, alone, rows_read, monkeypatch, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text('{"input": "h"}\n')
     monkeypatch.setattr(prompt_rows, "open_prompts", lambda *_: Prompts(str(other)))
-    done = run_apart(1)
+    done = run_remote(1)
     check_equal(done, alone)
     assert rows_read and not any(rows_read)
     assert "its prompt files have other rows than the driver's" in (done.directory / "run.log").read_text()
 
 
-def test_large_prompt_files_are_read_by_workers(run_apart, toy_run, rows_read, monkeypatch, tmp_path):
+def test_large_prompt_files_are_read_by_workers(run_remote, toy_run, rows_read, monkeypatch, tmp_path):
     """Rows that are too long are left out by the driver, which renders them."""
     for module in (prompt_index, core_prompts):
         monkeypatch.setattr(module, "ROWS", 4)
@@ -228,52 +228,52 @@ def test_large_prompt_files_are_read_by_workers(run_apart, toy_run, rows_read, m
     options["eval_interval"] = None
     alone = toy_run(steps=STEPS, save_interval=1, **options)
     rows_read.clear()
-    done = run_apart(2, **options)
+    done = run_remote(2, **options)
     assert rows(done) == rows(alone) and checkpoints(done) == checkpoints(alone)
     assert sum(rows_read) == STEPS * 2 < len(rows_read)
 
 
-def test_a_filter_that_reads_tokens_in_the_driver_is_noticed(run_apart, alone, reads, tmp_path):
+def test_a_filter_that_reads_tokens_in_the_driver_is_noticed(run_remote, alone, reads, tmp_path):
     """The control of the test above; the samples are saved all the same."""
     (tmp_path / "filter.py").write_text("def keep(args, group):\n    return bool(group[0].tokens)\n")
-    done = run_apart(2, dynamic_sampling_filter_path=tmp_path / "filter.py")
+    done = run_remote(2, dynamic_sampling_filter_path=tmp_path / "filter.py")
     assert any(("filter.py", "keep") in frames for frames in reads)
     assert rows(done) == rows(alone)
 
 
-def test_engines_are_replaced_while_workers_use_them(run_apart, alone):
+def test_engines_are_replaced_while_workers_use_them(run_remote, alone):
     faults = [(1, "engine-1"), (9, "engine-0"), (10, "rollout-1"), (17, "-engine-1")]
-    done = run_apart(2, faults, apart_engines=2, max_restarts=5, worker_heartbeat=0.5)
+    done = run_remote(2, faults, remote_engines=2, max_restarts=5, worker_heartbeat=0.5)
     check_equal(done, alone)
-    assert apart.latest().restarts.used == 4
+    assert remote.latest().restarts.used == 4
     assert all(f"busy/engine-{number}" in m for m in done.metrics if m["step"] for number in range(2))
 
 
-def test_an_engine_that_cannot_be_replaced_ends_the_run(run_apart):
+def test_an_engine_that_cannot_be_replaced_ends_the_run(run_remote):
     with pytest.raises(WorkerLost, match=r"engine-0 was lost: it was killed.*--max-restarts 0"):
-        run_apart(2, [(1, "engine-0")], max_restarts=0)
+        run_remote(2, [(1, "engine-0")], max_restarts=0)
 
 
-def test_an_engine_and_a_rank_are_replaced_while_workers_wait(run_apart, alone):
-    done = run_apart(2, [(9, "engine-0"), (17, "trainer-0")])
+def test_an_engine_and_a_rank_are_replaced_while_workers_wait(run_remote, alone):
+    done = run_remote(2, [(9, "engine-0"), (17, "trainer-0")])
     assert rows(done) == rows(alone) and checkpoints(done) == checkpoints(alone)
-    assert apart.latest().restarts.used == 2
+    assert remote.latest().restarts.used == 2
 
 
-def test_too_many_losses_end_the_run_with_the_last_one(run_apart):
+def test_too_many_losses_end_the_run_with_the_last_one(run_remote):
     with pytest.raises(
         WorkerLost,
         match=r"worker rollout-0 was lost: it was killed, and no worker may be replaced \(--max-restarts 0\)",
     ):
-        run_apart(1, [(1, "rollout-0")], max_restarts=0)
+        run_remote(1, [(1, "rollout-0")], max_restarts=0)
 
 
 @pytest.mark.parametrize("schedule", ["sync", "ahead", "async"])
-def test_dropped_groups_are_generated_later(run_apart, tmp_path, schedule):
+def test_dropped_groups_are_generated_later(run_remote, tmp_path, schedule):
     """More prompts are requested than a step needs, and a filter drops some: workers abort groups, whose prompts return."""
     (tmp_path / "keep.py").write_text("def keep(args, group):\n    return group[0].group_index % 3 != 1\n")
     more = {} if schedule == "async" else {"over_sampling_batch_size": 4}
-    done = run_apart(
+    done = run_remote(
         2,
         schedule=schedule,
         dynamic_sampling_filter_path=tmp_path / "keep.py",
@@ -286,13 +286,13 @@ def test_dropped_groups_are_generated_later(run_apart, tmp_path, schedule):
     assert len({*groups}) == STEPS * 2
 
 
-def test_a_run_is_resumed_with_another_number_of_workers(run_apart, toy_run, alone, tmp_path):
-    run_apart(2, steps=1)
+def test_a_run_is_resumed_with_another_number_of_workers(run_remote, toy_run, alone, tmp_path):
+    run_remote(2, steps=1)
     saved = tmp_path / "run" / "checkpoints" / "step_00000001"
     elsewhere = shutil.copytree(saved, tmp_path / saved.name)  # not in the run directory, whose options would be used
     again = toy_run(directory=tmp_path / "again", load=elsewhere, steps=STEPS, save_interval=1)
     assert rows(again) == [row for row in rows(alone) if row["step"] > 1]
-    with_workers = run_apart(2, load=tmp_path / "run")
+    with_workers = run_remote(2, load=tmp_path / "run")
     assert rows(with_workers) == rows(alone), "the samples of the first step are those of the first run"
     last = f"checkpoints/step_0000000{STEPS}/"
     assert {n: f for n, f in checkpoints(again).items() if n.startswith(last)} == {
@@ -335,15 +335,15 @@ def test_a_runtime_without_rollout_workers_is_refused(tmp_path):
         plan([str(tmp_path / "own.py")], runtime="own", rollout_workers=2)
 
 
-def test_errors_name_the_worker(run_apart, tmp_path):
+def test_errors_name_the_worker(run_remote, tmp_path):
     (tmp_path / "bad.py").write_text("async def reward(args, sample):\n    return [][sample.index]\n")
     with pytest.raises(
         DataError, match=r"^worker rollout-\d: the reward function reward .*raised IndexError on sample \d+"
     ):
-        run_apart(2, custom_rm_path=tmp_path / "bad.py")
+        run_remote(2, custom_rm_path=tmp_path / "bad.py")
 
 
-def test_results_that_cannot_be_sent_end_the_run(run_apart, tmp_path):
+def test_results_that_cannot_be_sent_end_the_run(run_remote, tmp_path):
     (tmp_path / "turns.py").write_text(
         "import threading\n"
         "async def generate(args, sample, sampling_params):\n"
@@ -354,7 +354,7 @@ def test_results_that_cannot_be_sent_end_the_run(run_apart, tmp_path):
         "    return sample\n"
     )
     with pytest.raises(DataError, match=r"^worker rollout-\d: sample \d+: metadata\['lock'\] is a lock"):
-        run_apart(2, custom_generate_function_path=tmp_path / "turns.py")
+        run_remote(2, custom_generate_function_path=tmp_path / "turns.py")
 
 
 LASTING = """

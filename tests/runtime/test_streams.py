@@ -10,7 +10,7 @@ import pytest
 
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.trainer.trainer import EmbeddedTrainer
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 from miles_testing.toy import toy_arguments
 
 #: Fails, or kills the trainer's rank, at the third tensor of a push.
@@ -30,13 +30,13 @@ def wrap_weights(run):
 """
 RAISE = "def strike(run):\n    raise RuntimeError('the push fails')\n"
 KILL = """
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 def strike(run):
     flag = run.directory / "killed"
     if run.step == 1 and not flag.exists():
         flag.touch()
-        apart.latest().kill("trainer-0")
+        remote.latest().kill("trainer-0")
 """
 
 
@@ -77,8 +77,8 @@ def test_a_push_that_fails_ends_the_stream_while_its_traceback_is_kept(streams, 
 
 def test_a_rank_that_is_killed_in_its_push_ends_the_stream(streams, toy_run, tmp_path):
     (tmp_path / "faults.py").write_text(PLUGIN + KILL)
-    options = {"runtime": "apart", "steps": 2, "sync_bucket_size": 1 << 14, "directory": tmp_path / "run"}
-    done = toy_run([apart.__file__, str(tmp_path / "faults.py")], **options)
+    options = {"runtime": "remote", "steps": 2, "sync_bucket_size": 1 << 14, "directory": tmp_path / "run"}
+    done = toy_run([remote.__file__, str(tmp_path / "faults.py")], **options)
     assert (tmp_path / "run/killed").exists() and done.metrics[-1]["step"] == 2
     assert 0 < streams["opened"] == streams["ended"]
 

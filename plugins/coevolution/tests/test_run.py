@@ -13,7 +13,7 @@ from miles_core.observe.hints import Hints
 from miles_core.plugin import DataError, MilesError
 from miles_testing import RolloutFunctionContract
 from miles_testing import toy_run as make_run
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 NIM = {"generate": "nim", "prompts": "nim", "rm_type": "game", "custom_rm_path": None, "prompt_data": "1-6"}
 WATCH = """
@@ -135,7 +135,7 @@ def test_workers_in_other_processes_evolve_the_same(run, toy_run):
     configuration = f"{TWO}co_evolution: {{population_size: 2, past_versions: 1, strategy: simultaneous}}"
     here, there = (
         run(configuration, plugins=plugins, steps=2, **options).metrics
-        for plugins, options in (((), {}), ((apart.__file__,), {"runtime": "apart"}))
+        for plugins, options in (((), {}), ((remote.__file__,), {"runtime": "remote"}))
     )
     for one, two in zip(here, there, strict=True):
         names = [name for name in one if name.startswith("coevolution/") or name.endswith("train/loss")]

@@ -12,7 +12,7 @@ from miles_core.plugin import ConfigError
 from miles_testing import HeadContract, LearnContract, WeightsContract, toy_run
 
 #: A runtime with trainer and engines in separate processes, loaded by its path.
-APART = str(files("miles_testing") / "doubles" / "apart.py")
+REMOTE = str(files("miles_testing") / "doubles" / "remote.py")
 OPTIONS = {"advantage_estimator": "ppo", "critic_lr": 1e-2, "lr": 1e-3, "normalize_advantages": True}
 SHARED = {**OPTIONS, "critic_trunk": "policy"}
 
@@ -59,7 +59,7 @@ def test_a_head_on_the_trunk_learns_with_its_policy(tmp_path):
 def test_workers_in_other_processes_learn_the_same():
     options = {**OPTIONS, "kl_coef": 0.1}
     here = toy_run(["ppo"], steps=3, **options)
-    there = toy_run(["ppo", APART], steps=3, runtime="apart", **options)
+    there = toy_run(["ppo", REMOTE], steps=3, runtime="remote", **options)
     for name in ("critic/train/value_loss", "critic/ppo/explained_variance", "train/grad_norm", "reward/mean"):
         assert [m[name] for m in here.metrics] == [m[name] for m in there.metrics]
 

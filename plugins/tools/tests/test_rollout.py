@@ -231,11 +231,11 @@ def test_runs_that_the_plan_refuses(plan, options, message):
 
 def test_tools_run_in_rollout_workers(run, tmp_path):
     """Conversations, tool calls, rewards and metrics are those of the driver alone."""
-    from miles_testing.doubles import apart
+    from miles_testing.doubles import remote
 
     rows = ({}, {}, {}, {})
     here = run(rows, rollout_batch_size=4)
-    there = run(rows, rollout_batch_size=4, plugins=[apart.__file__], runtime="apart", rollout_workers=2)
+    there = run(rows, rollout_batch_size=4, plugins=[remote.__file__], runtime="remote", rollout_workers=2)
     assert [(s["tokens"], s["reward"], s["metadata"]) for s in there.samples] == [
         (s["tokens"], s["reward"], s["metadata"]) for s in here.samples
     ]

@@ -1,6 +1,6 @@
 """A runtime with workers in this process that behave like remote ones: arguments and results are pickled, and workers can be killed.
 
-``plugin`` is its manifest: ``--plugins .../apart.py --runtime apart``. ``kill`` ends a worker like a crash.
+``plugin`` is its manifest: ``--plugins .../remote.py --runtime remote``. ``kill`` ends a worker like a crash.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from miles_runtime.workers import Workers
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApartConfig:
+class DoubleConfig:
     """Options of the runtime."""
 
-    engines: int = option(1, help="number of engines", flag="--apart-engines", ge=1)
+    engines: int = option(1, help="number of engines", flag="--remote-engines", ge=1)
 
 
 plugin = Plugin(
-    name="apart",
+    name="remote",
     summary="workers that behave as if they were in other processes",
     version=__version__,
     core=f"=={__version__}",
-    config=ApartConfig,
-    provides={"runtime": {"apart": "miles_testing.doubles.apart:make_runtime"}},
+    config=DoubleConfig,
+    provides={"runtime": {"remote": "miles_testing.doubles.remote:make_runtime"}},
     capabilities={"runtime": ("remote", "rollout_workers")},
 )
 
@@ -53,16 +53,22 @@ class Process:
         self.stopped = False
 
 
-#: Every worker of every runtime in this process, by the number of its ``ApartWorkers`` and its name.
+#: Every worker of every runtime in this process, by the number of its ``DoubleWorkers`` and its name.
 _ALIVE: dict[tuple[int, str], Process] = {}
 _NUMBERS = itertools.count()
 
 
-class ApartWorkers(Workers):
+class DoubleWorkers(Workers):
     """Access to objects of this process through the interface of remote workers."""
 
     def __init__(
-        self, kind: type[Worker], names: Sequence[str], spec: WorkerSpec, policy: str, timeouts: Timeouts, busy: BusyTime
+        self,
+        kind: type[Worker],
+        names: Sequence[str],
+        spec: WorkerSpec,
+        policy: str,
+        timeouts: Timeouts,
+        busy: BusyTime,
     ) -> None:
         super().__init__(names, timeouts, kind is RankWorker, busy)
         self.kind, self.spec, self.policy, self.number = kind, spec, policy, next(_NUMBERS)
@@ -113,7 +119,7 @@ class ApartWorkers(Workers):
         return _restore, (self.number, self.names)
 
 
-class _RemoteWorkers(ApartWorkers):
+class _CopiedWorkers(DoubleWorkers):
     """The form in which other workers receive it."""
 
     def __init__(self, number: int, names: Sequence[str]) -> None:
@@ -121,21 +127,21 @@ class _RemoteWorkers(ApartWorkers):
         self.number = number
 
 
-def _restore(number: int, names: Sequence[str]) -> ApartWorkers:
-    return _RemoteWorkers(number, names)
+def _restore(number: int, names: Sequence[str]) -> DoubleWorkers:
+    return _CopiedWorkers(number, names)
 
 
 def _send_copy(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
-class ApartRuntime(RemoteRuntime):
-    """Runs one rank and ``--apart-engines`` engines per policy."""
+class DoubleRuntime(RemoteRuntime):
+    """Runs one rank and ``--remote-engines`` engines per policy."""
 
     def __init__(self, run: Run) -> None:
-        self.options: ApartConfig = run.config.plugin("apart")
+        self.options: DoubleConfig = run.config.plugin("remote")
         super().__init__(run)
-        self.workers: dict[str, ApartWorkers] = {}
+        self.workers: dict[str, DoubleWorkers] = {}
 
     async def place(self, policy: Policy) -> tuple[Workers, Workers]:
         made = []
@@ -143,14 +149,14 @@ class ApartRuntime(RemoteRuntime):
             (RankWorker, self.names(policy, "trainer", 1)),
             (EngineWorker, self.names(policy, "engine", self.options.engines if policy.generates else 0)),
         ):
-            workers = ApartWorkers(kind, names, self.spec, policy.name, self.timeouts, self.busy)
+            workers = DoubleWorkers(kind, names, self.spec, policy.name, self.timeouts, self.busy)
             self.workers |= dict.fromkeys(names, workers)
             made.append(await self.start(workers))
         return made[0], made[1]
 
     def place_rollouts(self, names: Sequence[str]) -> Workers:
         policy = self.run.policy.name
-        workers = ApartWorkers(RolloutWorker, names, self.spec, policy, self.timeouts, self.busy)
+        workers = DoubleWorkers(RolloutWorker, names, self.spec, policy, self.timeouts, self.busy)
         self.workers |= dict.fromkeys(names, workers)
         return workers
 
@@ -165,17 +171,17 @@ class ApartRuntime(RemoteRuntime):
         workers.stop(workers.names.index(name))
 
 
-def make_runtime(run: Run) -> ApartRuntime:
-    """Make the runtime of ``--runtime apart``; ``latest()`` returns the last one."""
+def make_runtime(run: Run) -> DoubleRuntime:
+    """Make the runtime of ``--runtime remote``; ``latest()`` returns the last one."""
     global _latest
-    _latest = ApartRuntime(run)
+    _latest = DoubleRuntime(run)
     return _latest
 
 
-_latest: ApartRuntime | None = None
+_latest: DoubleRuntime | None = None
 
 
-def latest() -> ApartRuntime:
+def latest() -> DoubleRuntime:
     """Return the runtime of the current run, for tests that kill its workers."""
     assert _latest is not None
     return _latest
