@@ -23,10 +23,10 @@ from miles_core.plugin import Plugin, PolicyParts, Runtime, hookimpl
 from miles_core.precision.schedule import precisions
 from miles_core.trainer import Learned, LearnerHandle
 from miles_runtime import InlineRuntime, Workers, local_channel
-from miles_runtime.blob import Blob, write_buffers
 from miles_runtime.engine_pool import EnginePool
 from miles_runtime.inbox import Inbox
 from miles_runtime.inline_rollouts import InlineRolloutRuntime
+from miles_runtime.object_ref import ObjectRef, write_buffers
 
 #: As the field of ``r3``, whose hook checks it in the same way.
 FIELD = Field("recorded", "int16", "token-1", pad=-1, shape=(None, None))
@@ -148,7 +148,7 @@ class DoubleLearner(LearnerHandle):
     def __init__(self, run: Any, engine: Engine) -> None:
         super().__init__(run, run.policy)
         self.engine = engine
-        self._seen: dict[int, Blob] = {}
+        self._seen: dict[int, ObjectRef] = {}
 
     async def learn(self, samples: Any, step: int) -> Learned:
         from miles_core.contracts.runtime import TrainedTokens

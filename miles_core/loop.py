@@ -88,7 +88,12 @@ async def steps(
 
 
 async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedule, evaluation: Evaluation) -> None:
-    """Run one step. An interrupted rollout changes no state."""
+    """Run one step. An interrupted rollout changes no state.
+
+    - consumes: the groups of the step, from the schedule.
+    - waits: for these groups; for ``learn`` of each trained policy; for an evaluation that uses the weights to be replaced; for the pushes.
+    - unblocks: the schedule's requests, when each engine has the new weights; the checkpoint of the step, when this function returns.
+    """
     metrics: dict[str, float] = {}
     with log.step(run):
         with run.clock.phase("rollout"):

@@ -8,7 +8,7 @@ driver's handles (``learner_group``, ``engine_pool``, ``rollout_pool``), the ord
 lost workers (``runtime``). Only plain data and bytes are sent between processes, weights in blocks
 (``weight_block``) unless a plugin has another transport. Rollout workers send requests straight to engines
 (``direct_engines``) and read prompts from files (``prompt_rows``), and their samples stay where they were produced until a rank reads them
-(``blob``, ``remote_sample``, ``sample_list``), or the process that saves them (``blob_reader``). Attributes of samples travel once per group
+(``object_ref``, ``remote_sample``, ``sample_list``), or the process that saves them (``object_reader``). Attributes of samples travel once per group
 (``packed_column``). What training recorded for each token stays with the rank (``remote_tokens``).
 """
 
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
-    from miles_runtime.blob import Blob, Stored
-    from miles_runtime.blob_reader import BlobReader, ReaderEnded, load_function, make_answer
     from miles_runtime.engine_worker import EngineWorker
     from miles_runtime.inline import InlineRuntime
     from miles_runtime.local_process import process_state, uses_cpu
+    from miles_runtime.object_reader import ObjectReader, ReaderEnded, load_function, make_answer
+    from miles_runtime.object_ref import ObjectRef, Stored
     from miles_runtime.output import last_lines, worker_name, write_there
     from miles_runtime.rank_worker import RankWorker
     from miles_runtime.restarts import Restarts
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from miles_runtime.workers import Workers, short_of_memory
 
 __all__ = [
-    "Blob",
-    "BlobReader",
     "EngineWorker",
     "InlineRuntime",
+    "ObjectReader",
+    "ObjectRef",
     "RankWorker",
     "ReaderEnded",
     "RemoteRuntime",
@@ -57,8 +57,8 @@ __all__ = [
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
-        "miles_runtime.blob": "Blob Stored",
-        "miles_runtime.blob_reader": "BlobReader ReaderEnded load_function make_answer",
+        "miles_runtime.object_ref": "ObjectRef Stored",
+        "miles_runtime.object_reader": "ObjectReader ReaderEnded load_function make_answer",
         "miles_runtime.engine_worker": "EngineWorker",
         "miles_runtime.inline": "InlineRuntime",
         "miles_runtime.local_process": "process_state uses_cpu",

@@ -26,6 +26,10 @@ from miles_runtime.workers import Workers
 class EngineWorker(Worker):
     """One engine. Many calls may be in flight.
 
+    - consumes: requests of the driver and of rollout workers (``post``), blocks of weights of the ranks (``take``).
+    - waits: with the weights until all ranks have sent theirs; with requests while the engine is paused.
+    - unblocks: the clients, with each complete response (``answers``); all ranks together, when the engine serves their weights (``update``).
+
     Every rank of the trainer sends weights in blocks (``take``) and then reports completion (``update``). An engine that receives the
     transport ``buckets`` loads each block at once, so this process holds one block of each sender. Other engines receive all tensors in
     one stream when all ranks are complete; until then the blocks are kept in host memory. If a rank or an engine dies during a push,

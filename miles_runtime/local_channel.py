@@ -2,7 +2,7 @@
 
 A message is a pickle on a pair of sockets that no other process can open. Arrays of ``SHARED`` bytes or more, and the pickle if it is as
 large, are written next to it: one copy, into anonymous memory (memfd_create(2)) whose descriptor goes with the message (SCM_RIGHTS,
-unix(7)). The receiver maps it, so its arrays are views; the memory is freed when the last of them is. Blobs have such memory of their own,
+unix(7)). The receiver maps it, so its arrays are views; the memory is freed when the last of them is. Stored objects have such memory of their own,
 which the receiver maps only when it reads them. Nothing is left if a process is killed. Without such memory (not Linux) everything
 is part of the pickle.
 """
@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from miles_core.errors import MilesError
-from miles_runtime.blob import SHARED, Blob, split_buffers, take_large, write_buffers
+from miles_runtime.object_ref import SHARED, ObjectRef, split_buffers, take_large, write_buffers
 
-#: Bytes of the pickle, number of large arrays, and number of blobs; then the size of each array.
+#: Bytes of the pickle, number of large arrays, and number of stored objects; then the size of each array.
 _HEAD, _SIZE = struct.Struct(">QII"), struct.Struct(">Q")
 #: Largest number of descriptors in one message of a socket: SCM_MAX_FD of Linux.
 _DESCRIPTORS = 253
@@ -35,28 +35,28 @@ MOST_FILES = 1 << 20
 
 
 class _Pickler(pickle.Pickler):
-    """Takes blobs out of the pickle."""
+    """Takes object references out of the pickle."""
 
     def __init__(self, file: io.BytesIO, take: Callable[[memoryview], object] | None) -> None:
         super().__init__(file, 5, buffer_callback=None if take is None else take_large(take))
-        self.blobs: dict[Blob, int] = {}
+        self.refs: dict[ObjectRef, int] = {}
 
     def persistent_id(self, value: Any) -> Any:
-        if type(value) is not Blob or not value.shareable:
+        if type(value) is not ObjectRef or not value.shareable:
             return None
-        return self.blobs.setdefault(value, len(self.blobs))
+        return self.refs.setdefault(value, len(self.refs))
 
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, data: memoryview, buffers: list[np.ndarray], descriptors: list[int]) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
-        self._blobs: dict[int, Blob] = {}
+        self._refs: dict[int, ObjectRef] = {}
         self._descriptors = descriptors
 
-    def persistent_load(self, number: Any) -> Blob:
-        if number not in self._blobs:
-            self._blobs[number] = Blob([], self._descriptors[number])
-        return self._blobs[number]
+    def persistent_load(self, number: Any) -> ObjectRef:
+        if number not in self._refs:
+            self._refs[number] = ObjectRef([], self._descriptors[number])
+        return self._refs[number]
 
 
 class Message:
@@ -71,16 +71,16 @@ class Message:
         data = io.BytesIO()
         pickler = _Pickler(data, self.buffers.append if hasattr(os, "memfd_create") else None)
         pickler.dump(value)
-        self.data, self.blobs = data.getbuffer(), [*pickler.blobs]
+        self.data, self.refs = data.getbuffer(), [*pickler.refs]
 
     def send(self, connection: socket.socket) -> None:
         """Write it to a blocking socket. Raises OSError if the other process has ended."""
-        descriptors = [blob.share() for blob in self.blobs]
+        descriptors = [ref.share() for ref in self.refs]
         buffers, data = [*self.buffers], self.data
         if len(data) >= SHARED and hasattr(os, "memfd_create"):  # a socket takes 200 KB at a time
             buffers, data = [*buffers, data], memoryview(b"")
         sizes = b"".join(_SIZE.pack(buffer.nbytes) for buffer in buffers)
-        head = _HEAD.pack(len(data), len(buffers), len(self.blobs))
+        head = _HEAD.pack(len(data), len(buffers), len(self.refs))
         if not buffers and not descriptors:
             connection.sendall(head + data)
             return
@@ -109,13 +109,13 @@ def receive(connection: socket.socket) -> Any:
     """
     head, memory, _, _ = socket.recv_fds(connection, _HEAD.size, 1)
     head += _read(connection, _HEAD.size - len(head))
-    size, count, blobs = _HEAD.unpack(head)
+    size, count, refs = _HEAD.unpack(head)
     if count and not memory:
         raise _missing()
     descriptors: list[int] = []
-    while len(descriptors) < blobs:
+    while len(descriptors) < refs:
         _, more, _, _ = socket.recv_fds(connection, 1, _DESCRIPTORS)
-        if len(more) < min(blobs - len(descriptors), _DESCRIPTORS):
+        if len(more) < min(refs - len(descriptors), _DESCRIPTORS):
             raise _missing()
         descriptors += more
     rest = memoryview(_read(connection, count * _SIZE.size + size))

@@ -22,15 +22,20 @@ from miles_core.sync.push import make_codec
 from miles_core.train.rank import Rank
 from miles_core.train.share import Pairs, Share
 from miles_mismatch.parity import check_side, real_layer
-from miles_runtime.blob import Blob
 from miles_runtime.engine_pool import EnginePool
+from miles_runtime.object_ref import ObjectRef
 from miles_runtime.remote_tokens import pack_tokens
 from miles_runtime.worker import Worker, WorkerSpec
 from miles_runtime.workers import Workers
 
 
 class RankWorker(Worker):
-    """One rank. Executes one call at a time. Most calls are collectives: every rank receives the same calls in the same order."""
+    """One rank. Executes one call at a time. Most calls are collectives: every rank receives the same calls in the same order.
+
+    - consumes: calls of ``LearnerGroup``, with samples or references to samples that rollout workers produced.
+    - waits: in a collective for the other ranks; in ``push`` until all engines have the weights of all ranks.
+    - unblocks: the driver's ``learn`` and ``push``, when the last rank has answered.
+    """
 
     part: Rank
 
@@ -50,9 +55,9 @@ class RankWorker(Worker):
 
     async def learn_stored(
         self, step: int, share: Share, number: int
-    ) -> tuple[tuple[tuple[Pairs, int], dict[str, float]], list[Blob]]:
+    ) -> tuple[tuple[tuple[Pairs, int], dict[str, float]], list[ObjectRef]]:
         """Call ``Rank.learn`` as ``at`` does; return the number of samples with recorded values instead of the values, and the values in
-        a blob."""
+        a reference."""
         (pairs, seen), seconds = await self.at(step, "learn", share, number)
         return ((pairs, len(seen)), seconds), [pack_tokens(seen)] if seen else []
 

@@ -1,6 +1,6 @@
 """Samples whose tokens, texts and recorded fields stay where they were produced.
 
-A rollout worker sends the attributes in ``SENT`` of the samples of a group (``heads``), and a blob with all samples. The driver receives
+A rollout worker sends the attributes in ``SENT`` of the samples of a group (``heads``), and a reference with all samples. The driver receives
 ``RemoteSample`` objects. They are sent to ranks as references, so the driver never reads the data of tokens. References to samples of a
 group travel together (``sample_list``), with the attributes in ``SENT`` that the driver has changed. Access to any other attribute, in a rank
 or in the driver (a filter that compares responses, a checkpoint of waiting groups), reads the group and makes the object a plain
@@ -20,7 +20,7 @@ from typing import Any
 
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError, first_line
-from miles_runtime.blob import Blob, Stored
+from miles_runtime.object_ref import ObjectRef, Stored
 from miles_runtime.packed_column import Packed, pack_column, unpack_column
 
 #: Attributes that travel with each sample. They contain nothing per token.
@@ -36,11 +36,11 @@ _READING = threading.RLock()
 
 
 class StoredGroup:
-    """The samples of a group in a blob, which are read once.
+    """The samples of a group in a reference, which are read once.
 
     Attributes:
-        stored: the blob.
-        sent: in the driver, the values of ``SENT`` that the worker sent, by name; other processes read them from the blob.
+        stored: the stored object.
+        sent: in the driver, the values of ``SENT`` that the worker sent, by name; other processes read them from the object.
     """
 
     def __init__(self, stored: Stored) -> None:
@@ -245,7 +245,7 @@ def is_complete_reference(sample: Sample) -> bool:
     return is_reference(sample) and "_added" not in sample.__dict__
 
 
-#: Consecutive samples of one group as plain data: the blob, the position of the first one, their number, and their packed values of ``SENT``
+#: Consecutive samples of one group as plain data: their reference, the position of the first one, their number, and their packed values of ``SENT``
 #: that the driver has changed, by name.
 Run = tuple[Stored, int, int, Mapping[str, Packed] | None]
 
@@ -286,7 +286,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def unpack_run(run: Run, groups: dict[int, StoredGroup]) -> list[Sample]:
-    """Inverse of ``pack_run``. groups: the groups of one message by the identity of their blob; a new one is added."""
+    """Inverse of ``pack_run``. groups: the groups of one message by the identity of their object reference; a new one is added."""
     stored, first, count, changed = run
     group = groups.setdefault(id(stored), StoredGroup(stored))
     columns = {name: unpack_column(column, count) for name, column in (changed or {}).items()}
@@ -296,14 +296,14 @@ def unpack_run(run: Run, groups: dict[int, StoredGroup]) -> list[Sample]:
     ]
 
 
-def pack_samples(samples: Sequence[Sample]) -> Blob:
+def pack_samples(samples: Sequence[Sample]) -> ObjectRef:
     """Serialize samples for another process.
 
     Raises:
         DataError: a value cannot be serialized; names the sample and the entry.
     """
     try:
-        return Blob.dump(list(samples))
+        return ObjectRef.dump(list(samples))
     except Exception as error:
         for sample in samples:
             for place, value in _entries(sample):

@@ -1,6 +1,6 @@
 """Values that training recorded for each token, which stay where the trainer computed them.
 
-A rank returns them as one blob for all samples of its share, and the driver passes references to whoever stores them.
+A rank returns them as one stored object for all samples of its share, and the driver passes references to whoever stores them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from miles_runtime.blob import Blob, Stored
+from miles_runtime.object_ref import ObjectRef, Stored
 
 if TYPE_CHECKING:
     from miles_core.contracts.runtime import TrainedTokens
@@ -20,7 +20,7 @@ Values = tuple[np.ndarray | None, np.ndarray | None]
 
 
 class StoredTokens:
-    """The values of all samples of a share in a blob, which are read once."""
+    """The values of all samples of a share in a reference, which are read once."""
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
@@ -53,9 +53,9 @@ class RemoteTokens:
         return self.group.values(self.position)[1]
 
 
-def pack_tokens(seen: Sequence[TrainedTokens]) -> Blob:
+def pack_tokens(seen: Sequence[TrainedTokens]) -> ObjectRef:
     """Serialize the values of a share's samples."""
-    return Blob.dump([(tokens.log_probs, tokens.advantages) for tokens in seen])
+    return ObjectRef.dump([(tokens.log_probs, tokens.advantages) for tokens in seen])
 
 
 def refer_tokens(count: int, stored: Stored) -> list[RemoteTokens]:

@@ -17,10 +17,10 @@ from miles_core.data.sample import Sample
 from miles_core.errors import WorkerLost, first_line
 from miles_core.plugin.worker import same_plan
 from miles_core.run.parts import await_unless_stopped
-from miles_runtime.blob import Stored
 from miles_runtime.direct_engines import EngineState, LostEngine
 from miles_runtime.engine_pool import EnginePool
 from miles_runtime.least_loaded import LeastLoaded
+from miles_runtime.object_ref import Stored
 from miles_runtime.prompt_rows import PendingGroup, RowQueue
 from miles_runtime.remote_sample import pack_samples, refer
 from miles_runtime.restarts import Restarts
@@ -268,8 +268,8 @@ class _Line:
         try:
             while True:
                 coming = workers.send_stored(self.number, RolloutWorker.news.__name__)
-                news, blobs = await workers.await_result(self.number, coming, "news")
-                self._receive(News.unpack(news), blobs)
+                news, refs = await workers.await_result(self.number, coming, "news")
+                self._receive(News.unpack(news), refs)
         except Exception as error:
             lost = (
                 error if isinstance(error, WorkerLost) else await workers.declare_lost(self.number, first_line(error))
@@ -281,7 +281,7 @@ class _Line:
                 self.lose(self.number, lost)
                 self.fail(lost)
 
-    def _receive(self, news: News, blobs: Sequence[Stored]) -> None:
+    def _receive(self, news: News, refs: Sequence[Stored]) -> None:
         add(self.pool.answers, news.answers)
         self._receive_reports(news)
         for ticket in news.cancelled:
@@ -293,7 +293,7 @@ class _Line:
             answer = self._open.get(ticket)
             if answer is not None and not answer.done():
                 if error is None:
-                    answer.set_result(refer(value[0], blobs[value[1]]))
+                    answer.set_result(refer(value[0], refs[value[1]]))
                 else:
                     answer.set_exception(error)
 

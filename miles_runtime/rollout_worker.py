@@ -24,8 +24,8 @@ from miles_core.rollout.generate import LocalProducer
 from miles_core.run.inputs import RolloutCode
 from miles_core.run.parts import freeze_gc
 from miles_core.run.problems import Problems
-from miles_runtime.blob import Blob
 from miles_runtime.direct_engines import DirectEngines, EngineState, LostEngine, ReportedBusyTime
+from miles_runtime.object_ref import ObjectRef
 from miles_runtime.packed_column import pack_column, unpack_column
 from miles_runtime.prompt_rows import RowReader
 from miles_runtime.remote_sample import heads, pack_samples, read_samples
@@ -47,13 +47,13 @@ class GroupOrder:
     """A group to produce.
 
     Attributes:
-        samples: the number of the prompt's row in the prompt files; or a blob with the pending samples, or with the first one if all are
+        samples: the number of the prompt's row in the prompt files; or a reference with the pending samples, or with the first one if all are
             copies of it with other indexes.
         indexes: the indexes of the samples.
         evaluation: see ``Producer.produce``.
     """
 
-    samples: Blob | int
+    samples: ObjectRef | int
     indexes: Sequence[int]
     evaluation: bool
 
@@ -115,7 +115,7 @@ class News:
 
     Attributes:
         cancelled: tickets of calls whose answer the worker no longer waits for.
-        groups: for each, the ``heads`` of its samples and the number of its blob, which is sent next to the news.
+        groups: for each, the ``heads`` of its samples and the number of its object, which is sent next to the news.
         answers: see ``Producer.answers``.
         lost: engines that the worker lost.
         busy: engine and 1 when its first request is sent, -1 when the last one is complete; in order.
@@ -163,7 +163,12 @@ class Seat:
 
 
 class RolloutWorker(Worker):
-    """Produces groups. Many are in progress at a time."""
+    """Produces groups. Many are in progress at a time.
+
+    - consumes: orders for groups, answers to calls and the set of serving engines, from the driver (``post``).
+    - waits: for engines; while none of them serves, until the driver sends another set.
+    - unblocks: the driver, with finished groups and calls of its engines (``news``).
+    """
 
     part: LocalProducer
 
@@ -173,7 +178,7 @@ class RolloutWorker(Worker):
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._groups: dict[int, tuple[asyncio.Task[None], GroupOrder]] = {}
         self._news, self._happened = News(), asyncio.Event()
-        self._blobs: list[Blob] = []
+        self._refs: list[ObjectRef] = []
         self._direct: dict[str, DirectEngines] = {}
 
     async def build(self, seat: Seat) -> tuple[str, str]:
@@ -237,7 +242,7 @@ class RolloutWorker(Worker):
         for ticket, order in letters.groups.items():
             self._groups[ticket] = asyncio.create_task(self._produce(ticket, order)), order
 
-    async def news(self) -> tuple[dict[int, Any], list[Blob]]:
+    async def news(self) -> tuple[dict[int, Any], list[ObjectRef]]:
         """Wait for a call or a finished group, at most ``WAIT`` seconds; return all of them as packed ``News``, and the samples of the
         groups. Only one call may be active."""
         with suppress(TimeoutError):
@@ -246,11 +251,11 @@ class RolloutWorker(Worker):
         await asyncio.sleep(0)  # include what happens in the same iteration of the event loop
         self._happened.clear()
         found, self._news = self._news, News()
-        blobs, self._blobs = self._blobs, []
+        refs, self._refs = self._refs, []
         if self.part is not None:
             found.answers = dict(self.part.answers)
             self.part.answers.clear()
-        return found.pack(), blobs
+        return found.pack(), refs
 
     async def drop(self, tickets: Collection[int]) -> None:
         """Cancel these groups, and make the engines abort their requests; return when rollout functions have released everything."""
@@ -276,8 +281,8 @@ class RolloutWorker(Worker):
         try:
             samples = await self.part.produce(self._pending(order), order.evaluation)
             packed = pack_samples(samples)
-            answer: Answer = (heads(samples), len(self._blobs)), None
-            self._blobs.append(packed)
+            answer: Answer = (heads(samples), len(self._refs)), None
+            self._refs.append(packed)
         except Exception as error:
             answer = None, portable(error)
         self._groups.pop(ticket, None)

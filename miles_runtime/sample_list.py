@@ -1,6 +1,6 @@
 """Lists of samples for ranks, which receive references to samples of rollout workers instead of the samples.
 
-A message contains, for each group, its blob, and positions and sizes of all groups in packed form. Samples without a blob (the driver has
+A message contains, for each group, its reference, and positions and sizes of all groups in packed form. Samples without a reference (the driver has
 read them, or set fields) are part of the message.
 """
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from miles_core.errors import MilesError, WorkerLost
-from miles_runtime.blob import Stored
 from miles_runtime.busy_time import BusyTime
+from miles_runtime.object_ref import Stored
 from miles_runtime.timeouts import PIECES, TimeoutExpired, Timeouts, wait_for
 from miles_runtime.worker import Worker
 
@@ -87,11 +87,11 @@ class Workers(ABC):
         """Call ``Worker.answer(method, *args)`` in that process; return its result or raise its error. WorkerLost if it died."""
 
     async def send_stored(self, number: int, method: str, *args: Any) -> tuple[Any, Sequence[Stored]]:
-        """Call a method that returns (value, blobs); return the value and references to the blobs.
+        """Call a method that returns (value, stored objects); return the value and references to the objects.
 
-        The blobs are not read here. They exist until the last reference is dropped, also if the worker ends before."""
-        value, blobs = await self.send(number, method, *args)
-        return value, blobs
+        The objects are not read here. They exist until the last reference is dropped, also if the worker ends before."""
+        value, refs = await self.send(number, method, *args)
+        return value, refs
 
     @abstractmethod
     async def restart(self, number: int) -> None:

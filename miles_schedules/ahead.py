@@ -23,7 +23,12 @@ from miles_schedules.uncorrected import warn_uncorrected
 
 
 class AheadSchedule(Schedule):
-    """Generates the next step while the trainer learns from this one."""
+    """Generates the next step while the trainer learns from this one.
+
+    - consumes: prompts of the collector for step n + 1, as soon as ``take`` has returned the groups of step n.
+    - waits: ``take`` for the first groups only; ``pause_for_push`` until the groups of step n + 1 are finished.
+    - unblocks: training of step n at once; the collection of step n + 2, when step n + 1 is taken after the push.
+    """
 
     beside = True
 

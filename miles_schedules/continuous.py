@@ -34,7 +34,13 @@ STALENESS = 1
 
 
 class AsyncSchedule(Schedule):
-    """Generates continuously into a buffer bounded by ``--max-weight-staleness``."""
+    """Generates continuously into a buffer bounded by ``--max-weight-staleness``.
+
+    - consumes: prompts of the collector, while fewer groups than the bound are in flight or ready.
+    - waits: ``take`` until the oldest groups of a step are ready; generation when the bound is reached; a push until requests are paused, or
+      finished with ``--no-partial-rollout``.
+    - unblocks: training, when enough groups are ready; generation, when a step takes groups and when their weights are served.
+    """
 
     beside = True
 

@@ -54,7 +54,7 @@ class RowWriter:
 
 
 def _read(step: int, entry: Any, groups: dict[int, StoredGroup], tokens: dict[int, StoredTokens]) -> list[Row]:
-    """Convert the samples that ``remote`` refers to. groups, tokens: those of the message, by the identity of their blob."""
+    """Convert the samples that ``remote`` refers to. groups, tokens: those of the message, by the identity of their object reference."""
     run, recorded, data_set = entry
     samples = unpack_run(run, groups)
     trained: list[RecordedTokens | None] = [None] * len(samples)

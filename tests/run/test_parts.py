@@ -78,7 +78,9 @@ def make(run, policy, groups):
 """
 
 
-@pytest.mark.parametrize("where", [{}, {"plugins": [str(remote.__file__)], "runtime": "remote"}], ids=["inline", "remote"])
+@pytest.mark.parametrize(
+    "where", [{}, {"plugins": [str(remote.__file__)], "runtime": "remote"}], ids=["inline", "remote"]
+)
 def test_a_frozen_teacher_scores_without_engine_and_optimizer(toy_run, tmp_path, where):
     (tmp_path / "teacher.py").write_text(TEACHER)
     plugins = [str(tmp_path / "teacher.py"), *where.pop("plugins", [])]

@@ -12,8 +12,8 @@ import pytest
 
 from miles_core.data.sample import Sample, Status
 from miles_core.train.share import merge_recorded, split_by_replica
-from miles_runtime.blob import Blob
 from miles_runtime.local_channel import Message
+from miles_runtime.object_ref import ObjectRef
 from miles_runtime.remote_sample import heads, pack_samples, refer
 from miles_runtime.remote_tokens import pack_tokens, refer_tokens
 from miles_runtime.rollout_worker import GroupOrder, Letters, News
@@ -51,9 +51,9 @@ def make_group(number: int, length: int) -> list[Sample]:
 
 
 def size(value: object) -> int:
-    """Bytes of a message, with the blobs that this process wrote."""
+    """Bytes of a message, with the objects that this process wrote."""
     message = Message(value)
-    own = [buffer for blob in message.blobs if blob.descriptor is None for buffer in blob.buffers]
+    own = [buffer for ref in message.refs if ref.descriptor is None for buffer in ref.buffers]
     return len(message.data) + sum(buffer.nbytes for buffer in (*message.buffers, *own))
 
 
@@ -71,22 +71,22 @@ def messages(groups: list[list[Sample]], at_once: int, options: object) -> dict[
         found["to_workers"] += size(
             (123_456, "post", (Letters(2, {} if start else {"policy": (2, 2)}, orders).pack(),))
         )
-        blobs = [pack_samples(group) for group in some]
-        for blob in blobs:
-            blob.share()  # the worker writes them
+        refs = [pack_samples(group) for group in some]
+        for ref in refs:
+            ref.share()  # the worker writes them
         sent = [heads(group) for group in some]
         news = News(groups={start + n: ((head, n), None) for n, head in enumerate(sent)})
         news.answers = {"engine/queue": (1.5, 8.0)}
-        found["from_workers"] += size((123_456, (news.pack(), blobs), None))
-        for head, blob in zip(sent, blobs, strict=True):
-            samples += refer(head, blob)
+        found["from_workers"] += size((123_456, (news.pack(), refs), None))
+        for head, ref in zip(sent, refs, strict=True):
+            samples += refer(head, ref)
     shares = split_by_replica(samples, options, 2)
     found["to_ranks"] = sum(size((1, "learn", (pack_share(share), 3))) for share in shares)
     recorded = []
     for share in shares:
-        blob: Blob = pack_tokens([Recorded() for _ in share.samples])
-        blob.share()
-        recorded.append(refer_tokens(len(share.samples), blob))
+        ref: ObjectRef = pack_tokens([Recorded() for _ in share.samples])
+        ref.share()
+        recorded.append(refer_tokens(len(share.samples), ref))
     seen = merge_recorded(shares, recorded)
     entries = asyncio.run(make_entries(1, [(sample, one, "") for sample, one in zip(samples, seen, strict=True)]))
     found["to_savers"] = size(("rollouts/train/00000001.part", 1, [entry for entry, _ in entries], ()))
@@ -117,7 +117,7 @@ def test_the_bytes_do_not_grow_with_prompts_and_responses(options):
 
 
 def test_prompts_that_the_driver_sends_are_counted():
-    """The control: a blob with pending samples that the driver wrote."""
+    """The control: a reference with pending samples that the driver wrote."""
     order = GroupOrder(pack_samples(make_group(0, 2000)), range(SIZE), False)
     assert size((1, "post", (Letters(2, {}, {0: order}).pack(),))) > SIZE * 2000 * 4
 

@@ -18,8 +18,8 @@ from miles_core.data.batch import collate
 from miles_core.data.sample import Status
 from miles_core.errors import DataError
 from miles_core.train.share import Share, shares
-from miles_runtime.blob import Blob
 from miles_runtime.local_channel import Message, receive
+from miles_runtime.object_ref import ObjectRef
 from miles_runtime.remote_sample import SENT, RemoteSample, heads, pack_samples, read_samples, refer
 from miles_runtime.sample_list import SampleList, pack_share
 
@@ -79,14 +79,14 @@ def open_files():
 
 
 class Reading:
-    """A blob that counts how often it is read."""
+    """An object reference that counts how often it is read."""
 
-    def __init__(self, blob):
-        self.blob, self.count = blob, 0
+    def __init__(self, ref):
+        self.ref, self.count = ref, 0
 
     def read(self):
         self.count += 1
-        return self.blob.read()
+        return self.ref.read()
 
 
 def test_what_the_driver_does_reads_nothing():
@@ -133,7 +133,7 @@ def test_fields_that_the_driver_sets_are_sent_with_the_reference():
         assert sample.fields["teacher"] is not None and sample.fields["routes"] is None
     copied = copy.copy(found[0])
     assert stored.count == 0 and {type(sample) for sample in found} == {RemoteSample}
-    for sample, original in zip(pickle.loads(pickle.dumps(refer_to_blob(found, stored.blob))), samples, strict=True):
+    for sample, original in zip(pickle.loads(pickle.dumps(refer_to_ref(found, stored.ref))), samples, strict=True):
         assert sample.tokens == original.tokens and type(sample) is Sample
         assert sample.fields.keys() == {"routes", "values", "teacher"} and sample.fields["routes"] is None
         assert np.array_equal(sample.fields["values"], values) and np.array_equal(sample.teacher, -values)
@@ -146,10 +146,10 @@ def test_fields_that_the_driver_sets_are_sent_with_the_reference():
     assert found[2].fields == {"only": 1} and samples[2].fields.keys() == {"routes"}
 
 
-def refer_to_blob(found, blob):
-    """The samples with a blob that can be sent."""
+def refer_to_ref(found, ref):
+    """The samples with a reference that can be sent."""
     for sample in found:
-        sample.__dict__["_group"].stored = blob
+        sample.__dict__["_group"].stored = ref
     return found
 
 
@@ -175,15 +175,15 @@ def test_copies_comparisons_and_batches_are_those_of_plain_samples():
 def test_messages_pass_descriptors_and_the_memory_is_freed_with_the_last_holder():
     before = open_files()
     samples = group()
-    (sent, blob), size = send((heads(samples), pack_samples(samples)))
-    assert size < 1200 and not blob._buffers, "neither the message nor the receiver contains the data"
+    (sent, ref), size = send((heads(samples), pack_samples(samples)))
+    assert size < 1200 and not ref._buffers, "neither the message nor the receiver contains the data"
     assert send((heads(group(3, 60_000)), pack_samples(group(3, 60_000))))[1] < size + 30, (
         "nothing grows with the tokens"
     )
     assert open_files() == before + 1
-    (again, _), size = send((refer(sent, blob), 0))
+    (again, _), size = send((refer(sent, ref), 0))
     assert size < 1500 and open_files() == before + 2
-    del blob
+    del ref
     assert open_files() == before + 1, "a process that passed the group on is not needed any more"
     same(again, samples)
     assert not np.shares_memory(again[0].routes, samples[0].routes)
@@ -194,18 +194,18 @@ def test_messages_pass_descriptors_and_the_memory_is_freed_with_the_last_holder(
 
 def test_one_message_may_hold_hundreds_of_groups():
     before = open_files()
-    blobs = [pack_samples(group(1, 1000 + number)) for number in range(300)]
-    found, _ = send([*blobs, blobs[0]])
-    assert [len(blob.read()[0].tokens) for blob in found] == [*range(1005, 1305), 1005]
+    refs = [pack_samples(group(1, 1000 + number)) for number in range(300)]
+    found, _ = send([*refs, refs[0]])
+    assert [len(ref.read()[0].tokens) for ref in found] == [*range(1005, 1305), 1005]
     assert found[0] is found[300]
-    del found, blobs
+    del found, refs
     assert open_files() == before
 
 
 def test_small_groups_are_part_of_the_message():
     before = open_files()
-    blob, _ = send(pack_samples([Sample(index=3, tokens=[1, 2])]))
-    assert open_files() == before and read_samples(blob) == [Sample(index=3, tokens=[1, 2])]
+    ref, _ = send(pack_samples([Sample(index=3, tokens=[1, 2])]))
+    assert open_files() == before and read_samples(ref) == [Sample(index=3, tokens=[1, 2])]
 
 
 def test_samples_that_cannot_be_sent_are_named():
@@ -213,7 +213,7 @@ def test_samples_that_cannot_be_sent_are_named():
     with pytest.raises(DataError, match=r"sample 7: metadata\['lock'\] is a lock, which cannot be sent"):
         pack_samples([sample])
     with pytest.raises(DataError, match="keep plain data there"):
-        read_samples(Blob([np.frombuffer(b"\x80\x04cmissing_module\nThing\n.", np.uint8)]))
+        read_samples(ObjectRef([np.frombuffer(b"\x80\x04cmissing_module\nThing\n.", np.uint8)]))
 
 
 def test_large_fields_are_not_copied():
@@ -228,10 +228,10 @@ def test_large_fields_are_not_copied():
 
 
 def several(count=4, size=3):
-    """Groups, the same as references, and their blobs, which count reads."""
+    """Groups, the same as references, and their object references, which count reads."""
     groups = [group(size, 3000 + number) for number in range(count)]
-    blobs = [pack_samples(each) for each in groups]
-    return groups, [sample for each, blob in zip(groups, blobs, strict=True) for sample in refer(heads(each), blob)]
+    refs = [pack_samples(each) for each in groups]
+    return groups, [sample for each, ref in zip(groups, refs, strict=True) for sample in refer(heads(each), ref)]
 
 
 def test_a_list_of_references_arrives_as_the_samples():
@@ -273,8 +273,8 @@ def test_the_number_of_bytes_of_a_share_does_not_depend_on_what_samples_contain(
             for n in range(count)
             for i in range(8)
         ]
-        blobs = [pack_samples(samples[start : start + 8]) for start in range(0, len(samples), 8)]
-        found = [one for n, blob in enumerate(blobs) for one in refer(heads(samples[8 * n : 8 * n + 8]), blob)]
+        refs = [pack_samples(samples[start : start + 8]) for start in range(0, len(samples), 8)]
+        found = [one for n, ref in enumerate(refs) for one in refer(heads(samples[8 * n : 8 * n + 8]), ref)]
         share = Share(found, [0] * len(found), 1, [*range(len(found))])
         sizes[count], received = send(pack_share(share))[1], send(pack_share(share))[0]
         assert received.step_of == share.step_of and received.positions == share.positions

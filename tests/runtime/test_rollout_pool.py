@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.data.sample import Sample
 from miles_core.errors import WorkerLost
-from miles_runtime.blob import Blob
+from miles_runtime.object_ref import ObjectRef
 from miles_runtime.remote_sample import heads, pack_samples, refer
 from miles_runtime.rollout_pool import _Line
 from miles_runtime.rollout_worker import EngineCall, GroupOrder, Letters, News
@@ -69,8 +69,8 @@ def test_requests_of_a_worker_are_answered_cancelled_and_aborted():
         run = SimpleNamespace(step=5, policies=[policy])
         front = SimpleNamespace(run=run, workers=workers, engines={"policy": engine}, direct={}, answers={})
         line = _Line(front, 0, "rollout-0-0", lambda *found: losses.append(found))
-        group = asyncio.ensure_future(line.produce(GroupOrder(Blob([]), (0,), False)))
-        dropped = asyncio.ensure_future(line.produce(GroupOrder(Blob([]), (1,), False)))
+        group = asyncio.ensure_future(line.produce(GroupOrder(ObjectRef([]), (0,), False)))
+        dropped = asyncio.ensure_future(line.produce(GroupOrder(ObjectRef([]), (1,), False)))
         await asyncio.sleep(0.01)
         (method, packed), *_ = workers.calls
         letters = Letters.unpack(packed)
@@ -103,10 +103,10 @@ def test_requests_of_a_worker_are_answered_cancelled_and_aborted():
 
 
 def test_messages_arrive_as_they_were_sent():
-    blob = Blob([])
+    ref = ObjectRef([])
     groups = {
         3: GroupOrder(17, range(8, 16), False),
-        4: GroupOrder(blob, range(16, 24), True),
+        4: GroupOrder(ref, range(16, 24), True),
         9: GroupOrder(12, [5, 9, 2], False),
     }
     letters = Letters(2, {"policy": (3, 2)}, groups, {1: (None, WorkerLost("engine-0", "it was killed"))})

@@ -60,7 +60,9 @@ class Nim(Game):
         win = float(winner == "first")
         return Played("first", turns["first"], turns["first"][-1], win, win, True)
 
-    async def _game(self, sample: Sample, ask: GenerationClient, turns: dict[str, list[Turn]], players: Mapping[str, str]) -> str:
+    async def _game(
+        self, sample: Sample, ask: GenerationClient, turns: dict[str, list[Turn]], players: Mapping[str, str]
+    ) -> str:
         """Play until a role wins, and return it. A role without a player plays perfectly."""
         pile, at = int(sample.metadata["pile"]), 0
         text, before = "", None

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from miles_core.plugin import ConfigError, MilesError, WorkerLost
 from miles_ray.actor import BEAT, Actor, Found
-from miles_ray.stored import StoredBlobs
+from miles_ray.stored import StoredRefs
 from miles_ray.watch import raylet_lives
 from miles_runtime import Stored, Workers, WorkerSpec, last_lines, short_of_memory, uses_cpu
 
@@ -93,8 +93,8 @@ class RayWorkers(Workers):
 
     async def send_stored(self, number: int, method: str, *args: Any) -> tuple[Any, Sequence[Stored]]:
         call = self.actors[number].answer.options(num_returns=2)
-        value, blobs = call.remote(method, *args)  # results belong to the caller, so they survive the actor
-        return await self._answer(number, value), StoredBlobs(blobs)
+        value, refs = call.remote(method, *args)  # results belong to the caller, so they survive the actor
+        return await self._answer(number, value), StoredRefs(refs)
 
     async def restart(self, number: int) -> None:
         await self.kill(number)

@@ -74,14 +74,14 @@ class Letters:
 
 def test_samples_in_rays_store_are_saved_by_an_actor_until_it_dies(cluster, tmp_path, nothing_is_read):
     ray = pytest.importorskip("ray")
-    from miles_ray.stored import StoredBlobs
+    from miles_ray.stored import StoredRefs
 
     group = [Sample(f"question {n}", [65 + n] * 50_002, "answer", 50_000, index=n) for n in range(3)]
     values = [TrainedTokens(np.full(50_000, -0.5, np.float32), np.full(50_000, float(n), np.float32)) for n in range(3)]
 
     def step():
-        blobs = StoredBlobs(ray.put([pack_samples(group), pack_tokens(values)]))
-        return [(s, t, "") for s, t in zip(refer(heads(group), blobs[0]), refer_tokens(3, blobs[1]), strict=True)]
+        refs = StoredRefs(ray.put([pack_samples(group), pack_tokens(values)]))
+        return [(s, t, "") for s, t in zip(refer(heads(group), refs[0]), refer_tokens(3, refs[1]), strict=True)]
 
     async def run(saver):
         await saver.write_samples("train", 1, step())

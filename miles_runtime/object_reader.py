@@ -1,7 +1,7 @@
-"""A process on the driver's machine that reads blobs for the driver, which sends it references only.
+"""A process on the driver's machine that reads stored objects for the driver, which sends it references only.
 
 The process calls one function with each message and returns the result. It imports what this function needs, so no torch if that needs
-none. ``LocalReader`` starts it as a child of the driver, for blobs in shared memory; a runtime with another store starts it where the
+none. ``LocalReader`` starts it as a child of the driver, for objects in shared memory; a runtime with another store starts it where the
 store can be read.
 """
 
@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from miles_core.errors import MilesError
-from miles_runtime.blob import Stored
 from miles_runtime.local_channel import Message, receive
+from miles_runtime.object_ref import Stored
 
 
 class ReaderEnded(Exception):
     """The process has ended; the message is the cause, a predicate."""
 
 
-class BlobReader(ABC):
+class ObjectReader(ABC):
     """One process. Each ``send`` is followed by one ``receive``. The methods block and may be called in any thread, one at a time."""
 
     @abstractmethod
@@ -54,19 +54,19 @@ class BlobReader(ABC):
 class RemoteStore(Protocol):
     """A ``Stored`` that only certain processes can read."""
 
-    def open_reader(self, target: str) -> BlobReader:
-        """Start a process that reads this blob and others of its store. target: ``module:name`` of a function without arguments that
+    def open_reader(self, target: str) -> ObjectReader:
+        """Start a process that reads this object and others of its store. target: ``module:name`` of a function without arguments that
         returns the function to call with each message."""
 
 
-def open_reader(stored: Stored, target: str) -> BlobReader:
-    """Start a process that reads ``stored`` and other blobs of the same store; ``target`` as for ``RemoteStore.open_reader``."""
+def open_reader(stored: Stored, target: str) -> ObjectReader:
+    """Start a process that reads ``stored`` and other objects of the same store; ``target`` as for ``RemoteStore.open_reader``."""
     if isinstance(stored, RemoteStore):
         return stored.open_reader(target)
     return LocalReader(target)
 
 
-class LocalReader(BlobReader):
+class LocalReader(ObjectReader):
     """A child process, which ends with the driver: its connection ends then."""
 
     def __init__(self, target: str) -> None:
@@ -144,7 +144,7 @@ def main(descriptor: str, target: str) -> None:
         except (EOFError, OSError, pickle.UnpicklingError):
             return
         answer = make_answer(function, value)
-        del value  # frees the memory of its blobs before the next message
+        del value  # frees the memory of its objects before the next message
         try:
             Message(answer).send(connection)
         except OSError:  # the driver has ended

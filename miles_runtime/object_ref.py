@@ -1,9 +1,9 @@
-"""Serialized data that processes pass on without reading it.
+"""References to serialized objects, which processes pass on without reading them.
 
-A ``Blob`` holds a pickle and its large arrays as buffers. Between processes of one machine (``local_channel``) it travels as the descriptor
+An ``ObjectRef`` holds a pickle and its large arrays as buffers. Between processes of one machine (``local_channel``) it travels as the descriptor
 of anonymous shared memory (memfd_create(2)): the sender writes the buffers once, and processes on the way receive and send only the
-descriptor. A process that reads the data maps it. The memory is freed when the last process that holds the blob drops it or ends, so a
-process that dies takes nothing with it and leaves nothing. Other runtimes store a blob in their own object store.
+descriptor. A process that reads the data maps it. The memory is freed when the last process that holds the reference drops it or ends, so a
+process that dies takes nothing with it and leaves nothing. Other runtimes store objects in a store of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 #: Arrays of at least this many bytes are stored next to the pickle.
 SHARED = 16 << 10
-#: Blobs of fewer bytes are part of the message; memory of its own would take at least a page.
+#: Objects of fewer bytes are part of the message; memory of its own would take at least a page.
 SMALL = 4 << 10
 #: Advice of madvise(2) that maps all pages without copying them: a fault for each would take longer than the copy (Linux 5.14).
 _POPULATE_READ = 22
@@ -32,18 +32,18 @@ _PIECES = 1024
 
 
 class Stored(Protocol):
-    """A blob, or a reference to one in another store."""
+    """A reference to a stored object."""
 
     def read(self) -> Any:
         """Return the deserialized object."""
 
 
-class Blob:
-    """One serialized object.
+class ObjectRef:
+    """A reference to one serialized object.
 
     Args:
         buffers: the pickle, then its large arrays as bytes.
-        descriptor: shared memory with these buffers and their sizes, which the blob closes; ``buffers`` is then empty.
+        descriptor: shared memory with these buffers and their sizes, which the reference closes; ``buffers`` is then empty.
     """
 
     def __init__(self, buffers: Sequence[np.ndarray], descriptor: int | None = None) -> None:
@@ -52,7 +52,7 @@ class Blob:
         self._writing = threading.Lock()
 
     @classmethod
-    def dump(cls, value: Any) -> Blob:
+    def dump(cls, value: Any) -> ObjectRef:
         """Serialize an object. Arrays are not copied. Raises what pickle raises."""
         arrays: list[np.ndarray] = []
         data = pickle.dumps(
@@ -85,7 +85,7 @@ class Blob:
 
     @property
     def shareable(self) -> bool:
-        """Whether the blob travels as a descriptor."""
+        """Whether the object travels as a descriptor."""
         return self.descriptor is not None or (hasattr(os, "memfd_create") and sum(self.sizes) >= SMALL)
 
     def share(self) -> int:
@@ -101,7 +101,7 @@ class Blob:
             return self.descriptor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Blob, (self.buffers,)
+        return ObjectRef, (self.buffers,)
 
     def __del__(self) -> None:
         if getattr(self, "descriptor", None) is not None:
