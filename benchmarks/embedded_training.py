@@ -24,7 +24,7 @@ from sglang_engine import EXPERTS, VOCABULARY, make_model
 
 from miles_core.data import Sample, collate
 from miles_core.format import Codec
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_core.trainer import Callbacks
 from miles_embedded.model.load import load_model
 from miles_embedded.model.operations import TORCH, use_operations

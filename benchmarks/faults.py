@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from checkout import register
-from faults_anytime import HEARTBEAT, STALL, Campaign, Limits, Shape, many
+from faults_anytime import HEARTBEAT, STALL, Campaign, Limits, Shape, many, read_lines
 from measure import finish, installed, options
 
 from miles_testing.toy import toy_arguments, toy_files
@@ -203,11 +203,6 @@ def count(task: Task) -> dict[str, Any]:
         "failed": 0,
         "waits": [min(at for step, at in done if at > when and step > fault) - when for fault, when in fell],
     }
-
-
-def read_lines(path: Path) -> list[Any]:
-    """What is in a file with a JSON value a line; nothing where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def count_losses(task: Task, log: Path | None) -> dict[str, Any]:

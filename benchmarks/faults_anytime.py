@@ -61,6 +61,11 @@ HEARTBEAT = {"remote": 0.5, "ray": 5.0}
 MAKING = threading.Lock()
 
 
+def read_lines(path: Path) -> list[Any]:
+    """What is in a file with a JSON value a line; nothing where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
 def arguments(*given: Any, **options: Any) -> list[str]:
     """``toy_arguments``, in one thread at a time."""
     with MAKING:
@@ -182,8 +187,6 @@ def _drive(command: list[str], directory: Path, limits: Limits) -> int | None:
 
 def judge(directory: Path, steps: int, ranks: int, code: int) -> dict[str, Any]:
     """What the files of a run say."""
-    from faults import read_lines
-
     faults = read_lines(directory / "faults.jsonl")
     trained = {(step, rank): pairs for step, rank, pairs in read_lines(directory / "trained.jsonl")}
     samples = Counter(tuple(pair) for pairs in trained.values() for pair in pairs)
@@ -259,8 +262,6 @@ class Campaign:
     report: Callable[[dict[str, Any]], None] = lambda counts: None
 
     def __post_init__(self) -> None:
-        from faults import read_lines
-
         self.runs = [run for run in (read_lines(self.log) if self.log else []) if run["runtime"] == self.shape.runtime]
         self.undisturbed: dict[int, tuple[str, dict[tuple[int, int], list[str]]]] = {}
         self.cut = 0
@@ -353,8 +354,6 @@ def many(campaign: Campaign, jobs: int) -> dict[str, Any]:
 def reference(shape: Shape, steps: int, directory: Path) -> tuple[str, dict[tuple[int, int], list[str]]]:
     """The weights of the last checkpoint of a run of as many steps without a fault and without rollout workers, and step -> digests of
     its batch."""
-    from faults import read_lines
-
     letters = [chr(ord("a") + n % 26) + str(n // 26) for n in range(GROUPS * steps)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
     (directory / "faults.py").write_text(PLUGIN)

@@ -32,7 +32,7 @@ from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import Batch, collate
 from miles_core.data.sample import Sample
 from miles_core.precision.codec import Codec
-from miles_core.precision.product import Products, emulate_product
+from miles_core.precision.products import Products, emulate_product
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import NAME, prepare

@@ -11,7 +11,8 @@ from miles_core.data.unit import Encoded, Unit
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format, Parts, Stored, store
 from miles_core.precision.gpu_kernel import READABLE, allocate_output, convert_for_kernel, reference_only, runs_kernels
-from miles_core.precision.product import NoProduct, Product, Products, emulate_product
+from miles_core.precision.product import NoProduct, Product
+from miles_core.precision.products import Products, emulate_product
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, Parity, Quantizer, bounded
 from miles_core.precision.scaled_mm import need_scaled_mm
 from miles_core.sync.push import make_codec

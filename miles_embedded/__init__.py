@@ -8,8 +8,8 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to hook modules: ``load_model``, ``decoder_layers``, ``is_embedded``, ``routed_blocks`` and ``find_routed`` (both return ``Routed``), and
   inside a layer ``active_context``;
 - to wrap an engine or a trainer: ``make_engine``, ``make_trainer``;
-- to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``; with steps in static buffers, which CUDA graphs
-  replay: ``Ahead``, ``Launched``, ``StaticBatch``, ``StaticCall``, ``fill_rows``, ``padded_rows``, ``distribution``,
+- to write decoders: ``Decoder``, ``StepEngine``, ``Row``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``; with steps in static buffers,
+  which CUDA graphs replay: ``AsyncScheduling``, ``Launched``, ``StaticBatch``, ``StaticCall``, ``fill_rows``, ``padded_rows``, ``distribution``,
   ``stream_start``, ``uniform_from``, ``check_finite``;
 - to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``; a value head next to
   the output layer: ``new_value_head``, ``add_value_head``, ``VALUE_HEAD``;
@@ -38,16 +38,18 @@ for _noisy in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
-    from miles_embedded.engine.ahead import Ahead, Launched, fill_rows
+    from miles_embedded.engine.async_scheduling import AsyncScheduling, Launched, fill_rows
     from miles_embedded.engine.attention import DecodeCall, PromptCall
     from miles_embedded.engine.build import make_engine
     from miles_embedded.engine.cache import CachedRows
-    from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
+    from miles_embedded.engine.decoder import Decoder, to_emitted
     from miles_embedded.engine.prompts import Prompts
+    from miles_embedded.engine.row import Row
     from miles_embedded.engine.sampling import check_finite, distribution, pick, stream_start, uniform_from
     from miles_embedded.engine.static_attention import StaticCall
     from miles_embedded.engine.static_batch import StaticBatch
     from miles_embedded.engine.static_step import padded_rows
+    from miles_embedded.engine.step import Emitted, StepEngine
     from miles_embedded.kernels.available import kernels_run
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
@@ -116,7 +118,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VALUE_HEAD",
-    "Ahead",
+    "AsyncScheduling",
     "Attention",
     "AttentionOptions",
     "CachedRows",
@@ -138,8 +140,10 @@ __all__ = [
     "Prompts",
     "Released",
     "Routed",
+    "Row",
     "StaticBatch",
     "StaticCall",
+    "StepEngine",
     "accepts_given",
     "active_context",
     "add_layer",
@@ -213,16 +217,18 @@ __all__ = [
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
-        "miles_embedded.engine.ahead": "Ahead Launched fill_rows",
+        "miles_embedded.engine.async_scheduling": "AsyncScheduling Launched fill_rows",
         "miles_embedded.engine.attention": "DecodeCall PromptCall",
         "miles_embedded.engine.build": "make_engine",
         "miles_embedded.engine.cache": "CachedRows",
-        "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
+        "miles_embedded.engine.decoder": "Decoder to_emitted",
         "miles_embedded.engine.prompts": "Prompts",
+        "miles_embedded.engine.row": "Row",
         "miles_embedded.engine.sampling": "check_finite distribution pick stream_start uniform_from",
         "miles_embedded.engine.static_attention": "StaticCall",
         "miles_embedded.engine.static_batch": "StaticBatch",
         "miles_embedded.engine.static_step": "padded_rows",
+        "miles_embedded.engine.step": "Emitted StepEngine",
         "miles_embedded.kernels.available": "kernels_run",
         "miles_embedded.memory.model_size": "ModelSize model_size",
         "miles_embedded.memory.usage": "engine_usage engines_gpus format_billions longest_sample size_of trainer_parts trainer_usage training_of "

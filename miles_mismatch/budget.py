@@ -22,7 +22,7 @@ from miles_core.contracts.emulation import Emulation
 from miles_core.data.field import SAMPLING_SUPPORT, Field
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_core.precision.schedule import PLAIN
 from miles_mismatch.gap import KNOWN, Gap, LogProbs, along, measure
 from miles_mismatch.probe import bare

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from miles_core.errors import MilesError
 from miles_core.precision.format import Format
-from miles_core.precision.product import FLAG, Product, emulate_product
+from miles_core.precision.product import Product
+from miles_core.precision.products import FLAG, emulate_product
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from miles_core.precision.gpu_kernel import runs_kernels
 from miles_transport import checksum_native
+from miles_transport.split_mix import pseudo_random
 
 #: Bytes per block; sizes of pieces are multiples of it.
 BLOCK = 1024
@@ -34,22 +35,12 @@ PIECE = 2 << 20
 FIRST_LAUNCH, LAUNCH = 128 << 20, 4 << 30
 #: The number of cached block weights is rounded up to a multiple of this.
 _ROUND = 1 << 15
-#: Increment and factors of SplitMix64 (Steele, Lea and Flood 2014), as signed numbers.
-GOLDEN, MIX_A, MIX_B = (x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 #: Words per block, and number of multipliers; the weights of blocks continue the same pseudo-random sequence.
 WORDS = BLOCK // 4
 #: Bytes that PyTorch sums at once on a GPU, where it needs twice as much additional memory.
 _GPU_PIECE = 64 << 20
 #: Alignment in bytes for GPU copies, which move 16 bytes at a time.
 ALIGNED = 16
-
-
-def pseudo_random(numbers: Tensor) -> Tensor:
-    """Return SplitMix64's output for each of these numbers, int64."""
-    x = (numbers + 1) * GOLDEN
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * MIX_A  # >> is arithmetic; the masks make it logical
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * MIX_B
-    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 #: [WORDS] int32 multiplier of each position in a block: odd, positive and pairwise different.

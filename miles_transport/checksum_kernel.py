@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_transport.checksum import GOLDEN, MIX_A, MIX_B
+from miles_transport.split_mix import GOLDEN, MIX_A, MIX_B
 
 #: Blocks per row of the table, which several programs share, and blocks per program.
 CHUNK, TILE = 1024, 64

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_embedded.model.load_units import Update
 from miles_embedded.model.onednn import Packs
 from miles_embedded.model.released import Released

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,9 +254,19 @@ class EmbeddedTrainer(Trainer):
         try:
             stepped = self.callbacks.optimizer_step()
         except NonFiniteError as error:
-            found = first_nonfinite_in_step(self, batch, loss, tokens)
-            raise NonFiniteError(f"{found} found by computing the step again, because {error}") from error
+            raise NonFiniteError(
+                f"{self._find_nonfinite(batch, loss, tokens)} found by computing the step again, because {error}"
+            ) from error
         return self.step_metrics(totals, stepped)
+
+    def _find_nonfinite(self, batch: Batch, loss: LossFunction, tokens: Tensor) -> str:
+        """Describe the first non-finite tensor of a failed step on any rank."""
+        again = ((micro_batch, ctx) for _, micro_batch, ctx in self.micro_batches(batch, "train", self.config.entropy))
+        forward = partial(self.parallel.call, self.callbacks.forward, self.model)
+        found = first_nonfinite_in_step(self.model, again, len(self.split(batch)), forward, loss, tokens)
+        self.optimizer.zero_grad()
+        # collective: every rank must compute all micro-batches before one raises
+        return self.parallel.first_text(found) or "each micro-batch is finite, so their sum overflows"
 
     def step_metrics(
         self, totals: dict[str, tuple[Tensor, Tensor]], stepped: dict[str, float]
@@ -317,7 +328,7 @@ class EmbeddedTrainer(Trainer):
         self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
     ) -> AbstractContextManager[None]:
         """See ``Trainer.emulate``."""
-        return emulate_properties(self, emulation, codec, snapshot)
+        return emulate_properties(self.model, self.scoring_with, emulation, codec, snapshot)
 
     def rebuild(self, precision: str) -> None:
         """See ``Trainer.rebuild``."""

@@ -5,7 +5,7 @@ import torch
 
 from miles_core.contracts.transport import SyncReport
 from miles_core.errors import MismatchError
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_fp8.format import Fp8
 from miles_mismatch import budget as b

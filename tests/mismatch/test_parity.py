@@ -7,7 +7,8 @@ from miles_core.data.unit import Unit
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, bounded
-from miles_fp8.format import CODES, SCALES, Fp8
+from miles_fp8.format import Fp8
+from miles_fp8.layout import CODES, SCALES
 from miles_mismatch.parity import check, measure, probes
 from miles_mismatch.projection import project
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from miles_core.data import Unit
 from miles_core.format import Codec
 from miles_core.plugin import MilesError
-from miles_fp8.format import CODES, SCALES, Fp8, round_up_to_power_of_two
+from miles_fp8.format import Fp8, round_up_to_power_of_two
+from miles_fp8.layout import CODES, SCALES
 
 E4M3 = sorted(
     {m * 2.0**-9 for m in range(8)} | {(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480.0}

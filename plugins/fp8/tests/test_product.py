@@ -17,7 +17,8 @@ from miles_embedded.model.storage import codes_of
 from miles_embedded.model.views import export
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.weights import install
-from miles_fp8.format import CODES, SCALES, TILE, Fp8
+from miles_fp8.format import Fp8
+from miles_fp8.layout import CODES, SCALES, TILE
 from miles_fp8.product import Fp8Product, scale_rows
 from miles_mismatch.product_probe import check_product
 from miles_testing import hard_cases, tiny_checkpoint

@@ -107,7 +107,7 @@ async def ask(engine):
 
 def count_launches(engine):
     """Launches of one recorded decode step of more than 16 rows, kernel -> number."""
-    graphs = engine.ahead.graphs
+    graphs = engine.async_steps.graphs
     shape = max(graphs._recorded, key=lambda shape: shape.rows)
     assert shape.rows > 16
     assert graphs.ready(shape)

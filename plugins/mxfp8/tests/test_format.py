@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from miles_core.data import Unit
 from miles_core.format import Codec
 from miles_core.plugin import ConfigError, MilesError
-from miles_mxfp8.format import CODES, SCALES, Mxfp8, power, scale_byte
+from miles_mxfp8.format import Mxfp8, power, scale_byte
+from miles_mxfp8.layout import CODES, SCALES
 
 #: Magnitudes of E4M3 by code, written from the definition: eight denormals, then 1.m * 2^e.
 MAGNITUDES = [Fraction(m, 512) for m in range(8)]

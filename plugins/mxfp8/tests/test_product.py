@@ -5,7 +5,8 @@ import torch
 
 from miles_core.format import NoProduct
 from miles_core.precision import scaled_mm
-from miles_mxfp8.format import CODES, SCALES, Mxfp8
+from miles_mxfp8.format import Mxfp8
+from miles_mxfp8.layout import CODES, SCALES
 from miles_mxfp8.product import Mxfp8Product, swizzled
 
 

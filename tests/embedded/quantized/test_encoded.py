@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from miles_core.format import Codec
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_embedded import codes_of, encode_weights, full_values, load_model, mark_constant, share_weights
 from miles_embedded.engine.weights import Weights
 from miles_embedded.model.load_units import Update

@@ -8,7 +8,7 @@ import torch
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.data.unit import Encoded
 from miles_core.precision.codec import Codec
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model

@@ -7,7 +7,8 @@ from torch import nn
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.data.unit import Encoded
 from miles_core.precision.codec import Codec
-from miles_core.precision.product import Product, Products
+from miles_core.precision.product import Product
+from miles_core.precision.products import Products
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
@@ -16,7 +17,8 @@ from miles_embedded.model.views import export
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.weights import install
-from miles_fp8.format import CODES, SCALES, Fp8
+from miles_fp8.format import Fp8
+from miles_fp8.layout import CODES, SCALES
 from miles_testing.doubles.product import ExactProduct
 from miles_testing.tiny import tiny_checkpoint
 

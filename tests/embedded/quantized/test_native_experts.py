@@ -10,7 +10,8 @@ from miles_embedded.model.load_units import load_units
 from miles_embedded.model.views import export, views
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.weights import install
-from miles_fp8.format import CODES, Fp8
+from miles_fp8.format import Fp8
+from miles_fp8.layout import CODES
 from miles_testing.doubles.product import SIZES, ExactExperts
 from miles_testing.tiny import tiny_checkpoint
 

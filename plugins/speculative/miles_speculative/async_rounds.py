@@ -1,4 +1,4 @@
-"""Rounds of drafting and verifying in static buffers, launched one ahead of the host; on a GPU as CUDA graphs (``miles_embedded.Ahead``).
+"""Rounds of drafting and verifying in static buffers, launched one ahead of the host; on a GPU as CUDA graphs (``miles_embedded.AsyncScheduling``).
 
 Rows enter the buffers with the hidden states that the decoder kept for them, and ``release`` returns these to the decoder, which runs the
 steps that cannot be static.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from miles_embedded import Ahead, Emitted, Launched, check_finite, fill_rows, padded_rows
+from miles_embedded import AsyncScheduling, Emitted, Launched, Row, StepEngine, check_finite, fill_rows, padded_rows
 from miles_speculative.decoder import UNREAD, SpeculativeDecoder, room_of
 from miles_speculative.round_batch import RoundBatch
 from miles_speculative.static_round import RoundShape, StaticRound
@@ -23,7 +22,7 @@ from miles_speculative.static_round import RoundShape, StaticRound
 log = logging.getLogger(__name__)
 
 
-class RoundsAhead(Ahead[RoundShape]):
+class AsyncRounds(AsyncScheduling[RoundShape]):
     """Static rounds for ``decoder``.
 
     Args:
@@ -32,7 +31,7 @@ class RoundsAhead(Ahead[RoundShape]):
         used: whether static rounds are enabled.
     """
 
-    def __init__(self, engine: Any, decoder: SpeculativeDecoder, used: bool) -> None:
+    def __init__(self, engine: StepEngine, decoder: SpeculativeDecoder, used: bool) -> None:
         self.decoder = decoder
         size = padded_rows(engine.settings.max_running_requests)
         most = decoder.lookahead.most
@@ -41,13 +40,13 @@ class RoundsAhead(Ahead[RoundShape]):
         step = StaticRound(engine.runner, batch, lambda: decoder.draft, engine.settings.seed, engine.max_context)
         super().__init__(engine, used, batch, step)
         #: row in the buffers -> number of its last tokens that wait for the draft
-        self._unread: dict[Any, int] = {}
+        self._unread: dict[Row, int] = {}
         self._launched_at = self._read_at = 0.0
         #: batch size (bit length) and number of drafts of the next round, once chosen
         self._chosen: tuple[int, int] | None = None
         self._warned = False
 
-    def step(self, rows: list[Any]) -> Emitted | None:
+    def step(self, rows: list[Row]) -> Emitted | None:
         """Advance all running rows by a round; None when the step has to run without static buffers."""
         pending, self._pending = self._pending, None
         if pending is None or not pending.waiting:
@@ -63,16 +62,16 @@ class RoundsAhead(Ahead[RoundShape]):
             self._pending = self._start(rows, following)
         return self._read(pending, rows, max(started))
 
-    def leave(self, rows: Sequence[Any]) -> None:
+    def leave(self, rows: Sequence[Row]) -> None:
         super().leave(rows)
         for row in rows:
             self._unread.pop(row, None)
 
     def apply_moves(self, where: np.ndarray, sources: np.ndarray) -> None:
-        """See ``Ahead``; the rings move also while no round is in flight."""
+        """See ``AsyncScheduling``; the rings move also while no round is in flight."""
         self.batch.move(where, sources, self.runner.cache.rows)
 
-    def release(self, rows: Sequence[Any]) -> dict[Any, Tensor]:
+    def release(self, rows: Sequence[Row]) -> dict[Row, Tensor]:
         """Remove rows from the buffers; returns the hidden states [n, hidden] that wait with their last n tokens. No round is in flight."""
         own = self.runner.cache.own
         inside = [row for row in rows if row in self._unread]
@@ -82,7 +81,7 @@ class RoundsAhead(Ahead[RoundShape]):
 
     # -- launching --------------------------------------------------------------------------------------------------
 
-    def _can_draw(self, rows: Sequence[Any]) -> bool:
+    def _can_draw(self, rows: Sequence[Row]) -> bool:
         """Whether all rows sample from the whole vocabulary. Warns once otherwise."""
         samplings = [row.request.sampling for row in rows]
         possible = not any(s.truncated and s.temperature > 0 for s in samplings)
@@ -93,17 +92,17 @@ class RoundsAhead(Ahead[RoundShape]):
             )
         return possible
 
-    def _most_unread(self, rows: Sequence[Any]) -> int:
+    def _most_unread(self, rows: Sequence[Row]) -> int:
         """The largest number of tokens per row that will wait for the draft once the rows are in the buffers."""
         waiting = [self._unread.get(row) or self.decoder.count_fresh(row) for row in rows]
         return min(max(waiting), self.batch.waiting)
 
-    def _shape(self, rows: Sequence[Any], k: int, unread: int) -> RoundShape:
+    def _shape(self, rows: Sequence[Row], k: int, unread: int) -> RoundShape:
         mixed = any(row.request.sampling.temperature == 0 for row in rows)
         read = 0 if not k else k + 1 if unread <= k + 1 else self.batch.waiting
         return RoundShape(padded_rows(len(rows)), k, read, mixed, frozenset(self.engine.recorded_fields()))
 
-    def _next(self, launched: Launched[RoundShape], rows: list[Any]) -> RoundShape | None:
+    def _next(self, launched: Launched[RoundShape], rows: list[Row]) -> RoundShape | None:
         """The shape of the round after ``launched`` for the same rows. None where it must wait for the tokens of ``launched``: no row
         continues, the cache is full, or the round is not recorded."""
         if not any(room_of(row) > 0 for row in rows):
@@ -117,18 +116,18 @@ class RoundsAhead(Ahead[RoundShape]):
             shape = replace(shape, rows=launched.shape.rows)  # a few rows more
         return shape if self.graphs.ready(shape) else None
 
-    def _choose(self, rows: Sequence[Any]) -> int:
+    def _choose(self, rows: Sequence[Row]) -> int:
         """Choose the number of drafts of the next round, once until it is launched."""
         size = len(rows).bit_length()
         if self._chosen is None or self._chosen[0] != size:
             self._chosen = size, self.decoder.lookahead.choose(len(rows))
         return self._chosen[1]
 
-    def _start(self, rows: list[Any], shape: RoundShape) -> Launched[RoundShape]:
+    def _start(self, rows: list[Row], shape: RoundShape) -> Launched[RoundShape]:
         self._launched_at, self._chosen = self.decoder.now(), None
         return self._launch(rows, shape)
 
-    def _fill(self, rows: list[Any]) -> None:
+    def _fill(self, rows: list[Row]) -> None:
         own, waiting = self.runner.cache.own, self.batch.waiting
         for row in rows:
             if row not in self._unread:
@@ -138,8 +137,8 @@ class RoundsAhead(Ahead[RoundShape]):
         unread, room = [self._unread[row] for row in rows], [max(room_of(row), 0) for row in rows]
         fill_rows(self.batch, self.runner.cache, rows, unread, room)
 
-    def _compare(self, rows: list[Any], shape: RoundShape) -> None:
-        """See ``Ahead``; compares the policy's logits for drafts. The draft itself only affects acceptance."""
+    def _compare(self, rows: list[Row], shape: RoundShape) -> None:
+        """See ``AsyncScheduling``; compares the policy's logits for drafts. The draft itself only affects acceptance."""
         if not shape.drafts:
             shape = self._shape(rows, 1, self._most_unread(rows))
         self._fill(rows)
@@ -156,7 +155,7 @@ class RoundsAhead(Ahead[RoundShape]):
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def _read(self, launched: Launched[RoundShape], rows: Sequence[Any], started: float) -> Emitted:
+    def _read(self, launched: Launched[RoundShape], rows: Sequence[Row], started: float) -> Emitted:
         """Wait for the round and return its tokens for ``rows``; empty lists for rows that joined after the launch."""
         k = launched.shape.drafts
         results = launched.wait()
@@ -182,8 +181,6 @@ class RoundsAhead(Ahead[RoundShape]):
         return Emitted(tokens, found)
 
 
-def use_rounds(engine: Any, decoder: SpeculativeDecoder, used: bool) -> RoundsAhead:
-    """Let ``engine`` decode with ``decoder`` and, if ``used``, in static rounds."""
-    engine.decoder = decoder
-    engine.ahead = decoder.rounds = RoundsAhead(engine, decoder, used)
-    return decoder.rounds
+def use_rounds(engine: StepEngine, decoder: SpeculativeDecoder, used: bool) -> None:
+    """Let ``decoder``, the decoder of ``engine``, use static rounds, which are enabled if ``used``."""
+    engine.async_steps = decoder.rounds = AsyncRounds(engine, decoder, used)

@@ -11,7 +11,7 @@ import torch
 
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.errors import NonFiniteError
-from miles_embedded.engine.decoder import StepsAhead
+from miles_embedded.engine.decoder import AsyncSteps
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.static_attention import StaticCall
@@ -32,7 +32,7 @@ def letters(tokens):
 
 def make(checkpoint, ahead, model=None, **settings):
     engine = EmbeddedEngine(model or load_model(checkpoint), Settings(letters, eos=[1], **settings))
-    engine.ahead = StepsAhead(engine, used=ahead)
+    engine.async_steps = AsyncSteps(engine, used=ahead)
     return engine
 
 
@@ -75,7 +75,7 @@ def test_a_family_generates_the_same(family, caplog):
     with caplog.at_level(logging.WARNING):
         got = generate(engine, requests())
     assert_same(got, generate(make(checkpoint, ahead=False, max_running_requests=5), requests()))
-    assert engine.ahead.refused == HOST.get(name, "")
+    assert engine.async_steps.refused == HOST.get(name, "")
     assert [m for m in caplog.messages if "without CUDA graphs" in m and HOST.get(name, "") in m] or name not in HOST
     assert engine.runner.cache.rows == 0
 
@@ -94,14 +94,14 @@ def test_greedy_and_truncated_rows_beside_others(small):
         for a, b in zip(got, expected, strict=True):
             for x, y in zip(a.extras.get("sampling_support", ()), b.extras.get("sampling_support", ()), strict=True):
                 np.testing.assert_array_equal(x, y)
-        assert not engine.ahead.refused
+        assert not engine.async_steps.refused
 
 
 def test_the_next_step_is_launched_before_the_last_is_read(small):
     engine = make(small, ahead=True)
-    order, run, read = [], engine.ahead.graphs.run, engine.ahead._read
-    engine.ahead.graphs.run = lambda shape: (shape.draws and order.append("launch"), run(shape))[1]
-    engine.ahead._read = lambda launched, rows: (order.append("read"), read(launched, rows))[1]
+    order, run, read = [], engine.async_steps.graphs.run, engine.async_steps._read
+    engine.async_steps.graphs.run = lambda shape: (shape.draws and order.append("launch"), run(shape))[1]
+    engine.async_steps._read = lambda launched, rows: (order.append("read"), read(launched, rows))[1]
     generate(engine, [Request([3, 4], Sampling(6, ignore_eos=True), key=i) for i in range(3)])
     # five steps follow the first token; the last is known to end all rows, so none is launched ahead of it
     assert order == ["launch", "launch", "read", "launch", "read", "launch", "read", "launch", "read", "read"]
@@ -110,8 +110,8 @@ def test_the_next_step_is_launched_before_the_last_is_read(small):
 def test_rows_that_leave_do_not_hold_up_the_others(small):
     """Slots move, padding changes, and only what joins is read from the host."""
     engine = make(small, ahead=True)
-    fills, fill = [], engine.ahead.batch.fill
-    engine.ahead.batch.fill = lambda *given: (fills.append(len(given[0])), fill(*given))[1]
+    fills, fill = [], engine.async_steps.batch.fill
+    engine.async_steps.batch.fill = lambda *given: (fills.append(len(given[0])), fill(*given))[1]
     sent = [Request([3 + i % 2, 4], Sampling(4 + 3 * (i * 5 % 11), ignore_eos=True), key=i) for i in range(11)]
     got = generate(engine, sent)
     assert set(fills) == {11}  # once to compare, once to begin
@@ -206,7 +206,7 @@ def test_a_static_step_that_computes_something_else_is_not_used(small, monkeypat
     monkeypatch.setattr(StaticCall, "attend", lambda *args: attend(*args) * 1.5)
     engine = make(small, ahead=True)
     got = generate(engine, requests())
-    assert "differs from a plain one" in engine.ahead.refused and engine.ahead.refused in caplog.text
+    assert "differs from a plain one" in engine.async_steps.refused and engine.async_steps.refused in caplog.text
     assert_same(got, generate(make(small, ahead=False), requests()))
 
 
@@ -242,12 +242,12 @@ def test_a_graph_computes_what_its_step_computes(name, tmp_path):
 
     def run(records):
         engine = make(checkpoint, True, load_model(checkpoint, "bfloat16", "cuda"))
-        engine.ahead.graphs.records = records
+        engine.async_steps.graphs.records = records
         return engine, generate(engine, requests(ignore_eos=True))
 
     (engine, got), (_, expected) = run(True), run(False)
-    assert engine.ahead.refused == HOST.get(name, "")
-    assert bool(engine.ahead.graphs._recorded) == (name not in HOST)
+    assert engine.async_steps.refused == HOST.get(name, "")
+    assert bool(engine.async_steps.graphs._recorded) == (name not in HOST)
     assert [(r.tokens, r.log_probs) for r in got] == [(r.tokens, r.log_probs) for r in expected]
 
 
@@ -258,7 +258,9 @@ def test_a_gpu_generates_the_same_with_graphs(family):
     engine, plain = (make(checkpoint, ahead, load_model(checkpoint, "float32", "cuda")) for ahead in (True, False))
     got, expected = (generate(e, requests()) for e in (engine, plain))
     # torch has no grouped product of float32 experts on a GPU: how many rows each gets is then needed on the host
-    assert engine.ahead.refused == HOST.get(name, "") or (engine.ahead.refused and routed_blocks(engine.model))
+    assert engine.async_steps.refused == HOST.get(name, "") or (
+        engine.async_steps.refused and routed_blocks(engine.model)
+    )
     assert_same(got, expected)
 
 
@@ -275,7 +277,7 @@ def test_kernels_that_overlap_compute_the_same(name, tmp_path, monkeypatch):
         monkeypatch.setattr("miles_embedded.kernels.overlap._can_overlap", lambda x: queried.append(x) or overlaps)
         engine = make(checkpoint, True, load_model(checkpoint, "bfloat16", "cuda"))
         got = generate(engine, sent)
-        assert engine.ahead.graphs._recorded and not engine.ahead.refused
+        assert engine.async_steps.graphs._recorded and not engine.async_steps.refused
         return [(r.tokens, r.log_probs) for r in got]
 
     found, launches = run(True), len(queried)

@@ -11,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,13 +19,10 @@ from torch import Tensor
 
 from miles_core.errors import NonFiniteError, first_line
 from miles_embedded.engine.graphs import Graphs, check_gap
+from miles_embedded.engine.row import Row
 from miles_embedded.engine.static_attention import CannotBeStatic
 from miles_embedded.engine.static_batch import StaticBatch
-
-if TYPE_CHECKING:
-    from miles_embedded.engine.decoder import Emitted
-    from miles_embedded.engine.engine import EmbeddedEngine
-    from miles_embedded.engine.scheduler import Row
+from miles_embedded.engine.step import Emitted, StepEngine
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +79,7 @@ class Launched(Generic[S]):
         return self.results[:, : len(self.rows)]
 
 
-class Ahead(ABC, Generic[S]):
+class AsyncScheduling(ABC, Generic[S]):
     """Static steps of ``engine``'s model.
 
     Args:
@@ -96,7 +93,7 @@ class Ahead(ABC, Generic[S]):
         refused: why they were disabled after the engine was configured to use them; "" otherwise.
     """
 
-    def __init__(self, engine: EmbeddedEngine, used: bool, batch: Any, step: Callable[[S], Tensor]) -> None:
+    def __init__(self, engine: StepEngine, used: bool, batch: Any, step: Callable[[S], Tensor]) -> None:
         self.engine, self.runner, self.used = engine, engine.runner, used
         self.batch: Any = batch
         self.graphs: Graphs[S] = Graphs(engine.runner, step, engine.weight_tensors)
