@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from miles_core.config.config import Config
     from miles_core.plugin import Facts
-    from miles_planning.search import Task
+    from miles_planning.task import Task
     from miles_planning.workload import Workload
 
 SEARCH = "--search"
@@ -85,7 +85,7 @@ def make_task(options: Any, rest: Sequence[str]) -> tuple[Task, Config, list[str
     from miles_core.plugin.check import check
     from miles_core.plugin.model_config import model_config
     from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
-    from miles_planning.search import Task
+    from miles_planning.task import Task
 
     chosen = [f"{flag}={value}" for flag, value in PARTS.items() if read_option(rest, flag) is None]
     config = load([*rest, *chosen])
@@ -100,7 +100,7 @@ def make_task(options: Any, rest: Sequence[str]) -> tuple[Task, Config, list[str
     model = model_config(config.model.hf_checkpoint)
     assert model is not None  # ``facts_for`` has read it
     work, notes = _workload(facts, options)
-    return Task(facts, requested, catalogue, model, work), config, notes
+    return Task(facts, requested, catalogue, model, work, options.allow_precision), config, notes
 
 
 def _workload(facts: Facts, options: Any) -> tuple[Workload, list[str]]:
