@@ -18,6 +18,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
 - to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``, ``hand_over_gradient``;
+- to examine a model for a plan without importing torch: ``find_known_weights``;
 - to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``,
   ``trainer_parts``, ``trainer_usage``, ``engine_usage``, ``format_billions``;
 - to count the tokens of each expert: ``ExpertLoads``, summed with ``sum_over_ranks``;
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from miles_embedded.engine.static_batch import StaticBatch
     from miles_embedded.engine.static_step import padded_rows
     from miles_embedded.engine.step import Emitted, StepEngine
+    from miles_embedded.known import find_known_weights
     from miles_embedded.kernels.available import kernels_run
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
@@ -230,6 +232,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.engine.static_step": "padded_rows",
         "miles_embedded.engine.step": "Emitted StepEngine",
         "miles_embedded.kernels.available": "kernels_run",
+        "miles_embedded.known": "find_known_weights",
         "miles_embedded.memory.model_size": "ModelSize model_size",
         "miles_embedded.memory.usage": "engine_usage engines_gpus format_billions longest_sample size_of trainer_parts trainer_usage training_of "
         "wanted_rows",

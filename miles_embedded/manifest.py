@@ -318,6 +318,6 @@ plugin = Plugin(
     ),
     review="miles_embedded.manifest:review",
     memory="miles_embedded.memory.usage:usage",
-    examine="miles_embedded.model.examine:examine",
+    examine="miles_embedded.known:examine",
     measures="miles_embedded.speed:measure_speeds",
 )

@@ -7,38 +7,36 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from miles_core.plugin import ConfigError, Facts
+from miles_core.plugin import ConfigError
 from miles_planning.hardware import check_hardware
-from miles_planning.launch.command import KINDS, add_options, check_options, write_file
 from miles_planning.packages import PARTS, check_packages, read_option
-from miles_planning.workload import Workload
 from miles_tools.commands.plan import USAGE, collect_facts, make_parser
 from miles_tools.commands.plan import run as show_plan
 
 if TYPE_CHECKING:
+    import argparse
+
     from miles_core.config.config import Config
-    from miles_planning.search import Task
+    from miles_core.plugin import Facts
+    from miles_planning.task import Task
+    from miles_planning.workload import Workload
+
+SEARCH = "--search"
+HELP = ("--help", "-h")
 
 
 def plan(argv: Sequence[str]) -> int:
     """Implement ``miles plan``: with ``--search`` a search of layouts, else the plan of a run."""
     check_hardware(argv)
-    check_packages(argv, "--search" in argv)
-    if "--search" not in argv:
+    check_packages(argv, SEARCH in argv)
+    if SEARCH not in argv and not set(HELP) & set(argv):
         return show_plan(argv)
-    parser = make_parser(USAGE, "Search the layouts of a run.")
-    parser.add_argument("--search", action="store_true", help="propose the fastest layouts for --hardware")
-    parser.add_argument(
-        "--mean-response-len", type=float, metavar="N", help="mean tokens of a response (default: half)"
-    )
-    parser.add_argument("--mean-prompt-len", type=float, metavar="N", help="mean tokens of a prompt (default: 512)")
-    parser.add_argument("--top", type=int, default=6, metavar="N", help="number of layouts to show")
-    parser.add_argument("--launch", choices=tuple(KINDS), help="write a launch file for the fastest layout")
-    add_options(parser)
-    options, rest = parser.parse_known_args(list(argv))
+    options, rest = make_search_parser().parse_known_args(list(argv))
     if options.top < 1:
         raise ConfigError(f"--top {options.top}: show at least one layout")
     if options.launch:
+        from miles_planning.launch.command import check_options
+
         check_options(options.launch, options)
     from miles_planning.search import search
     from miles_planning.show import command_of, describe
@@ -47,9 +45,34 @@ def plan(argv: Sequence[str]) -> int:
     result = search(task, options.top)
     print(describe(task, result, config, rest, notes, as_json=options.json))
     if options.launch and result.best:
+        from miles_planning.launch.command import write_file
+
         command = shlex.split(command_of(result.best[0], config, rest))
         print(write_file(options.launch, options, command[2:]), file=sys.stderr)
     return 0 if result.best else 2
+
+
+def make_search_parser() -> argparse.ArgumentParser:
+    """Create the parser of ``miles plan`` with all of its options."""
+    from miles_planning.launch.command import KINDS, add_options
+
+    parser = make_parser(
+        f"{USAGE}\n       miles plan --search --hardware GPUS --hf-checkpoint DIR [...]",
+        "Resolve a run without starting it.",
+    )
+    group = parser.add_argument_group("searching for a layout")
+    group.add_argument(SEARCH, action="store_true", help="propose the fastest layouts of the run on --hardware")
+    group.add_argument("--mean-response-len", type=float, metavar="N", help="mean tokens of a response (default: half)")
+    group.add_argument("--mean-prompt-len", type=float, metavar="N", help="mean tokens of a prompt (default: 512)")
+    group.add_argument("--top", type=int, default=6, metavar="N", help="number of layouts to show (default: 6)")
+    group.add_argument(
+        "--allow-precision",
+        action="store_true",
+        help="also search other number formats than those of the command line (FP8; INT4 if engines do not fit otherwise)",
+    )
+    group.add_argument("--launch", choices=KINDS, help="write a launch file for the fastest layout")
+    add_options(parser.add_argument_group("the job, with --launch"))
+    return parser
 
 
 def make_task(options: Any, rest: Sequence[str]) -> tuple[Task, Config, list[str]]:
@@ -62,7 +85,7 @@ def make_task(options: Any, rest: Sequence[str]) -> tuple[Task, Config, list[str
     from miles_core.plugin.check import check
     from miles_core.plugin.model_config import model_config
     from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
-    from miles_planning.search import Task
+    from miles_planning.task import Task
 
     chosen = [f"{flag}={value}" for flag, value in PARTS.items() if read_option(rest, flag) is None]
     config = load([*rest, *chosen])
@@ -77,11 +100,13 @@ def make_task(options: Any, rest: Sequence[str]) -> tuple[Task, Config, list[str
     model = model_config(config.model.hf_checkpoint)
     assert model is not None  # ``facts_for`` has read it
     work, notes = _workload(facts, options)
-    return Task(facts, requested, catalogue, model, work), config, notes
+    return Task(facts, requested, catalogue, model, work, options.allow_precision), config, notes
 
 
 def _workload(facts: Facts, options: Any) -> tuple[Workload, list[str]]:
     """Derive the work of a step from the options, and describe what was assumed."""
+    from miles_planning.workload import Workload
+
     notes = []
     longest = int(facts.value("rollout.max_response_len") or 1024)
     prompt, response = options.mean_prompt_len, options.mean_response_len

@@ -31,6 +31,7 @@ class TrainingTime:
         optimizer: reduction of gradients, optimizer and gathering of weights.
         moved: moving the trainer's memory to the host and back, when engines share its GPUs.
         used: fraction of the GPUs' BF16 peak that the training pass uses.
+        bubble: fraction of the passes in which a stage of the pipeline waits for the others.
     """
 
     passes: float
@@ -38,6 +39,7 @@ class TrainingTime:
     optimizer: float
     moved: float
     used: float
+    bubble: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -60,7 +62,9 @@ def training_time(
     optimizer = steps * _optimizer_seconds(rates, cost, t)
     operations = work.samples * work.tokens * (6 * cost.active + 6 * cost.size.layers * cost.attended * work.tokens / 2)
     used = operations / (passes * t.ranks * rates.gpu.bf16)
-    return TrainingTime(passes, extra, optimizer, _moved_seconds(rates, cost, t) if colocated else 0.0, used)
+    return TrainingTime(
+        passes, extra, optimizer, _moved_seconds(rates, cost, t) if colocated else 0.0, used, 1 - batches / slots
+    )
 
 
 def stage_seconds(rates: Rates, cost: ModelCost, t: TrainerLayout, tokens: float, context: float) -> float:

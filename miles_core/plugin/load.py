@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -233,6 +234,12 @@ def find_part(kind: str, name: str) -> Any:
         if target := plugin.provides.get(kind, {}).get(name):
             return import_target(plugin.name, target)
     raise PluginError(f"no installed plugin provides the part {kind}: {name}; reinstall miles-core, which includes one")
+
+
+def announce_import(package: str, why: str) -> None:
+    """Print one line to standard error before a plan imports a large package, which takes seconds; nothing if it is imported already."""
+    if package not in sys.modules:
+        print(f"importing {package} {why}; this takes a few seconds", file=sys.stderr, flush=True)
 
 
 def import_target(plugin: str, target: str) -> Any:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 from miles_core.plugin import ConfigError, redact
 from miles_planning.hardware import check_hardware
-from miles_planning.launch import kuberay, skypilot, slurm
 from miles_planning.launch.job import Job
 from miles_planning.packages import check_packages
 from miles_tools.commands.plan import collect_facts
 
-KINDS: Mapping[str, ModuleType] = {"slurm": slurm, "kuberay": kuberay, "skypilot": skypilot}
+#: What writes launch files: modules of this package, each imported when it is used.
+KINDS = ("slurm", "kuberay", "skypilot")
 USAGE = (
     "miles launch {slurm,kuberay,skypilot} --hardware MACHINESxGPUSxTYPE [--image IMAGE] [any option of miles train]"
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse._ActionsContainer) -> None:
     """Add the options that describe the job."""
     parser.add_argument("--name", default="miles", help="name of the job (default: miles)")
     parser.add_argument("--image", default="", help="container image (default: what is installed; kuberay needs one)")
@@ -37,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(argv: Sequence[str]) -> int:
     """Implement the command. Raises PlanError if the run cannot start on that hardware."""
     parser = argparse.ArgumentParser(prog="miles", usage=USAGE, allow_abbrev=False)
-    parser.add_argument("kind", choices=tuple(KINDS))
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--hardware", metavar="GPUS", required=True, help="the machines, e.g. 4x8xH100 or 32xH200")
     parser.add_argument("--fact", action="append", default=[], metavar="NAME=VALUE", help="plan with this value")
     add_options(parser)
@@ -50,7 +51,7 @@ def write_file(kind: str, options: argparse.Namespace, argv: Sequence[str]) -> s
     """Write the launch file of a run and return what to do next.
 
     Args:
-        kind: a key of ``KINDS``.
+        kind: one of ``KINDS``.
         options: the job's options and ``--hardware``.
         argv: options of ``miles train``.
 
@@ -59,7 +60,7 @@ def write_file(kind: str, options: argparse.Namespace, argv: Sequence[str]) -> s
         ConfigError: several machines without a runtime for them, or an invalid option of the job.
     """
     job = make_job(options, argv)
-    module = KINDS[kind]
+    module = _module(kind)
     path = options.out or Path(f"{job.name}{module.SUFFIX}")
     text = module.write(job)
     if redact(text) != text:
@@ -80,9 +81,13 @@ def write_file(kind: str, options: argparse.Namespace, argv: Sequence[str]) -> s
     return said
 
 
+def _module(kind: str) -> ModuleType:
+    return import_module(f"miles_planning.launch.{kind}")
+
+
 def check_options(kind: str, options: argparse.Namespace) -> None:
     """Raise ConfigError for an invalid option of the job, before the run is known."""
-    KINDS[kind].write(Job(options.name, 1, 1, "", (), "", options.image, options.shared, options.hours))
+    _module(kind).write(Job(options.name, 1, 1, "", (), "", options.image, options.shared, options.hours))
 
 
 def paths_outside(argv: Sequence[str], shared: str) -> list[str]:

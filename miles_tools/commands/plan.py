@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     plan, catalogue = prepare(config, collect_facts(options))
     hooks = scan_hooks(plan, HOOKS)
     if config.model.hf_checkpoint is not None:
-        from miles_core.run.checks import check_model  # imports torch, to read the headers of weight files
+        from miles_core.run.model_check import check_model
 
         check_model(apply_plan(config, plan), plan, catalogue, weights=False)
     print(redact(plan.to_json() if options.json else describe(plan, hooks)))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_core.checkpoint.hf_files import CODES, CheckpointFiles, read_json
+from miles_core.checkpoint.hf_files import CheckpointFiles, read_json
 
 #: Bytes per parameter in an unsharded trainer: model copy, gradient, FP32 master copy (BF16 only), and both AdamW moments.
 TRAINING_BYTES = {"float32": 4 + 4 + 8, "bfloat16": 2 + 4 + 4 + 8}
@@ -73,7 +73,7 @@ def inspect_model(directory: Path | str) -> ModelInfo:
     expert = sum(count for name, count in counts.items() if _EXPERTS.search(name))
     dtypes: Counter[str] = Counter()
     for name, count in counts.items():
-        dtypes[CODES[files.entries[name].dtype]] += count
+        dtypes[files.entries[name].code] += count
     experts = next((inner[k] for k in ("num_experts", "n_routed_experts", "num_local_experts") if inner.get(k)), 0)
     used = next((inner[k] for k in ("num_experts_per_tok", "num_experts_per_token") if inner.get(k)), experts)
     tokenizer = next((f for f in ("tokenizer.json", "tokenizer.model", "vocab.json") if (directory / f).is_file()), "")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.checkpoint.hf_files import CheckpointFiles, Entry
+from miles_core.checkpoint.hf_files import CheckpointFiles, Entry, code_of
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError
 from miles_core.precision.codec import Codec, find_coupled
@@ -53,7 +53,7 @@ class ShapedFiles:
                 if name in self.entries:
                     raise CheckpointError(f"the plugins' wrap_weights yields {name} twice; each tensor is written once")
                 nbytes = torch.Size(size).numel() * dtype.itemsize
-                self.entries[name] = Entry(name, dtype, size, Path(), 0, nbytes)
+                self.entries[name] = Entry(name, code_of(dtype), size, Path(), 0, nbytes)
         self._lock = Lock()
         self._stream: Iterator[Unit] | None = None
         self._next = 0

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.checkpoint.hf_files import CODES, INDEX
+from miles_core.checkpoint.hf_files import INDEX, code_of
 from miles_core.checkpoint.placed import is_occupied, staging_path
 from miles_core.errors import CheckpointError
 from miles_tools.convert.placement import lock_directory, move_into_place
@@ -89,7 +89,7 @@ class Shard:
         offset = 0
         for target in self._order():
             span = [offset, offset + target.nbytes]
-            said[target.name] = {"dtype": CODES[target.dtype], "shape": list(target.shape), "data_offsets": span}
+            said[target.name] = {"dtype": code_of(target.dtype), "shape": list(target.shape), "data_offsets": span}
             offset += target.nbytes
         text = json.dumps(said, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

@@ -19,10 +19,10 @@ from miles_planning import TrainerLayout
 _TOKENS = (8192, 16384, 32768)
 #: Context-parallel sizes to try.
 _CONTEXT = (1, 2, 4, 8)
-#: Options that save memory, cheapest first: (options, changes of the work). The first keeps what the user set.
+#: Options that save memory, cheapest first: (options, changes of the work). The first keeps what the user set, and no other one undoes it.
 _SAVINGS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({}, {}),
-    ({"megatron.recompute_granularity": "full"}, {"recompute": "full", "offloaded": 0.0}),
+    ({"megatron.recompute_granularity": "full"}, {"recompute": "full"}),
     (
         {
             "megatron.recompute_granularity": "full",

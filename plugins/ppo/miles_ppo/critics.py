@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from miles_core.plugin import Policy, Run
+if TYPE_CHECKING:
+    from miles_core.plugin import Policy, Run
 
 CRITIC = "critic"
 
@@ -25,6 +27,8 @@ def critic_of(policy: Policy, policies: Sequence[Policy]) -> Policy | None:
 
 def add_critics(run: Run) -> None:
     """Add a critic to each policy that trains and has none, with the policy's options and those of ``--critic-*``."""
+    from miles_core.plugin import Policy  # a plan imports this module for its names, and needs no run
+
     trained = [p for p in run.policies if p.role == "train"]
     for policy in trained:
         config = run.config_of(policy)
