@@ -94,13 +94,18 @@ def encode_within_limits(render: PromptTemplate, row: Row, config: Config, limit
     return tokens
 
 
-def encode_rows(render: PromptTemplate, config: Config, limits: Limits) -> Callable[[Row], list[int] | None]:
-    """Return ``encode_within_limits`` as a function of a row. Invalid rows that were not examined before the run are logged and left out."""
+def encode_rows(
+    render: PromptTemplate, config: Config, limits: Limits, check: Callable[[Row], None] | None = None
+) -> Callable[[Row], list[int] | None]:
+    """Return ``encode_within_limits`` as a function of a row. Rows that were not examined before the run are logged and left out if they
+    are invalid, also by ``check``."""
 
     def encode(row: Row) -> list[int] | None:
         try:
             if row.fault:
                 raise DataError(row.fault)
+            if check is not None and not row.examined:
+                check(row)
             return encode_within_limits(render, row, config, limits)
         except DataError as error:
             if row.examined:

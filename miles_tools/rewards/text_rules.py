@@ -1,7 +1,7 @@
 r"""The rewards ``exact``, ``boxed`` and ``f1``, which compare a response with a label by rules on their texts.
 
-Each rule is ``rule(response, label) -> float`` in [0, 1]. A label may be a string, a number, or a list of acceptable answers (the
-best score counts). An empty response scores 0; a missing label is an error.
+Each rule is ``rule(response, label) -> float`` in [0, 1]. ``labels`` defines which answers a label accepts; the best score counts. The
+reasoning of a response is not a part of its answer (``find_answer``). An empty response scores 0; a missing label is an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from miles_core.contracts.run import Run
 from miles_core.data.sample import Sample
-from miles_core.reward.reward import compares_label, labels_of
+from miles_core.reward.reward import compares_label
+from miles_tools.rewards.labels import answers_of, is_match, text_of
 
 BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 Rule = Callable[[str | None, Any], float]
@@ -23,24 +24,29 @@ Reward = Callable[[Any, Sample], Awaitable[float]]
 
 def exact(response: str | None, label: Any) -> float:
     """Return 1 if the response equals the label, ignoring differences in white space, else 0."""
-    answer = _normalize_space(response or "")
-    return float(any(answer == _normalize_space(text) for text in labels_of(label)))
+    answer = find_answer(response)
+    return float(any(is_match(answer, accepted) for accepted in answers_of(label)))
 
 
 def boxed(response: str | None, label: Any) -> float:
     r"""Return 1 if the content of the last ``\boxed{...}`` equals the label (or the label's box) up to white space, else 0."""
-    accepted = labels_of(label)
-    answer = last_boxed(response or "")
+    accepted = answers_of(label)
+    answer = last_boxed(find_answer(response))
     if answer is None:
         return 0.0
-    answer = _normalize_space(answer)
-    return float(any(answer == _normalize_space(unboxed(text)) for text in accepted))
+    return float(any(is_match(answer, unboxed(each) if isinstance(each, str) else each) for each in accepted))
 
 
 def f1(response: str | None, label: Any) -> float:
     """Return the token F1 of the SQuAD evaluation: bags of lower-case words without punctuation and articles."""
-    answer = _squad_tokens(response or "")
-    return max(_token_f1(answer, _squad_tokens(text)) for text in labels_of(label))
+    answer = _squad_tokens(find_answer(response))
+    return max(_token_f1(answer, _squad_tokens(text_of(accepted))) for accepted in answers_of(label))
+
+
+def find_answer(response: str | None) -> str:
+    """Return what a response says after its reasoning: all of it if it has none, nothing if the reasoning does not end."""
+    head, end, answer = (response or "").rpartition("</think>")
+    return "" if not end and answer.lstrip().startswith("<think>") else answer
 
 
 def last_boxed(text: str) -> str | None:
@@ -67,10 +73,6 @@ def unboxed(text: str) -> str:
     return text if inner is None else inner
 
 
-def _normalize_space(text: str) -> str:
-    return " ".join(text.split())
-
-
 def _squad_tokens(text: str) -> list[str]:
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
@@ -83,19 +85,16 @@ def _token_f1(answer: list[str], gold: list[str]) -> float:
     return 2 * common / (len(answer) + len(gold))
 
 
-@compares_label
 def make_exact(run: Run) -> Reward:
     """Create the reward ``exact``."""
     return _to_reward(exact)
 
 
-@compares_label
 def make_boxed(run: Run) -> Reward:
     """Create the reward ``boxed``."""
     return _to_reward(boxed)
 
 
-@compares_label
 def make_f1(run: Run) -> Reward:
     """Create the reward ``f1``."""
     return _to_reward(f1)
@@ -106,3 +105,7 @@ def _to_reward(rule: Rule) -> Reward:
         return rule(sample.response, sample.label)
 
     return reward
+
+
+for _provider in (make_exact, make_boxed, make_f1):
+    compares_label(_provider, answers_of)
