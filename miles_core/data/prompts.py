@@ -259,7 +259,9 @@ class Prompts(PromptSource):
         if prompt is _ABSENT:
             raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {_keys(row)}")
         _check_prompt(prompt, self.input_key, place)
-        named = [find_column(key, row) for key in (self.input_key, self.label_key, self.metadata_key) if key is not None]
+        named = [
+            find_column(key, row) for key in (self.input_key, self.label_key, self.metadata_key) if key is not None
+        ]
         for key, value in row.items():
             if key not in named and is_media_key(key) and not is_empty(value):
                 raise DataError(explain_media(place, f"the column {key!r} is not empty"))

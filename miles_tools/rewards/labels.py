@@ -15,7 +15,7 @@ from miles_core.errors import DataError
 from miles_core.reward.reward import check_label
 
 Answer = str | bool | Decimal
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,9})?", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,9})?", re.ASCII)
 
 
 def answers_of(label: Any) -> list[Answer]:
@@ -56,7 +56,9 @@ def read_number(text: str) -> Decimal | None:
 
 def _answer(item: Any, label: Any) -> Answer:
     if not isinstance(item, Real) and hasattr(item, "item") and getattr(item, "ndim", 1) == 0:
-        item = item.item()  # a scalar of numpy or torch, except for the numbers of numpy, which print their shortest notation
+        item = (
+            item.item()
+        )  # a scalar of numpy or torch, except for the numbers of numpy, which print their shortest notation
     if isinstance(item, str | bool):
         return item
     if isinstance(item, Decimal | Real) and read_number(str(item)) is not None:

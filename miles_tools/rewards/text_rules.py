@@ -17,7 +17,7 @@ from miles_core.data.sample import Sample
 from miles_core.reward.reward import compares_label
 from miles_tools.rewards.labels import answers_of, is_match, text_of
 
-BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 Rule = Callable[[str | None, Any], float]
 Reward = Callable[[Any, Sample], Awaitable[float]]
 
@@ -45,26 +45,33 @@ def f1(response: str | None, label: Any) -> float:
 
 def find_answer(response: str | None) -> str:
     """Return what a response says after its reasoning: all of it if it has none, nothing if the reasoning does not end."""
-    head, end, answer = (response or "").rpartition("</think>")
+    _, end, answer = (response or "").rpartition("</think>")
     return "" if not end and answer.lstrip().startswith("<think>") else answer
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete ``\boxed{...}``, with braces nested to any depth; None if there is none.
+def find_boxes(text: str) -> list[tuple[int, int, int]]:
+    r"""Return every complete ``\boxed{...}`` or ``\fbox{...}``, with braces nested to any depth: positions of the command, and of the start
+    and end of the content, in the order of the starts.
 
     ``\{`` and ``\}`` are part of the content and do not count as braces. An unclosed box is ignored.
     """
-    open_braces: list[tuple[bool, int]] = []
-    last: tuple[int, int] | None = None
+    open_braces: list[tuple[int, int]] = []
+    found = []
     for match in BRACES.finditer(text):
         token = match.group()
         if token.endswith("{") and token != r"\{":
-            open_braces.append((token != "{", match.end()))
+            open_braces.append((-1 if token == "{" else match.start(), match.end()))
         elif token == "}" and open_braces:
-            is_box, start = open_braces.pop()
-            if is_box and (last is None or start > last[0]):
-                last = (start, match.start())
-    return None if last is None else text[last[0] : last[1]]
+            command, start = open_braces.pop()
+            if command >= 0:
+                found.append((command, start, match.start()))
+    return sorted(found)
+
+
+def last_boxed(text: str) -> str | None:
+    """Return the content of the last box in ``text``, as it is written; None if there is none."""
+    boxes = find_boxes(text)
+    return text[boxes[-1][1] : boxes[-1][2]] if boxes else None
 
 
 def unboxed(text: str) -> str:

@@ -213,7 +213,9 @@ def test_a_key_that_occurs_twice_is_refused(tmp_path, row):
 def test_a_key_reaches_into_mappings(tmp_path, row, key, label):
     path = write(tmp_path / "d.jsonl", [{"input": "q"} | row])
     assert Prompts(path, label_key=key)[0].label == label
-    prompt = Prompts(write(tmp_path / "p.jsonl", [{"x": {"q": "text", "m": {"k": 1}}}]), input_key="x.q", metadata_key="x.m")
+    prompt = Prompts(
+        write(tmp_path / "p.jsonl", [{"x": {"q": "text", "m": {"k": 1}}}]), input_key="x.q", metadata_key="x.m"
+    )
     assert (prompt[0].prompt, prompt[0].metadata) == ("text", {"k": 1})
 
 

@@ -110,10 +110,18 @@ def test_numbers_of_parquet_keep_their_digits(tmp_path):
 
 def test_entries_of_a_struct(tmp_path):
     rows = [{"ground_truth": "2", "style": "rule"}, {"ground_truth": "3", "style": "rule"}]
-    table = pa.table({"input": ["a", "b"], "reward_model": rows, "text": list(map(json.dumps, rows)), "d.e": ["x", "y"]})
+    table = pa.table(
+        {"input": ["a", "b"], "reward_model": rows, "text": list(map(json.dumps, rows)), "d.e": ["x", "y"]}
+    )
     pq.write_table(table, tmp_path / "p.parquet")
-    for key, labels in [("reward_model.ground_truth", ["2", "3"]), ("text.ground_truth", ["2", "3"]), ("d.e", ["x", "y"])]:
+    for key, labels in [
+        ("reward_model.ground_truth", ["2", "3"]),
+        ("text.ground_truth", ["2", "3"]),
+        ("d.e", ["x", "y"]),
+    ]:
         prompts = Prompts(f"{tmp_path}/p.parquet", label_key=key, metadata_key="reward_model")
         assert [row.label for row in prompts] == labels and prompts[0].metadata == rows[0]
-    with pytest.raises(DataError, match=r"row 0: no key 'reward_model.answer' .*'reward_model.ground_truth', 'reward_model.style'"):
+    with pytest.raises(
+        DataError, match=r"row 0: no key 'reward_model.answer' .*'reward_model.ground_truth', 'reward_model.style'"
+    ):
         Prompts(f"{tmp_path}/p.parquet", label_key="reward_model.answer")

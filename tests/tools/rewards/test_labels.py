@@ -49,7 +49,10 @@ def test_exact_and_boxed_accept(label, right, wrong):
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        ({"ground_truth": "2", "style": "rule"}, "a mapping with the entries 'ground_truth', 'style'; name the one .*--label-key KEY.ENTRY"),
+        (
+            {"ground_truth": "2", "style": "rule"},
+            "a mapping with the entries 'ground_truth', 'style'; name the one .*--label-key KEY.ENTRY",
+        ),
         ({}, r"{} \(dict\)"),
         ([{"a": 1}], "a mapping"),
         ([["1", "2"]], r"\['1', '2'\] \(list\), which no response equals; store a text, a number or a list"),
@@ -81,5 +84,9 @@ def test_numbers_and_their_texts():
 def test_the_reasoning_of_a_response_is_no_answer():
     thought = "<think>maybe \\boxed{7} or 7</think>\n"
     assert [exact(thought + "4", "4"), exact(thought, "7"), exact("7</think>4", "4")] == [1.0, 0.0, 1.0]
-    assert [boxed(thought + r"\boxed{4}", "4"), boxed(thought + "4", "7"), boxed(r"<think> \boxed{7}", "7")] == [1.0, 0.0, 0.0]
+    assert [boxed(thought + r"\boxed{4}", "4"), boxed(thought + "4", "7"), boxed(r"<think> \boxed{7}", "7")] == [
+        1.0,
+        0.0,
+        0.0,
+    ]
     assert f1(thought + "a cat", "cat") == 1.0
