@@ -1,8 +1,8 @@
 r"""The final answer of a mathematical response, in a form that math-verify reads as it is meant.
 
 The answer is what the last box holds, ``\boxed{...}`` or ``\fbox{...}``, unless "final answer is ..." follows it. Boxes that only commas,
-"and" or "or" separate are one answer with several parts. Without a box, math-verify searches the text for one. It misreads notations that models write: it reads 1e3 as 3
-times e, ``1\,000`` as 0, and "12." not at all. Here they become plain decimal numbers.
+"and" or "or" separate are one answer with several parts. Without a box, math-verify searches the text for one. It
+misreads notations that models write: 1e3 as 3 times e, ``1\,000`` as 0, and "12." not at all. Here they become plain decimal numbers.
 """
 
 from __future__ import annotations
