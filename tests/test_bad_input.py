@@ -110,7 +110,7 @@ def test_labels_that_no_response_equals(refused, file, rule):
     options = {"custom_rm_path": None, "rm_type": rule, "label_key": "label"}
     expected = f"{rows}:2: the label is {{'ground_truth': '2', 'style': 'rule'}}, a mapping with the entries 'ground_truth', 'style'"
     assert expected in refused(prompt_data=rows, **options)
-    assert expected in refused(prompt_data=f"{rows}@[:1]", eval_prompt_data=rows, **options)
+    assert expected in refused(prompt_data=f"{rows}@[:1]", eval_prompt_data=rows, eval_interval=1, **options)
     nested = file("nested.jsonl", json.dumps({"input": "a", "label": [["1"]]}) + "\n")
     assert f"{nested}:1: the label [['1']] holds ['1'] (list)" in refused(prompt_data=nested, **options)
 

@@ -8,6 +8,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 class PromptTemplate:
     """``template(prompt) -> token ids``.
 
-    With the chat template, a text becomes one user message, and the template writes the special tokens. Without it, the tokenizer
-    adds its default special tokens, except a final end-of-sequence token, because the model must continue the prompt.
+    With the chat template, a text becomes one user message, and the template writes the special tokens; a chat that ends with an assistant
+    message is continued there. Without it, the tokenizer adds its default special tokens, except those with which the text already begins and
+    those at the end, because the model must continue the prompt.
 
     Attributes:
         renderer: the chat template, also used by rollout functions; None if the tokenizer has none.
@@ -49,7 +51,7 @@ class PromptTemplate:
         apply_chat_template: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokenizer, self.apply_chat_template, self._end = tokenizer, apply_chat_template, tokenizer.eos_token_id
+        self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
         if apply_chat_template and not tokenizer.chat_template:
             name = tokenizer.name_or_path or "this model"
             raise ConfigError(
@@ -73,7 +75,9 @@ class PromptTemplate:
         """
         if self.apply_chat_template:
             assert self.renderer is not None  # checked
-            return self.renderer.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            self._refuse_rendered(messages)
+            return self.renderer.render(messages)
         if not isinstance(prompt, str):
             raise DataError(
                 f"the prompt {prompt!r:.80} is a list of chat messages; give --apply-chat-template to render it"
@@ -85,9 +89,30 @@ class PromptTemplate:
 
     def _plain(self, text: str, encoded: list[int] | None) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text) if encoded is None else encoded
-        if tokens and tokens[-1] == self._end and not text.endswith(self.tokenizer.eos_token):
-            return tokens[:-1]
-        return tokens
+        start, end = self._added
+        tokens = tokens[: len(tokens) - end]
+        return tokens[len(start) :] if start and tokens[len(start) : 2 * len(start)] == start else tokens
+
+    def _refuse_rendered(self, messages: list[dict[str, Any]]) -> None:
+        """Raise DataError if a message is text that a chat template rendered: its control tokens would become ordinary text."""
+        assert self.renderer is not None
+        for message in messages:
+            content = message.get("content") if message.get("role") in ("user", "system") else None
+            if isinstance(content, str) and (mark := self.renderer.find_rendered(content)):
+                raise DataError(
+                    f"the prompt {content!r:.80} begins with {mark!r:.40}, which the chat template writes: it was rendered before, and would be "
+                    "rendered twice; leave out --apply-chat-template, or give the messages"
+                )
+
+    @cached_property
+    def _added(self) -> tuple[list[int], int]:
+        """The tokens that the tokenizer adds before a text, and the number of those that it adds after it."""
+        whole, bare = (list(self.tokenizer.encode("a", add_special_tokens=added)) for added in (True, False))
+        if not bare:  # a vocabulary without the letter
+            end = int(whole[-1:] == [self.tokenizer.eos_token_id])
+            return whole[: len(whole) - end], end
+        found = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]
+        return (whole[: found[0]], len(whole) - found[0] - len(bare)) if found else ([], 0)
 
 
 def parse_variables(items: Iterable[str]) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.contracts.exchanged import check_response
@@ -130,6 +132,14 @@ class Functions:
         return name, self.by_name[name]
 
 
+def find_ids_without_token(tokenizer: Any, vocabulary: int) -> np.ndarray | None:
+    """Return which of the model's ids the tokenizer does not have, bool [vocabulary]; None if it has all. Output layers are often padded."""
+    known = np.fromiter(tokenizer.get_vocab().values(), np.int64)
+    missing = np.ones(vocabulary, bool)
+    missing[known[known < vocabulary]] = False
+    return missing if missing.any() else None
+
+
 class Generator:
     """Generates one or more finished samples from a pending sample.
 
@@ -154,6 +164,7 @@ class Generator:
         extras = {"sampling_support"} if sampling.truncated and not run.config.rollout.full_vocab_logprobs else set()
         self.extras, self.keys = extras, RequestKeys()
         self.vocabulary = int(run.plan.fact("model.vocab_size") or len(run.tokenizer))
+        self._without_token = find_ids_without_token(run.tokenizer, self.vocabulary)
         self.policies = {policy.name: policy for policy in run.policies}
         self._trains = {policy.name for policy in run.policies if policy.role == "train"}
         limit = run.config.rollout.max_concurrent_samples
@@ -293,7 +304,11 @@ class Generator:
                 parts.clear()
                 fruitless += 1
             elif parts[-1].finish != "abort":
-                return join_parts(parts, sampling.stop, self.run.fields, self._decode)
+                joined = join_parts(parts, sampling.stop, self.run.fields, self._decode)
+                if self._without_token is not None and joined.tokens:
+                    unknown = int(self._without_token[np.asarray(joined.tokens)].sum())
+                    add(self.answers, {"rollout/ids_without_token": (float(unknown), float(len(joined.tokens)))})
+                return joined
             else:
                 fruitless = 0
         raise MilesError(

@@ -160,6 +160,7 @@ def examine(
     longest = config.rollout.max_prompt_len
     examined = sample_rows(len(prompts))
     lengths = np.zeros(len(examined), np.int64)
+    resumed: list[str] = []
     for start in range(0, len(examined), _AT_ONCE):
         some = [prompts[index] for index in examined[start : start + _AT_ONCE]]
         texts = render.encode_texts([row.prompt for row in some])
@@ -167,6 +168,15 @@ def examine(
             lengths[number] = len(encode_prompt(render, row, limits, text))
             if check is not None:
                 check(row)
+            if isinstance(row.prompt, list) and row.prompt[-1].get("role") == "assistant":
+                resumed.append(row.place)
+    if resumed:
+        log.warning(
+            "%s: %d prompts end with an assistant message, which the response continues; the first is %s",
+            flag,
+            len(resumed),
+            resumed[0],
+        )
     kept = np.flatnonzero(lengths <= (lengths.max() if longest is None else longest))
     dropped = len(examined) - len(kept)
     if not len(kept):
