@@ -81,6 +81,14 @@ HINTS = (
         unless=(SOLVED,),
     ),
     Hint(
+        "ids-without-token",
+        "rollout/ids_without_token",
+        above(0.0, 1),
+        "{percent} of the sampled ids have no token in the tokenizer: they are trained on, and the text that is rewarded lacks them",
+        "the model's output layer has more rows than the tokenizer has tokens; use the tokenizer of this checkpoint, and a checkpoint that was "
+        "trained so that these rows are improbable, or cut them off with --rollout-top-p or --rollout-top-k",
+    ),
+    Hint(
         "clipped",
         "train/clip_fraction_*",
         above(0.3, 5),

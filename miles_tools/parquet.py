@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from miles_core.data.media import explain_media, is_empty, is_media_key
 from miles_core.data.prompt_file import Check
 from miles_core.data.prompt_index import sample_rows
+from miles_core.data.prompts import find_column
 from miles_core.errors import DataError
 
 
 class ParquetFile:
-    """A parquet file; values that JSON cannot express (dates, decimals) become strings. Media columns are scanned only for the first
+    """A parquet file; values that JSON cannot express become strings (dates) or numbers (decimals). Media columns are scanned only for the first
     non-empty value, which is an error."""
 
     def __init__(self, path: Path, part: slice, columns: Sequence[str], check: Check) -> None:
@@ -28,6 +32,7 @@ class ParquetFile:
         try:
             file = pq.ParquetFile(path)
             self._names = file.schema_arrow.names
+            columns = [*dict.fromkeys(find_column(key, self._names) for key in columns)]
             if twice := [name for name in columns if self._names.count(name) > 1]:
                 raise DataError(
                     f"{path}: it has {self._names.count(twice[0])} columns {twice[0]!r}; rename all but one"
@@ -58,7 +63,8 @@ class ParquetFile:
         row: dict[str, Any] = dict.fromkeys(self._names)
         for name in self._table.column_names:
             try:
-                row[name] = json.loads(json.dumps(self._table.column(name)[index].as_py(), default=_text))
+                value = self._table.column(name)[index]
+                row[name] = json.loads(json.dumps(_shorten(value.as_py(), value.type), default=_convert))
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{place}: the column {name!r} holds bytes that are not UTF-8 text; store it as a string"
@@ -84,6 +90,26 @@ def _refuse_filled(file: Any, name: str, path: Path, rows: range) -> None:
             index += 1
 
 
-def _text(value: Any) -> str:
-    """Convert a value that JSON cannot express to a string; binary columns usually hold UTF-8 text."""
+def _shorten(value: Any, kind: Any) -> Any:
+    """Convert numbers of 32 and 16 bits to the floats with their digits: a float32 of 0.1 is 0.1, and not 0.10000000149011612."""
+    import pyarrow.types as types
+
+    if value is None:
+        return None
+    if types.is_float32(kind) or types.is_float16(kind):
+        return float(str(np.float16(value) if types.is_float16(kind) else np.float32(value)))
+    if types.is_struct(kind):
+        return {field.name: _shorten(value[field.name], field.type) for field in kind}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_shorten(item, kind.value_type) for item in value]
+    return value
+
+
+def _convert(value: Any) -> Any:
+    """Convert a value that JSON cannot express: a decimal to the same number, or to text if no float equals it; binary columns usually hold
+    UTF-8 text."""
+    if isinstance(value, Decimal):
+        if value == value.to_integral_value():
+            return int(value)
+        return float(value) if Decimal(repr(float(value))) == value else str(value)
     return value.decode() if isinstance(value, bytes) else str(value)

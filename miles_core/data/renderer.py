@@ -72,8 +72,15 @@ class Renderer:
         self._pattern = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
         self._effects: dict[str, Effect] = {}
 
-    def text(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, generate: bool = True) -> str:
-        """Render ``messages`` to text; with ``generate``, including the generation prompt.
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        generate: bool = True,
+        resume: bool = False,
+    ) -> str:
+        """Render ``messages`` to text; with ``generate``, including the generation prompt; with ``resume``, without the end of the last
+        message.
 
         Raises:
             DataError: the template rejects the messages.
@@ -86,6 +93,7 @@ class Renderer:
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=generate,
+                continue_final_message=resume,
                 **self.variables,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
@@ -93,13 +101,24 @@ class Renderer:
         return str(rendered)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """Render a conversation to token ids, including the generation prompt.
+        """Render a conversation to token ids, including the generation prompt. If the last message is an assistant's, the tokens end
+        within it, and the model continues it.
 
         Raises:
-            DataError: the template rejects the conversation, or the result has no token.
+            DataError: the template rejects the conversation, the last message is an assistant's without text or with tool calls, or the
+                result has no token.
         """
         literals: list[str] = []
-        tokens = self._encode(self.text(self._without_control(messages, literals), tools), literals)
+        clean, resume = (
+            self._without_control(messages, literals),
+            bool(messages) and messages[-1].get("role") == "assistant",
+        )
+        if resume and (messages[-1].get("tool_calls") or is_blank(messages[-1].get("content"))):
+            raise DataError(
+                f"the prompt {messages!r:.80} ends with an assistant message that has tool calls or no text, which a model cannot "
+                "continue; remove the message"
+            )
+        tokens = self._encode(self.text(clean, tools, not resume, resume), literals)
         if not tokens:
             raise DataError(f"the prompt {messages!r:.80} has no token; remove it from the data")
         return tokens
@@ -134,7 +153,7 @@ class Renderer:
                 "reasoning",
             )
         literals: list[str] = []
-        following = self._encode(self._tail(self._without_control(messages, literals), tools), literals)
+        following = self._encode(self._tail(self._without_control(messages, literals), tools), literals, inside=True)
         if tokens[-1] == following[0]:
             return [*tokens, *following[1:]]
         if tokens[-1] in self.tokenizer.all_special_ids:
@@ -162,6 +181,20 @@ class Renderer:
         except DataError:
             return "refuses"
         return "refuses" if _NEW not in tail else "appends" if _REASONING in history else "drops reasoning"
+
+    def find_rendered(self, text: str) -> str:
+        """Return the mark of the chat template with which ``text`` begins, so that it was rendered before; "" if it begins with none."""
+        return next((mark for mark in self._openings if text.lstrip().startswith(mark)), "")
+
+    @cached_property
+    def _openings(self) -> list[str]:
+        """Texts with which a rendered conversation begins: special tokens that the template writes, and its text before a question."""
+        with suppress(DataError):
+            text = self.text([{"role": "user", "content": _NEW}])
+            head = text.partition(_NEW)[0]
+            marks = [*self._pattern.findall(text), head.strip(), self._pattern.sub("", head).strip()]
+            return [mark for mark in dict.fromkeys(marks) if mark]
+        return []
 
     @cached_property
     def _reasoning_mark(self) -> str:
@@ -236,24 +269,55 @@ class Renderer:
             {key: value if key == "role" else clean(value) for key, value in message.items()} for message in messages
         ]
 
-    def _encode(self, text: str, literals: Sequence[str]) -> list[int]:
-        """Encode rendered text to token ids, with placeholders encoded as the ordinary text of their originals."""
+    def _encode(self, text: str, literals: Sequence[str], inside: bool = False) -> list[int]:
+        """Encode rendered text to token ids, with placeholders encoded as the ordinary text of their originals. ``inside``: the text
+        follows other text."""
         tokens: list[int] = []
         rest = text
         for number, literal in enumerate(literals):
             head, found, rest = rest.partition(f"{_OPEN}{number}{_CLOSE}")
-            tokens += self.tokenizer.encode(head, add_special_tokens=False) if head else []
+            tokens += self._encode_part(head, inside)
             if not found:
                 raise DataError(
                     f"the chat template leaves out or moves {literal!r}, which is written in a message; remove it there"
                 )
-            tokens += self.tokenizer.encode(literal, add_special_tokens=False, split_special_tokens=True)
-        return tokens + (self.tokenizer.encode(rest, add_special_tokens=False) if rest else [])
+            after_special = any(head.endswith(special) for special in self._special)
+            inside = self._bare_after_special if after_special else inside or bool(head)
+            tokens += self._encode_part(literal, inside, split_special_tokens=True)
+            inside = True
+        return tokens + self._encode_part(rest, inside)
+
+    def _encode_part(self, text: str, inside: bool, **options: Any) -> list[int]:
+        """Encode a part of a text. SentencePiece tokenizers write a space before the first word; ``inside`` leaves it out."""
+        if not text or not (inside and self._adds_space):
+            return list(self.tokenizer.encode(text, add_special_tokens=False, **options)) if text else []
+        before = self.tokenizer.encode("\n", add_special_tokens=False)
+        return list(self.tokenizer.encode("\n" + text, add_special_tokens=False, **options)[len(before) :])
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether the tokenizer encodes a text differently at the start and after a line break."""
+        start, before, inner = (self.tokenizer.encode(text, add_special_tokens=False) for text in ("a", "\n", "\na"))
+        return bool(inner != [*before, *start] and inner[: len(before)] == before)
+
+    @cached_property
+    def _bare_after_special(self) -> bool:
+        """Whether the tokenizer writes no space after a special token."""
+        special = self._special[0] if self._special else ""
+        text = self.tokenizer.encode(special + "a", add_special_tokens=False)
+        return bool(text[1:] != self.tokenizer.encode("a", add_special_tokens=False))
 
 
 #: An answer with reasoning, as fields of a message that different templates read, and as a part of the content.
 _FIELDS = {"content": "", "reasoning_content": _REASONING, "thinking": _REASONING}
 _INLINE = {"content": f"<think>\n{_REASONING}\n</think>\n\n{_ANSWER}"}
+
+
+def is_blank(content: Any) -> bool:
+    """Return whether the content of a message, a text or typed parts, has no text."""
+    if isinstance(content, str):
+        return not content.strip()
+    return not any(str(part.get("text") or "").strip() for part in content or () if isinstance(part, Mapping))
 
 
 def _assistant(answer: Message, following: Sequence[Message], arguments: Any) -> Message:

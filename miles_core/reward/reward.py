@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -28,12 +28,29 @@ def group_reward(function: F) -> F:
     return function
 
 
-def compares_label(build: F) -> F:
+def check_label(label: Any) -> None:
+    """Check that a label holds an answer.
+
+    Raises:
+        DataError: it is empty, or a mapping.
+    """
+    held = list(label) if isinstance(label, (list, tuple)) else [label]
+    if all(item is None or not str(item).strip() for item in held):
+        raise DataError(f"the label is {label!r}, so there is nothing to compare with; check --label-key and the data")
+    if found := next((item for item in held if isinstance(item, Mapping)), None):
+        entries = ", ".join(map(repr, found))
+        raise DataError(
+            f"the label is {label!r:.80}, a mapping with the entries {entries}; name the one with the answer, as in --label-key KEY.ENTRY"
+        )
+
+
+def compares_label(build: F, check: Callable[[Any], object] = check_label) -> F:
     """Declare that the reward created by ``build`` compares a response with a label: a run without labels is rejected before it starts.
 
-    ``build`` is the provider that a manifest names under the kind ``reward``.
+    ``build`` is the provider that a manifest names under the kind ``reward``. ``check`` is called with the label of every row, and raises
+    DataError if no response can match it.
     """
-    build.compares_label = True  # type: ignore[attr-defined]
+    build.check_label = check  # type: ignore[attr-defined]
     return build
 
 
@@ -95,19 +112,6 @@ def load_reward(path: str, concurrency: int = DEFAULT_CONCURRENCY) -> RewardFunc
     function = load_function(path, flag="--custom-rm-path", default="reward", parameters=("args", "sample"))
     how: Literal["async", "thread"] = "async" if function.is_async else "thread"
     return RewardFunction(function, function.name, function.origin, how, concurrency)
-
-
-def labels_of(label: Any) -> list[str]:
-    """Return the acceptable answers of a label as strings.
-
-    Raises:
-        DataError: there is no answer, or all are empty.
-    """
-    labels = list(label) if isinstance(label, (list, tuple)) else [label]
-    texts = [str(item) for item in labels if item is not None]
-    if not any(text.strip() for text in texts):
-        raise DataError(f"the label is {label!r}, so there is nothing to compare with; check --label-key and the data")
-    return texts
 
 
 async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> None:

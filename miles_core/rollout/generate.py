@@ -13,7 +13,9 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.contracts.exchanged import check_response
@@ -127,6 +129,14 @@ class Functions:
         return name, self.by_name[name]
 
 
+def find_ids_without_token(tokenizer: Any, vocabulary: int) -> np.ndarray | None:
+    """Return which of the model's ids the tokenizer does not have, bool [vocabulary]; None if it has all. Output layers are often padded."""
+    known = np.fromiter(tokenizer.get_vocab().values(), np.int64)
+    missing = np.ones(vocabulary, bool)
+    missing[known[known < vocabulary]] = False
+    return missing if missing.any() else None
+
+
 class EngineRequests:
     """Sends the requests of samples to engines, and continues those that an engine aborts.
 
@@ -144,6 +154,7 @@ class EngineRequests:
         extras = {"sampling_support"} if sampling.truncated and not run.config.rollout.full_vocab_logprobs else set()
         self.extras = frozenset(extras)
         self.vocabulary = int(run.plan.fact("model.vocab_size") or len(run.tokenizer))
+        self._without_token = find_ids_without_token(run.tokenizer, self.vocabulary)
         self.policies = {policy.name: policy for policy in run.policies}
 
     def start(
@@ -198,7 +209,11 @@ class EngineRequests:
                 parts.clear()
                 fruitless += 1
             elif parts[-1].finish != "abort":
-                return join_parts(parts, sampling.stop, self.run.fields, self.decode)
+                joined = join_parts(parts, sampling.stop, self.run.fields, self.decode)
+                if self._without_token is not None and joined.tokens:
+                    unknown = int(self._without_token[np.asarray(joined.tokens)].sum())
+                    add(self.answers, {"rollout/ids_without_token": (float(unknown), float(len(joined.tokens)))})
+                return joined
             else:
                 fruitless = 0
         raise MilesError(

@@ -76,9 +76,11 @@ def encode_prompt(render: PromptTemplate, row: Row, limits: Limits, encoded: lis
     return tokens
 
 
-def encode_rows(render: PromptTemplate, config: Config, limits: Limits) -> Callable[[Row], list[int] | None]:
-    """Return the function row -> token ids of its prompt, or None if the prompt is longer than ``--rollout-max-prompt-len``. Invalid rows
-    that were not examined before the run are logged and left out.
+def encode_rows(
+    render: PromptTemplate, config: Config, limits: Limits, check: Callable[[Row], None] | None = None
+) -> Callable[[Row], list[int] | None]:
+    """Return the function row -> token ids of its prompt, or None if the prompt is longer than ``--rollout-max-prompt-len``. Rows that were
+    not examined before the run are logged and left out if they are invalid, also by ``check``.
 
     The function raises DataError: see ``encode_prompt``; or the prompt leaves no room for a response within the context.
     """
@@ -88,6 +90,8 @@ def encode_rows(render: PromptTemplate, config: Config, limits: Limits) -> Calla
         try:
             if row.fault:
                 raise DataError(row.fault)
+            if check is not None and not row.examined:
+                check(row)
             tokens = encode_prompt(render, row, limits)
             if longest is not None and len(tokens) > longest:
                 return None
@@ -150,6 +154,7 @@ def examine(
     longest = config.rollout.max_prompt_len
     examined = sample_rows(len(prompts))
     lengths = np.zeros(len(examined), np.int64)
+    resumed: list[str] = []
     for start in range(0, len(examined), _AT_ONCE):
         some = [prompts[index] for index in examined[start : start + _AT_ONCE]]
         texts = render.encode_texts([row.prompt for row in some])
@@ -157,6 +162,15 @@ def examine(
             lengths[number] = len(encode_prompt(render, row, limits, text))
             if check is not None:
                 check(row)
+            if isinstance(row.prompt, list) and row.prompt[-1].get("role") == "assistant":
+                resumed.append(row.place)
+    if resumed:
+        log.warning(
+            "%s: %d prompts end with an assistant message, which the response continues; the first is %s",
+            flag,
+            len(resumed),
+            resumed[0],
+        )
     kept = np.flatnonzero(lengths <= (lengths.max() if longest is None else longest))
     dropped = len(examined) - len(kept)
     if not len(kept):

@@ -1,7 +1,7 @@
 r"""The rewards ``exact``, ``boxed`` and ``f1``, which compare a response with a label by rules on their texts.
 
-Each rule is ``rule(response, label) -> float`` in [0, 1]. A label may be a string, a number, or a list of acceptable answers (the
-best score counts). An empty response scores 0; a missing label is an error.
+Each rule is ``rule(response, label) -> float`` in [0, 1]. ``labels`` defines which answers a label accepts; the best score counts. The
+reasoning of a response is not a part of its answer (``find_answer``). An empty response scores 0; a missing label is an error.
 """
 
 from __future__ import annotations
@@ -14,61 +14,70 @@ from typing import Any
 
 from miles_core.contracts.run import Run
 from miles_core.data.sample import Sample
-from miles_core.reward.reward import compares_label, labels_of
+from miles_core.reward.reward import compares_label
+from miles_tools.rewards.labels import answers_of, is_match, text_of
 
-BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 Rule = Callable[[str | None, Any], float]
 Reward = Callable[[Any, Sample], Awaitable[float]]
 
 
 def exact(response: str | None, label: Any) -> float:
     """Return 1 if the response equals the label, ignoring differences in white space, else 0."""
-    answer = _normalize_space(response or "")
-    return float(any(answer == _normalize_space(text) for text in labels_of(label)))
+    answer = find_answer(response)
+    return float(any(is_match(answer, accepted) for accepted in answers_of(label)))
 
 
 def boxed(response: str | None, label: Any) -> float:
     r"""Return 1 if the content of the last ``\boxed{...}`` equals the label (or the label's box) up to white space, else 0."""
-    accepted = labels_of(label)
-    answer = last_boxed(response or "")
+    accepted = answers_of(label)
+    answer = last_boxed(find_answer(response))
     if answer is None:
         return 0.0
-    answer = _normalize_space(answer)
-    return float(any(answer == _normalize_space(unboxed(text)) for text in accepted))
+    return float(any(is_match(answer, unboxed(each) if isinstance(each, str) else each) for each in accepted))
 
 
 def f1(response: str | None, label: Any) -> float:
     """Return the token F1 of the SQuAD evaluation: bags of lower-case words without punctuation and articles."""
-    answer = _squad_tokens(response or "")
-    return max(_token_f1(answer, _squad_tokens(text)) for text in labels_of(label))
+    answer = _squad_tokens(find_answer(response))
+    return max(_token_f1(answer, _squad_tokens(text_of(accepted))) for accepted in answers_of(label))
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete ``\boxed{...}``, with braces nested to any depth; None if there is none.
+def find_answer(response: str | None) -> str:
+    """Return what a response says after its reasoning: all of it if it has none, nothing if the reasoning does not end."""
+    _, end, answer = (response or "").rpartition("</think>")
+    return "" if not end and answer.lstrip().startswith("<think>") else answer
+
+
+def find_boxes(text: str) -> list[tuple[int, int, int]]:
+    r"""Return every complete ``\boxed{...}`` or ``\fbox{...}``, with braces nested to any depth: positions of the command, and of the start
+    and end of the content, in the order of the starts.
 
     ``\{`` and ``\}`` are part of the content and do not count as braces. An unclosed box is ignored.
     """
-    open_braces: list[tuple[bool, int]] = []
-    last: tuple[int, int] | None = None
+    open_braces: list[tuple[int, int]] = []
+    found = []
     for match in BRACES.finditer(text):
         token = match.group()
         if token.endswith("{") and token != r"\{":
-            open_braces.append((token != "{", match.end()))
+            open_braces.append((-1 if token == "{" else match.start(), match.end()))
         elif token == "}" and open_braces:
-            is_box, start = open_braces.pop()
-            if is_box and (last is None or start > last[0]):
-                last = (start, match.start())
-    return None if last is None else text[last[0] : last[1]]
+            command, start = open_braces.pop()
+            if command >= 0:
+                found.append((command, start, match.start()))
+    return sorted(found)
+
+
+def last_boxed(text: str) -> str | None:
+    """Return the content of the last box in ``text``, as it is written; None if there is none."""
+    boxes = find_boxes(text)
+    return text[boxes[-1][1] : boxes[-1][2]] if boxes else None
 
 
 def unboxed(text: str) -> str:
     """Return the content of the last box in ``text``, or ``text`` itself if there is none."""
     inner = last_boxed(text)
     return text if inner is None else inner
-
-
-def _normalize_space(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _squad_tokens(text: str) -> list[str]:
@@ -83,19 +92,16 @@ def _token_f1(answer: list[str], gold: list[str]) -> float:
     return 2 * common / (len(answer) + len(gold))
 
 
-@compares_label
 def make_exact(run: Run) -> Reward:
     """Create the reward ``exact``."""
     return _to_reward(exact)
 
 
-@compares_label
 def make_boxed(run: Run) -> Reward:
     """Create the reward ``boxed``."""
     return _to_reward(boxed)
 
 
-@compares_label
 def make_f1(run: Run) -> Reward:
     """Create the reward ``f1``."""
     return _to_reward(f1)
@@ -106,3 +112,7 @@ def _to_reward(rule: Rule) -> Reward:
         return rule(sample.response, sample.label)
 
     return reward
+
+
+for _provider in (make_exact, make_boxed, make_f1):
+    compares_label(_provider, answers_of)

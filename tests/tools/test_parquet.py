@@ -1,6 +1,7 @@
 """Prompts in parquet files, alone and next to JSONL."""
 
 import json
+from decimal import Decimal
 from functools import partial
 
 import pyarrow as pa
@@ -84,3 +85,43 @@ def test_columns_of_parquet_that_python_cannot_have(tmp_path, names, kind, said)
     pq.write_table(table, tmp_path / "p.parquet")
     with pytest.raises(DataError, match=said):
         Prompts(str(tmp_path / "p.parquet"), label_key="label")
+
+
+def test_numbers_of_parquet_keep_their_digits(tmp_path):
+    """A float32 of 0.1 is not the float64 with the same bits, and a decimal is a number."""
+    columns = {
+        "input": ["a", "b"],
+        "single": pa.array([0.1, 2.0], pa.float32()),
+        "half": pa.array([0.1, 2.0], pa.float16()),
+        "list": pa.array([[0.1], [0.3]], pa.list_(pa.float32())),
+        "struct": pa.array([{"x": 0.1, "y": "k"}, None], pa.struct([("x", pa.float32()), ("y", pa.string())])),
+        "decimal": pa.array([Decimal("2.00"), Decimal("0.10")], pa.decimal128(5, 2)),
+        "long": pa.array([Decimal("0.1000000000000000000001")] * 2, pa.decimal128(30, 22)),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "p.parquet")
+    read = {key: [row.label for row in Prompts(f"{tmp_path}/p.parquet@[:1]", label_key=key)] for key in columns}
+    del read["input"]
+    assert read == {
+        "single": [0.1], "half": [0.1], "list": [[0.1]], "struct": [{"x": 0.1, "y": "k"}], "decimal": [2],
+        "long": ["0.1000000000000000000001"],
+    }  # fmt: skip
+    assert [row.label for row in Prompts(f"{tmp_path}/p.parquet", label_key="decimal")] == [2, 0.1]
+
+
+def test_entries_of_a_struct(tmp_path):
+    rows = [{"ground_truth": "2", "style": "rule"}, {"ground_truth": "3", "style": "rule"}]
+    table = pa.table(
+        {"input": ["a", "b"], "reward_model": rows, "text": list(map(json.dumps, rows)), "d.e": ["x", "y"]}
+    )
+    pq.write_table(table, tmp_path / "p.parquet")
+    for key, labels in [
+        ("reward_model.ground_truth", ["2", "3"]),
+        ("text.ground_truth", ["2", "3"]),
+        ("d.e", ["x", "y"]),
+    ]:
+        prompts = Prompts(f"{tmp_path}/p.parquet", label_key=key, metadata_key="reward_model")
+        assert [row.label for row in prompts] == labels and prompts[0].metadata == rows[0]
+    with pytest.raises(
+        DataError, match=r"row 0: no key 'reward_model.answer' .*'reward_model.ground_truth', 'reward_model.style'"
+    ):
+        Prompts(f"{tmp_path}/p.parquet", label_key="reward_model.answer")
