@@ -19,7 +19,15 @@ from miles_core.checkpoint.directory import changes, checkpoint_step, locate_che
 from miles_core.checkpoint.rng import seed_generators
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
-from miles_core.errors import CheckpointError, ConfigError, MilesError, MismatchError, NonFiniteError, SyncError
+from miles_core.errors import (
+    CheckpointError,
+    ConfigError,
+    MilesError,
+    MismatchError,
+    NonFiniteError,
+    OutOfTime,
+    SyncError,
+)
 from miles_core.loop import train
 from miles_core.observe import log as logs
 from miles_core.observe.progress import Progress
@@ -31,7 +39,7 @@ from miles_core.run.directory import claim_directory
 from miles_core.run.ending import ENDING, Ending, record_ending
 from miles_core.run.make import make_log, packages
 from miles_core.run.prepare import set_environment
-from miles_core.run.stopping import Deadline, OutOfTime
+from miles_core.run.stopping import Deadline
 
 if TYPE_CHECKING:
     from rich.console import Console

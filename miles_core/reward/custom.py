@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from miles_core.errors import ConfigError, DataError
+from miles_core.errors import ConfigError, DataError, OutOfTime
 
 log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -80,6 +80,8 @@ class UserFunction:
 
 def _ends_program(error: BaseException, is_async: bool) -> bool:
     """Return whether ``error`` ends the program or cancels the call from outside, as opposed to an error of the function itself."""
+    if isinstance(error, OutOfTime):
+        return True
     if isinstance(error, KeyboardInterrupt):  # only the main thread receives signals
         return threading.current_thread() is threading.main_thread()
     if isinstance(error, asyncio.CancelledError):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from miles_core.errors import MilesError
+from miles_core.errors import OutOfTime
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +20,6 @@ GIVE_UP, EXIT = 0.4, 0.93
 #: Seconds in which the event loop must react, at most this fraction of the limit. Otherwise the main thread is busy and is interrupted
 #: with a signal.
 REACTION, REACTION_FRACTION = 0.5, 0.1
-
-
-class OutOfTime(MilesError):
-    """The run did not complete its step in time after a stop request."""
 
 
 class Deadline:
