@@ -26,6 +26,7 @@ from miles_core.errors import (
     MismatchError,
     NonFiniteError,
     OutOfTime,
+    PluginError,
     SyncError,
 )
 from miles_core.loop import train
@@ -37,6 +38,7 @@ from miles_core.redact import redact
 from miles_core.run.checks import check_inputs
 from miles_core.run.directory import claim_directory
 from miles_core.run.ending import ENDING, Ending, record_ending
+from miles_core.run.exits import locate_error, report_exits
 from miles_core.run.make import make_log, packages
 from miles_core.run.prepare import set_environment
 from miles_core.run.stopping import Deadline
@@ -105,7 +107,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         start = checkpoint_step(resume_from) if resume_from else None
         run_log = _open_log(run, manifests, _make_progress(run, console, start or 0), start)
         seed_generators(config.train.seed)
-        with handle_signals(run) as stopped:
+        with handle_signals(run) as stopped, report_exits(lambda what: _report_exit(run, what)):
             try:
                 with run_log.progress:
                     try:
@@ -115,12 +117,15 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
             except OutOfTime as error:
                 log.warning("%s", error)
                 parts = []
-            except Exception as error:
-                log.error("the run ended", exc_info=error, extra=logs.FILE_ONLY)
+            except (Exception, SystemExit) as caught:
+                error = _as_error(caught)
+                log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
                 if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
                     run.hooks.name_suspects(error, _CHANGING)
                 _report_ending(record_ending(run, error=error), error)
-                raise
+                if error is caught:
+                    raise
+                raise error from caught
         end = record_ending(run, signal=stopped.name)
         _report_ending(end)
         return Launched(run, parts, end, stopped.signals[-1] if stopped.signals else 0)
@@ -239,6 +244,25 @@ def _write_start(run: Run) -> None:
             f"--save {run.directory}: {error.filename or 'a file in it'} cannot be written ({error.strerror}); free space there, or choose another "
             "directory"
         ) from error
+
+
+def _as_error(error: Exception | SystemExit) -> Exception:
+    """Return the error that ends a run. The command line gives a meaning of its own to some exceptions, which is not that of a run: an exit
+    with the status of ``sys.exit``, or status 0 because the reader of its output is gone."""
+    if isinstance(error, SystemExit):
+        return PluginError(
+            f"code of the run called sys.exit({error.code!r}) ({locate_error(error)}); raise an error instead"
+        )
+    if isinstance(error, BrokenPipeError):
+        return PluginError(f"the other end of a pipe or connection is closed ({locate_error(error)})")
+    return error
+
+
+def _report_exit(run: Run, what: str) -> None:
+    """Log the last lines of a run whose process a function ends at once."""
+    error = PluginError(f"code of the run ended the process: {what}; raise an error instead")
+    log.error("%s", error)
+    _report_ending(record_ending(run, error=error))
 
 
 def _report_ending(summary: Ending, error: Exception | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import threading
 import time
@@ -12,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from miles_core.errors import OutOfTime
+from miles_core.run.exits import leave
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Deadline:
         if self._over.wait(max(0.0, start + self.seconds * EXIT - time.monotonic())):
             return
         self._exit()
-        os._exit(128 + number)
+        leave(128 + number)
 
     def _cancel(self) -> None:
         if not self._reacted.is_set():

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from miles_chat import call_in_thread
 from miles_core.data import describe_error, valid_data
 from miles_core.plugin import ConfigError
 from miles_endpoint import chat, completions, responses
@@ -35,6 +36,8 @@ _INTERFACES: dict[str, Callable[[Mapping[str, Any], Session, Models], Reply]] = 
 }
 #: Seconds in which the body of a request must arrive, and seconds for which an idle connection is kept.
 BODY_SECONDS, IDLE_SECONDS = 60.0, 75
+#: Bytes from which a body is parsed in a thread.
+LONG = 256 * 1024
 #: Number of ended sessions that are remembered, to answer late requests.
 REMEMBERED = 10_000
 _PLAIN = [(b"content-type", b"application/json")]
@@ -178,7 +181,7 @@ class Server:
     async def _answer(
         self, session: Session, path: str, scope: Mapping[str, Any], raw: bytes, receive: Receive, send: Send
     ) -> None:
-        body = _parse(raw)
+        body = _parse(raw) if len(raw) < LONG else await call_in_thread(lambda: _parse(raw), "parse")
         try:
             reply = _INTERFACES[path](body, session, self.models)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
