@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miles_chat.call import Answer, Call, split_reasoning
+from miles_chat.call import Answer, Call, Malformed, split_reasoning
 from miles_chat.formats import FORMATS, Format
-from miles_core.data import Renderer
+from miles_core.data import Renderer, valid_data, valid_text
 from miles_core.plugin import ConfigError, DataError
 
 _QUESTION = "qzjQuestionqzj"
@@ -53,7 +53,8 @@ class Dialect:
     ends: frozenset[int]
 
     def read(self, text: str, parameters: Any, reasoning_open: bool = False) -> Answer:
-        """Read an answer, with special tokens and without the end of the turn.
+        """Read an answer, with special tokens and without the end of the turn. The texts of its calls are valid (``valid_text``), although
+        JSON can write half of a surrogate pair.
 
         Args:
             text: the answer.
@@ -61,10 +62,12 @@ class Dialect:
             reasoning_open: whether the generation prompt opened the reasoning.
         """
         if self.format.own_reasoning:
-            return self.format.parse(text, parameters)
-        reasoning, rest = split_reasoning(text, reasoning_open)
-        answer = self.format.parse(rest, parameters)
-        return Answer(answer.content, answer.calls, reasoning)
+            answer = self.format.parse(text, parameters)
+            reasoning = answer.reasoning
+        else:
+            reasoning, rest = split_reasoning(text, reasoning_open)
+            answer = self.format.parse(rest, parameters)
+        return Answer(answer.content, [_valid_call(call) for call in answer.calls], reasoning)
 
     def message(self, answer: Answer, ids: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
         """Make the chat message of an answer, for templates that render the whole conversation again."""
@@ -76,6 +79,15 @@ class Dialect:
             for id_, name, call in zip(ids, names, answer.calls, strict=True)
         ]
         return message | ({"tool_calls": calls} if calls else {})
+
+
+def _valid_call(call: Call | Malformed) -> Call | Malformed:
+    if isinstance(call, Malformed):
+        return call
+    try:
+        return Call(valid_text(call.name), valid_data(call.arguments))
+    except ValueError as error:
+        return Malformed(f"the arguments: {error}", "", valid_text(call.name))
 
 
 def _message_call(name: str, arguments: dict[str, Any], id_: str, as_text: bool) -> dict[str, Any]:

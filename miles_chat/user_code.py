@@ -18,7 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from miles_core.plugin import ConfigError
+from miles_core.data import describe_error
+from miles_core.plugin import ConfigError, OutOfTime
 
 T = TypeVar("T")
 
@@ -39,14 +40,14 @@ def import_code(path: str, kind: str, where: str) -> ModuleType:
         raise ConfigError(f"{where}: there is no file {file}")
     try:
         return _import_file(file, kind) if path.endswith(".py") else importlib.import_module(path)
+    except (KeyboardInterrupt, OutOfTime):
+        raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         if isinstance(error, ModuleNotFoundError) and error.name == path.partition(".")[0]:
             raise ConfigError(
                 f"{where}: there is no module {path!r}; give a file FILE.py, or an installed module"
             ) from None
-        raise ConfigError(f"{where}: importing it raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where}: importing it raised {describe_error(error)}") from error
 
 
 def _import_file(path: Path, kind: str) -> ModuleType:
@@ -95,7 +96,7 @@ async def call_in_thread(function: Callable[[], T], name: str) -> T:
         except Exception as raised:
             error = raised
         except BaseException as raised:
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+            error = RuntimeError(describe_error(raised))
         if os.getpid() != process:
             os._exit(0)
         with suppress(RuntimeError):  # the run has ended

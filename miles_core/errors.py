@@ -90,6 +90,11 @@ class WorkerLost(MilesError):
         )
 
 
+class OutOfTime(BaseException):
+    """The run did not complete its step in time after a stop request. It interrupts whatever runs, so it is no ``Exception``: code that
+    converts the errors of a model, a file or a user's function must not report a stop as their fault."""
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error of other software, plus the second line if the first ends with a colon.
 

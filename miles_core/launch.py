@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,16 @@ from miles_core.checkpoint.directory import changes, checkpoint_step, locate_che
 from miles_core.checkpoint.rng import seed_generators
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
-from miles_core.errors import CheckpointError, ConfigError, MilesError, MismatchError, NonFiniteError, SyncError
+from miles_core.errors import (
+    CheckpointError,
+    ConfigError,
+    MilesError,
+    MismatchError,
+    NonFiniteError,
+    OutOfTime,
+    PluginError,
+    SyncError,
+)
 from miles_core.loop import train
 from miles_core.observe import log as logs
 from miles_core.observe.progress import Progress
@@ -29,9 +39,10 @@ from miles_core.redact import redact
 from miles_core.run.checks import check_inputs
 from miles_core.run.directory import claim_directory
 from miles_core.run.ending import ENDING, Ending, record_ending
+from miles_core.run.exits import locate_error, report_exits
 from miles_core.run.make import make_log, packages
 from miles_core.run.prepare import set_environment
-from miles_core.run.stopping import Deadline, OutOfTime
+from miles_core.run.stopping import Deadline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,21 +94,14 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         set_environment(plan)
         run, inputs = check_inputs(config, plan, manifests, directory)
         load = config.run.load
-        resume_from = None
-        if load is not None:
-            resume_from = locate_checkpoint(load, plan.record())
+        resume_from = locate_checkpoint(load, plan.record()) if load is not None else None
         console = logs.configure(config.run.log_level, directory, console, packages(plan, manifests))
         _write_start(run)
-        log.info("%s", plan.header)
-        for line in list_notices(plan):
-            log.info("%s", line)
-        log.info("run directory: %s", directory)
-        for change in changes(resume_from, plan.record()) if resume_from else ():
-            log.warning("continuing with a change: %s", change)
+        _log_start(plan, directory, resume_from)
         start = checkpoint_step(resume_from) if resume_from else None
         run_log = _open_log(run, manifests, _make_progress(run, console, start or 0), start)
         seed_generators(config.train.seed)
-        with handle_signals(run) as stopped:
+        with handle_signals(run) as stopped, report_exits(lambda what: _report_exit(run, what)):
             try:
                 with run_log.progress:
                     try:
@@ -107,12 +111,15 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
             except OutOfTime as error:
                 log.warning("%s", error)
                 parts = []
-            except Exception as error:
-                log.error("the run ended", exc_info=error, extra=logs.FILE_ONLY)
+            except (Exception, SystemExit) as caught:
+                error = _as_error(caught)
+                log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
                 if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
                     run.hooks.name_suspects(error, _CHANGING)
                 error.add_note(_record_error(run, f"{type(error).__name__}: {error}"))
-                raise
+                if error is caught:
+                    raise
+                raise error from caught
         end = record_ending(run, f"stopped by {stopped.name}" if stopped.name else "finished")
         for line in end.lines():
             log.info("%s", line)
@@ -220,6 +227,16 @@ def _leave_terminal() -> None:
             os.dup2(nowhere, descriptor)
 
 
+def _log_start(plan: Plan, directory: Path, resume_from: Path | None) -> None:
+    """Log what the run consists of, and what differs from the checkpoint that it continues."""
+    log.info("%s", plan.header)
+    for line in list_notices(plan):
+        log.info("%s", line)
+    log.info("run directory: %s", directory)
+    for change in changes(resume_from, plan.record()) if resume_from else ():
+        log.warning("continuing with a change: %s", change)
+
+
 def _write_start(run: Run) -> None:
     """Write the configuration, the plan and the environment to the run directory."""
     try:
@@ -241,3 +258,21 @@ def _record_error(run: Run, error: str) -> str:
     for line in (first, *rest):
         log.error("%s", line, extra=logs.FILE_ONLY)
     return "\n".join(rest)
+def _as_error(error: Exception | SystemExit) -> Exception:
+    """Return the error that ends a run. The command line gives a meaning of its own to some exceptions, which is not that of a run: an exit
+    with the status of ``sys.exit``, or status 0 because the reader of its output is gone."""
+    if isinstance(error, SystemExit):
+        return PluginError(
+            f"code of the run called sys.exit({error.code!r}) ({locate_error(error)}); raise an error instead"
+        )
+    if isinstance(error, BrokenPipeError):
+        return PluginError(f"the other end of a pipe or connection is closed ({locate_error(error)})")
+    return error
+
+
+def _report_exit(run: Run, what: str) -> None:
+    """Log the last lines of a run whose process a function ends at once."""
+    error = PluginError(f"code of the run ended the process: {what}; raise an error instead")
+    log.error("%s", error)
+    for line in record_ending(run, f"ended by {type(error).__name__}: {error}").lines():
+        log.error("%s", line)

@@ -14,7 +14,7 @@ from pathlib import Path
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.schedule import Schedule
-from miles_core.errors import WorkerLost
+from miles_core.errors import OutOfTime, WorkerLost
 from miles_core.rollout.collect import Interrupted, rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
 from miles_core.run.evaluation import Evaluation
@@ -69,7 +69,7 @@ async def steps(
                     checkpoints.roll_back()
             await evaluation.complete_unless_stopped()
             await checkpoints.complete()
-        except asyncio.CancelledError:  # the time limit after a signal has passed
+        except (asyncio.CancelledError, OutOfTime):  # the time limit after a signal has passed
             with suppress(TimeoutError):
                 async with asyncio.timeout(run.config.run.stop_within * SAVE):
                     await runtime.release()

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from miles_embedded.engine.static_batch import StaticBatch
     from miles_embedded.engine.static_step import padded_rows
     from miles_embedded.engine.step import Emitted, StepEngine
-    from miles_embedded.known import find_known_weights
     from miles_embedded.kernels.available import kernels_run
+    from miles_embedded.known import find_known_weights
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
         engine_usage,

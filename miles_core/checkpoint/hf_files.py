@@ -173,13 +173,20 @@ def read_header(file: Path) -> list[Entry]:
             for before, after in pairwise(entries):
                 if after.offset < before.offset + before.nbytes:
                     raise ValueError(f"{before.name} and {after.name} share bytes")
+                if after.offset > before.offset + before.nbytes:
+                    raise ValueError(f"the bytes between {before.name} and {after.name} belong to no tensor")
+            if entries and entries[0].offset != 8 + length:
+                raise ValueError(f"the bytes before {entries[0].name} belong to no tensor")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{file}: its header is damaged or truncated ({type(error).__name__}: {error}); copy it again"
             ) from error
     needed = max((e.offset + e.nbytes for e in entries), default=8 + length)
-    if file.stat().st_size < needed:
-        raise CheckpointError(f"{file} is truncated: {file.stat().st_size:,} of {needed:,} bytes; copy it again")
+    size = file.stat().st_size
+    if size < needed:
+        raise CheckpointError(f"{file} is truncated: {size:,} of {needed:,} bytes; copy it again")
+    if size > needed:
+        raise CheckpointError(f"{file} has {size:,} bytes, and its tensors end after {needed:,}; copy it again")
     return entries
 
 

@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader closed the pipe (miles train --help | head); not an error
+        if not _is_reader_gone():
+            raise  # of another pipe or connection
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except MilesError as error:
@@ -48,6 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not message or os.environ.get(DEBUG, "0") not in ("", "0"):
             raise  # a defect
         return _print_lines(message, getattr(error, "__notes__", ()))
+
+
+def _is_reader_gone() -> bool:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _explain_path_error(error: OSError) -> str:

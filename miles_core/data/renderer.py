@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from miles_core.data.text import valid_data, valid_text
 from miles_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -85,20 +86,20 @@ class Renderer:
         Raises:
             DataError: the template rejects the messages.
         """
-        import jinja2
-
         try:
             rendered = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) if tools else None,
+                valid_data(messages),
+                tools=valid_data(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=generate,
                 continue_final_message=resume,
                 **self.variables,
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # a template evaluates expressions of the messages, which raise errors of any type
             raise DataError(f"the chat template refuses the prompt {messages!r:.200}: {error}") from error
-        return str(rendered)
+        return valid_text(str(rendered))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Render a conversation to token ids, including the generation prompt. If the last message is an assistant's, the tokens end

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         MilesError as MilesError,
         MismatchError as MismatchError,
         NonFiniteError as NonFiniteError,
+        OutOfTime as OutOfTime,
         PlanError as PlanError,
         PluginError as PluginError,
         SyncError as SyncError,
@@ -80,7 +81,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.contracts.run": "Policy Run StashKey",
         "miles_core.contracts.runtime": "PolicyParts Runtime",
         "miles_core.contracts.schedule": "Schedule",
-        "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError NonFiniteError PlanError "
+        "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError NonFiniteError OutOfTime PlanError "
         "PluginError SyncError WorkerLost",
         "miles_core.plugin.detect": "config_facts model_facts moe_layers",
         "miles_core.plugin.facts": "Fact Facts",

@@ -183,8 +183,9 @@ async def _call(reward: RewardFunction, args: Any, scored: Any, samples: list[An
     except DataError as error:
         raise DataError(f"{what}, scored by {_who(reward)}: {error}") from error
     except Exception as error:
-        text = (f": {error}" if str(error) else "") + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        raise DataError(f"{_who(reward)} raised {type(error).__name__} on {what}{text}") from error
+        name, _, message = describe_error(error).partition(": ")
+        text = (f": {message}" if message else "") + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        raise DataError(f"{_who(reward)} raised {name} on {what}{text}") from error
     for sample, before in zip(samples, tokens, strict=True):
         if getattr(sample, "tokens", ()) != before:
             raise DataError(

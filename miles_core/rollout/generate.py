@@ -23,9 +23,9 @@ from miles_core.contracts.runtime import Producer
 from miles_core.data.batch import add
 from miles_core.data.column import TOKENS, Column, as_column, join_columns
 from miles_core.data.sample import Sample, Status
+from miles_core.data.text import describe_error
 from miles_core.errors import DataError, MilesError
 from miles_core.plugin.chain import compose
-from miles_core.reward.custom import describe_error
 from miles_core.rollout.collect import Score
 from miles_core.rollout.continuation import (
     can_continue,

@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from miles_core.data import describe_error
 from miles_core.plugin import ConfigError, DataError
 from miles_tool_calls.functions import cut
 from miles_tool_calls.outcome import Outcome, ToolFault
@@ -157,7 +158,7 @@ class Server:
             return Outcome.error(cut(str(error), limit))
         except Exception as error:  # the transport's own errors: the server has ended or closed the connection
             await self.stop()
-            return Outcome.error(f"the server {self.name} did not answer ({type(error).__name__}: {error})")
+            return Outcome.error(f"the server {self.name} did not answer ({describe_error(error)})")
         text = cut("\n".join(_text_of(block) for block in result.content), limit)
         return Outcome(f"Error: {text}", failed=True) if result.is_error else Outcome(text)
 
@@ -229,4 +230,4 @@ def _innermost(error: BaseException) -> str:
         error = error.exceptions[0]
     if isinstance(error, DataError):
         return str(error)
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+    return describe_error(error).splitlines()[0].rstrip(": ")
