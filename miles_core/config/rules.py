@@ -118,6 +118,15 @@ _LENGTH = (
 )
 
 
+#: Condition -> line of the plan about options that change nothing together.
+REMARKS = {
+    "train.use_dynamic_batch_size and train.micro_batch_size": "--micro-batch-size has no effect with --use-dynamic-batch-size, which "
+    "fills micro-batches by tokens",
+    "precision.emulated and rollout.precision == bf16 and train.precision == bf16": "--emulate-precision has no effect without a number "
+    "format (--rollout-precision, --train-precision)",
+}
+
+
 def find_rule_violations(facts: Iterable[Fact]) -> Iterator[str]:
     """Yield an error message for every rule and relation that these options (``Config.facts``) violate."""
     known = Facts(facts)
@@ -139,6 +148,7 @@ def find_rule_violations(facts: Iterable[Fact]) -> Iterator[str]:
 
 def find_remarks(facts: Facts) -> Iterator[str]:
     """Yield a line of the plan for each option of one policy (``Facts.scope``) whose effect ends with the run or before it begins."""
+    yield from (line for condition, line in REMARKS.items() if evaluate(condition, facts.lookup) is Truth.TRUE)
     rollouts = int(facts.value("rollout.num_rollout") or 0)
     steps = count_steps(facts.value)
     if not steps:

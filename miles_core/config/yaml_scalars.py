@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 _TAG = "tag:yaml.org,2002:"
 #: Type -> pattern of its plain scalars, and the characters that they begin with.
@@ -43,11 +43,12 @@ def _loader() -> type:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        yaml_implicit_resolvers: dict[str, Any] = {}
+        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
-    _add_scalars(Loader)
-    Loader.add_constructor(f"{_TAG}int", lambda loader, node: _to_int(loader.construct_scalar(node)))
-    Loader.add_constructor(f"{_TAG}float", lambda loader, node: _to_float(loader.construct_scalar(node)))
+    made: Any = Loader  # the stubs of yaml know no constructors of scalars
+    _add_scalars(made)
+    made.add_constructor(f"{_TAG}int", lambda loader, node: _to_int(loader.construct_scalar(node)))
+    made.add_constructor(f"{_TAG}float", lambda loader, node: _to_float(loader.construct_scalar(node)))
     return Loader
 
 

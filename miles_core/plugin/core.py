@@ -78,12 +78,6 @@ CORE = Plugin(
         "optimizer": dict.fromkeys(("adamw", "adam"), "miles_core.train.adamw:make_optimizer"),
         "transport": {"copy": "miles_core.sync.push:make_transport"},
     },
-    notes={
-        "train.use_dynamic_batch_size and train.micro_batch_size": "--micro-batch-size has no effect with --use-dynamic-batch-size, which "
-        "fills micro-batches by tokens",
-        "precision.emulated and rollout.precision == bf16 and train.precision == bf16": "--emulate-precision has no effect without a number "
-        "format (--rollout-precision, --train-precision)",
-    },
     pairs=(Pair("bf16", "bf16"),),
     aliases={"--bf16": {"model.dtype": "bfloat16"}, "--fully-async": {"run.schedule": "async"}},
 )
