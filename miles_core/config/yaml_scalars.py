@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 _TAG = "tag:yaml.org,2002:"
 #: Type -> pattern of its plain scalars, and the characters that they begin with.
@@ -43,7 +43,7 @@ def _loader() -> type:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+        yaml_implicit_resolvers = {}  # noqa: RUF012
 
     made: Any = Loader  # the stubs of yaml know no constructors of scalars
     _add_scalars(made)
