@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miles_core.plugin import Policy, Run
+from miles_core.plugin import ConfigError, Policy, Run
+from miles_ppo.advantage import VALUES
 
 CRITIC = "critic"
 
@@ -37,3 +38,20 @@ def add_critics(run: Run) -> None:
         start = given.pop("model.hf_checkpoint", policy.hf_checkpoint)
         name = critic_name(policy.name, alone=len(trained) == 1)
         run.policies.append(Policy(options.checkpoint or start, name, "critic", options=given))
+
+
+def check_estimators(run: Run) -> None:
+    """Check that the advantage estimator of each policy that trains reads the critic's values.
+
+    Raises:
+        ConfigError: an estimator does not declare the column ``values``.
+    """
+    for policy in (p for p in run.policies if p.role == "train"):
+        name = run.config_of(policy).algorithm.advantage_estimator
+        estimator = run.hooks.make("advantage", name, run=run, policy=policy)
+        needs = getattr(estimator, "needs", None)
+        if needs is None or VALUES not in needs.columns:
+            raise ConfigError(
+                f"--advantage-estimator {name}: it does not declare the column {VALUES!r} (Needs(columns=({VALUES!r},))), so it does not read "
+                "the values of the critic that ppo adds; leave ppo out of --plugins, or give --advantage-estimator ppo"
+            )
