@@ -21,7 +21,7 @@ from miles_core.plugin.chain import ErrorNote, Wrapper, add_checks, add_error_no
 from miles_core.plugin.core import CORE
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import Facts
-from miles_core.plugin.failure import import_failure
+from miles_core.plugin.failure import describe_import_failure
 from miles_core.plugin.guard import UNCHECKED, Boundary, check_implementation, describe, read_specs, refuse
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.marker import PROJECT
@@ -254,8 +254,7 @@ def import_target(plugin: str, target: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        text = import_failure(error)
-        raise PluginError(f"plugin {plugin}: {module_name} cannot be imported:\n{text}") from error
+        raise PluginError(describe_import_failure(f"plugin {plugin}", module_name, error)) from error
     if not name:
         return module
     if not hasattr(module, name):

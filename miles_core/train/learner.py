@@ -159,10 +159,6 @@ class Learner:
             else:
                 self._log_probs(batch, steps=len(steps), metrics=metrics)
             batch.columns["advantages"] = self._advantages(batch)
-            if self.is_critic:
-                trained = batch.mask.bool()
-                returns = batch.column("advantages") + batch.column("values")
-                batch.columns["returns"] = torch.where(trained, returns, 0.0)
         if self._recorder is not None:
             known = "old_log_probs" in batch.columns and not self.config.algorithm.use_rollout_logprobs
             self._recorder.start(batch, batch.column("old_log_probs") if known else None)
@@ -364,6 +360,11 @@ class Learner:
                 f"--advantage-estimator {name} returned {got}; it returns one advantage for each token, a tensor of shape "
                 f"{list(batch.mask.shape)}"
             )
+        if (
+            "values" in batch.columns and "returns" not in batch.columns
+        ):  # an estimator may write other targets of the critic
+            returns = advantages + batch.column("values")
+            batch.columns["returns"] = torch.where(batch.mask.bool(), returns, 0.0).float()
         if options.normalize_advantages and not self.is_critic:
             advantages = whiten(advantages, batch.mask, self.trainer.sum)
         return advantages.float()

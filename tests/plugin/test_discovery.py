@@ -43,7 +43,9 @@ def test_scanning_imports_no_plugin(install):
 def test_a_plugin_that_cannot_be_imported_is_refused_when_asked_for(install):
     install("bad", "import not_there_at_all")
     catalogue = discover()
-    with pytest.raises(PluginError, match=r"plugin 'bad' \(miles-plugin-bad 0\.1\.0\) cannot be imported") as refused:
+    with pytest.raises(
+        PluginError, match=r"plugin 'bad' \(miles-plugin-bad 0\.1\.0\): miles_test_bad:plugin cannot be imported"
+    ) as refused:
         catalogue.request("bad")
     told = str(refused.value).splitlines()
     assert told[1].startswith("Traceback") and told[2].endswith('miles_test_bad/__init__.py", line 1, in <module>')

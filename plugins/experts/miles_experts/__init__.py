@@ -18,11 +18,6 @@ plugin = Plugin(
     requires=(
         Rule("model.moe", because="the model has no experts; leave the flag out"),
         Rule(
-            "experts.capacity_factor",
-            when="experts.token_drop_policy != probs",
-            because="nothing is dropped without a capacity (--moe-capacity-factor)",
-        ),
-        Rule(
             "not plugin.lora",
             when="experts.router_bias_update_rate > 0",
             because="adapters leave the base unchanged, and the correction bias is part of it",

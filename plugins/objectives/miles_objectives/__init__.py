@@ -2,7 +2,7 @@
 
 from miles_core.data import Field
 from miles_core.plugin import Panel, Plugin, Rule, Set
-from miles_objectives.config import ESTIMATORS, HORIZON, ObjectivesConfig
+from miles_objectives.config import ESTIMATORS, ObjectivesConfig
 from miles_objectives.presets import PRESETS, because, describe
 
 __version__ = "0.1.0"
@@ -46,11 +46,6 @@ plugin = Plugin(
             because="GDPO normalises these entries of the reward: --gdpo-rewards NAME[=WEIGHT],...",
         ),
         Rule(
-            "algorithm.advantage_estimator == gdpo",
-            when="objectives.gdpo_rewards",
-            because="only GDPO normalises several rewards",
-        ),
-        Rule(
             "algorithm.kl_coef > 0 or algorithm.kl_loss_coef > 0",
             when="objectives.kl_target",
             because="--kl-target adapts a coefficient, which needs a first value: --kl-coef or --kl-loss-coef",
@@ -59,9 +54,6 @@ plugin = Plugin(
             "algorithm.kl_coef == 0 or algorithm.kl_loss_coef == 0",
             when="objectives.kl_target",
             because="one measured KL adapts one coefficient: --kl-coef (in the reward) or --kl-loss-coef (in the loss)",
-        ),
-        Rule(
-            "objectives.kl_target", when=f"objectives.kl_horizon != {HORIZON}", because="only --kl-target has a horizon"
         ),
     ),
     hooks={

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from miles_core.plugin import ConfigError
+
 if TYPE_CHECKING:
     from miles_core.plugin import Policy, Run
 
@@ -41,3 +43,22 @@ def add_critics(run: Run) -> None:
         start = given.pop("model.hf_checkpoint", policy.hf_checkpoint)
         name = critic_name(policy.name, alone=len(trained) == 1)
         run.policies.append(Policy(options.checkpoint or start, name, "critic", options=given))
+
+
+def check_estimators(run: Run) -> None:
+    """Check that the advantage estimator of each policy that trains reads the critic's values.
+
+    Raises:
+        ConfigError: an estimator does not declare the column ``values``.
+    """
+    from miles_ppo.advantage import VALUES  # imports torch, which a plan does not need
+
+    for policy in (p for p in run.policies if p.role == "train"):
+        name = run.config_of(policy).algorithm.advantage_estimator
+        estimator = run.hooks.make("advantage", name, run=run, policy=policy)
+        needs = getattr(estimator, "needs", None)
+        if needs is None or VALUES not in needs.columns:
+            raise ConfigError(
+                f"--advantage-estimator {name}: it does not declare the column {VALUES!r} (Needs(columns=({VALUES!r},))), so it does not read "
+                "the values of the critic that ppo adds; leave ppo out of --plugins, or give --advantage-estimator ppo"
+            )

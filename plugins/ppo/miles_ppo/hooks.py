@@ -12,7 +12,7 @@ from miles_core.data import Batch, Sample, Unit
 from miles_core.plugin import Policy, Run, hookimpl
 from miles_core.trainer import Context, Learned, LearnerHandle, Loss, LossFunction, Output, value_loss
 from miles_ppo.config import VALUE_LOSS_COEF, PpoConfig
-from miles_ppo.critics import add_critics, critic_of
+from miles_ppo.critics import add_critics, check_estimators, critic_of
 from miles_ppo.metrics import derive, moments
 from miles_ppo.trunk import TrunkCritic, without_head
 
@@ -29,6 +29,7 @@ class Ppo:
 
     @hookimpl
     def on_start(self, run: Run) -> None:
+        check_estimators(run)
         add_critics(run)
 
     @hookimpl
