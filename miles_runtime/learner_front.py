@@ -188,14 +188,22 @@ class LearnerFront(LearnerHandle):
             await self._each(lambda rank, _: rank.reset_optimizer())
 
     async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
-        if self.engines is not None and (emulation.held is not None or emulation.through is not None):
-            raise MilesError("the engine runs in another process, where the trainer cannot see its modules")
-        return await self._scores(samples, lambda rank, mine: rank.log_probs(mine, emulation))
+        columns = await self.columns(samples, "verify", ("log_probs",), emulation=emulation)
+        return [found["log_probs"] for found in columns]
 
     async def columns(
-        self, samples: Sequence[Sample], kind: Pass, wanted: Collection[str]
+        self,
+        samples: Sequence[Sample],
+        kind: Pass,
+        wanted: Collection[str],
+        top_k: int = 0,
+        emulation: Emulation = AS_TRAINED,
     ) -> list[dict[str, np.ndarray]]:
-        return await self._scores(samples, lambda rank, mine: rank.columns(mine, tuple(wanted), 0, kind))
+        if self.engines is not None and (emulation.held is not None or emulation.through is not None):
+            raise MilesError("the engine runs in another process, where the trainer cannot see its modules")
+        return await self._scores(
+            samples, lambda rank, mine: rank.emulated(mine, tuple(wanted), top_k, kind, emulation)
+        )
 
     async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         return await self._scores(samples, lambda rank, mine: rank.values(mine))

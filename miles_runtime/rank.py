@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ import numpy as np
 
 from miles_core.checkpoint.digest import FileDigest
 from miles_core.checkpoint.tensor_file import Saving
-from miles_core.contracts.emulation import AS_TRAINED, Emulation
+from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.runtime import TopLogProbs
-from miles_core.contracts.trainer import ALL_PARTS, Trainer, TrainerPart
+from miles_core.contracts.trainer import ALL_PARTS, Pass, Trainer, TrainerPart
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
@@ -84,10 +84,12 @@ class Rank(Learner):
         self.front = EngineFront(engines, said, self.run.config.run.sync_bucket_size, world)
         self.connect(self.front, world)
 
-    def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
-        """See ``LearnerHandle.log_probs``."""
+    def emulated(
+        self, samples: Sequence[Sample], wanted: Collection[str], top_k: int, kind: Pass, emulation: Emulation
+    ) -> list[dict[str, np.ndarray]]:
+        """See ``LearnerHandle.columns``."""
         with self.trainer.emulate(emulation, self.codec, self.snapshot):
-            return [columns["log_probs"] for columns in self.columns(samples, {"log_probs"})]
+            return self.columns(samples, wanted, top_k, kind)
 
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """See ``LearnerHandle.values``."""

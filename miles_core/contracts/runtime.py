@@ -133,14 +133,20 @@ class LearnerHandle(ABC):
 
     @abstractmethod
     async def columns(
-        self, samples: Sequence[Sample], kind: Pass, wanted: Collection[str]
+        self,
+        samples: Sequence[Sample],
+        kind: Pass,
+        wanted: Collection[str],
+        top_k: int = 0,
+        emulation: Emulation = AS_TRAINED,
     ) -> list[dict[str, np.ndarray]]:
-        """Compute several columns of each sample's response tokens in one pass: name -> [response_length].
+        """Compute several columns of each sample's response tokens in one pass: name -> [response_length, ...].
 
         Args:
             samples: the samples.
             kind: ``old``, ``ref`` (the reference weights) or ``verify``.
-            wanted: ``log_probs``, ``entropy`` and ``values``, as for ``Trainer.columns``.
+            wanted: names of columns, ``top_k``: their number of most probable tokens, as for ``Trainer.columns``.
+            emulation: changes the computation.
         """
 
     @abstractmethod
