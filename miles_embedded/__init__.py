@@ -165,6 +165,7 @@ __all__ = [
     "examine",
     "export_checkpoint",
     "fill_rows",
+    "find_known_weights",
     "find_routed",
     "format_billions",
     "full_values",

@@ -1,14 +1,13 @@
-"""Statistics of two scores of the same tokens, to detect whether two sides compute different functions.
+"""Tests whether the errors of an engine's log-probabilities are rounding errors, or show that it computes another function.
 
-Rounding errors are spread over all tokens and have no direction. A model that computes another function differs by more than rounding
-over all tokens, over all tokens after some position, or in proportion to the log-probability. Each case has a separate statistic, built
-from medians, so that the few tokens routed to different experts have no influence:
+Both sides are compared with a reference on the same tokens. The errors of the trainer show what rounding does to this model: their size
+depends on its weights and not only on its precision, and in a mixture of experts a few tokens that are routed to other experts have large
+errors on either side. The engine may have such errors as often, and ``RATIO`` times as large, because its kernels round elsewhere:
 
-- ``median``: of the absolute differences, over all tokens;
-- ``stretch``: the largest such median over ``STRETCH`` consecutive tokens, which detects effects that start at a position (a window,
-  other rotary frequencies, a temperature);
-- ``slope``: the scale of the engine's log-probabilities relative to the trainer's, minus 1. Logits scaled by s scale them by about s. A
-  mean difference hides this effect, because the differences of likely and unlikely tokens have opposite signs.
+- over all tokens, and over every stretch of ``STRETCH`` tokens (a window, other rotary frequencies, a temperature that starts at a
+  position), at several sizes from the median to the largest error: the fraction of the engine's errors beyond ``RATIO`` times a
+  size must not exceed the fraction of the trainer's errors beyond that size by more than chance explains;
+- ``slope``: the scale of the engine's log-probabilities relative to the reference, minus 1. Logits scaled by s scale them by about s.
 """
 
 from __future__ import annotations
@@ -19,82 +18,160 @@ from dataclasses import dataclass
 
 import numpy as np
 
+#: The engine's errors may be this many times as large as the trainer's own.
+RATIO = 1.4
 #: Number of consecutive tokens in a stretch.
-STRETCH = 32
-#: The slope compares these fractions of the tokens with the lowest and the highest log-probabilities of the trainer.
+STRETCH = 64
+#: Errors below this size (nats) are never judged, and neither are smaller slopes.
+FLOOR = 1e-3
+#: Standard errors that count as chance, of the fractions over all tokens, of those of any stretch, and of the slope.
+_CHANCE, _CHANCE_OF_ANY, _CHANCE_OF_SLOPE = 4.0, 5.0, 5.0
+#: Fractions of the trainer's errors below the sizes at which both sides are compared.
+_SIZES = (0.5, 0.75, 0.9, 0.97, 1.0)
+#: The slope compares these fractions of the tokens with the lowest and the highest log-probabilities of the reference.
 _END = 1 / 3
+#: Fewest tokens with which fractions are compared.
+_FEWEST = 16
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Differences between two sides, in nats.
+class Errors:
+    """Errors of log-probabilities in nats, one array [tokens] per sequence.
 
     Attributes:
-        tokens: number of compared tokens.
-        median: median of the absolute difference.
-        stretch: the largest median over ``STRETCH`` consecutive tokens, which start at ``position`` of ``sequence``.
-        slope: relative scale of the engine's log-probabilities minus 1; ``slope_error`` is its standard error.
-        finite: whether all log-probabilities of both sides are finite.
+        engine: log-probabilities of the engine minus the reference.
+        own: those of the trainer minus the reference.
+        scores: the reference.
+    """
+
+    engine: Sequence[np.ndarray]
+    own: Sequence[np.ndarray]
+    scores: Sequence[np.ndarray]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return sum(map(len, self.engine))
+
+    def __str__(self) -> str:
+        sizes = [float(np.sqrt(np.mean(_join(side) ** 2))) for side in (self.engine, self.own)]
+        return f"{sizes[0]:.2g} nats (root mean square; {sizes[1]:.2g} of the trainer)"
+
+    def find_excess(self) -> list[str]:
+        """Describe what rounding does not explain, with the numbers of both sides; [] if the engine computes the same function."""
+        engine, own, scores = map(_join, (self.engine, self.own, self.scores))
+        if not len(engine):
+            return []
+        if not (np.isfinite(engine).all() and np.isfinite(scores).all()):
+            return ["some log-probabilities are not finite numbers"]
+        found = [_describe(excess) for excess in [find_larger(engine, own, _CHANCE)] if excess]
+        if not found:
+            found = self._find_stretch()
+        slope, error = _slope(engine, scores)
+        allowed = FLOOR + RATIO * abs(_slope(own, scores)[0]) + _CHANCE_OF_SLOPE * error
+        if abs(slope) > allowed:
+            found.append(
+                f"the engine's log-probabilities are {1 + slope:.3f} times as far apart as the reference's (within {allowed:.2g} of 1 "
+                "allowed)"
+            )
+        return found
+
+    def _find_stretch(self) -> list[str]:
+        for number, (engine, own) in enumerate(zip(self.engine, self.own, strict=True)):
+            starts = range(0, max(len(engine) - STRETCH, 0) + 1, STRETCH // 2)
+            for start in starts:
+                part = slice(start, None if start == starts[-1] else start + STRETCH)
+                excess = find_larger(engine[part], own[part], _CHANCE_OF_ANY)
+                if excess:
+                    return [f"from position {start} of sequence {number} on, {_describe(excess)}"]
+        return []
+
+
+@dataclass(frozen=True)
+class Excess:
+    """The errors of one side are larger than ``RATIO`` times those of the other.
+
+    Attributes:
+        tokens: number of tokens.
+        size: size of an error in nats.
+        fraction: fraction of errors beyond ``RATIO * size`` on the first side.
+        other: fraction beyond ``size`` on the other.
     """
 
     tokens: int
-    median: float
-    stretch: float
-    sequence: int
-    position: int
-    slope: float
-    slope_error: float
-    finite: bool = True
+    size: float
+    fraction: float
+    other: float
 
 
-def compare(engine: Sequence[np.ndarray], trainer: Sequence[np.ndarray]) -> Agreement:
-    """Compare two scores of the same sequences.
+def compare(
+    engine: Sequence[np.ndarray],
+    trainer: Sequence[np.ndarray],
+    reference: Sequence[np.ndarray] | None = None,
+    own: float = 0.0,
+) -> Errors:
+    """Make the errors of two sides from their log-probabilities of the same sequences.
 
     Args:
-        engine, trainer: one array [tokens] of log-probabilities per sequence.
-
-    Returns:
-        the statistics, which are infinite if a log-probability is not finite.
+        engine, trainer: one array [tokens] per sequence.
+        reference: the same in a wider type. None takes the trainer as the reference, and errors of the size ``own`` as its own
+            (``expected_errors``).
+        own: scale of the declared errors in nats.
     """
-    deltas = [np.asarray(e, np.float64) - np.asarray(t, np.float64) for e, t in zip(engine, trainer, strict=True)]
-    whole = np.concatenate([np.zeros(0), *deltas])
-    if not len(whole):
-        return Agreement(0, 0.0, 0.0, 0, 0, 0.0, 0.0)
-    if not np.isfinite(whole).all():
-        return Agreement(len(whole), math.inf, math.inf, 0, 0, math.inf, 0.0, finite=False)
-    stretch, sequence, position = max(_stretches(deltas), key=lambda found: found[0])
-    slope, error = _slope(whole, np.concatenate([np.zeros(0), *(np.asarray(t, np.float64) for t in trainer)]))
-    return Agreement(len(whole), float(np.median(np.abs(whole))), stretch, sequence, position, slope, error)
+    sides = [[np.asarray(row, np.float64) for row in side] for side in (engine, trainer, reference or trainer)]
+    errors = [[row - right for row, right in zip(side, sides[2], strict=True)] for side in sides[:2]]
+    if reference is None:
+        errors[1] = [expected_errors(len(row), own) for row in errors[0]]
+    return Errors(errors[0], errors[1], sides[2])
 
 
-def _stretches(deltas: Sequence[np.ndarray]) -> list[tuple[float, int, int]]:
-    """Return the median of each stretch of ``STRETCH`` tokens, with its sequence and the position of its first token. A shorter remainder
-    is merged with the previous stretch, because the median of a few tokens is not reliable."""
-    found = []
-    for number, delta in enumerate(deltas):
-        starts = list(range(0, max(len(delta) - STRETCH, 0) + 1, STRETCH)) if len(delta) else []
-        ends = [*starts[1:], len(delta)]
-        found += [
-            (float(np.median(np.abs(delta[start:end]))), number, start)
-            for start, end in zip(starts, ends, strict=True)
-            if end - start >= STRETCH // 2
-        ]
-    return found or [(float(np.median(np.abs(np.concatenate(deltas)))), 0, 0)]
+def expected_errors(tokens: int, scale: float) -> np.ndarray:
+    """Return the quantiles of Student's distribution with two degrees of freedom, [tokens]: errors of the size ``scale`` with a heavy tail
+    for the tokens that are routed to other experts. The signs alternate."""
+    u = (np.arange(tokens) + 0.5) / max(tokens, 1)
+    return scale * u * np.sqrt(2 / (1 - u**2)) * (-1.0) ** np.arange(tokens)
 
 
-def _slope(delta: np.ndarray, trainer: np.ndarray) -> tuple[float, float]:
-    """Compute the slope and its standard error: the difference of the medians of ``delta`` between the most and the least likely third of
+def find_larger(errors: np.ndarray, own: np.ndarray, chance: float) -> Excess | None:
+    """Return the most significant excess of ``errors`` [n] over ``own`` [m]; None if no excess exceeds ``chance`` standard errors."""
+    if min(len(errors), len(own)) < _FEWEST:
+        return None
+    errors, own = np.abs(errors), np.sort(np.abs(own))
+    worst, found = chance, None
+    for fraction in _SIZES:
+        size = max(float(own[math.ceil(fraction * len(own)) - 1]), FLOOR / RATIO)
+        beyond, expected = float((errors > RATIO * size).mean()), float((own > size).mean())
+        both = (beyond * len(errors) + expected * len(own)) / (len(errors) + len(own))
+        deviation = math.sqrt(both * (1 - both) * (1 / len(errors) + 1 / len(own)))
+        if beyond > expected + worst * deviation and deviation:
+            worst, found = (beyond - expected) / deviation, Excess(len(errors), size, beyond, expected)
+    return found
+
+
+def _describe(excess: Excess) -> str:
+    return (
+        f"the engine is wrong by more than {RATIO * excess.size:.2g} nats at {excess.fraction:.0%} of {excess.tokens} tokens, where rounding "
+        f"explains {excess.other:.0%}"
+    )
+
+
+def _join(rows: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0), *rows])
+
+
+def _slope(errors: np.ndarray, scores: np.ndarray) -> tuple[float, float]:
+    """Compute the slope and its standard error: the difference of the medians of ``errors`` between the most and the least likely third of
     the tokens, divided by that of the log-probabilities. The standard error of a median is 1.25 sigma / sqrt(n), with sigma from
     the median absolute deviation."""
-    order = np.argsort(trainer, kind="stable")
+    order = np.argsort(scores, kind="stable")
     count = int(len(order) * _END)
-    if count < STRETCH // 2:
+    if count < _FEWEST:
         return 0.0, math.inf
     low, high = order[:count], order[-count:]
-    width = float(np.median(trainer[high]) - np.median(trainer[low]))
+    width = float(np.median(scores[high]) - np.median(scores[low]))
     if width < 0.1:  # nats; all tokens are equally likely
         return 0.0, math.inf
-    medians = [float(np.median(delta[part])) for part in (low, high)]
-    spread = [1.48 * float(np.median(np.abs(delta[part] - m))) for part, m in zip((low, high), medians, strict=True)]
+    medians = [float(np.median(errors[part])) for part in (low, high)]
+    spread = [1.48 * float(np.median(np.abs(errors[part] - m))) for part, m in zip((low, high), medians, strict=True)]
     error = 1.25 * math.hypot(*spread) / math.sqrt(count)
     return (medians[1] - medians[0]) / width, error / width

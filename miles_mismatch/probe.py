@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from miles_core.contracts.engine import Request
+from miles_core.contracts.engine import Request, Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError
@@ -73,23 +73,43 @@ async def probe(
     sampling = training_sampling(run.config)
     sampling = dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, response_tokens), stop=())
     wanted = sampling.truncated and (support or not run.config.rollout.full_vocab_logprobs)
-    engine, policy = parts.serving, parts.policy
-    extras = {SAMPLING_SUPPORT.name} if wanted and "sampling_support" in engine.capabilities else set()
+    extras = {SAMPLING_SUPPORT.name} if wanted and "sampling_support" in parts.serving.capabilities else set()
+    calls = [generate_probe(run, parts, tokens, sampling, key + i, i, extras) for i, tokens in enumerate(prompts)]
+    return list(await asyncio.gather(*calls))
 
-    async def one(i: int, tokens: Sequence[int]) -> Sample:
-        number = FIRST_PROBE + key + i
-        request = Request(list(tokens), sampling, key=number, group=i, extras=set(extras), policy=policy.name)
-        run.hooks.on("on_request", run=run, policy=policy, request=request)
-        response = await engine.generate(request)
-        sample = Sample(tokens=list(tokens) + response.tokens, response=response.text, index=i, group_index=i)
-        sample.response_length = len(response.tokens)
-        transcript = Transcript(i, run.decode)
-        transcript.add(None, tokens, response, "")
-        transcript.fill(sample, run.fields)
-        sample.validate(run.fields)
-        return sample
 
-    return list(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
+async def generate_probe(
+    run: Run,
+    parts: PolicyParts,
+    tokens: Sequence[int],
+    sampling: Sampling,
+    key: int,
+    group: int,
+    extras: Collection[str] = (),
+) -> Sample:
+    """Generate one probe.
+
+    Args:
+        run, parts: of a policy with an engine.
+        tokens: token ids of the prompt.
+        sampling: sampling parameters.
+        key: index of the probe, which determines its random numbers.
+        group: group index; probes of one group share a prompt. Also the index of its sample.
+        extras: names of fields to record.
+    """
+    policy = parts.policy
+    request = Request(
+        list(tokens), sampling, key=FIRST_PROBE + key, group=group, extras=set(extras), policy=policy.name
+    )
+    run.hooks.on("on_request", run=run, policy=policy, request=request)
+    response = await parts.serving.generate(request)
+    sample = Sample(tokens=list(tokens) + response.tokens, response=response.text, index=group, group_index=group)
+    sample.response_length = len(response.tokens)
+    transcript = Transcript(group, run.decode)
+    transcript.add(None, tokens, response, "")
+    transcript.fill(sample, run.fields)
+    sample.validate(run.fields)
+    return sample
 
 
 def bare(sample: Sample, fields: Sequence[str] = ()) -> Sample:

@@ -20,8 +20,9 @@ from miles_core.plugin.boundaries import boundaries, entries
 FEWEST, MOST, MOST_ON_CPU = 256, 4352, 1088
 #: Number of tokens after a boundary that are needed to check it.
 BEHIND = 64
-#: Lengths of the short sequences.
-SHORT = (48, 17)
+#: Lengths of the short sequences; the first one is repeated until there are ``TOTAL`` tokens, or ``_VISITS`` for each group of experts.
+SHORT = (64, 17)
+TOTAL, _VISITS = 640, 16
 #: Suffixes of configuration keys with ids of tokens that do not represent text.
 _SPECIAL = ("_token_id", "_token_index")
 
@@ -40,7 +41,13 @@ class ProbeText:
 
 
 def probe_text(
-    config: Mapping[str, Any], prompts: Sequence[Sequence[int]], vocabulary: int, context: int, on_cpu: bool
+    config: Mapping[str, Any],
+    prompts: Sequence[Sequence[int]],
+    vocabulary: int,
+    context: int,
+    on_cpu: bool,
+    groups: int = 0,
+    attempt: int = 0,
 ) -> ProbeText:
     """Create the token ids.
 
@@ -50,18 +57,29 @@ def probe_text(
         vocabulary: exclusive upper bound of random token ids.
         context: maximum sequence length of both sides.
         on_cpu: limit the long sequence to ``MOST_ON_CPU``, because scoring is slow.
+        groups: number of experts for each one that a token chooses; 0 without experts.
+        attempt: number of the text; each has other random tokens.
     """
     most = min(context, MOST_ON_CPU if on_cpu else MOST)
     lengths = boundaries(config)
     reached = [length + BEHIND for length in lengths.values() if length + BEHIND <= most]
     longest = min(max([FEWEST, *reached]), most)
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(attempt)
     special = _find_special(config)
     usual = np.array([token for token in range(vocabulary) if token not in special])
     text = [token for prompt in prompts for token in prompt][: longest // 2]
-    first = text + usual[draw.integers(0, len(usual), longest - len(text))].tolist()
-    short = [usual[draw.integers(0, len(usual), min(length, most))].tolist() for length in SHORT]
-    return ProbeText([first, *short], {name: length for name, length in lengths.items() if length >= longest})
+    wanted = [longest - len(text), *(min(length, most) for length in SHORT)]
+    count = max(TOTAL, min(_VISITS * groups, MOST)) - sum(wanted) - len(text)
+    wanted += [wanted[1]] * max(-(-count // wanted[1]), 0)
+    tokens = _draw(usual, sum(wanted), draw)
+    first, *short = np.split(tokens, np.cumsum(wanted)[:-1])
+    sequences = [text + first.tolist(), *(each.tolist() for each in short)]
+    return ProbeText(sequences, {name: length for name, length in lengths.items() if length >= longest})
+
+
+def _draw(tokens: np.ndarray, count: int, draw: np.random.Generator) -> np.ndarray:
+    """Draw ``count`` of ``tokens``, one from each of as many equal parts, in random order."""
+    return draw.permutation(tokens[((np.arange(count) + draw.random(count)) * len(tokens) / count).astype(np.int64)])
 
 
 def _find_special(config: Mapping[str, Any]) -> set[int]:

@@ -16,7 +16,7 @@ import numpy as np
 from miles_core.checkpoint.digest import FileDigest
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.run import Policy, Run
-from miles_core.contracts.runtime import Learned, LearnerHandle, TopLogProbs
+from miles_core.contracts.runtime import Learned, LearnerHandle
 from miles_core.contracts.trainer import ALL_PARTS, Pass, TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
@@ -95,21 +95,17 @@ class LearnerGroup(LearnerHandle):
         async with self.memory.read(ALL_PARTS):
             await self._all(Rank.reset_optimizer)
 
-    async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
+    async def columns(
+        self,
+        samples: Sequence[Sample],
+        kind: Pass,
+        wanted: Collection[str],
+        top_k: int = 0,
+        emulation: Emulation = AS_TRAINED,
+    ) -> list[dict[str, np.ndarray]]:
         if self.engines is not None and (emulation.held is not None or emulation.through is not None):
             raise MilesError("the engine runs in another process, where the trainer cannot see its modules")
-        return await self._scores(Rank.log_probs, samples, emulation)
-
-    async def columns(
-        self, samples: Sequence[Sample], kind: Pass, wanted: Collection[str]
-    ) -> list[dict[str, np.ndarray]]:
-        return await self._scores(Rank.columns, samples, tuple(wanted), 0, kind)
-
-    async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        return await self._scores(Rank.values, samples)
-
-    async def top_log_probs(self, samples: Sequence[Sample], k: int) -> list[TopLogProbs]:
-        return await self._scores(Rank.top_log_probs, samples, k)
+        return await self._scores(Rank.columns, samples, tuple(wanted), top_k, kind, emulation)
 
     async def take_snapshot(self, version: int) -> None:
         async with self.memory.read(("weights",)):

@@ -164,40 +164,48 @@ class LearnerHandle(ABC):
     async def reset_optimizer(self) -> None:
         """Reset the optimiser's moments and the learning-rate schedule after a warm start."""
 
-    @abstractmethod
     async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
         """Compute the policy's log-probabilities of each sample's response tokens, [response_length] float32.
 
         Entries are 0 where the loss mask is 0. The computation is that of a training step (pass ``verify``), changed by
         ``emulation``. It uses the fields present in the samples, as training does; fields may be absent.
         """
+        found = await self.columns(samples, "verify", ("log_probs",), emulation=emulation)
+        return [columns["log_probs"] for columns in found]
 
     @abstractmethod
     async def columns(
-        self, samples: Sequence[Sample], kind: Pass, wanted: Collection[str]
+        self,
+        samples: Sequence[Sample],
+        kind: Pass,
+        wanted: Collection[str],
+        top_k: int = 0,
+        emulation: Emulation = AS_TRAINED,
     ) -> list[dict[str, np.ndarray]]:
-        """Compute several columns of each sample's response tokens in one pass: name -> [response_length].
+        """Compute several columns of each sample's response tokens in one pass: name -> [response_length, ...].
 
         Args:
             samples: the samples.
             kind: ``old``, ``ref`` (the reference weights) or ``verify``.
-            wanted: ``log_probs``, ``entropy`` and ``values``, as for ``Trainer.columns``.
+            wanted: names of columns, ``top_k``: their number of most probable tokens, as for ``Trainer.columns``.
+            emulation: changes the computation.
         """
 
-    @abstractmethod
     async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Compute a critic's values, [response_length] float32 per sample.
 
         Entry t is the value of the state in which response token t is chosen; 0 where the loss mask is 0. Raises MilesError if the
         policy has no value head.
         """
+        return [columns["values"] for columns in await self.columns(samples, "verify", ("values",))]
 
-    @abstractmethod
     async def top_log_probs(self, samples: Sequence[Sample], k: int) -> list[TopLogProbs]:
         """Compute the ``k`` most probable tokens and their log-probabilities at each response position.
 
         Where the loss mask is 0, tokens and log-probabilities are 0. Raises MilesError if the trainer does not support this.
         """
+        found = await self.columns(samples, "verify", ("top_tokens", "top_log_probs"), k)
+        return [TopLogProbs(columns["top_tokens"], columns["top_log_probs"]) for columns in found]
 
     @abstractmethod
     async def take_snapshot(self, version: int) -> None:

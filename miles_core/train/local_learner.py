@@ -11,7 +11,7 @@ import numpy as np
 from miles_core.checkpoint.digest import FileDigest
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
-from miles_core.contracts.runtime import Learned, LearnerHandle, Metrics, TopLogProbs
+from miles_core.contracts.runtime import Learned, LearnerHandle, Metrics
 from miles_core.contracts.trainer import ALL_PARTS, Pass, TrainerPart
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.batch import means
@@ -54,23 +54,16 @@ class LocalLearner(LearnerHandle):
         async with self.memory.read(ALL_PARTS), self._turn:
             self.rank.reset_optimizer()
 
-    async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
-        async with self.memory.read(("weights",)), self._turn:
-            return self.rank.log_probs(samples, emulation)
-
     async def columns(
-        self, samples: Sequence[Sample], kind: Pass, wanted: Collection[str]
+        self,
+        samples: Sequence[Sample],
+        kind: Pass,
+        wanted: Collection[str],
+        top_k: int = 0,
+        emulation: Emulation = AS_TRAINED,
     ) -> list[dict[str, np.ndarray]]:
         async with self.memory.read(("weights",)), self._turn:
-            return self.rank.columns(samples, wanted, 0, kind)
-
-    async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        async with self.memory.read(("weights",)), self._turn:
-            return self.rank.values(samples)
-
-    async def top_log_probs(self, samples: Sequence[Sample], k: int) -> list[TopLogProbs]:
-        async with self.memory.read(("weights",)), self._turn:
-            return self.rank.top_log_probs(samples, k)
+            return self.rank.columns(samples, wanted, top_k, kind, emulation)
 
     async def take_snapshot(self, version: int) -> None:
         async with self.memory.read(("weights",)), self._turn:

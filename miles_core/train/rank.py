@@ -6,7 +6,7 @@ Each training process holds one rank. The driver calls the same methods in the s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -17,8 +17,7 @@ from miles_core.checkpoint.tensor_file import Saving
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
 from miles_core.contracts.run import Policy, Run
-from miles_core.contracts.runtime import TopLogProbs
-from miles_core.contracts.trainer import ALL_PARTS, Trainer, TrainerPart
+from miles_core.contracts.trainer import ALL_PARTS, Pass, Trainer, TrainerPart
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
@@ -69,19 +68,21 @@ class Rank(Learner):
             world=world,
         )
 
+    def columns(
+        self,
+        samples: Sequence[Sample],
+        wanted: Collection[str],
+        top_k: int = 0,
+        kind: Pass = "verify",
+        emulation: Emulation = AS_TRAINED,
+    ) -> list[dict[str, np.ndarray]]:
+        """See ``LearnerHandle.columns``."""
+        with self.trainer.emulate(emulation, self.codec, self.snapshot):
+            return super().columns(samples, wanted, top_k, kind)
+
     def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
         """See ``LearnerHandle.log_probs``."""
-        with self.trainer.emulate(emulation, self.codec, self.snapshot):
-            return [columns["log_probs"] for columns in self.columns(samples, {"log_probs"})]
-
-    def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """See ``LearnerHandle.values``."""
-        return [columns["values"] for columns in self.columns(samples, {"values"})]
-
-    def top_log_probs(self, samples: Sequence[Sample], k: int) -> list[TopLogProbs]:
-        """See ``LearnerHandle.top_log_probs``."""
-        found = self.columns(samples, {"top_tokens", "top_log_probs"}, k)
-        return [TopLogProbs(columns["top_tokens"], columns["top_log_probs"]) for columns in found]
+        return [found["log_probs"] for found in self.columns(samples, {"log_probs"}, emulation=emulation)]
 
     def save(self, directory: Path, later: bool = False) -> None:
         """Write this rank's part of a checkpoint and record the digests of its files, see ``LearnerHandle.save``."""

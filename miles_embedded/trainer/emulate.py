@@ -23,6 +23,7 @@ from miles_embedded.model.load_units import load_units
 from miles_embedded.model.storage import codes_of, local_shard
 from miles_embedded.model.views import export, sources
 from miles_embedded.quantized.activation import RoundedInputs
+from miles_embedded.trainer.wider import wider_arithmetic
 
 
 @contextmanager
@@ -64,6 +65,8 @@ def emulate_properties(
             if emulation.emulated_products:
                 stack.enter_context(emulation.through.emulated_products())
             stack.enter_context(scoring_with(_model_of(emulation.through)))
+        if emulation.wider:
+            stack.enter_context(wider_arithmetic(model if emulation.through is None else _model_of(emulation.through)))
         yield
 
 
