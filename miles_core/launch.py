@@ -112,14 +112,14 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
                 log.warning("%s", error)
                 parts = []
             except (Exception, SystemExit) as caught:
-                error = _as_error(caught)
+                ending = _as_error(caught)
                 log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
-                if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
-                    run.hooks.name_suspects(error, _CHANGING)
-                error.add_note(_record_error(run, f"{type(error).__name__}: {error}"))
-                if error is caught:
+                if not isinstance(ending, MilesError) or isinstance(ending, _OF_THE_MODEL):
+                    run.hooks.name_suspects(ending, _CHANGING)
+                ending.add_note(_record_error(run, f"{type(ending).__name__}: {ending}"))
+                if ending is caught:
                     raise
-                raise error from caught
+                raise ending from caught
         end = record_ending(run, f"stopped by {stopped.name}" if stopped.name else "finished")
         for line in end.lines():
             log.info("%s", line)
