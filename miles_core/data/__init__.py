@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
-    from miles_core.data.batch import Batch as Batch, Ragged as Ragged, collate as collate
+    from miles_core.data.batch import Batch as Batch, Ragged as Ragged, Unmasked as Unmasked, collate as collate
     from miles_core.data.field import CANDIDATES as CANDIDATES, Field as Field, SAMPLING_SUPPORT as SAMPLING_SUPPORT
     from miles_core.data.prompt_source import PromptSource as PromptSource, Row as Row
     from miles_core.data.renderer import CannotExtend as CannotExtend, Renderer as Renderer
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
-        "miles_core.data.batch": "Batch Ragged collate",
+        "miles_core.data.batch": "Batch Ragged Unmasked collate",
         "miles_core.data.field": "CANDIDATES Field SAMPLING_SUPPORT",
         "miles_core.data.prompt_source": "PromptSource Row",
         "miles_core.data.renderer": "CannotExtend Renderer",

@@ -25,7 +25,7 @@ plugin = Plugin(
     core="~=0.1",
     config=ObjectivesConfig,
     fields=(Field("reward_parts", "float64", "sample", shape=(None,)),),
-    provides={"advantage": {name: f"miles_objectives.hooks:make_{name}" for name in ESTIMATORS}},
+    provides={"advantage": {name: f"miles_objectives.{name}:make_{name}" for name in ESTIMATORS}},
     sets=_settings(),
     notes={f"objectives.preset == {name}": describe(name) for name in PRESETS},
     requires=(
@@ -57,7 +57,7 @@ plugin = Plugin(
         ),
     ),
     hooks={
-        "algorithm.advantage_estimator == gdpo": "miles_objectives.hooks:Objectives",
+        "algorithm.advantage_estimator == gdpo": "miles_objectives.gdpo:RewardParts",
         "objectives.kl_target": "miles_objectives.kl_hooks:AdaptiveKl",
     },
     panels=(

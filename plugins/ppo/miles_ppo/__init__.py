@@ -17,7 +17,7 @@ plugin = Plugin(
         Field("old_log_probs", "float32", "response"),
         Field("ref_log_probs", "float32", "response"),
     ),
-    provides={"advantage": {"ppo": "miles_ppo.advantage:make_advantage"}},
+    provides={"advantage": {"ppo": "miles_ppo.ppo:make_advantage"}},
     uses={"trainer.values": "the critic is a model with a value head"},
     requires=(
         Rule(
