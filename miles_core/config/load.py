@@ -285,6 +285,8 @@ class _ConfigBuilder:
                 specs.setdefault(option.owner, option.owner)
                 origins.setdefault(option.owner, self.origins[path])
             providers = option.providers.get(item, ()) if isinstance(item, str) else ()
+            if any(name in self.schema.manifests and self.schema.manifests[name].standard for name in providers):
+                continue  # a part of every run
             if providers and item not in (*option.info.choices, option.default) and not set(providers) & set(specs):
                 if len(providers) > 1:
                     self.problems.append(

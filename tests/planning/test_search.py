@@ -118,7 +118,7 @@ def test_a_published_command_line_is_searched_as_it_is(checkpoint, capsys, numbe
 
 
 def test_each_layout_says_what_it_changes_in_a_complete_command_line(checkpoint, capsys):
-    sizes = {"tensor": 8, "pipeline": 2, "context": 1, "expert": 4}
+    sizes = {"tensor": 4, "pipeline": 2, "context": 1, "expert": 4}
     typed = [
         word
         for name, n in sizes.items()
@@ -137,7 +137,7 @@ def test_each_layout_says_what_it_changes_in_a_complete_command_line(checkpoint,
     assert plan(["--search", *argv, "--sglang-mem-fraction-static", "0.7"]) == 0
     text = capsys.readouterr().out
     assert "as typed: " in text and "times as fast as typed" in text and "changes: --plugins zero_copy is added" in text
-    assert "these may change below: " in text and "--tensor-model-parallel-size 8 -> " in text
+    assert "these may change below: " in text and "--tensor-model-parallel-size 4 -> " in text
     assert "--sglang-mem-fraction-static 0.7 ->" not in text
 
 
