@@ -171,7 +171,10 @@ class _Tokenizer:
     def __len__(self) -> int:
         return 2
 
-    def encode(self, text: str) -> list[int]:
+    def get_vocab(self) -> dict[str, int]:
+        return {"end": 0, "text": 1}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1]
 
     def decode(self, tokens: Sequence[int], **_: Any) -> str:
