@@ -41,7 +41,9 @@ class StashKey(Generic[T]):
 
     def __init__(self) -> None:
         frame = sys._getframe(1)
-        while frame.f_globals.get("__name__") == "typing" and frame.f_back is not None:  # StashKey[T]() calls it from there
+        while (
+            frame.f_globals.get("__name__") == "typing" and frame.f_back is not None
+        ):  # StashKey[T]() calls it from there
             frame = frame.f_back
         self.module = str(frame.f_globals.get("__name__"))
 
