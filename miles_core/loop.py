@@ -52,12 +52,14 @@ async def steps(
     """Run all remaining steps, starting from a checkpoint if ``resume_from`` is set."""
     async with inputs.open_schedule(run, log, runtime, parts) as (schedule, evaluation):
         checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
-        if not await checkpoints.resume():
+        resumed = await checkpoints.resume()
+        if not resumed:
             await warm_start(run, parts, log, inputs.supervised)
         try:
             for part in parts:
                 if part.engine is not None:
-                    await sync(run, schedule, part)
+                    lasting = resumed and not part.policy.learns  # weights that no step changed keep their version
+                    await sync(run, schedule, part, part.policy.version if lasting else run.step)
             if missing := await evaluation.run_if_missing(resume_from):
                 log.record(run.step, missing)
             log.begin(run)  # no step includes the time to build the parts
@@ -120,7 +122,7 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
         await evaluation.complete()  # before the sync replaces the weights being evaluated
         for part in parts:
             if part.engine is not None and (part.policy.learns or part.learner.unsynced):
-                metrics |= run.prefix_metrics(part.policy, await sync(run, schedule, part))
+                metrics |= run.prefix_metrics(part.policy, await sync(run, schedule, part, run.step))
     metrics |= run.clock.metrics() | log.workers()
     if schedule.seconds:
         metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / schedule.seconds
@@ -129,18 +131,18 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
     log.record(run.step, metrics)
 
 
-async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, float]:
-    """Push the learner's weights to the engine as version ``run.step``; returns metrics.
+async def sync(run: Run, schedule: Schedule, parts: PolicyParts, version: int) -> dict[str, float]:
+    """Push the learner's weights to the engine as ``version``, the number of steps that made them; returns metrics.
 
     If a precision switch is due at this step, it happens before the push.
     """
     policy = parts.policy
     with run.clock.phase("sync"):
         if not switch_is_due(run, parts):
-            await stage(parts, run.step)
+            await stage(parts, version)
         async with schedule.pause_for_push(parts):
             await switch_when_due(run, parts)
-            report = await push(parts, run.step)
+            report = await push(parts, version)
     policy.version = report.version
     run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
     metrics = {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}

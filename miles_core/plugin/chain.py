@@ -66,15 +66,19 @@ def compose(inner: F, wrappers: Sequence[Wrapper]) -> F:
 
 
 def note(error: BaseException, plugin: str, hook: str) -> None:
-    """Add a note that names the plugin of the innermost function that raised ``error``; later calls have no effect.
+    """Name the plugin of the innermost function that raised ``error``; later calls have no effect.
 
-    An error of core (empty ``plugin``) gets no note, but is marked so that no plugin around it is named. The message of a PluginError
-    names the plugin.
+    The message of a ``PluginError``, a mistake in the plugin's code, then begins with the plugin; other errors get a note. An error of core
+    (empty ``plugin``) gets no note, but is marked so that no plugin around it is named.
     """
-    if getattr(error, "plugin", None) is None:
-        error.plugin = plugin  # type: ignore[attr-defined]  # of any class
-        if plugin and not isinstance(error, PluginError):
-            error.add_note(f"in plugin {plugin}, hook {hook}")
+    if getattr(error, "plugin", None) is not None:
+        return
+    error.plugin = plugin  # type: ignore[attr-defined]  # of any class
+    if isinstance(error, PluginError):
+        if plugin and f"plugin {plugin}" not in str(error):
+            error.args = (f"plugin {plugin}, hook {hook}: {error}",)
+    elif plugin:
+        error.add_note(f"in plugin {plugin}, hook {hook}")
 
 
 class ErrorNote(AbstractContextManager[None]):

@@ -80,11 +80,19 @@ class Hooks:
                 raise refuse(plugin, name, wrong)
 
     def name_suspects(self, error: BaseException, hooks: Sequence[str]) -> None:
-        """Add notes to an error that names no plugin: a plugin in its traceback, and the plugins that implement one of ``hooks``."""
+        """Name plugins in an error that names none: one in its traceback, or those that implement one of ``hooks``.
+
+        The message of a ``MilesError`` then names the implementers of ``hooks``; other errors get a note.
+        """
         self._name_origin(error)
         found = [f"plugin {plugin}, hook {hook}" for hook in hooks for plugin, *_ in self._calls[hook]]
-        if found and not names_plugin(error):
-            error.add_note(f"changed by a plugin before it failed: {'; '.join(found)}")
+        if not found or names_plugin(error):
+            return
+        suspects = f"changed before by {'; '.join(found)}"
+        if isinstance(error, MilesError) and error.args == (str(error),):
+            error.args = (f"{error} ({suspects})",)
+        else:
+            error.add_note(suspects)
 
     def _name_origin(self, error: BaseException) -> None:
         """Add a note to an error that names no plugin: the innermost function of a plugin in its traceback."""

@@ -121,8 +121,7 @@ def test_aliases_in_files(loaded, written):
 )
 def test_a_plain_value_means_what_it_means_as_a_flag(tmp_path, line, path, value):
     file = tmp_path / "run.yaml"
-    table, _, key = path.partition(".")
-    file.write_text(f"{table}:\n  {line}\n")
+    file.write_text(f"{path.partition('.')[0]}:\n  {line}\n")
     config = load(["--config", str(file)], manifests=[], environment={})
     assert config.get(path) == value and type(config.get(path)) is type(value)
     flag, text = config.schema.options[path].flag, line.partition(": ")[2]

@@ -174,6 +174,24 @@ def test_a_resumed_run_goes_on_bit_for_bit(run, tmp_path, configuration):
         assert len(names) > 4 and {n: one[n] for n in names} == {n: two.get(n) for n in names}
 
 
+def test_a_resumed_run_keeps_the_versions_of_past_opponents(run, tmp_path):
+    """An opponent whose weights no step changed since the checkpoint has the version that it had before."""
+    options = {"rollout_batch_size": 8, "watch": True}
+    configuration = f"{TWO}co_evolution: {{past_versions: 2, past_probability: 1.0, interval: 2}}"
+    whole = run(configuration, steps=4, directory=tmp_path / "whole", **options)
+    run(configuration, steps=3, directory=tmp_path / "parts", **options)
+    resumed = run(configuration, steps=4, directory=tmp_path / "parts", load=tmp_path / "parts", **options)
+    versions = [
+        sorted(
+            (sample.index, sample.policy, sample.weight_versions)
+            for step, sample in done.run.stash["samples"]
+            if step == 3
+        )
+        for done in (whole, resumed)
+    ]
+    assert versions[0] and versions[0] == versions[1]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_population_of_another_size_is_not_resumed(run, tmp_path, caplog, size):
     small, parts = POPULATION.replace("population_size: 3", "population_size: 2"), tmp_path / "parts"
