@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from miles_core.data.sample import number
+from miles_core.data.text import describe_error
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import UserFunction, load_function
 
