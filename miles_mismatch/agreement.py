@@ -5,8 +5,9 @@ depends on its weights and not only on its precision, and in a mixture of expert
 errors on either side. The engine may have such errors as often, and ``RATIO`` times as large, because its kernels round elsewhere:
 
 - over all tokens, and over every stretch of ``STRETCH`` tokens (a window, other rotary frequencies, a temperature that starts at a
-  position), at several sizes from the median to the largest error: the fraction of the engine's errors beyond ``RATIO`` times a
-  size must not exceed the fraction of the trainer's errors beyond that size by more than chance explains;
+  position): the mean of the errors, in which large ones are cut off, must not exceed ``RATIO`` times that of the trainer by more than
+  chance explains. Neither must the fraction of the engine's errors beyond ``RATIO`` times a size, for several sizes in the tail of
+  the trainer's errors, exceed the fraction of the trainer's errors beyond that size;
 - ``slope``: the scale of the engine's log-probabilities relative to the reference, minus 1. Logits scaled by s scale them by about s.
 """
 
@@ -19,19 +20,20 @@ from dataclasses import dataclass
 import numpy as np
 
 #: The engine's errors may be this many times as large as the trainer's own.
-RATIO = 1.4
+RATIO = 1.25
 #: Number of consecutive tokens in a stretch.
 STRETCH = 64
 #: Errors below this size (nats) are never judged, and neither are smaller slopes.
 FLOOR = 1e-3
 #: Standard errors that count as chance, of the fractions over all tokens, of those of any stretch, and of the slope.
 _CHANCE, _CHANCE_OF_ANY, _CHANCE_OF_SLOPE = 4.0, 5.0, 5.0
-#: Fractions of the trainer's errors below the sizes at which both sides are compared.
-_SIZES = (0.5, 0.75, 0.9, 0.97, 1.0)
+#: Fractions of the trainer's errors below the sizes at which both sides are compared, and the multiple of the first size at which the mean
+#: cuts errors off.
+_SIZES, _CUT = (0.9, 0.97, 1.0), 2.0
 #: The slope compares these fractions of the tokens with the lowest and the highest log-probabilities of the reference.
 _END = 1 / 3
-#: Fewest tokens with which fractions are compared.
-_FEWEST = 16
+#: Fewest tokens whose errors are compared.
+FEWEST = 32
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,8 @@ class Errors:
             return []
         if not (np.isfinite(engine).all() and np.isfinite(scores).all()):
             return ["some log-probabilities are not finite numbers"]
-        found = [_describe(excess) for excess in [find_larger(engine, own, _CHANCE)] if excess]
-        if not found:
-            found = self._find_stretch()
+        larger = find_larger(engine, own, _CHANCE) or self._find_stretch()
+        found = [larger] if larger else []
         slope, error = _slope(engine, scores)
         allowed = FLOOR + RATIO * abs(_slope(own, scores)[0]) + _CHANCE_OF_SLOPE * error
         if abs(slope) > allowed:
@@ -76,32 +77,14 @@ class Errors:
             )
         return found
 
-    def _find_stretch(self) -> list[str]:
+    def _find_stretch(self) -> str:
         for number, (engine, own) in enumerate(zip(self.engine, self.own, strict=True)):
             starts = range(0, max(len(engine) - STRETCH, 0) + 1, STRETCH // 2)
             for start in starts:
                 part = slice(start, None if start == starts[-1] else start + STRETCH)
-                excess = find_larger(engine[part], own[part], _CHANCE_OF_ANY)
-                if excess:
-                    return [f"from position {start} of sequence {number} on, {_describe(excess)}"]
-        return []
-
-
-@dataclass(frozen=True)
-class Excess:
-    """The errors of one side are larger than ``RATIO`` times those of the other.
-
-    Attributes:
-        tokens: number of tokens.
-        size: size of an error in nats.
-        fraction: fraction of errors beyond ``RATIO * size`` on the first side.
-        other: fraction beyond ``size`` on the other.
-    """
-
-    tokens: int
-    size: float
-    fraction: float
-    other: float
+                if larger := find_larger(engine[part], own[part], _CHANCE_OF_ANY):
+                    return f"from position {start} of sequence {number} on, {larger}"
+        return ""
 
 
 def compare(
@@ -132,27 +115,27 @@ def expected_errors(tokens: int, scale: float) -> np.ndarray:
     return scale * u * np.sqrt(2 / (1 - u**2)) * (-1.0) ** np.arange(tokens)
 
 
-def find_larger(errors: np.ndarray, own: np.ndarray, chance: float) -> Excess | None:
-    """Return the most significant excess of ``errors`` [n] over ``own`` [m]; None if no excess exceeds ``chance`` standard errors."""
-    if min(len(errors), len(own)) < _FEWEST:
-        return None
+def find_larger(errors: np.ndarray, own: np.ndarray, chance: float) -> str:
+    """Describe the errors [n] if they are more than ``RATIO`` times as large as ``own`` [m], beyond ``chance`` standard errors; else ""."""
+    if min(len(errors), len(own)) < FEWEST:
+        return ""
     errors, own = np.abs(errors), np.sort(np.abs(own))
-    worst, found = chance, None
-    for fraction in _SIZES:
-        size = max(float(own[math.ceil(fraction * len(own)) - 1]), FLOOR / RATIO)
+    sizes = [max(float(own[math.ceil(part * len(own)) - 1]), FLOOR / RATIO) for part in _SIZES]
+    sides = [np.minimum(side, RATIO * _CUT * sizes[0]) for side in (errors, np.maximum(own, FLOOR / RATIO))]
+    mean, other = float(sides[0].mean()), RATIO * float(sides[1].mean())
+    deviation = math.sqrt(sides[0].var() / len(errors) + RATIO**2 * sides[1].var() / len(own))
+    if mean > other + chance * deviation:
+        return f"the engine is wrong by {mean:.2g} nats on average of {len(errors)} tokens, where rounding explains {other:.2g}"
+    for size in sizes:
         beyond, expected = float((errors > RATIO * size).mean()), float((own > size).mean())
         both = (beyond * len(errors) + expected * len(own)) / (len(errors) + len(own))
         deviation = math.sqrt(both * (1 - both) * (1 / len(errors) + 1 / len(own)))
-        if beyond > expected + worst * deviation and deviation:
-            worst, found = (beyond - expected) / deviation, Excess(len(errors), size, beyond, expected)
-    return found
-
-
-def _describe(excess: Excess) -> str:
-    return (
-        f"the engine is wrong by more than {RATIO * excess.size:.2g} nats at {excess.fraction:.0%} of {excess.tokens} tokens, where rounding "
-        f"explains {excess.other:.0%}"
-    )
+        if beyond > expected + chance * deviation and deviation:
+            return (
+                f"the engine is wrong by more than {RATIO * size:.2g} nats at {beyond:.0%} of {len(errors)} tokens, where rounding explains "
+                f"{expected:.0%}"
+            )
+    return ""
 
 
 def _join(rows: Sequence[np.ndarray]) -> np.ndarray:
@@ -165,7 +148,7 @@ def _slope(errors: np.ndarray, scores: np.ndarray) -> tuple[float, float]:
     the median absolute deviation."""
     order = np.argsort(scores, kind="stable")
     count = int(len(order) * _END)
-    if count < _FEWEST:
+    if count < FEWEST:
         return 0.0, math.inf
     low, high = order[:count], order[-count:]
     width = float(np.median(scores[high]) - np.median(scores[low]))

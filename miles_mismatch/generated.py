@@ -20,7 +20,7 @@ from miles_core.contracts.engine import Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
 from miles_core.rollout.sampling import training_sampling
-from miles_mismatch.agreement import RATIO, find_larger
+from miles_mismatch.agreement import find_larger
 from miles_mismatch.probe import generate_probe
 
 if TYPE_CHECKING:
@@ -130,10 +130,9 @@ def judge_greedy(gaps: Sequence[np.ndarray], own: np.ndarray) -> list[str]:
         gaps: log-probability of the most likely token minus that of the chosen one under the reference, one array per sample.
         own: rounding errors of the trainer, [tokens]. Such errors of two tokens explain a gap of twice their size.
     """
-    excess = find_larger(np.concatenate([np.zeros(0), *gaps]) / 2, own, _CHANCE)
-    if excess is None:
-        return []
-    return [
-        f"{excess.fraction:.0%} of its {excess.tokens} greedy tokens are less likely than another by more than "
-        f"{2 * RATIO * excess.size:.2g} nats"
-    ]
+    larger = find_larger(np.concatenate([np.zeros(0), *gaps]) / 2, own, _CHANCE)
+    return (
+        [f"its greedy tokens are not the most likely ones: with half the difference as the error, {larger}"]
+        if larger
+        else []
+    )

@@ -22,7 +22,7 @@ FEWEST, MOST, MOST_ON_CPU = 256, 4352, 1088
 BEHIND = 64
 #: Lengths of the short sequences; the first one is repeated until there are ``TOTAL`` tokens, or ``_VISITS`` for each group of experts.
 SHORT = (64, 17)
-TOTAL, _VISITS = 640, 16
+TOTAL, _VISITS = 1024, 16
 #: Suffixes of configuration keys with ids of tokens that do not represent text.
 _SPECIAL = ("_token_id", "_token_index")
 

@@ -74,7 +74,7 @@ def _while_decoding(change: Callable[[Any, Tensor, Tensor, Any], Tensor]) -> Cal
 
 
 def _scaled_attention(engine: Any) -> None:
-    layers = [layer.self_attn for layer in decoder_layers(engine.model)]
+    layers: list[Any] = [layer.self_attn for layer in decoder_layers(engine.model)]
 
     def step(run: Any, ids: Tensor, positions: Tensor, call: Any) -> Tensor:
         for layer in layers:
@@ -129,12 +129,6 @@ def _second_best(engine: Any) -> None:
     engine.sample = changed
 
 
-def _same_draws(engine: Any) -> None:
-    uniform = engine.uniform
-    engine.uniform = lambda *args: uniform(*args) * 0.5
-    _drawn(lambda logits: logits)(engine)
-
-
 def _other_rows(engine: Any) -> None:
     sample = engine.sample
     engine.sample = lambda logits, rows, *more: sample(
@@ -161,7 +155,6 @@ GENERATING = (
     Defect("generated: temperature ignored in draws", "qwen3", _drawn(lambda logits: logits * 0.7), {}, True, _COLD),
     Defect("generated: reported at another temperature", "qwen3", _reported(lambda p: p * 0.7), generating=True),
     Defect("generated: greedy takes the second", "qwen3", _second_best, generating=True),
-    Defect("generated: draws from the lower half", "qwen3", _same_draws, generating=True),
     Defect("generated: the last row has another's logits", "llama", _other_rows, generating=True),
     Defect("generated: one token's logit + 2 in draws", "qwen3", _drawn(lambda logits: _one_token(logits, ())), generating=True),
     Defect("generated: with top-p, reported x 1.1", "qwen3", _reported(lambda p: p * 1.1), {}, True, _TRUNCATED),

@@ -70,7 +70,7 @@ def planted(defect: Defect) -> Iterator[None]:
         if defect.generating:
             defect.plant(engine)
 
-    EmbeddedEngine.__init__ = made  # type: ignore[method-assign]
+    EmbeddedEngine.__init__ = made  # type: ignore
     try:
         yield
     finally:
