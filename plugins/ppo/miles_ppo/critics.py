@@ -51,7 +51,7 @@ def check_estimators(run: Run) -> None:
     Raises:
         ConfigError: an estimator does not declare the column ``values``.
     """
-    from miles_ppo.advantage import VALUES  # imports torch, which a plan does not need
+    from miles_ppo.ppo import VALUES  # imports torch, which a plan does not need
 
     for policy in (p for p in run.policies if p.role == "train"):
         name = run.config_of(policy).algorithm.advantage_estimator
