@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -20,10 +20,15 @@ from miles_runtime.weight_block import BlockSender, Table
 from miles_runtime.workers import RECORDER, Call, Workers, gather_in_order, recorded
 
 if TYPE_CHECKING:
+    import torch
+
     from miles_runtime.engine_worker import EngineWorker
 
 #: Record calls to an engine, and to the worker that holds it.
 ENGINE, ENGINE_WORKER = cast(Engine, RECORDER), cast("EngineWorker", RECORDER)
+
+
+T = TypeVar("T")
 
 
 class EngineFront(Engine):
@@ -83,6 +88,10 @@ class EngineFront(Engine):
     def model_facts(self) -> Mapping[str, object]:
         facts: Mapping[str, object] = self.said["model_facts"]
         return facts
+
+    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        dtypes: Mapping[str, torch.dtype] = self.said["weight_dtypes"]
+        return dtypes
 
     @property
     def version(self) -> int:
@@ -145,11 +154,19 @@ class EngineFront(Engine):
     async def score_each(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> Mapping[str, list[np.ndarray]]:
-        found: dict[str, list[np.ndarray]] = {}
+        return await self._from_each(ENGINE.score(sequences, temperature))
+
+    async def weight_checksums(self, names: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
+        found = await self._from_each(ENGINE.weight_checksums(names))
+        return {worker: of_engine[""] for worker, of_engine in found.items()}
+
+    async def _from_each(self, call: Awaitable[T]) -> dict[str, T]:
+        """Make a recorded call to every serving engine; return worker name -> result, without engines that are lost meanwhile."""
+        found: dict[str, T] = {}
 
         async def one(number: int) -> None:
             try:
-                found[self.engines.names[number]] = await self.engines.ask(number, ENGINE.score(sequences, temperature))
+                found[self.engines.names[number]] = await self.engines.ask(number, call)
             except WorkerLost as lost:
                 self.replace_lost(lost)
 

@@ -224,6 +224,10 @@ class LearnerFront(LearnerHandle):
                 except WorkerLost as lost:
                     self._replace_engine(self.engines, lost)
 
+    async def sent_checksums(self) -> Mapping[str, int]:
+        found = await self._each(lambda rank, _: rank.sent_checksums())
+        return {name: value for checksums in found for name, value in checksums.items()}
+
     async def stage(self, version: int | None) -> None:
         if self.turns.taken:  # the engine does not generate during training, so staging has no benefit
             return

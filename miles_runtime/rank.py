@@ -24,7 +24,7 @@ from miles_core.contracts.runtime import TopLogProbs
 from miles_core.contracts.trainer import ALL_PARTS, Trainer, TrainerPart
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.sample import Sample
-from miles_core.data.unit import Unit
+from miles_core.data.unit import Encoded, Unit
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MilesError
 from miles_core.precision.schedule import Precisions, precisions
@@ -33,6 +33,7 @@ from miles_core.sync.push import CopyTransport, make_codec
 from miles_core.train.learner import Learner
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.workers import Workers
+from miles_transport.sent_weights import SentWeights
 
 
 class Rank(Learner):
@@ -52,6 +53,7 @@ class Rank(Learner):
         self._held: set[TrainerPart] = {*ALL_PARTS}
         self._transport: Transport | None = None
         self._saving: Saving | None = None
+        self._sent: SentWeights | None = None
 
     @property
     def world(self) -> World:
@@ -70,6 +72,7 @@ class Rank(Learner):
             engine=engine,
             world=world,
         )
+        self._watch_weights()
 
     def reach(self, engines: Workers, said: Mapping[str, Any], senders: Sequence[int]) -> None:
         """Send weights to the engines of these processes from now on.
@@ -123,6 +126,7 @@ class Rank(Learner):
             self.trainer.rebuild(due.train)
         self.precisions = due
         self.codec = make_codec(self.run, self.policy, due.rollout)
+        self._watch_weights()
 
     async def push(self, version: int, plain: bool = False, number: int = 0) -> SyncReport:
         """Encode this rank's part of the weights and send it as ``version`` in push ``number``, which the driver assigned; see
@@ -136,7 +140,7 @@ class Rank(Learner):
         self.hold(needed)
         with closing(self.units("sync")) as units:
             if self.world.sends:
-                report = await transport.send(self.codec.encode(units, transport.reserve), version)
+                report = await transport.send(self._encode(units, transport, version), version)
             else:
                 report = SyncReport(version, 0, 0, consume(units))
         self.hold([*held])
@@ -151,9 +155,24 @@ class Rank(Learner):
         if version is not None:
             with closing(self.units("sync")) as units:
                 if self.world.sends:
-                    await transport.stage(self.codec.encode(units, transport.reserve), version)
+                    await transport.stage(self._encode(units, transport, version), version)
                 else:
                     consume(units)
+
+    def sent_checksums(self) -> dict[str, int]:
+        """Return the checksums of this rank's part of the weights sent last, see ``LearnerHandle.sent_checksums``."""
+        return {} if self._sent is None else self._sent.checksums()
+
+    def _watch_weights(self) -> None:
+        """Compute checksums of what is sent from now on, if the run and the engine compare them."""
+        options, engine = self.run.config, self._engine
+        checks = options.model.self_check or options.run.verify_logprobs
+        if engine is not None and checks and "weight_checksums" in engine.capabilities:
+            self._sent = SentWeights(self.codec, engine.weight_dtypes)
+
+    def _encode(self, units: Iterator[Unit], transport: Transport, version: int) -> Iterator[Encoded]:
+        encoded = self.codec.encode(units, transport.reserve)
+        return encoded if self._sent is None else self._sent.watch(encoded, version)
 
     def hold(self, parts: Sequence[TrainerPart]) -> None:
         """Keep only these parts of the trainer in device memory, plus weights that the engine reads in place."""

@@ -179,6 +179,12 @@ class LearnerHandle(ABC):
         With ``plain``, this and all later pushes use core's copy transport. Raises SyncError if the weights did not arrive.
         """
 
+    async def sent_checksums(self) -> Mapping[str, int]:
+        """Return the checksums of the tensors that the last push or stage sent, as the engine should hold them: checkpoint name ->
+        checksum (``Engine.weight_checksums``). Large versions are compared in parts, so some tensors may be absent; {} if this run
+        compares none."""
+        return {}
+
     async def stage(self, version: int | None) -> None:
         """Transfer as much of ``version`` as the transport supports while the engine generates, before ``push`` of that version.
 
