@@ -50,6 +50,7 @@ plugin = Plugin(
             "async": "miles_schedules.continuous:make_schedule",
         },
         "check": {
+            "weights_arrived": "miles_mismatch.weights_arrived:make_check",
             "first_sync": "miles_mismatch.first_sync:make_check",
             "verify_logprobs": "miles_mismatch.at_sync:make_check",
         },
