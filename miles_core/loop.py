@@ -23,8 +23,7 @@ from miles_core.run.log import RunLog, TrainedSamples
 from miles_core.run.parts import build_parts, notify_plugins, runtime_of
 from miles_core.run.recovery import recover
 from miles_core.run.warm_start import warm_start
-from miles_core.sync.checks import check_samples, check_synced
-from miles_core.sync.push import push, stage, switch_is_due, switch_when_due
+from miles_core.sync.push import check_synced, push, stage, switch_is_due, switch_when_due
 
 #: Fraction of ``--stop-within`` reserved for saving the last completed step after the current step is cancelled.
 SAVE = 0.3
@@ -101,7 +100,6 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
         for part in parts:
             if part.policy.role == "train":
                 own = run.select_policy(part.policy, groups)
-                await check_samples(run, part, own)
                 learned = await (part.learn or part.learner.learn)(own, run.step)
                 trained += zip_longest(own, learned.tokens)
                 metrics |= run.prefix_metrics(part.policy, learned.metrics)

@@ -128,9 +128,7 @@ async def score(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> list
     return _select_responses(await engine.score([s.tokens for s in samples], temperature), samples)
 
 
-async def score_each(
-    run: Run, parts: PolicyParts, samples: Sequence[Sample]
-) -> Mapping[str, list[np.ndarray]] | None:
+async def score_each(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> Mapping[str, list[np.ndarray]] | None:
     """Call ``score`` on every engine worker: worker name ("" without workers) -> log-probabilities."""
     if not _can_score(run, parts):
         return None

@@ -46,27 +46,29 @@ SAMPLES, TOKENS = 32, 1 << 15
 _CHANCE = 3.0
 
 
-def make_check(run: Run) -> Callable[[PolicyParts, Sequence[Sample]], Awaitable[None]] | None:
-    """Create the sample check named ``first_steps``; None with ``--no-self-check``."""
-    return FirstSteps(run) if run.config.model.self_check else None
+def make_check(run: Run, parts: PolicyParts) -> Callable[[Sequence[Sample]], Awaitable[None]] | None:
+    """Create the check of the samples that a policy is about to train on; None with ``--no-self-check``, and for critics."""
+    checks = run.config.model.self_check and parts.engine is not None and parts.policy.role == "train"
+    return FirstSteps(run, parts) if checks else None
 
 
 class FirstSteps:
-    """Compares the samples of the first steps of each policy, until it has decided for each pair of precisions."""
+    """Compares the samples of the first steps of a policy, until it has decided for each pair of precisions."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._means: dict[tuple[str, object], list[float]] = {}
-        self._done: set[tuple[str, object]] = set()
+    def __init__(self, run: Run, parts: PolicyParts) -> None:
+        self._run, self._parts = run, parts
+        self._means: dict[object, list[float]] = {}
+        self._done: set[object] = set()
 
-    async def __call__(self, parts: PolicyParts, samples: Sequence[Sample]) -> None:
+    async def __call__(self, samples: Sequence[Sample]) -> None:
         """Compare the samples of a step with the trainer.
 
         Raises:
             MismatchError: engine and trainer differ by more than their precisions explain.
         """
-        key = (parts.policy.name, parts.precisions)
-        if parts.engine is None or key in self._done:
+        parts = self._parts
+        key = parts.precisions
+        if key in self._done:
             return
         version = parts.policy.version
         stamped = not trains_on_older(self._run)  # engines without versions of tokens: all are current
@@ -83,16 +85,19 @@ class FirstSteps:
         chance = _CHANCE * float(found.std()) / math.sqrt(len(found))
         beyond = means[-1] - chance > bound or (len(means) == STEPS and median(means) > bound)
         if beyond:
-            self._report(parts, means, len(found), bound, declared)
+            self._report(means, len(found), bound, declared)
         elif means[-1] <= bound:
-            log.info("samples of step %d: engine and trainer differ by %.2g nats (bound %.2g)", self._run.step + 1, means[-1], bound)
+            log.info(
+                "samples of step %d: engine and trainer differ by %.2g nats (bound %.2g)",
+                self._run.step + 1,
+                means[-1],
+                bound,
+            )
         if beyond or len(means) == STEPS or (len(means) == 1 and means[0] <= bound):
             self._done.add(key)
 
-    def _report(
-        self, parts: PolicyParts, means: Sequence[float], tokens: int, bound: float, declared: tuple[object, object]
-    ) -> None:
-        run, step = self._run, self._run.step + 1
+    def _report(self, means: Sequence[float], tokens: int, bound: float, declared: tuple[object, object]) -> None:
+        run, parts, step = self._run, self._parts, self._run.step + 1
         of_policy = f" of policy {parts.policy.name}" if len(run.policies) > 1 else ""
         several = f" (median {median(means):.3g} over {len(means)} steps)" if len(means) > 1 else ""
         message = (
@@ -133,7 +138,8 @@ def measure(sample: Sample, trainer: np.ndarray, mask: np.ndarray) -> np.ndarray
 
 def _choose(pairs: Sequence[tuple[Sample, np.ndarray]]) -> list[tuple[Sample, np.ndarray]]:
     """Return some of the samples, evenly spaced."""
-    chosen, tokens = [], 0
+    chosen: list[tuple[Sample, np.ndarray]] = []
+    tokens = 0
     for sample, mask in pairs[:: max(-(-len(pairs) // SAMPLES), 1)]:
         tokens += len(sample.tokens)
         if chosen and tokens > TOKENS:

@@ -100,7 +100,10 @@ class WeightsArrived:
         engines = await score_each(self._run, parts, samples)
         if engines is None:
             if last is None and count == 1:
-                log.info("the engine %s can neither compare checksums nor score: only its version is checked", self._run.config.run.engine)
+                log.info(
+                    "the engine %s can neither compare checksums nor score: only its version is checked",
+                    self._run.config.run.engine,
+                )
             return
         trainer = await parts.learner.log_probs(samples)
         if last is not None and last.formats == formats:

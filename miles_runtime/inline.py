@@ -10,6 +10,7 @@ from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.trainer import ALL_PARTS
 from miles_core.plugin.detect import gpu_facts, model_facts
+from miles_mismatch.first_steps import make_check
 from miles_mismatch.parity import check_sides
 from miles_mismatch.same_model import check_same_model
 from miles_runtime.learner_front import LearnerFront
@@ -48,7 +49,9 @@ class InlineRuntime(Runtime):
         rank.connect(engine)
         learner = LearnerFront(run, policy, RankHere(rank), [rank.world], engine)
         engine.resend = learner.resend
-        return PolicyParts(policy, learner, engine, rank.precisions, parity)
+        parts = PolicyParts(policy, learner, engine, rank.precisions, parity)
+        learner.check = make_check(run, parts)
+        return parts
 
     async def close(self) -> None:
         for engine in self.engines:

@@ -130,6 +130,7 @@ class LearnerFront(LearnerHandle):
             already connected to the rank. None for a policy that does not generate.
 
     Attributes:
+        check: called with the samples of each ``learn`` first; may raise a MilesError.
         lost: the loss of a rank. No rank receives a call from then on, until ``reset_ranks``: they are replaced, and new ranks are not
             built yet.
     """
@@ -145,6 +146,7 @@ class LearnerFront(LearnerHandle):
         self._turn = asyncio.Lock()  # ranks take one call at a time
         self._holds: int | None = None  # the step whose weights are trained but not pushed yet
         self._connected: int | None = None
+        self.check: Callable[[Sequence[Sample]], Awaitable[None]] | None = None
         self.lost: WorkerLost | None = None
 
     @property
@@ -157,6 +159,8 @@ class LearnerFront(LearnerHandle):
             raise ConfigError(
                 f"the policy {self.policy.name} is frozen and cannot learn; give it the role train or critic"
             )
+        if self.check is not None:
+            await self.check(samples)
         divided_to = split_by_replica(samples, self.run.config_of(self.policy).train, self.replicas)
         sent = [self.ranks.share(pack_share(share)) for share in divided_to]
         async with self.turns.train():

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,7 +33,14 @@ from miles_core.sync.push import CopyTransport, make_codec
 from miles_core.train.learner import Learner
 from miles_runtime.engine_front import EngineFront
 from miles_runtime.workers import Workers
-from miles_transport.sent_weights import SentWeights
+
+
+class SentWeights(Protocol):
+    """Computes checksums of the weights that pass through it (``miles_transport.SentWeights``)."""
+
+    def watch(self, units: Iterator[Encoded], version: int) -> Iterator[Encoded]: ...
+
+    def checksums(self) -> dict[str, int]: ...
 
 
 class Rank(Learner):
@@ -168,7 +175,7 @@ class Rank(Learner):
         options, engine = self.run.config, self._engine
         checks = options.model.self_check or options.run.verify_logprobs
         if engine is not None and checks and "weight_checksums" in engine.capabilities:
-            self._sent = SentWeights(self.codec, engine.weight_dtypes)
+            self._sent = self.run.hooks.make("sent_weights", "checksums", codec=self.codec, dtypes=engine.weight_dtypes)
 
     def _encode(self, units: Iterator[Unit], transport: Transport, version: int) -> Iterator[Encoded]:
         encoded = self.codec.encode(units, transport.reserve)

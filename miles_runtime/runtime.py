@@ -15,6 +15,7 @@ from miles_core.errors import ConfigError, WorkerLost
 from miles_core.plugin.worker import same_plan
 from miles_core.precision.quantizer import SideParity
 from miles_core.precision.schedule import PLAIN, precisions
+from miles_mismatch.first_steps import make_check
 from miles_mismatch.same_model import compare_models
 from miles_runtime.busy import Busy
 from miles_runtime.engine_front import ENGINE_WORKER, EngineFront
@@ -127,6 +128,7 @@ class RemoteRuntime(Runtime):
 
         front.replace_with(replace, learner.resend)
         parts = PolicyParts(policy, learner, front, precisions(self.run.config_of(policy), 0), parity)
+        learner.check = make_check(self.run, parts)
         self._built.append((ranks, learner, front, parts))
         return parts
 

@@ -54,7 +54,7 @@ plugin = Plugin(
             "first_sync": "miles_mismatch.first_sync:make_check",
             "verify_logprobs": "miles_mismatch.at_sync:make_check",
         },
-        "sample_check": {"first_steps": "miles_mismatch.first_steps:make_check"},
+        "sent_weights": {"checksums": "miles_transport.sent_weights:SentWeights"},
         "progress": {"terminal": "miles_tools.progress:TerminalProgress"},
         "sink": {
             "tensorboard": "miles_tools.sinks:make_tensorboard",

@@ -135,7 +135,7 @@ MISMATCH: list[dict[str, str]] = [
 RUNTIME: list[dict[str, str]] = [
     {
         "runtime": "core: errors lookup redact data plugin config checkpoint precision contracts rollout train sync "
-        "run mismatch: mismatch transport: transport",
+        "run mismatch: mismatch",
     },
 ]
 

@@ -367,7 +367,6 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
         "optimizer of critic",
         "schedule",
         "check",
-        "sample_check",
     ]
     assert {kind.split()[0] for kind in made} == set(MAKERS)
     assert run.metrics[0]["reward/mean"] == pytest.approx(run.metrics[0]["rollout/length_mean"])
@@ -388,7 +387,7 @@ from miles_core.schedule.sync import SyncSchedule
 from miles_core.sync.push import make_transport
 from miles_core.train.adamw import make_optimizer
 
-KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "schedule", "advantage", "reward", "check", "sample_check",
+KINDS = ("runtime", "model", "trainer", "engine", "decoder", "transport", "schedule", "advantage", "reward", "check",
          "prompts", "generate", "optimizer", "head", "sink")
 plugin = Plugin(
     name="parts", summary="every part", version="1", core=">=0",
@@ -444,10 +443,6 @@ def advantage(run):
 
 def check(run):
     note(run, "check")
-
-
-def sample_check(run):
-    note(run, "sample_check")
 
 
 def sink(run):

@@ -9,7 +9,7 @@ Each name below is a hook, listed next to the phase of the run that calls it::
       first sync     wrap_weights -> encode -> transport -> on_weights_synced -> make_check
     each step
       rollout        wrap_rollout( groups: wrap_generate( make_generate( on_request -> engine ) -> on_sample ) -> make_reward )
-      learn          make_sample_check -> each sample check -> wrap_learn( prepare and train ), for each policy that trains
+      learn          wrap_learn( prepare and train ), for each policy that trains
       prepare        on_batch -> forward(old) -> forward(ref) -> make_advantage
       train          per optimiser step: correction -> per micro-batch: forward -> loss -> backward; optimizer_step
       sync           wrap_weights -> encode -> transport -> on_weights_synced -> each check
@@ -105,7 +105,6 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "advantage": (("run", "policy"), "f(AdvantageInputs) -> Tensor[tokens]", "every trainer rank"),
     "check": (("run",), "async f(PolicyParts) -> metrics, or None", "driver"),
-    "sample_check": (("run",), "async f(PolicyParts, samples) -> None, or None", "driver"),
     "sink": (("run",), "miles_core.observe.metrics.Sink, or None", "driver"),
 }
 

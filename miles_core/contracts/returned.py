@@ -262,7 +262,6 @@ BOUNDARIES: dict[str, Boundary] = {
     "make_sink": Boundary(part=check_sink),
     "make_prompts": Boundary(part=check_instance(PromptSource)),
     "make_check": Boundary(part=check_function_or_none, call=check_numbers, kind="async"),
-    "make_sample_check": Boundary(part=check_function_or_none, call=check_nothing, kind="async"),
     # Core checks the results of the following hooks where it uses them.
     "make_generate": UNCHECKED,
     "make_head": UNCHECKED,

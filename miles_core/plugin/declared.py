@@ -18,7 +18,7 @@ _HINTS = typing.get_type_hints(Plugin)
 #: The kinds of parts that core and its backends use. Plugins may define further kinds.
 PARTS = (
     *("runtime", "model", "head", "trainer", "optimizer", "engine", "decoder", "transport", "schedule", "prompts"),
-    *("generate", "advantage", "reward", "check", "sample_check", "report", "record", "progress", "sink", "samples", "help"),
+    *("generate", "advantage", "reward", "check", "report", "record", "progress", "sink", "samples", "help"),
 )
 
 

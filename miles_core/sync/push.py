@@ -1,13 +1,13 @@
-"""Weight sync: the codec of a policy, its precision, and the push of a version with retries."""
+"""Weight sync: the codec of a policy, its precision, the push of a version with retries, and the checks after it."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from miles_core.contracts.run import Policy, Run
+from miles_core.contracts.run import Policy, Run, StashKey
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.unit import Encoded
@@ -117,3 +117,27 @@ class CopyTransport(Transport):
 def make_transport(engine: Engine) -> CopyTransport:
     """Create the transport named ``copy``."""
     return CopyTransport(engine)
+
+
+#: Checks one policy after a sync; returns metrics, raises a MilesError to stop the run.
+SyncCheck = Callable[[PolicyParts], Awaitable[Mapping[str, float]]]
+
+_CHECKS = StashKey[list[SyncCheck]]()
+
+
+async def check_synced(run: Run, parts: PolicyParts) -> dict[str, float]:
+    """Run every check of the plan on a policy whose engine has just received its learner's weights.
+
+    Returns:
+        the merged metrics of all checks.
+
+    Raises:
+        MilesError: a check failed and stops the run.
+    """
+    if _CHECKS not in run.stash:
+        made = (run.hooks.make("check", name, run=run) for name in run.hooks.find_provided("check"))
+        run.stash[_CHECKS] = [check for check in made if check is not None]
+    metrics: dict[str, float] = {}
+    for check in run.stash[_CHECKS]:
+        metrics |= await check(parts)
+    return metrics

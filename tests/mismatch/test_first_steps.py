@@ -10,9 +10,12 @@ from miles_core.errors import MismatchError
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.trainer.trainer import EmbeddedTrainer
 from miles_mismatch import first_steps, first_sync
+from miles_speculative.checkpoint import with_mtp
+from miles_testing import toy_files
 from miles_testing.doubles import apart
 
 FP8 = {"rollout_precision": "fp8", "emulate_precision": True}
+SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}
 APART = {"plugins": [apart.__file__], "runtime": "apart"}
 LONG = {"rollout_max_response_len": 24, "rollout_temperature": 0.5}
 
@@ -51,7 +54,12 @@ def test_a_temperature_that_is_applied_twice_stops_the_run_before_its_first_step
     with pytest.raises(MismatchError) as caught:
         toy_run(**options, **LONG, sizes=sharp, self_check=True)
     text = str(caught.value)
-    assert "tokens of step 1" in text and "(version 0)" in text and "--allow-mismatch" in text and "sampling options" in text
+    assert (
+        "tokens of step 1" in text
+        and "(version 0)" in text
+        and "--allow-mismatch" in text
+        and "sampling options" in text
+    )
     assert not steps and "\n" not in text
 
 
@@ -89,14 +97,14 @@ SOUND = {
     "tis": {"plugins": ["tis"], "dtype": "bfloat16"},
     "fp8": {"plugins": ["fp8"], **FP8},
     "fp8 both": {"plugins": ["fp8"], "train_precision": "fp8", **FP8},
-    "mxfp8": {"plugins": ["mxfp8"], "rollout_precision": "mxfp8", "emulate_precision": True},
+    "mxfp8": {"plugins": ["mxfp8"], "rollout_precision": "mxfp8", "emulate_precision": True, "sizes": SIZES},
     "int4": {"plugins": ["int4"], "rollout_precision": "int4", "int4_group_size": 16},
     "switch": {"plugins": ["fp8"], "warmup_steps": 1, **FP8},
     "async": {"schedule": "async", "lr": 1e-2},
     "ahead": {"schedule": "ahead", "lr": 1e-2},
     "partial": {"schedule": "async", "partial_rollout": True, "pause_generation_mode": "in_place", "lr": 1e-2},
     "lora": {"plugins": ["lora"], "lora_rank": 2, "lora_dropout": 0.5, "family": "qwen3"},
-    "drafts": {"plugins": ["speculative"]},
+    "drafts": {"plugins": ["speculative"], "spec_lookahead": 2},
     "capacity": {"plugins": ["experts"], "moe_capacity_factor": 0.5},
     "steps": {"global_batch_size": 4, "lr": 1e-2},
     "engine's log-probs": {"use_rollout_logprobs": True},
@@ -105,8 +113,10 @@ SOUND = {
 
 
 @pytest.mark.parametrize("case", SOUND)
-def test_sound_runs_pass(toy_run, caplog, case):
+def test_sound_runs_pass(toy_run, caplog, case, tmp_path):
     options = {"rollout_max_response_len": 12, "rollout_temperature": 0.8, **SOUND[case]}
+    if case == "drafts":
+        options["hf_checkpoint"] = with_mtp(toy_files() / "model", tmp_path / "mtp")
     with caplog.at_level(logging.INFO):
         run = toy_run(**options, steps=3, self_check=True, log_level="info")
     said = [r.message for r in caplog.records if "engine and trainer differ by" in r.message]

@@ -53,8 +53,14 @@ SOUND = {
     "int4": (["int4"], {"rollout_precision": "int4", "int4_group_size": 16}),
     "shared": ([], {"use_zero_copy_sync": True}),
     "worker": ([apart.__file__], {"runtime": "apart"}),
-    "staged": ([apart.__file__], {"runtime": "apart", "use_zero_copy_sync": True, "async_weight_sync": True, "schedule": "async"}),
-    "delta": ([apart.__file__], {"runtime": "apart", "use_zero_copy_sync": True, "dtype": "bfloat16", "lr": 1e-6, "apart_engines": 2}),
+    "staged": (
+        [apart.__file__],
+        {"runtime": "apart", "use_zero_copy_sync": True, "async_weight_sync": True, "schedule": "async"},
+    ),
+    "delta": (
+        [apart.__file__],
+        {"runtime": "apart", "use_zero_copy_sync": True, "dtype": "bfloat16", "lr": 1e-6, "apart_engines": 2},
+    ),
     "lora": (["lora"], {"lora_rank": 2, "lr": 1e-2}),
     "colocated": ([], {"colocate": True}),
 }
@@ -72,7 +78,9 @@ def test_every_tensor_of_a_sound_run_arrives(case, toy_run, monkeypatch):
 @pytest.mark.parametrize("case", ["inline", "dense", "fp8", "fp8 rollout", "worker", "staged", "delta", "colocated"])
 def test_a_tensor_that_keeps_its_old_values_is_named(case, toy_run, stale):
     plugins, options = SOUND[case]
-    with pytest.raises(MismatchError, match=rf"stale weights: version 1 .* 1 of \d+ compared tensors .*{STALE}\.weight"):
+    with pytest.raises(
+        MismatchError, match=rf"stale weights: version 1 .* 1 of \d+ compared tensors .*{STALE}\.weight"
+    ):
         toy_run(plugins, self_check=True, **options)
 
 
