@@ -1,18 +1,20 @@
 """What the checks that every run makes by default cost: checksums of all weights after each sync, and the samples of the first step.
 
-Two runs of the same model with the same seed, without and with these checks (the self-check of the model and the probe of the first sync
-are left out of both), on a CPU. Times are seconds per step and the seconds that the checks themselves take. One JSON line at the end.
+Runs with these checks, without the self-check of the model and the probe of the first sync, on a CPU, in seconds of the processor's
+time. One JSON line at the end.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from statistics import median
 from typing import Any
 
 import torch
 from measure import finish, installed, options
 
+from miles_core import loop
 from miles_mismatch import first_steps, first_sync, weights_arrived
 from miles_testing import toy_run
 from miles_transport import sent_weights
@@ -25,37 +27,34 @@ MODELS: dict[str, dict[str, int]] = {
 
 
 class Stopwatch:
-    """Wraps functions and adds up the seconds of their calls."""
+    """Wraps functions and measures the processor's time of their calls, which other processes do not change."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def add(self, name: str, since: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - since
+        self.seconds: dict[str, list[float]] = {}
 
     def watch(self, name: str, owner: Any, method: str) -> None:
-        """Measure an asynchronous method."""
+        """Measure an asynchronous function."""
         inner = getattr(owner, method)
 
         async def timed(*args: Any) -> Any:
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 return await inner(*args)
             finally:
-                self.add(name, start)
+                self.seconds.setdefault(name, []).append(time.process_time() - start)
 
         setattr(owner, method, timed)
 
     def watch_plain(self, name: str, owner: Any, method: str) -> None:
-        """Measure an ordinary method."""
+        """Measure an ordinary function."""
         inner = getattr(owner, method)
 
         def timed(*args: Any) -> Any:
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 return inner(*args)
             finally:
-                self.add(name, start)
+                self.seconds.setdefault(name, []).append(time.process_time() - start)
 
         setattr(owner, method, timed)
 
@@ -74,31 +73,27 @@ def main() -> None:
     engine_build.self_check = lambda model: None
     first_sync.make_check = lambda run: None
     watch = Stopwatch()
-    watch.watch("engine and comparison", weights_arrived.WeightsArrived, "__call__")
+    watch.watch("engine", weights_arrived.WeightsArrived, "__call__")
     watch.watch("first step", first_steps.FirstSteps, "__call__")
+    watch.watch("step", loop, "step")
     watch.watch_plain("trainer", sent_weights.SentWeights, "_add")
     found = {}
     for name in given.models.split(","):
         watch.seconds = {}
-        start = time.perf_counter()
-        run = toy_run(
-            family="qwen3",
-            sizes=MODELS[name],
-            steps=given.steps,
-            rollout_max_response_len=given.response,
-            self_check=True,
-        )
-        seconds = time.perf_counter() - start
-        steps = [record["time/step"] for record in run.metrics]
-        parameters = sum(p.numel() for p in run.trainer.model.parameters())
-        per_sync = (watch.seconds["engine and comparison"] + watch.seconds["trainer"]) / (given.steps + 1)
+        sizes, length = MODELS[name], given.response
+        run = toy_run(family="qwen3", sizes=sizes, steps=given.steps, rollout_max_response_len=length, self_check=True)
+        seconds = watch.seconds
+        tensors = len(seconds["trainer"]) // (given.steps + 1)
+        per_sync = median(seconds["engine"]) + sum(seconds["trainer"][-tensors:])
+        step = median(seconds["step"][1:])
         found[name] = {
-            "parameters": parameters,
-            "step_seconds": round(sorted(steps)[len(steps) // 2], 4),
-            "seconds": {key: round(value, 4) for key, value in watch.seconds.items()},
-            "per_sync": round(per_sync, 4),
-            "share_of_step": round(per_sync / sorted(steps)[len(steps) // 2], 4),
-            "run_seconds": round(seconds, 1),
+            "parameters": sum(p.numel() for p in run.trainer.model.parameters()),
+            "tensors": tensors,
+            "step_seconds": round(step, 4),
+            "engine_seconds": round(median(seconds["engine"]), 4),
+            "trainer_seconds": round(sum(seconds["trainer"][-tensors:]), 4),
+            "share_of_step": round(per_sync / step, 4),
+            "first_step_seconds": round(sum(seconds["first step"][:1]), 4),
         }
         print(name, found[name], file=sys.stderr, flush=True)
     finish("sync_checks", {"models": found, "steps": given.steps, "threads": given.threads}, given.save, lambda: installed("torch"))
