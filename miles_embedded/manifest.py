@@ -290,6 +290,7 @@ plugin = Plugin(
             "shared_storage",
             "sleep",
             "transport:buckets",
+            "weight_checksums",
         ),
         "trainer": (
             "entropy",

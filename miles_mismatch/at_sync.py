@@ -123,31 +123,59 @@ def check_versions_of(samples: Sequence[Sample], policy: Policy) -> None:
 async def score(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> list[np.ndarray] | None:
     """Return the engine's log-probabilities of the response tokens over the full vocabulary; None if it does not support ``score``."""
     engine, temperature = parts.serving, run.config.rollout.temperature
-    needed = {"score"} if temperature == 1 else {"score", "score_temperature"}
-    if not needed <= engine.capabilities:
+    if not _can_score(run, parts):
         return None
-    found = await engine.score([s.tokens for s in samples], temperature)
-    return [f[s.prompt_length - 1 :] for f, s in zip(found, samples, strict=True)]
+    return _select_responses(await engine.score([s.tokens for s in samples], temperature), samples)
+
+
+async def score_each(run: Run, parts: PolicyParts, samples: Sequence[Sample]) -> Mapping[str, list[np.ndarray]] | None:
+    """Call ``score`` on every engine worker: worker name ("" without workers) -> log-probabilities."""
+    if not _can_score(run, parts):
+        return None
+    found = await parts.serving.score_each([s.tokens for s in samples], run.config.rollout.temperature)
+    return {worker: _select_responses(scores, samples) for worker, scores in found.items()}
+
+
+def _can_score(run: Run, parts: PolicyParts) -> bool:
+    needed = {"score"} if run.config.rollout.temperature == 1 else {"score", "score_temperature"}
+    return needed <= parts.serving.capabilities
+
+
+def _select_responses(scores: Sequence[np.ndarray], samples: Sequence[Sample]) -> list[np.ndarray]:
+    return [f[s.prompt_length - 1 :] for f, s in zip(scores, samples, strict=True)]
 
 
 async def movement(run: Run, parts: PolicyParts, last: Earlier) -> float | None:
-    """Return the coefficient of the engine's movement on the trainer's since ``last``; it is near 1 if the engine serves the update.
-
-    Returns None if the engine cannot score, the step is too small to detect, or a side has changed its number format.
-
-    Raises:
-        MismatchError: the engine did not move, or not far enough.
-    """
+    """Call ``check_movement`` with the scores of the previous probe; None if the engine cannot score, or a side has changed its number
+    format."""
     if parts.precisions != last.formats:
         return None
-    policy = parts.policy
     engine = await score(run, parts, last.samples)
     if engine is None or last.engine is None:
         return None
     now = await parts.learner.log_probs(last.samples)
-    step, change = _difference(now, last.trainer), _difference(engine, last.engine)
+    return check_movement(parts.policy, "", (last.trainer, now), (last.engine, engine))
+
+
+def check_movement(
+    policy: Policy, worker: str, trainer: tuple[LogProbs, LogProbs], engine: tuple[LogProbs, LogProbs]
+) -> float | None:
+    """Return the coefficient of the engine's movement on the trainer's between two syncs; it is near 1 if the engine serves the update.
+
+    Args:
+        policy: whose weights were synced.
+        worker: name of the engine's process; "" if there is only one.
+        trainer, engine: log-probabilities of the same tokens at the earlier sync and now.
+
+    Returns:
+        None if the step is too small to detect.
+
+    Raises:
+        MismatchError: the engine did not move, or not far enough.
+    """
+    step, change = _difference(trainer[1], trainer[0]), _difference(engine[1], engine[0])
     kept = ordinary(change, step)  # the step must be detectable on the tokens that are used
-    size, mismatch = _rms(step[kept]), _rms(_difference(last.engine, last.trainer)[kept])
+    size, mismatch = _rms(step[kept]), _rms(_difference(engine[0], trainer[0])[kept])
     if size < _SMALLEST or size < _VISIBLE * mismatch:
         return None
     moved, error = along(change, step)
@@ -156,7 +184,8 @@ async def movement(run: Run, parts: PolicyParts, last: Earlier) -> float | None:
     if still or (mismatch < _VISIBLE * size and moved + 3 * error < _ALMOST):
         what = "it still serves the previous weights" if still else "part of the update is missing"
         raise MismatchError(
-            f"stale weights: version {policy.version} was synced and the engine reports it, but its log-probs moved only "
+            f"stale weights: version {policy.version} was synced and the engine{f' ({worker})' if worker else ''} reports it, but its "
+            f"log-probs moved only "
             f"{moved:.0%} of the way the trainer's did (median change {np.median(np.abs(change)):.2e} against "
             f"{np.median(np.abs(step)):.2e} nats over {len(step)} tokens): "
             f"{what}; look at the transport, and compare with another (--transport copy)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,12 @@ from miles_runtime.least_loaded import LeastLoaded
 from miles_runtime.mailbox import Mailbox
 from miles_runtime.relay import is_relayed
 from miles_runtime.weight_block import BlockSender, Table
-from miles_runtime.workers import Method, P, Workers, gather_in_order
+from miles_runtime.workers import AsyncMethod, Method, P, Workers, gather_in_order
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
 
 
 class EnginePool(Engine):
@@ -84,6 +89,10 @@ class EnginePool(Engine):
         facts: Mapping[str, object] = self.build_info["model_facts"]
         return facts
 
+    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        dtypes: Mapping[str, torch.dtype] = self.build_info["weight_dtypes"]
+        return dtypes
+
     @property
     def version(self) -> int:
         return self._version
@@ -145,13 +154,19 @@ class EnginePool(Engine):
     async def score_each(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> Mapping[str, list[np.ndarray]]:
-        found: dict[str, list[np.ndarray]] = {}
+        return await self._from_each(Engine.score, sequences, temperature)
+
+    async def weight_checksums(self, names: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
+        found = await self._from_each(Engine.weight_checksums, names)
+        return {worker: of_engine[""] for worker, of_engine in found.items()}
+
+    async def _from_each(self, method: AsyncMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> dict[str, T]:
+        """Call a method of every serving engine; return worker name -> result, without engines that are lost meanwhile."""
+        found: dict[str, T] = {}
 
         async def one(number: int) -> None:
             try:
-                found[self.engines.names[number]] = await self.engines.call(
-                    number, Engine.score, sequences, temperature
-                )
+                found[self.engines.names[number]] = await self.engines.call(number, method, *args, **kwargs)
             except WorkerLost as lost:
                 self.replace_lost(lost)
 

@@ -68,8 +68,10 @@ class EngineWorker(Worker):
         await self.part.start()
         self._streams = "transport:buckets" in self.part.capabilities
         freeze_gc()
+        checked = "weight_checksums" in self.part.capabilities
         return {
             "capabilities": frozenset(self.part.capabilities),
+            "weight_dtypes": dict(self.part.weight_dtypes()) if checked else {},
             "kv_cache_dtype": self.part.kv_cache_dtype,
             "native_products": bool(self.part.native_products),
             "model_facts": dict(self.part.model_facts()),

@@ -9,6 +9,7 @@ from miles_core.contracts.trainer import ALL_PARTS
 from miles_core.plugin.detect import gpu_facts, model_facts
 from miles_core.train.local_learner import LocalLearner
 from miles_core.train.rank import Rank
+from miles_mismatch.first_steps import make_check
 from miles_mismatch.parity import check_sides
 from miles_mismatch.same_model import check_same_model
 
@@ -45,7 +46,9 @@ class InlineRuntime(Runtime):
         rank.connect(engine)
         learner = LocalLearner(rank, engine)
         engine.resend = learner.resend
-        return PolicyParts(policy, learner, engine, rank.precisions, parity)
+        parts = PolicyParts(policy, learner, engine, rank.precisions, parity)
+        learner.check = make_check(run, parts)
+        return parts
 
     async def close(self) -> None:
         for engine in self.engines:

@@ -69,7 +69,7 @@ class LearnerGroup(LearnerHandle):
         return self.worlds[0].replicas
 
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
-        self.check_learns()
+        await self.check_learns(samples)
         divided = split_by_replica(samples, self.run.config_of(self.policy).train, self.replicas)
         sent = [self.ranks.share(pack_share(share)) for share in divided]
         async with self.memory.train():
@@ -106,6 +106,10 @@ class LearnerGroup(LearnerHandle):
         if self.engines is not None and (emulation.held is not None or emulation.through is not None):
             raise MilesError("the engine runs in another process, where the trainer cannot see its modules")
         return await self._scores(Rank.columns, samples, tuple(wanted), top_k, kind, emulation)
+
+    async def sent_checksums(self) -> Mapping[str, int]:
+        found = await self._all(Rank.sent_checksums)
+        return {name: value for checksums in found for name, value in checksums.items()}
 
     async def take_snapshot(self, version: int) -> None:
         async with self.memory.read(("weights",)):

@@ -16,6 +16,7 @@ from miles_core.plugin.worker import same_plan
 from miles_core.precision.quantizer import SideParity
 from miles_core.precision.schedule import PLAIN, precisions
 from miles_core.train.rank import Rank
+from miles_mismatch.first_steps import make_check
 from miles_mismatch.same_model import compare_models
 from miles_runtime.busy_time import BusyTime
 from miles_runtime.engine_pool import EnginePool
@@ -124,6 +125,7 @@ class RemoteRuntime(Runtime):
 
         pool.replace_with(replace, learner.resend)
         parts = PolicyParts(policy, learner, pool, precisions(self.run.config_of(policy), 0), parity)
+        learner.check = make_check(self.run, parts)
         self._built.append((ranks, learner, pool, parts))
         return parts
 

@@ -50,9 +50,11 @@ plugin = Plugin(
             "async": "miles_schedules.continuous:make_schedule",
         },
         "check": {
+            "weights_arrived": "miles_mismatch.weights_arrived:make_check",
             "first_sync": "miles_mismatch.first_sync:make_check",
             "verify_logprobs": "miles_mismatch.at_sync:make_check",
         },
+        "sent_weights": {"checksums": "miles_transport.sent_weights:SentWeights"},
         "progress": {"terminal": "miles_tools.progress:TerminalProgress"},
         "sink": {
             "tensorboard": "miles_tools.sinks:make_tensorboard",

@@ -2,8 +2,8 @@
 
 Senders pack encoded tensors into buckets (``bucket``) and compute checksums (``checksum``). A bucket is transferred through GPU memory
 (``device_memory``), through a process group (``broadcast``), or as the difference to an earlier version (``delta``). Engines receive
-buckets with ``Arrivals``. Plugins with transports, or with engines or trainers in other processes, use this package. Core copies weights
-within one process and does not need it.
+buckets with ``Arrivals``. Checksums of what was sent prove that the engine computes with it (``sent_weights``). Plugins with transports,
+or with engines or trainers in other processes, use this package. Core copies weights within one process and does not need it.
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from miles_transport.checksum import BLOCK
     from miles_transport.delta import difference
     from miles_transport.device_memory import DeviceMemory, Loan
+    from miles_transport.sent_weights import Checksums, SentWeights
 
 __all__ = [
     "BLOCK",
@@ -24,9 +25,11 @@ __all__ = [
     "Arrivals",
     "Broadcast",
     "Bucket",
+    "Checksums",
     "DeviceMemory",
     "Inbox",
     "Loan",
+    "SentWeights",
     "difference",
     "room_of",
     "round_to_blocks",
@@ -41,5 +44,6 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_transport.checksum": "BLOCK",
         "miles_transport.delta": "difference",
         "miles_transport.device_memory": "DeviceMemory Loan",
+        "miles_transport.sent_weights": "Checksums SentWeights",
     },
 )

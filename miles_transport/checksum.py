@@ -73,6 +73,23 @@ def _add_blocks(flat: Tensor, sums: Tensor) -> None:
         torch.sum(words[start : start + step] * multipliers, 1, out=sums[start : start + step])
 
 
+def checksum_of(tensor: Tensor) -> int | Tensor:
+    """Return the checksum of a tensor's elements in order, independent of its strides. On a GPU this may be a tensor [1] int64, still
+    being computed on the current stream, which holds the number modulo 2^64."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    if not len(flat):
+        return 0
+    end = len(flat) // BLOCK * BLOCK if len(flat) > PIECE else 0  # a small tensor is copied, which takes less time than a second piece
+    pieces = [flat[:end]] if end else []
+    if end < len(flat):
+        last = flat.new_zeros(-(-(len(flat) - end) // BLOCK) * BLOCK)
+        last[: len(flat) - end] = flat[end:]
+        pieces.append(last)
+    if runs_kernels(pieces[0]) and _aligned(*pieces):
+        return KernelSum(flat.device, *pieces).launch(sum(map(len, pieces)))
+    return checksum(*pieces)
+
+
 class BlockSums:
     """The block sums of ``flat`` [n] uint8, computed in any order; bytes after the last whole block are ignored."""
 
@@ -247,10 +264,14 @@ class KernelSum(Sum):
             self._launch()
 
     def of(self, end: int) -> int:
+        return int(self.launch(end)) % (1 << 64)
+
+    def launch(self, end: int) -> Tensor:
+        """Launch what remains up to byte ``end``; return the checksum as a tensor [1] int64, modulo 2^64, without synchronising."""
         self._add(end // BLOCK)
         self._run()
         self._kept = []
-        return 0 if self._total is None else int(self._total) % (1 << 64)
+        return torch.zeros(1, dtype=torch.int64) if self._total is None else self._total
 
     def _add(self, end: int) -> None:
         """Queue the blocks before ``end`` that no copy summed."""

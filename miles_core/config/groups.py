@@ -115,7 +115,7 @@ class Run:
     )
     allow_mismatch: bool = option(
         False,
-        help="continue with a warning if engine and trainer compute different functions after the first weight sync",
+        help="continue with a warning if engine and trainer compute different functions after the first weight sync or at the first step",
     )
     log_level: LogLevel = option("info", help="how much to log")
     profile: bool = option(
@@ -150,7 +150,8 @@ class Model:
     trust_remote_code: bool = option(False, help="run model code that comes with the checkpoint")
     self_check: bool = option(
         True,
-        help="compare the forward pass with that of the plain model at the start, and the engine with the trainer after the first weight sync",
+        help="compare the forward pass with the plain model's at the start, the engine with the trainer after the first weight sync and at the "
+        "first step, and the engine's weights with those sent after every sync",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", help="dtype of the model; auto is float32 on a CPU and bfloat16 on a GPU"

@@ -110,6 +110,7 @@ class LearnerHandle(ABC):
         pending: the step whose weights are trained but not pushed yet; None if there is none.
         unsynced: whether ``load`` changed the weights since the last ``push``; the loop then pushes those of frozen policies too.
         snapshot_version: version of the last ``take_snapshot``.
+        check: called with the samples of each ``learn`` first; may raise a MilesError. None checks nothing.
     """
 
     def __init__(self, run: Run, policy: Policy) -> None:
@@ -118,18 +119,21 @@ class LearnerHandle(ABC):
         self.pending: int | None = None
         self.unsynced = False
         self.snapshot_version: int | None = None
+        self.check: Callable[[Sequence[Sample]], Awaitable[None]] | None = None
 
     @property
     def current_version(self) -> int:
         """The version under which the current weights are pushed."""
         return self.run.step if self.pending is None else self.pending
 
-    def check_learns(self) -> None:
-        """Raise ConfigError for a frozen policy."""
+    async def check_learns(self, samples: Sequence[Sample]) -> None:
+        """Raise ConfigError for a frozen policy, and what ``check`` raises for the samples."""
         if not self.policy.learns:
             raise ConfigError(
                 f"the policy {self.policy.name} is frozen and cannot learn; give it the role train or critic"
             )
+        if self.check is not None:
+            await self.check(samples)
 
     def record_learned(self, learned: Learned, step: int) -> Learned:
         """Record the result of ``learn`` for ``step``, and return it."""
@@ -224,6 +228,12 @@ class LearnerHandle(ABC):
 
         With ``plain``, this and all later pushes use core's copy transport. Raises SyncError if the weights did not arrive.
         """
+
+    async def sent_checksums(self) -> Mapping[str, int]:
+        """Return the checksums of the tensors that the last push or stage sent, as the engine should hold them: checkpoint name ->
+        checksum (``Engine.weight_checksums``). Large versions are compared in parts, so some tensors may be absent; {} if this run
+        compares none."""
+        return {}
 
     async def stage(self, version: int | None) -> None:
         """Transfer as much of ``version`` as the transport supports while the engine generates, before ``push`` of that version.

@@ -37,7 +37,7 @@ class LocalLearner(LearnerHandle):
         self._turn = asyncio.Lock()
 
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
-        self.check_learns()
+        await self.check_learns(samples)
         steps, count = optimiser_steps(samples, self.rank.config.train)
         async with self.memory.train(), self._turn:
             pairs, tokens = self.rank.learn(Share([*samples], steps, count, [*range(len(samples))]), step)
@@ -64,6 +64,9 @@ class LocalLearner(LearnerHandle):
     ) -> list[dict[str, np.ndarray]]:
         async with self.memory.read(("weights",)), self._turn:
             return self.rank.columns(samples, wanted, top_k, kind, emulation)
+
+    async def sent_checksums(self) -> Mapping[str, int]:
+        return self.rank.sent_checksums()
 
     async def take_snapshot(self, version: int) -> None:
         async with self.memory.read(("weights",)), self._turn:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -20,13 +21,21 @@ from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.trainer import ALL_PARTS, Pass, Trainer, TrainerPart
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.sample import Sample
-from miles_core.data.unit import Unit
+from miles_core.data.unit import Encoded, Unit
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MilesError
 from miles_core.precision.schedule import Precisions, precisions
 from miles_core.precision.snapshot import Snapshot, snapshot
 from miles_core.sync.push import CopyTransport, make_codec
 from miles_core.train.learner import Learner
+
+
+class SentWeights(Protocol):
+    """Computes checksums of the weights that pass through it (``miles_transport.SentWeights``)."""
+
+    def watch(self, units: Iterator[Encoded], version: int) -> Iterator[Encoded]: ...
+
+    def checksums(self) -> dict[str, int]: ...
 
 
 class Rank(Learner):
@@ -42,6 +51,7 @@ class Rank(Learner):
         self._held: set[TrainerPart] = {*ALL_PARTS}
         self._transport: Transport | None = None
         self._saving: Saving | None = None
+        self._sent: SentWeights | None = None
 
     @property
     def world(self) -> World:
@@ -67,6 +77,7 @@ class Rank(Learner):
             engine=engine,
             world=world,
         )
+        self._watch_weights()
 
     def columns(
         self,
@@ -109,6 +120,7 @@ class Rank(Learner):
             self.trainer.rebuild(due.train)
         self.precisions = due
         self.codec = make_codec(self.run, self.policy, due.rollout)
+        self._watch_weights()
 
     async def push(self, version: int, plain: bool = False) -> SyncReport:
         """Encode this rank's part of the weights and send it as ``version``; see ``LearnerHandle.push``."""
@@ -121,7 +133,7 @@ class Rank(Learner):
         self.hold(needed)
         with closing(self.units("sync")) as units:
             if self.world.sends:
-                report = await transport.send(self.codec.encode(units, transport.reserve), version)
+                report = await transport.send(self._encode(units, transport, version), version)
             else:
                 report = SyncReport(version, 0, 0, consume(units))
         self.hold([*held])
@@ -136,9 +148,24 @@ class Rank(Learner):
         if version is not None:
             with closing(self.units("sync")) as units:
                 if self.world.sends:
-                    await transport.stage(self.codec.encode(units, transport.reserve), version)
+                    await transport.stage(self._encode(units, transport, version), version)
                 else:
                     consume(units)
+
+    def sent_checksums(self) -> dict[str, int]:
+        """Return the checksums of this rank's part of the weights sent last, see ``LearnerHandle.sent_checksums``."""
+        return {} if self._sent is None else self._sent.checksums()
+
+    def _watch_weights(self) -> None:
+        """Compute checksums of what is sent from now on, if the run and the engine compare them."""
+        options, engine = self.run.config, self._engine
+        checks = options.model.self_check or options.run.verify_logprobs
+        if engine is not None and checks and "weight_checksums" in engine.capabilities:
+            self._sent = self.run.hooks.make("sent_weights", "checksums", codec=self.codec, dtypes=engine.weight_dtypes)
+
+    def _encode(self, units: Iterator[Unit], transport: Transport, version: int) -> Iterator[Encoded]:
+        encoded = self.codec.encode(units, transport.reserve)
+        return encoded if self._sent is None else self._sent.watch(encoded, version)
 
     def hold(self, parts: Sequence[TrainerPart]) -> None:
         """Keep only these parts of the trainer in device memory, plus weights that the engine reads in place."""

@@ -39,6 +39,7 @@ from miles_embedded.model.load import context_limit, facts_of
 from miles_embedded.model.nonfinite import first_nonfinite
 from miles_embedded.model.operations import operations_of
 from miles_embedded.model.parts import text_configuration
+from miles_embedded.model.views import Loader
 from miles_embedded.quantized.linear import linear_shapes
 
 
@@ -68,8 +69,6 @@ class EmbeddedEngine(Engine, StepEngine):
         )
         self.prompts = PromptGraphs(self.runner, self.async_steps.used, self.weight_tensors)
         self._prefixes = Prefixes(self.runner, self.prompts)
-
-    # -- the contract ---------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -175,7 +174,13 @@ class EmbeddedEngine(Engine, StepEngine):
     def model_facts(self) -> Mapping[str, Any]:
         return facts_of(self.model)
 
-    # -- for decoders, see StepEngine --------------------------------------------------------------------------------------
+    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        return Loader(self.model).dtypes()
+
+    async def weight_checksums(self, names: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
+        return {"": self._weights.checksums(names)}
+
+    # -- interface of decoders --------------------------------------------------------------------------------------
 
     def weight_tensors(self) -> Iterable[Tensor]:
         return self._weights.tensors()
@@ -229,8 +234,6 @@ class EmbeddedEngine(Engine, StepEngine):
             keys = keys.unsqueeze(1)
         return uniform_of(self.settings.seed, rows, keys, positions, stream)
 
-    # -- stepping ---------------------------------------------------------------------------------------------------
-
     def _wake(self) -> None:
         if not self._paused and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._steps())
@@ -256,13 +259,10 @@ class EmbeddedEngine(Engine, StepEngine):
             if emitted is not None:
                 self._finish(self.scheduler.accept(self.rows, emitted, self.version))
         except NonFiniteError as error:
-            raise NonFiniteError(self._find_nonfinite(error)) from error
-
-    def _find_nonfinite(self, error: NonFiniteError) -> str:
-        """Score the rows again and describe the first module with a non-finite output."""
-        tokens = [row.tokens for row in (*self.rows, *self._joining)]
-        found = first_nonfinite(self.model, lambda: self.runner.score(tokens, 1.0))
-        return f"engine, weight version {self.version}: {found or 'no single module'} found by scoring its rows again, because {error}"
+            tokens = [row.tokens for row in (*self.rows, *self._joining)]
+            found = first_nonfinite(self.model, lambda: self.runner.score(tokens, 1.0)) or "no single module"
+            message = f"engine, weight version {self.version}: {found} found by scoring its rows again, because {error}"
+            raise NonFiniteError(message) from error
 
     def _admit(self) -> None:
         waiting = self.scheduler.waiting

@@ -93,6 +93,13 @@ class RoundedInputs(Rounding):
         elif encoded.name in self.experts:
             self.experts[encoded.name].take(encoded)
 
+    def decoded_codes(self, name: str, rows: int) -> Tensor | None:
+        """Return a checkpoint tensor of so many rows, decoded from the codes that its native product reads, FP32; None if it reads values,
+        or if the product cannot convert its codes back."""
+        if name in self.layers:
+            return self.layers[name].decoded_codes()
+        return self.experts[name].decoded_codes(name, rows) if name in self.experts else None
+
     def drop(self, names: Iterable[str]) -> None:
         """Drop the codes of these tensors."""
         for name in names:

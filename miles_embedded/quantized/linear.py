@@ -85,11 +85,16 @@ class NativeLinear:
         shape = (self.module.out_features, self.module.in_features)
         return None if self.codes is None else self.product.restore(self.codes, shape)
 
-    def _decode(self, values: Tensor) -> bool:
+    def decoded_codes(self) -> Tensor | None:
+        """Return the weight decoded from the codes, FP32; None if there are none, or the product cannot convert them back."""
         stored = self._stored()
-        if stored is not None:
-            values.copy_(self.format.dequantize(stored))
-        return stored is not None
+        return None if stored is None else self.format.dequantize(stored)
+
+    def _decode(self, values: Tensor) -> bool:
+        decoded = self.decoded_codes()
+        if decoded is not None:
+            values.copy_(decoded)
+        return decoded is not None
 
     def drop(self) -> None:
         """Free the codes; memory shared with other layers when the last of them frees its codes."""
