@@ -26,7 +26,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
 from miles_mismatch.allowance import allowance
 from miles_mismatch.at_sync import trains_on_older
-from miles_mismatch.first_sync import precisions
+from miles_mismatch.scorer import precisions
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 #: Largest difference of a token, in nats.
 MOST = 1.0
-#: Mean of a half-normal or exponential distribution, relative to its median: 1.2 to 1.4.
-FACTOR = 1.5
 #: Number of steps after which the median decides.
 STEPS = 3
 #: Number of samples and of tokens, prompts included, that are compared at most; at least one sample is.
@@ -81,7 +79,7 @@ class FirstSteps:
         means = self._means.setdefault(key, [])
         means.append(float(found.mean()))
         declared = precisions(self._run, parts)
-        bound = FACTOR * allowance(*declared).median
+        bound = allowance(*declared).mean
         chance = _CHANCE * float(found.std()) / math.sqrt(len(found))
         beyond = means[-1] - chance > bound or (len(means) == STEPS and median(means) > bound)
         if beyond:

@@ -33,7 +33,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any:
             f"--hf-checkpoint {path}: its tokenizer has no end-of-sequence token; set eos_token there"
         )
     if hasattr(tokenizer, "_encode_plus"):
-        tokenizer._encode_plus = _EncodeValid(tokenizer._encode_plus)
+        tokenizer._encode_plus = _EncodeValid(tokenizer._encode_plus)  # type: ignore[method-assign, assignment]
     return tokenizer
 
 

@@ -67,7 +67,7 @@ def check_entries(c: Config, family: Family) -> None:
     for name in (*_REQUIRED, *family.required):
         require(c.get(name) is not None, f"config.json has no {name}")
     known = {**_ENTRIES, **family.entries}
-    special = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)} if "n_group" in family.entries else {}
+    special: dict[str, tuple[object, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)} if "n_group" in family.entries else {}
     special |= {"use_bidirectional_attention": (None, False)} if "query_pre_attn_scalar" in family.entries else {}
     listed = {"decoder_sparse_step": "mlp_only_layers", "no_rope_layer_interval": "no_rope_layers"}
     lists = [entry for mark, entry in listed.items() if mark in family.entries]
@@ -128,7 +128,7 @@ def check_ropes(c: Config, family: Family) -> None:
         ropes = c.get(entry)
         require(ropes is None or isinstance(ropes, dict), f"{entry} is no mapping")
         nested = isinstance(ropes, dict) and ropes.keys() == _LAYER_TYPES
-        for rope in ropes.values() if nested else [ropes or {}]:
+        for rope in (ropes or {}).values() if nested else [ropes or {}]:
             turned = size * (rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0)
             require(
                 turned == int(turned) and not turned % 2 and 0 < turned <= size, f"{turned} rotary dimensions of {size}"
