@@ -22,7 +22,13 @@ from miles_transport import sent_weights
 #: name -> entries of the model's configuration
 MODELS: dict[str, dict[str, int]] = {
     "toy": {},
-    "100M": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12, "head_dim": 64},
+    "100M": {
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "head_dim": 64,
+    },
 }
 
 
@@ -96,7 +102,12 @@ def main() -> None:
             "first_step_seconds": round(sum(seconds["first step"][:1]), 4),
         }
         print(name, found[name], file=sys.stderr, flush=True)
-    finish("sync_checks", {"models": found, "steps": given.steps, "threads": given.threads}, given.save, lambda: installed("torch"))
+    finish(
+        "sync_checks",
+        {"models": found, "steps": given.steps, "threads": given.threads},
+        given.save,
+        lambda: installed("torch"),
+    )
 
 
 if __name__ == "__main__":

@@ -76,10 +76,13 @@ def _add_blocks(flat: Tensor, sums: Tensor) -> None:
 def checksum_of(tensor: Tensor) -> int | Tensor:
     """Return the checksum of a tensor's elements in order, independent of its strides. On a GPU this may be a tensor [1] int64, still
     being computed on the current stream, which holds the number modulo 2^64."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    whole = tensor.detach().contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
     if not len(flat):
         return 0
-    end = len(flat) // BLOCK * BLOCK if len(flat) > PIECE else 0  # a small tensor is copied, which takes less time than a second piece
+    end = (
+        len(flat) // BLOCK * BLOCK if len(flat) > PIECE else 0
+    )  # a small tensor is copied, which takes less time than a second piece
     pieces = [flat[:end]] if end else []
     if end < len(flat):
         last = flat.new_zeros(-(-(len(flat) - end) // BLOCK) * BLOCK)

@@ -25,7 +25,7 @@ def test_a_checksum_covers_every_element_whatever_the_strides(size):
 def test_dtypes_and_shapes_count_by_their_bytes():
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.int64):
         values = torch.tensor([[0, 1], [1, 0]]).to(dtype)
-        assert checksum_of(values) != checksum_of(values.t().flip(0))
+        assert checksum_of(values) != checksum_of(torch.tensor([[1, 0], [0, 1]]).to(dtype))
         assert checksum_of(values) == checksum_of(values.view(-1))
 
 
