@@ -153,6 +153,34 @@ def examine(
     """
     longest = config.rollout.max_prompt_len
     examined = sample_rows(len(prompts))
+    lengths = _measure(prompts, examined, render, limits, flag, check)
+    kept = np.flatnonzero(lengths <= (lengths.max() if longest is None else longest))
+    dropped = len(examined) - len(kept)
+    if not len(kept):
+        raise DataError(f"{flag}: all {dropped} prompts are longer than --rollout-max-prompt-len {longest}")
+    if limits.context is not None and (too_long := kept[lengths[kept] >= limits.context]).size:
+        worst = int(too_long[lengths[too_long].argmax()])
+        raise DataError(
+            f"{flag}: {len(too_long)} of {len(kept)} prompts leave no room for a response within {limits.context} tokens "
+            f"({limits.origin}); the longest has {lengths[worst]} ({prompts[examined[worst]].place}); shorten them, or leave them out "
+            "with --rollout-max-prompt-len"
+        )
+    if not prompts.examined:
+        log.info("%s: checked %d prompts; the others are checked when they are read", flag, len(examined))
+    elif dropped:
+        prompts.restrict(kept.tolist())
+        log.info("%s: dropped %d prompts that are longer than --rollout-max-prompt-len", flag, dropped)
+
+
+def _measure(
+    prompts: Prompts,
+    examined: Sequence[int],
+    render: PromptTemplate,
+    limits: Limits,
+    flag: str,
+    check: Callable[[Row], None] | None,
+) -> np.ndarray:
+    """Render and check the rows ``examined`` for ``examine``; return their tokens, int64 [rows]."""
     lengths = np.zeros(len(examined), np.int64)
     resumed: list[str] = []
     for start in range(0, len(examined), _AT_ONCE):
@@ -171,22 +199,7 @@ def examine(
             len(resumed),
             resumed[0],
         )
-    kept = np.flatnonzero(lengths <= (lengths.max() if longest is None else longest))
-    dropped = len(examined) - len(kept)
-    if not len(kept):
-        raise DataError(f"{flag}: all {dropped} prompts are longer than --rollout-max-prompt-len {longest}")
-    if limits.context is not None and (too_long := kept[lengths[kept] >= limits.context]).size:
-        worst = int(too_long[lengths[too_long].argmax()])
-        raise DataError(
-            f"{flag}: {len(too_long)} of {len(kept)} prompts leave no room for a response within {limits.context} tokens "
-            f"({limits.origin}); the longest has {lengths[worst]} ({prompts[examined[worst]].place}); shorten them, or leave them out "
-            "with --rollout-max-prompt-len"
-        )
-    if not prompts.examined:
-        log.info("%s: checked %d prompts; the others are checked when they are read", flag, len(examined))
-    elif dropped:
-        prompts.restrict(kept.tolist())
-        log.info("%s: dropped %d prompts that are longer than --rollout-max-prompt-len", flag, dropped)
+    return lengths
 
 
 #: The run stops after this many consecutive rows were skipped.
