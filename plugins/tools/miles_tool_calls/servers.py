@@ -32,6 +32,37 @@ _KEYS = {"command", "args", "env", "cwd", "url", "headers", "tools", "type"}
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
+class _Problems(logging.Handler):
+    """Receives what the package ``mcp`` logs: it writes a traceback for each line of a server that is no message of the protocol. Here each is
+    one line at the level debug, and the last one is part of the error if the server does not answer.
+
+    Attributes:
+        last: the last problem; empty if there was none since it was set so.
+    """
+
+    last = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        details = getattr(error, "errors", None)  # of pydantic
+        found = [f"{one.get('msg')}: {one.get('input')!r:.80}" for one in details()[:1]] if callable(details) else []
+        what = found[0] if found else describe_error(error) if error else ""
+        self.last = " ".join(f"{record.getMessage()} ({what})".removesuffix(" ()").split())[:400]
+        log.debug("%s: %s", record.name, self.last)
+
+
+_problems = _Problems(logging.WARNING)
+
+
+def _collect_problems() -> None:
+    """Route the log of the package to ``_problems``."""
+    package = logging.getLogger("mcp")
+    if _problems not in package.handlers:
+        package.addHandler(_problems)
+        package.propagate = False
+    _problems.last = ""
+
+
 def read_servers(path: Path) -> dict[str, dict[str, Any]]:
     """Read the file of servers: name -> entry.
 
@@ -169,6 +200,7 @@ class Server:
                 await self._connect()
 
     async def _connect(self) -> None:
+        _collect_problems()
         self._end = asyncio.Event()
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(ready))
@@ -177,7 +209,14 @@ class Server:
                 self._client = await ready
         except TimeoutError:
             self._task.cancel()
-            raise ToolFault(f"the MCP server {self.name} did not answer within {CONNECT:g} seconds") from None
+            why = f": {_problems.last}" if _problems.last else ""
+            raise ToolFault(
+                f"the MCP server {self.name} ({self._where}) did not answer within {CONNECT:g} seconds{why}"
+            ) from None
+
+    @property
+    def _where(self) -> str:
+        return str(self.entry.get("command") or self.entry.get("url"))
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
         """Open the connection, keep it until ``stop``, and close it, all in one task, as the package requires."""
@@ -190,10 +229,11 @@ class Server:
             if ready.done():
                 log.debug("the MCP server %s closed with %r", self.name, error)
                 return
-            where = self.entry.get("command") or self.entry.get("url")
             ready.set_exception(
-                ToolFault(f"the MCP server {self.name} ({where}) cannot be reached: {_innermost(error)}")
+                ToolFault(f"the MCP server {self.name} ({self._where}) cannot be reached: {_innermost(error)}")
             )
+            if not isinstance(error, Exception):  # a stop of the run is not a fault of the server
+                raise
 
     async def _make(self, stack: AsyncExitStack) -> Any:
         from mcp import Client, StdioServerParameters
