@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
-    from miles_core.algorithm.choices import OBJECTIVES as OBJECTIVES, loss_weights as loss_weights
+    from miles_core.algorithm.choices import ALGORITHMS as ALGORITHMS, loss_weights as loss_weights
     from miles_core.algorithm.correction import (
         Correct as Correct,
         Correction as Correction,
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
-        "miles_core.algorithm.choices": "OBJECTIVES loss_weights",
+        "miles_core.algorithm.choices": "ALGORITHMS loss_weights",
         "miles_core.algorithm.correction": "Correct Correction CorrectionInputs compose_corrections",
         "miles_core.algorithm.objective": "AdvantageInputs Clip Needs Objective PolicyLossInputs TokenLoss",
         "miles_core.algorithm.reinforce_plus_plus": "at_last_token",

@@ -373,7 +373,7 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
 
 
 PARTS = """
-from miles_core.algorithm.choices import OBJECTIVES
+from miles_core.algorithm.choices import ALGORITHMS
 from miles_embedded.engine.build import make_engine
 from miles_embedded.engine.decoder import PlainDecoder
 from miles_embedded.model.load import make_model
@@ -438,7 +438,7 @@ def model(run, policy, role):
 
 def advantage(run):
     note(run, "advantage")
-    return OBJECTIVES["rloo"]
+    return ALGORITHMS["rloo"]
 
 
 def check(run):

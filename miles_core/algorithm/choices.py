@@ -17,7 +17,7 @@ from miles_core.algorithm.rloo import RLOO
 from miles_core.errors import ConfigError
 
 #: ``--advantage-estimator`` -> objective; plugins provide others with ``make_advantage``.
-OBJECTIVES: dict[str, Objective] = {
+ALGORITHMS: dict[str, Objective] = {
     "grpo": GRPO,
     "dr_grpo": DR_GRPO,
     "rloo": RLOO,

@@ -6,7 +6,7 @@
     --loss-aggregation token_mean       w_t = 1 / (trained tokens of the step), so a long answer counts more than a short one (section 3.3)
     --overlong-buffer-len B             R_i + p(length of i): a soft penalty for long answers (section 3.4, equation 13)
 
-``--preset dapo`` of the plugin ``objectives`` sets all but the last. Its functions that GRPO does not have:
+This page has the functions that GRPO does not.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.algorithm.choices import OBJECTIVES, loss_weights
+from miles_core.algorithm.choices import ALGORITHMS, loss_weights
 from miles_core.algorithm.correction import identity, needs_of
 from miles_core.algorithm.dapo import overlong_penalty
 from miles_core.algorithm.kl import engine_gap, kl_estimate
@@ -70,7 +70,7 @@ class Learner:
                 f"({', '.join(c.plugin for c in self.corrections)}) compares these with the trainer's; remove one of the two"
             )
         name = options.advantage_estimator
-        self.objective = OBJECTIVES.get(name) or Objective.of(hooks.make("advantage", name, run=run, policy=policy))
+        self.objective = ALGORITHMS.get(name) or Objective.of(hooks.make("advantage", name, run=run, policy=policy))
         forward = compose(trainer.forward, hooks.chain("wrap_forward", run=run, policy=policy))
         self._loss = (
             ValueLoss(options)

@@ -214,16 +214,13 @@ class EmbeddedTrainer(Trainer):
         )
 
     def optimizer_step(self) -> dict[str, float]:
-        """See ``Trainer.optimizer_step``."""
         return self.optimizer.step()
 
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
-        """See ``Trainer.log_probs``."""
         return self.columns(batch, kind, ("log_probs", "entropy") if entropy else ("log_probs",))
 
     @torch.no_grad()
     def columns(self, batch: Batch, kind: Pass, wanted: Collection[str], top_k: int = 0) -> dict[str, Tensor]:
-        """See ``Trainer.columns``."""
         chunk = self.reference if kind == "ref" else self._scored or self.model
         check_columns(chunk, wanted, top_k)
         results = []
@@ -237,7 +234,6 @@ class EmbeddedTrainer(Trainer):
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
     ) -> dict[str, tuple[float, float]]:
-        """See ``Trainer.step``."""
         loss = loss or self.callbacks.loss
         tokens = trained_tokens(batch, self.sum)
         totals: dict[str, tuple[Tensor, Tensor]] = {}
@@ -327,17 +323,14 @@ class EmbeddedTrainer(Trainer):
     def emulate(
         self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
     ) -> AbstractContextManager[None]:
-        """See ``Trainer.emulate``."""
         return emulate_properties(self.model, self.scoring_with, emulation, codec, snapshot)
 
     def rebuild(self, precision: str) -> None:
-        """See ``Trainer.rebuild``."""
         if self.precision is None:
             raise RuntimeError("this trainer was built without a precision that can change")
         self.precision.switch(precision)
 
     def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
-        """See ``Trainer.sleep``."""
         self.optimizer.zero_grad()
         if "weights" in parts and not self._asleep["weights"]:
             if self.precision is not None:
@@ -349,7 +342,6 @@ class EmbeddedTrainer(Trainer):
             self._asleep["optimizer"].release(self.optimizer.memory())
 
     def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
-        """See ``Trainer.wake``."""
         for part in parts:
             self._asleep[part].restore()
 
@@ -359,19 +351,15 @@ class EmbeddedTrainer(Trainer):
         return FormatItself(format, product, linear_shapes(self.model))
 
     def model_facts(self) -> Mapping[str, Any]:
-        """See ``Trainer.model_facts``."""
         return facts_of(self.model)
 
     def sum(self, value: Tensor) -> Tensor:
-        """See ``Trainer.sum``."""
         return self.parallel.sum(value)
 
     def configure(self, settings: Mapping[str, float]) -> None:
-        """See ``Trainer.configure``."""
         self.optimizer.configure(settings)
 
     def reset_optimizer(self) -> None:
-        """See ``Trainer.reset_optimizer``."""
         self.optimizer.reset()
 
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
@@ -386,7 +374,6 @@ class EmbeddedTrainer(Trainer):
                 export_checkpoint(self.model, tokenizer, directory, units=stream)
 
     def save(self, directory: Path) -> None:
-        """See ``Trainer.save``."""
         checkpoint.save(self.model, self.optimizer, Path(directory), self.world)
 
     def load(self, directory: Path) -> None:

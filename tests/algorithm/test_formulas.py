@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from miles_core.algorithm.choices import OBJECTIVES, loss_weights
+from miles_core.algorithm.choices import ALGORITHMS, loss_weights
 from miles_core.algorithm.dapo import overlong_penalty
 from miles_core.algorithm.objective import AdvantageInputs, Clip, PolicyLossInputs
 
@@ -89,7 +89,7 @@ def weight_of(how: str, sample: int) -> float:
 
 
 #: name, --loss-aggregation, advantages, ratio
-ALGORITHMS = [
+FORMULAS = [
     ("grpo", "rollout_mean", lambda rewards: per_sample(normalised, rewards), token_ratio),
     ("dapo", "token_mean", lambda rewards: per_sample(normalised, rewards), token_ratio),
     ("dr_grpo", "constant", lambda rewards: per_sample(centred, rewards), token_ratio),
@@ -101,7 +101,7 @@ ALGORITHMS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "how", "advantages_of", "ratio_of"), ALGORITHMS, ids=[a[0] for a in ALGORITHMS])
+@pytest.mark.parametrize(("name", "how", "advantages_of", "ratio_of"), FORMULAS, ids=[a[0] for a in FORMULAS])
 def test_the_loss_of_a_step_is_the_formula(name, how, advantages_of, ratio_of):
     rewards = list(REWARDS)
     if name == "dapo":
@@ -121,7 +121,7 @@ def test_the_loss_of_a_step_is_the_formula(name, how, advantages_of, ratio_of):
     tensor = torch.tensor(REWARDS, dtype=torch.float64)
     if name == "dapo":
         tensor = tensor + overlong_penalty(lengths, LONGEST, buffer=4)
-    objective = OBJECTIVES["grpo" if name == "dapo" else name]
+    objective = ALGORITHMS["grpo" if name == "dapo" else name]
     new, old, ref = (torch.tensor(column, dtype=torch.float64) for column in (NEW, OLD, REF))
     options = {"kl": old - ref, "kl_coef": 0.1, "gamma": 0.9} if objective.kl_in_reward else {}
     found = objective(AdvantageInputs(tensor, torch.tensor(GROUPS), torch.arange(8), lengths, mask, **options))

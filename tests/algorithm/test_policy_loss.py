@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core.algorithm import cispo, grpo, gspo
-from miles_core.algorithm.choices import OBJECTIVES, REDUCTIONS, loss_weights
+from miles_core.algorithm.choices import ALGORITHMS, REDUCTIONS, loss_weights
 from miles_core.algorithm.objective import Clip, PolicyLossInputs
 from miles_core.errors import ConfigError
 
-POLICY_LOSSES = {name: OBJECTIVES[name].policy_loss for name in ("grpo", "gspo", "cispo")}
+POLICY_LOSSES = {name: ALGORITHMS[name].policy_loss for name in ("grpo", "gspo", "cispo")}
 LOG_RATIO = [0.1, -0.3, 0.5, -1.0]
 ADVANTAGES = [1.0, -1.0, 1.0, -1.0]
 

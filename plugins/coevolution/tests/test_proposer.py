@@ -12,7 +12,7 @@ from miles_core.contracts.engine import Response, Sampling
 from miles_core.data import Sample
 from miles_core.plugin import ConfigError
 from miles_core.rollout.function import GenerationClient
-from miles_core.trainer import OBJECTIVES, AdvantageInputs
+from miles_core.trainer import ALGORITHMS, AdvantageInputs
 from miles_testing import PromptSourceContract
 from miles_tools.demo.model import make_tokenizer
 
@@ -96,7 +96,7 @@ def test_attempts_are_compared_with_others_at_the_same_task():
     made = group_attempts(samples)
     group, rollout = (torch.tensor([getattr(one, name) for one in made]) for name in ("group_index", "rollout_id"))
     rewards, ones = torch.tensor([one.reward for one in made]).double(), torch.ones(len(made), dtype=torch.int64)
-    scores = OBJECTIVES["dr_grpo"](AdvantageInputs(rewards, group, rollout, ones, ones)).tolist()
+    scores = ALGORITHMS["dr_grpo"](AdvantageInputs(rewards, group, rollout, ones, ones)).tolist()
     assert scores[:3] == [0.0] * 3
     assert scores[3:] == pytest.approx([1 / 3, 1 / 3, -2 / 3, -1 / 3, -1 / 3, 2 / 3])
     assert [(one.group_index, one.rollout_id) for one in samples[:3]] == [(0, 4), (0, 4), (0, 7)]  # unchanged

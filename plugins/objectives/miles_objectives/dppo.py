@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from miles_core.plugin import Policy, Run
-from miles_core.trainer import OBJECTIVES, Clip, Objective, PolicyLossInputs, TokenLoss
+from miles_core.trainer import ALGORITHMS, Clip, Objective, PolicyLossInputs, TokenLoss
 from miles_objectives.config import THRESHOLDS
 from miles_objectives.tokens import Metrics, advantages, log_ratios, metrics_of
 
@@ -28,7 +28,7 @@ from miles_objectives.tokens import Metrics, advantages, log_ratios, metrics_of
 def make_dppo(run: Run, policy: Policy) -> Objective:
     """Provider of ``--advantage-estimator dppo``: the advantages of GRPO with this loss."""
     options = run.config_of(policy).plugin("objectives")
-    return Objective(OBJECTIVES["grpo"].advantage, make_loss(options.dppo_divergence, options.dppo_threshold))
+    return Objective(ALGORITHMS["grpo"].advantage, make_loss(options.dppo_divergence, options.dppo_threshold))
 
 
 def make_loss(divergence: str, threshold: float | None = None) -> TokenLoss:

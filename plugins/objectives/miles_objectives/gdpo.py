@@ -17,7 +17,7 @@ from torch import Tensor
 
 from miles_core.data import Sample
 from miles_core.plugin import ConfigError, DataError, Policy, Run, hookimpl
-from miles_core.trainer import OBJECTIVES, AdvantageInputs, Needs, Objective, expand
+from miles_core.trainer import ALGORITHMS, AdvantageInputs, Needs, Objective, expand
 
 #: Field of a sample with its rewards, in the order of ``--gdpo-rewards``.
 PARTS = "reward_parts"
@@ -44,7 +44,7 @@ def gdpo(inputs: AdvantageInputs, parts: Tensor, weights: Mapping[str, float]) -
     total = torch.zeros(len(ones), dtype=torch.float64)
     for k, weight in enumerate(weights.values()):
         own = replace(inputs, rewards=parts[:, k].double(), lengths=ones, mask=ones.float(), kl=None, batch=None)
-        total = total + weight * OBJECTIVES["grpo"].advantage(own).cpu()
+        total = total + weight * ALGORITHMS["grpo"].advantage(own).cpu()
     count = inputs.sum(torch.tensor(float(len(total)), dtype=torch.float64)).clamp(min=1.0)
     mean = inputs.sum(total.sum()) / count
     deviation = (inputs.sum((total - mean).square().sum()) / (count - 1).clamp(min=1.0)).sqrt()

@@ -147,15 +147,18 @@ class MegatronTrainer(Trainer):
         if self.mtp is not None:
             wrapped = self._wrap(self.mtp.layer, overlap_grad_reduce=False)
             self.mtp.wrap(wrapped, settings.adamw, settings.dtype, settings.optimizer)
-        both: list[Any] = [self] if self.mtp is None else [self, self.mtp]
-        wrapped_mtp = [] if self.mtp is None else [self.mtp.wrapped]
-        copied = [] if self.weights.copy is None else [self.weights.copy]
-        self._memory = DeviceMemory([*self.wrapped, *wrapped_mtp], [each.optimizer for each in both], copied)
+        self._memory = self._device_memory()
         self._state = checkpoint.TrainerState(plain, self.weights, self.optimizer, self.mtp, self.world)
         self.config.finalize_model_grads_func = _finalize
         self.config.no_sync_func = [c.no_sync for c in self.wrapped] if s.virtual > 1 else self.wrapped[0].no_sync
         self.config.grad_scale_func = self.optimizer.inner.scale_loss
         self.callbacks = Callbacks(self.forward, _no_loss, self.optimizer_step)
+
+    def _device_memory(self) -> DeviceMemory:
+        both: list[Any] = [self] if self.mtp is None else [self, self.mtp]
+        wrapped = [] if self.mtp is None else [self.mtp.wrapped]
+        copied = [] if self.weights.copy is None else [self.weights.copy]
+        return DeviceMemory([*self.wrapped, *wrapped], [each.optimizer for each in both], copied)
 
     def _wrap(self, module: nn.Module, one_bucket: bool = True, **fixed: Any) -> Any:
         """Wrap a module so that its gradients are summed over replicas."""
