@@ -70,7 +70,8 @@ def compose(inner: F, wrappers: Sequence[Wrapper]) -> F:
 def note(error: BaseException, plugin: str, hook: str) -> None:
     """Name the plugin of the innermost function that raised ``error``; later calls have no effect.
 
-    The message of a ``PluginError``, a mistake in the plugin's code, then begins with the plugin; other errors get a note. An error of core (empty ``plugin``) gets no note, but is marked so that no plugin around it is named.
+    The message of a ``PluginError``, a mistake in the plugin's code, then begins with the plugin; other errors get a note.
+    An error of core (empty ``plugin``) gets no note, but is marked so that no plugin around it is named.
     """
     if getattr(error, _OWNER, None) is None and not str(error).startswith("plugin "):
         setattr(error, _OWNER, plugin)

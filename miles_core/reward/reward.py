@@ -29,7 +29,9 @@ def group_reward(function: F) -> F:
 
 
 def compares_label(build: F) -> F:
-    """Declare that the reward created by ``build`` compares a response with a label: a run without labels is rejected before it starts.
+    """Declare that the reward created by ``build`` compares a response with a label and is a number.
+
+    A run without labels, or with ``--reward-key``, is rejected before it starts.
 
     ``build`` is the provider that a manifest names under the kind ``reward``.
     """
