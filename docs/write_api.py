@@ -132,7 +132,7 @@ def _indent(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    return f"```python\n{text}\n```\n"
+    return f"```text\n{text}\n```\n"  # other tools run and format blocks of Python
 
 
 def _paragraph(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:

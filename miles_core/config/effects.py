@@ -87,6 +87,6 @@ def _judge(option: Option, fact: Fact, facts: Facts) -> Idle | None:
         return None
     causes = [facts.lookup(name) for name in dict.fromkeys(names(condition))]
     actual = " and ".join(f"{c.flag or c.name} is {show(c.value) or 'none'} ({c.origin})" for c in causes)
-    switched_off = any(cause.chosen and not cause.value for cause in causes)
+    switched_off = any(cause.flag and cause.chosen and not cause.value for cause in causes)
     message = f"{fact.origin}: it needs {condition}, and {actual}: otherwise it has no effect; change that, or leave {option.flag} out"
     return Idle(message, harmless=switched_off or fact.value == plain(option.default))

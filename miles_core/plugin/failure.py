@@ -1,4 +1,4 @@
-"""Explain why a plugin cannot be imported: with a sentence if it was written for another version, else with its traceback."""
+"""Explain why a plugin cannot be imported: one line if it was written for another version, else its traceback."""
 
 from __future__ import annotations
 

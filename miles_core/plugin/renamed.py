@@ -1,7 +1,7 @@
 """Public names that were renamed or moved, for plugins that were written for an earlier version.
 
-A plugin that imports an old name does not start; the error names the plugin, the old name and the new one. The table is
-``renamed.toml``; a rename adds a line there.
+A plugin that imports an old name does not start; the error names the plugin, the old name and the new one. The tables are
+``miles_core/renamed.toml``, to which a rename adds a line, and the file of that name in other packages with public names.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import tomllib
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from miles_core.nearest import did_you_mean
@@ -32,9 +33,16 @@ _OF_MODULE = re.compile(r"(?:module ')?([\w.]+)'? has no (?:attribute )?'(\w+)'"
 
 
 @cache
-def table() -> dict[str, str]:
-    """Return old name -> new name, "" if nothing replaces it."""
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+def table(package: str = "miles_core") -> dict[str, str]:
+    """Return old name -> new name, "" if nothing replaces it: the table of core and that of ``package``, without importing it."""
+    renamed: dict[str, str] = {}
+    for name in ("miles_core", package):
+        spec = find_spec(name)
+        files = [Path(folder) / "renamed.toml" for folder in (spec.submodule_search_locations or ())] if spec else []
+        for file in files:
+            if file.is_file():
+                renamed |= tomllib.loads(file.read_text(encoding="utf-8"))
+    return renamed
 
 
 def explain_old_name(error: BaseException) -> str:
@@ -43,7 +51,9 @@ def explain_old_name(error: BaseException) -> str:
     Empty if the error is about anything else.
     """
     old = _failed_on(error)
-    if not old or old.partition(".")[0].partition(":")[0] not in _packages():
+    if not old.startswith("miles_") or (
+        find_new_name(old) is None and old.partition(":")[0].partition(".")[0] not in _packages()
+    ):
         return ""
     new = find_new_name(old)
     if new:
@@ -59,7 +69,7 @@ def explain_old_name(error: BaseException) -> str:
 
 def find_new_name(old: str) -> str | None:
     """Return the new name of ``module:name`` or ``module``; "" if nothing replaces it, None if the old name is not known."""
-    renamed = table()
+    renamed = table(old.partition(":")[0].partition(".")[0])
     if old in renamed:
         return renamed[old]
     module, _, name = old.partition(":")
@@ -84,7 +94,7 @@ def _failed_on(error: BaseException) -> str:
 
 
 def _packages() -> set[str]:
-    return {name.partition(".")[0].partition(":")[0] for name in (*table(), *PUBLIC)}
+    return {name.partition(".")[0] for name in PUBLIC}
 
 
 def _exports(module: str) -> list[str]:

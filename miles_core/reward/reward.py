@@ -46,7 +46,8 @@ def check_label(label: Any) -> None:
 
 
 def compares_label(build: F, check: Callable[[Any], object] = check_label) -> F:
-    """Declare that the reward created by ``build`` compares a response with a label: a run without labels is rejected before it starts.
+    """Declare that the reward created by ``build`` compares a response with a label and is a number: a run without labels, or with
+    ``--reward-key``, is rejected before it starts.
 
     ``build`` is the provider that a manifest names under the kind ``reward``. ``check`` is called with the label of every row, and raises
     DataError if no response can match it.

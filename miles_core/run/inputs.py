@@ -104,6 +104,8 @@ class Inputs:
         with problems():
             if compare is not None and config.data.label_key is None:
                 raise ConfigError(f"--rm-type {config.reward.rm_type} compares with a label: give --label-key COLUMN")
+        with problems():
+            self.code.check_reward_key(run)
         self._check_row = compare if config.data.label_key else None
         sets = [("--prompt-data", self.prompts), *(("--eval-prompt-data", rows) for rows in self.held_out.values())]
         for flag, rows in sets:
@@ -208,6 +210,22 @@ class RolloutCode:
             found = {policy.name: _reward(run, name, policy) for policy in (learning if own else learning[:1])}
             self.reward, self.reward_of = next(iter(found.values())), found if own else {}
         self.functions = _functions(run, self.generate)
+
+    def check_reward_key(self, run: Run) -> None:
+        """Refuse ``--reward-key`` for a reward that is a number: one that compares with a label, or that declares ``-> float``.
+
+        Raises:
+            ConfigError: the option has no effect.
+        """
+        options = run.config.reward
+        own = self.reward.function if self.reward is not None else None
+        declared = getattr(getattr(own, "function", own), "__annotations__", {}).get("return")
+        if options.reward_key and (declared in (float, "float") or _label_check(run, options.rm_type) is not None):
+            name = f"--rm-type {options.rm_type}" if options.rm_type else f"--custom-rm-path {options.custom_rm_path}"
+            raise ConfigError(
+                f"--reward-key {options.reward_key}: it has no effect, because the reward of {name} is a number, and only a dict has entries; "
+                "leave --reward-key out"
+            )
 
     def producer(self, run: Run, engines: Mapping[str, Engine]) -> LocalProducer:
         """Return the producer of this process; ``engines`` maps the policies that generate to their engines."""

@@ -302,8 +302,7 @@ class Learner:
         if (
             "values" in batch.columns and "returns" not in batch.columns
         ):  # an estimator may write other targets of the critic
-            returns = advantages + batch.column("values")
-            batch.columns["returns"] = torch.where(batch.mask.bool(), returns, 0.0).float()
+            batch.columns["returns"] = torch.where(batch.mask.bool(), advantages + batch.column("values"), 0.0).float()
         if options.normalize_advantages and not self.is_critic:
             advantages = whiten(advantages, batch.mask, self.trainer.sum)
         return advantages.float()

