@@ -113,9 +113,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
                     run.hooks.name_suspects(error, _CHANGING)
                 error.add_note(_record_error(run, f"{type(error).__name__}: {error}"))
                 raise
-        end = record_ending(run, f"stopped by {stopped.name}" if stopped.name else "finished")
-        for line in end.lines():
-            log.info("%s", line)
+        end = _log_ending(run, f"stopped by {stopped.name}" if stopped.name else "finished")
         return Launched(run, parts, end, stopped.signals[-1] if stopped.signals else 0)
 
 
@@ -181,8 +179,7 @@ class StopSignals:
         log.error(
             "the run did not stop in time: the process exits %g s after %s", self.run.config.run.stop_within, self.name
         )
-        for line in record_ending(self.run, f"stopped by {self.name}").lines():
-            log.info("%s", line)
+        _log_ending(self.run, f"stopped by {self.name}")
 
 
 @contextmanager
@@ -233,6 +230,14 @@ def _write_start(run: Run) -> None:
             f"--save {run.directory}: {error.filename or 'a file in it'} cannot be written ({error.strerror}); free space there, or choose another "
             "directory"
         ) from error
+
+
+def _log_ending(run: Run, why: str) -> Ending:
+    """Record the end of a run and log its last lines."""
+    end = record_ending(run, why)
+    for line in end.lines():
+        log.info("%s", line)
+    return end
 
 
 def _record_error(run: Run, error: str) -> str:
