@@ -72,12 +72,12 @@ async def push(senders: int, count: int) -> dict[str, Any]:
     for worker in engines.workers:
         await worker.begin_push(1, ())
     engines.workers[0].connect(engines)
-    fronts = [EnginePool(engines, BUILD_INFO, 1, World(rank, senders)) for rank in range(senders)]
-    for front in fronts:
-        front.push = 1
+    pools = [EnginePool(engines, BUILD_INFO, 1, World(rank, senders)) for rank in range(senders)]
+    for pool in pools:
+        pool.push = 1
     data = [[Encoded(f"w{rank}", {f"w{rank}": torch.zeros(1)})] for rank in range(senders)]
     started = time.perf_counter()
-    await asyncio.gather(*(front.update_weights(units, 0) for front, units in zip(fronts, data, strict=True)))
+    await asyncio.gather(*(pool.update_weights(units, 0) for pool, units in zip(pools, data, strict=True)))
     seconds = time.perf_counter() - started
     assert all(w.part.received == senders and w.part.version == 0 for w in engines.workers)
     return {"messages": engines.messages, "seconds": round(seconds, 3)}

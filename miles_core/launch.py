@@ -120,9 +120,7 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
                 if ending is caught:
                     raise
                 raise ending from caught
-        end = record_ending(run, f"stopped by {stopped.name}" if stopped.name else "finished")
-        for line in end.lines():
-            log.info("%s", line)
+        end = _log_ending(run, f"stopped by {stopped.name}" if stopped.name else "finished")
         return Launched(run, parts, end, stopped.signals[-1] if stopped.signals else 0)
 
 
@@ -188,8 +186,7 @@ class StopSignals:
         log.error(
             "the run did not stop in time: the process exits %g s after %s", self.run.config.run.stop_within, self.name
         )
-        for line in record_ending(self.run, f"stopped by {self.name}").lines():
-            log.info("%s", line)
+        _log_ending(self.run, f"stopped by {self.name}")
 
 
 @contextmanager
@@ -250,6 +247,14 @@ def _write_start(run: Run) -> None:
             f"--save {run.directory}: {error.filename or 'a file in it'} cannot be written ({error.strerror}); free space there, or choose another "
             "directory"
         ) from error
+
+
+def _log_ending(run: Run, why: str) -> Ending:
+    """Record the end of a run and log its last lines."""
+    end = record_ending(run, why)
+    for line in end.lines():
+        log.info("%s", line)
+    return end
 
 
 def _record_error(run: Run, error: str) -> str:

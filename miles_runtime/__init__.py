@@ -1,7 +1,6 @@
 """Trainer ranks, engines and rollouts as workers in separate processes, independent of how a runtime reaches them.
 
-``rank`` is a learner with the transport of its weights, ``learner_group`` the driver's handle to all ranks, which also lets both
-sides share devices. ``inline`` is the runtime of one process: the same handle on one rank, which it calls directly. ``worker`` is the
+``inline`` is the runtime of one process, where the driver calls the learner directly (``miles_core.train.local_learner``). ``worker`` is the
 entry point of another process, which then holds a ``rank_worker``, an ``engine_worker`` or a ``rollout_worker``. A runtime implements only
 ``workers``: calls to a process, and the replacement of a dead process; ``local_workers`` does it on one machine. The package adds the
 driver's handles (``learner_group``, ``engine_pool``, ``rollout_pool``), the order of building and checking parts, and the recovery of

@@ -61,7 +61,7 @@ class Request:
             key, position). A request that continues an aborted request has the same key.
         extras: names of declared fields to record, e.g. ``{"sampling_support"}``. The plan is rejected if the engine lacks the
             corresponding capability.
-        group: group index; requests of one group share a prompt, and a front of several engines sends them to the same engine.
+        group: group index; requests of one group share a prompt, and a pool of several engines sends them to the same engine.
         policy: name of the policy that generates; "" is the first policy that trains.
         metadata: plugin data, passed through unchanged.
     """

@@ -15,10 +15,10 @@ per GPU works as follows (``miles_runtime`` implements everything except startin
 - The engine of a policy is an ``Engine`` that forwards to processes with one engine each. ``generate`` selects one of them (the same
   one for all requests of a group); every other call goes to all of them.
 - Weights do not pass through the driver: ``push`` runs export, encoding and transport in the trainer ranks. A rank's transport
-  has its own engine front, through which it calls ``receive`` of the engines. Tensors passed to that front are sent as bytes.
-- With ``--colocate``, ranks and engines share devices. Core makes them take turns (``miles_runtime.learner_group``). The runtime places
+  has its own pool of the engines, through which it calls ``receive`` of each. Tensors passed to it are sent as bytes.
+- With ``--colocate``, ranks and engines share devices. The learner's handle moves their memory (``miles_core.train.memory``). The runtime places
   them on the devices and uses the same calls to free memory while it builds each of them.
-- A process that dies or stops responding raises ``WorkerLost``. The engine front replaces a lost engine. A lost trainer rank loses the
+- A process that dies or stops responding raises ``WorkerLost``. The driver's pool of engines replaces a lost one. A lost trainer rank loses the
   training since the last checkpoint: the driver calls ``recover`` of the runtime and repeats the steps from that checkpoint.
 """
 

@@ -160,21 +160,21 @@ def test_the_driver_learns_when_engines_are_busy():
 def test_reports_of_workers_replace_an_engine_once(recorded, build_info):
     async def body():
         workers, replaced, changes = recorded(NAMES), [], []
-        front = EnginePool(workers, build_info)
+        pool = EnginePool(workers, build_info)
 
         async def replace(number, lost):
             replaced.append((number, lost.cause))
             await workers.start(number)
 
-        front.replace_with(replace, lambda: None)
-        front.watchers.append(lambda: changes.append(sorted(front.serving)))
-        await asyncio.gather(*(front.report_lost(1, 0, "it was killed") for _ in range(3)))
-        await front.whole()
+        pool.replace_with(replace, lambda: None)
+        pool.watchers.append(lambda: changes.append(sorted(pool.serving)))
+        await asyncio.gather(*(pool.report_lost(1, 0, "it was killed") for _ in range(3)))
+        await pool.whole()
         assert replaced == [(1, "it was killed")] and changes[0] == [0, 2, 3]
-        await front.report_lost(1, 0, "an old report")
-        await front.whole()
-        assert len(replaced) == 1 and EngineState.of(front).replaced == {1: 1}
-        await front.forget("rollout-0-0")
+        await pool.report_lost(1, 0, "an old report")
+        await pool.whole()
+        assert len(replaced) == 1 and EngineState.of(pool).replaced == {1: 1}
+        await pool.forget("rollout-0-0")
         assert len(workers.asked("forget")) == 4
 
     asyncio.run(body())
@@ -182,14 +182,14 @@ def test_reports_of_workers_replace_an_engine_once(recorded, build_info):
 
 def test_an_engine_that_cannot_be_replaced_fails_the_groups(recorded, build_info):
     async def body():
-        front, failures = EnginePool(recorded(NAMES), build_info), []
+        pool, failures = EnginePool(recorded(NAMES), build_info), []
 
         async def replace(number, lost):
             raise lost
 
-        front.replace_with(replace, lambda: None)
-        front.watchers.append(lambda: failures.append(front.failure))
-        await front.report_lost(1, 0, "it was killed")
+        pool.replace_with(replace, lambda: None)
+        pool.watchers.append(lambda: failures.append(pool.failure))
+        await pool.report_lost(1, 0, "it was killed")
         await asyncio.sleep(0.02)
         assert failures[0] is None and isinstance(failures[-1], WorkerLost)
 

@@ -37,16 +37,16 @@ def test_a_group_stays_together_and_the_idlest_engine_is_asked(recorded, build_i
 
     async def main():
         gate["open"] = asyncio.Event()
-        front = EnginePool(recorded(NAMES, {"generate": generate}), build_info, 1)
+        pool = EnginePool(recorded(NAMES, {"generate": generate}), build_info, 1)
         groups = [1, 1, 1, 2, 2, 3, 4, 3, 1]
-        tasks = [asyncio.create_task(front.generate(request(g, k))) for k, g in enumerate(groups)]
+        tasks = [asyncio.create_task(pool.generate(request(g, k))) for k, g in enumerate(groups)]
         await asyncio.sleep(0.01)
         gate["open"].set()
         where = [number for number, _ in await asyncio.gather(*tasks)]
         by_group = {g: {w for w, other in zip(where, groups, strict=True) if other == g} for g in groups}
         assert all(len(engines) == 1 for engines in by_group.values())
         assert by_group[1] | by_group[2] | by_group[3] == {0, 1, 2} and by_group[4] == by_group[3]
-        assert not front._groups and not front._in_flight.load.total()
+        assert not pool._groups and not pool._in_flight.load.total()
 
     run(main)
 
@@ -54,14 +54,14 @@ def test_a_group_stays_together_and_the_idlest_engine_is_asked(recorded, build_i
 def test_other_calls_go_to_all_and_score_to_one(recorded, build_info):
     async def main():
         workers = recorded(NAMES, {"score": ["scores"]})
-        front = EnginePool(workers, build_info, 1)
-        await front.pause("abort")
-        await front.abort()
-        await front.resume()
-        assert await front.score([[1, 2]]) == ["scores"]
+        pool = EnginePool(workers, build_info, 1)
+        await pool.pause("abort")
+        await pool.abort()
+        await pool.resume()
+        assert await pool.score([[1, 2]]) == ["scores"]
         assert [c[0] for c in workers.asked("pause")] == [0, 1, 2]
         assert workers.asked("abort")[2] == (2, "abort", None) and len(workers.asked("score")) == 1
-        assert front.capabilities == {"score"} and front.model_facts() == {"a": 1}
+        assert pool.capabilities == {"score"} and pool.model_facts() == {"a": 1}
 
     run(main)
 
@@ -72,16 +72,16 @@ def test_an_abort_reaches_only_the_engines_with_the_requests(recorded, build_inf
 
     async def main():
         workers = recorded(NAMES, {"generate": generate})
-        front = EnginePool(workers, build_info, 1)
-        tasks = [asyncio.create_task(front.generate(request(key // 2, key))) for key in range(6)]
+        pool = EnginePool(workers, build_info, 1)
+        tasks = [asyncio.create_task(pool.generate(request(key // 2, key))) for key in range(6)]
         await asyncio.sleep(0.01)
         for task in tasks[:2]:  # as a collection that has enough groups
             task.cancel()
         await asyncio.wait(tasks[:2])
-        await front.abort([0, 1, 99])
-        await front.abort([0, 1])
+        await pool.abort([0, 1, 99])
+        await pool.abort([0, 1])
         assert workers.asked("abort") == [(0, "abort", [0, 1])]
-        await front.abort([2, 5])  # requests in flight
+        await pool.abort([2, 5])  # requests in flight
         assert workers.asked("abort")[1:] == [(1, "abort", [2]), (2, "abort", [5])]
         for task in tasks:
             task.cancel()
@@ -120,9 +120,9 @@ def test_weights_travel_in_blocks(recorded, build_info):
 
     async def main():
         workers = recorded(NAMES[:2])
-        front = EnginePool(workers, build_info, 2 * ALIGNMENT, World(1, 3))  # two weights in a block
-        front.push = 9
-        await front.update_weights(iter(units), 7)
+        pool = EnginePool(workers, build_info, 2 * ALIGNMENT, World(1, 3))  # two weights in a block
+        pool.push = 9
+        await pool.update_weights(iter(units), 7)
         taken = [call[3:] for call in workers.asked("take") if call[0] == 0 and call[2] == 9]
         assert [call[:4] for call in taken] == [(1, 3, 0, 7), (1, 3, 1, 7), (1, 3, 2, 7)]
         read = [e for *_, table, data in taken for e in read_block(table, data)]
@@ -167,18 +167,18 @@ def test_units_are_exhausted_after_an_engine_is_lost(recorded, build_info):
     run(main)
 
 
-def mended(front, workers, resent):
-    """The front, with engines replaced as a runtime would."""
+def mended(pool, workers, resent):
+    """The pool, with engines replaced as a runtime would."""
 
     async def replace(number, lost):
         await workers.restart(number)
 
     async def resend():
         resent.append(True)
-        await front.check_served(5)
+        await pool.check_served(5)
 
-    front.replace_with(replace, resend)
-    return front
+    pool.replace_with(replace, resend)
+    return pool
 
 
 def test_requests_of_a_lost_engine_are_sent_again_and_it_comes_back_with_the_next_weights(recorded, build_info):
@@ -187,14 +187,14 @@ def test_requests_of_a_lost_engine_are_sent_again_and_it_comes_back_with_the_nex
             recorded(NAMES[:2], {"generate": lambda number, request: (number, request.key), "version": 5}),
             [],
         )
-        front = mended(EnginePool(workers, build_info, 1), workers, resent)
+        pool = mended(EnginePool(workers, build_info, 1), workers, resent)
         workers.dead = {0}
-        found = await asyncio.gather(*(front.generate(request(g, g)) for g in range(6)))
+        found = await asyncio.gather(*(pool.generate(request(g, g)) for g in range(6)))
         assert sorted(found) == [(1, key) for key in range(6)] and not resent
-        await front.whole()
-        assert front.serving == {1} and front.replacements == 1
-        await front.check_served(5)
-        assert front.serving == {0, 1} and front.version == 5
+        await pool.whole()
+        assert pool.serving == {1} and pool.replacements == 1
+        await pool.check_served(5)
+        assert pool.serving == {0, 1} and pool.version == 5
 
     run(main)
 
@@ -202,11 +202,11 @@ def test_requests_of_a_lost_engine_are_sent_again_and_it_comes_back_with_the_nex
 def test_when_no_engine_is_left_the_learner_sends_its_weights_at_once(recorded, build_info):
     async def main():
         workers, resent = recorded(NAMES[:1], {"generate": "done", "version": 5}), []
-        front = mended(EnginePool(workers, build_info, 1), workers, resent)
-        await front.rebuild("f8")
-        await front.pause("retract")
+        pool = mended(EnginePool(workers, build_info, 1), workers, resent)
+        await pool.rebuild("f8")
+        await pool.pause("retract")
         workers.dead, workers.calls = {0}, []
-        assert await front.generate(request(0)) == "done" and resent == [True]
+        assert await pool.generate(request(0)) == "done" and resent == [True]
         # what the previous engine had received
         assert [c for c in workers.calls if c[1] in ("rebuild", "pause")] == [
             (0, "rebuild", "f8"),
@@ -219,26 +219,26 @@ def test_when_no_engine_is_left_the_learner_sends_its_weights_at_once(recorded, 
 def test_an_engine_that_may_not_be_replaced_fails_the_requests(recorded, build_info):
     async def main():
         workers = recorded(NAMES[:2], {"generate": "done"})
-        front = EnginePool(workers, build_info, 1)
+        pool = EnginePool(workers, build_info, 1)
 
         async def replace(number, lost):
             raise lost
 
-        front.replace_with(replace, replace)
+        pool.replace_with(replace, replace)
         workers.dead = {0}
         with pytest.raises(WorkerLost, match=r"worker engine-0 was lost: it was killed"):
-            await front.generate(request(0))  # another engine does it
-            await front.whole()
+            await pool.generate(request(0))  # another engine does it
+            await pool.whole()
         with pytest.raises(WorkerLost):
-            await front.generate(request(0))
+            await pool.generate(request(0))
 
     run(main)
 
 
 def test_engines_that_serve_different_versions_are_named(recorded, build_info):
     async def main():
-        front = EnginePool(recorded(NAMES, {"version": lambda number: 4 - number // 2}), build_info, 1)
+        pool = EnginePool(recorded(NAMES, {"version": lambda number: 4 - number // 2}), build_info, 1)
         with pytest.raises(MismatchError, match="version 4 was sent, but engine-2 serves 3"):
-            await front.check_served(4)
+            await pool.check_served(4)
 
     run(main)

@@ -36,7 +36,7 @@ def samples(groups=4):
 
 
 @pytest.fixture
-def front(recorded, build_info):
+def group(recorded, build_info):
     def make(answers, worlds=WORLDS, engines=("engine-0", "engine-1")):
         config = load([], manifests={})
         run = SimpleNamespace(config=config, config_of=lambda policy: config, step=3, clock=Clock())
@@ -56,8 +56,8 @@ def learn(number, share, step):
     return {"train/loss": (weight * number, weight)}, seen
 
 
-def test_groups_are_divided_over_replicas_and_one_rank_of_each_is_counted(front):
-    made = front({"learn": learn})
+def test_groups_are_divided_over_replicas_and_one_rank_of_each_is_counted(group):
+    made = group({"learn": learn})
     made.ranks.clocks = {number: {"prepare": 0.1, "train": 0.1 + number} for number in range(4)}
 
     async def main():
@@ -81,14 +81,14 @@ def test_groups_are_divided_over_replicas_and_one_rank_of_each_is_counted(front)
     assert sum(v for k, v in seconds.items() if k != "time/step") == pytest.approx(seconds["time/step"], abs=0.01)
 
 
-def test_log_probs_come_back_in_the_order_of_the_samples(front):
-    made = front({"log_probs": lambda number, mine, emulation: [np.full(2, s.index) for s in mine]})
+def test_log_probs_come_back_in_the_order_of_the_samples(group):
+    made = group({"log_probs": lambda number, mine, emulation: [np.full(2, s.index) for s in mine]})
     found = asyncio.run(made.log_probs(samples()))
     assert [row[0] for row in found] == list(range(8))
 
 
-def test_supervised_samples_are_no_groups(front):
-    made = front({"supervise": lambda number, mine, lr: {"sft/loss": (sum(s.index for s in mine), len(mine))}})
+def test_supervised_samples_are_no_groups(group):
+    made = group({"supervise": lambda number, mine, lr: {"sft/loss": (sum(s.index for s in mine), len(mine))}})
     rows = [Sample(tokens=[1, 2], response_length=1, index=n) for n in range(5)]
     assert asyncio.run(made.supervise(rows, 0.1)) == {"sft/loss": 2.0}
     assert [len(mine) for _, _, mine, _ in made.ranks.asked("supervise")] == [3, 3, 2, 2]
@@ -103,8 +103,8 @@ def pushed(made, worlds=WORLDS):
     return made
 
 
-def test_a_push_is_what_all_ranks_sent_and_connects_them_once(front):
-    made = pushed(front({}))
+def test_a_push_is_what_all_ranks_sent_and_connects_them_once(group):
+    made = pushed(group({}))
 
     async def main():
         return [await made.push(4), await made.push(5)]
@@ -114,9 +114,9 @@ def test_a_push_is_what_all_ranks_sent_and_connects_them_once(front):
     assert len(made.ranks.asked("connect_engines")) == 4 and made.engines.version == 5
 
 
-def test_engines_wait_for_the_ranks_that_send(front):
+def test_engines_wait_for_the_ranks_that_send(group):
     worlds = [replace(world, sends=world.rank in (1, 3)) for world in WORLDS]
-    made = pushed(front({}, worlds))
+    made = pushed(group({}, worlds))
     asyncio.run(made.push(4))
     assert [call[2:] for call in made.engines.engines.asked("begin_push")] == [(1, ("trainer-1", "trainer-3"))] * 2
     assert {call[-1] for call in made.ranks.asked("connect_engines")} == {(1, 3)}
@@ -138,8 +138,8 @@ def test_a_rank_that_sends_nothing_calls_no_engine(toy_run, recorded, build_info
     assert asyncio.run(worker.push(1, False, 1)).nbytes == 0 and not engines.calls
 
 
-def test_a_push_is_made_again_after_an_engine_was_lost_in_it(front):
-    made = front({})
+def test_a_push_is_made_again_after_an_engine_was_lost_in_it(group):
+    made = group({})
     engines = made.engines.engines
 
     async def push(number, version, plain, push):
@@ -165,8 +165,8 @@ def test_a_push_is_made_again_after_an_engine_was_lost_in_it(front):
     assert made.engines.serving == {0, 1} and len(made.ranks.asked("connect_engines")) == 8
 
 
-def test_an_engine_that_was_replaced_before_a_rank_reports_its_loss_is_not_replaced_again(front):
-    made = front({})
+def test_an_engine_that_was_replaced_before_a_rank_reports_its_loss_is_not_replaced_again(group):
+    made = group({})
     engines, replaced = made.engines.engines, []
 
     async def push(number, version, plain, push):
@@ -191,39 +191,39 @@ def test_an_engine_that_was_replaced_before_a_rank_reports_its_loss_is_not_repla
     assert replaced == [1] and made.engines.serving == {0, 1}
 
 
-def test_the_lost_rank_is_named_even_when_its_peers_complain_first(front):
+def test_the_lost_rank_is_named_even_when_its_peers_complain_first(group):
     async def broken(number, share, step):
         if number == 1:
             await asyncio.sleep(0.05)
             raise made.ranks.lost_error(1, "it was killed")
         raise RuntimeError("connection closed by peer")
 
-    made = front({"learn": broken})
+    made = group({"learn": broken})
     with pytest.raises(WorkerLost, match="trainer-1"):
         asyncio.run(made.learn(samples(), 0))
     assert not asyncio.run(made.is_intact())
 
 
 @pytest.mark.parametrize(("answers", "intact"), [([True] * 4, True), ([True, True, False, True], False)])
-def test_after_a_step_that_failed_the_ranks_say_what_their_weights_are(front, answers, intact):
+def test_after_a_step_that_failed_the_ranks_say_what_their_weights_are(group, answers, intact):
     def broken(number, share, step):
         raise NonFiniteError("nan")
 
-    made = front({"learn": broken, "is_intact": lambda number: answers[number]})
+    made = group({"learn": broken, "is_intact": lambda number: answers[number]})
     with pytest.raises(NonFiniteError):
         asyncio.run(made.learn(samples(), 0))
     assert asyncio.run(made.is_intact()) is intact and made.policy.trained == 0
 
 
-def test_a_frozen_policy_does_not_learn(front):
-    made = front({"learn": learn})
+def test_a_frozen_policy_does_not_learn(group):
+    made = group({"learn": learn})
     made.policy = Policy(name="judge", role="frozen")
     with pytest.raises(ConfigError, match="judge is frozen"):
         asyncio.run(made.learn(samples(), 0))
 
 
-def test_values_and_top_log_probs_come_back_in_the_order_of_the_samples(front):
-    made = front(
+def test_values_and_top_log_probs_come_back_in_the_order_of_the_samples(group):
+    made = group(
         {
             "values": lambda number, mine: [np.full(2, s.index) for s in mine],
             "top_log_probs": lambda number, mine, k: [(s.index, k) for s in mine],
@@ -233,8 +233,8 @@ def test_values_and_top_log_probs_come_back_in_the_order_of_the_samples(front):
     assert asyncio.run(made.top_log_probs(samples(), 3)) == [(n, 3) for n in range(8)]
 
 
-def test_weights_that_are_sent_between_steps_are_called_what_they_will_be(front):
-    made = pushed(front({"learn": learn}))
+def test_weights_that_are_sent_between_steps_are_called_what_they_will_be(group):
+    made = pushed(group({"learn": learn}))
 
     async def main():
         await made.resend()

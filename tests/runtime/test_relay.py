@@ -64,10 +64,10 @@ async def push(engines, build_info, number=1, version=5, senders=SENDERS, count=
         if at not in engines.dead:
             await worker.begin_push(number, [f"trainer-{n}" for n in range(senders)])
     engines.workers[0].connect(engines)
-    fronts = [EnginePool(engines, build_info, 1, World(rank, senders)) for rank in range(senders)]
-    for front in fronts:
-        front.push = number
-    work = [front.update_weights(units(front.world.rank, count), version) for front in fronts[: alive or senders]]
+    pools = [EnginePool(engines, build_info, 1, World(rank, senders)) for rank in range(senders)]
+    for pool in pools:
+        pool.push = number
+    work = [pool.update_weights(units(pool.world.rank, count), version) for pool in pools[: alive or senders]]
     return await asyncio.gather(*work, return_exceptions=True)
 
 
@@ -96,10 +96,10 @@ def test_senders_with_unequal_numbers_of_buckets_do_not_wait_for_each_other(buil
         for worker in engines.workers:
             await worker.begin_push(1, ())
         engines.workers[0].connect(engines)
-        fronts = [EnginePool(engines, build_info, 1, World(rank, SENDERS)) for rank in range(SENDERS)]
-        for front in fronts:
-            front.push = 1
-        await asyncio.gather(*(f.update_weights(units(f.world.rank, 1 + f.world.rank), 5) for f in fronts))
+        pools = [EnginePool(engines, build_info, 1, World(rank, SENDERS)) for rank in range(SENDERS)]
+        for pool in pools:
+            pool.push = 1
+        await asyncio.gather(*(f.update_weights(units(f.world.rank, 1 + f.world.rank), 5) for f in pools))
         return engines
 
     engines = asyncio.run(main())

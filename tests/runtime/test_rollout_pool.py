@@ -67,8 +67,8 @@ def test_requests_of_a_worker_are_answered_cancelled_and_aborted():
         workers, engine, losses = Scripted(), SlowEngine(), []
         policy = SimpleNamespace(name="policy", version=3, trained=2)
         run = SimpleNamespace(step=5, policies=[policy])
-        front = SimpleNamespace(run=run, workers=workers, engines={"policy": engine}, direct={}, answers={})
-        line = _Line(front, 0, "rollout-0-0", lambda *found: losses.append(found))
+        pool = SimpleNamespace(run=run, workers=workers, engines={"policy": engine}, direct={}, answers={})
+        line = _Line(pool, 0, "rollout-0-0", lambda *found: losses.append(found))
         group = asyncio.ensure_future(line.produce(GroupOrder(ObjectRef([]), (0,), False)))
         dropped = asyncio.ensure_future(line.produce(GroupOrder(ObjectRef([]), (1,), False)))
         await asyncio.sleep(0.01)
@@ -78,7 +78,7 @@ def test_requests_of_a_worker_are_answered_cancelled_and_aborted():
 
         workers.news.put_nowait(News(calls={n: generate(n) for n in range(4)}, answers={"engine/x": (1.0, 2.0)}))
         await asyncio.sleep(0.01)
-        assert engine.started == [0, 1, 2, 3] and front.answers == {"engine/x": (1.0, 2.0)}
+        assert engine.started == [0, 1, 2, 3] and pool.answers == {"engine/x": (1.0, 2.0)}
         ((value, error),) = Letters.unpack(workers.calls[1][1]).answers.values()
         assert Letters.unpack(workers.calls[1][1]).policies == {}, "sent once"
         assert value.tokens == [1] and error is None

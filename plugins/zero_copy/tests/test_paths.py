@@ -88,12 +88,12 @@ class SentWorkers(Workers):
 def test_a_message_leaves_before_the_next_bucket_is_filled():
     build_info = {"capabilities": frozenset(), "kv_cache_dtype": "", "native_products": False, "model_facts": {}}
     engines = SentWorkers(["engine-0", "engine-1"])
-    front = EnginePool(engines, build_info)
+    pool = EnginePool(engines, build_info)
     path = Path(lambda nbytes: MessageSlot(nbytes, {}), ahead=1)
     sender = Sender(path, 1 << 20, (0, 1))
 
     async def receive(message, last):
-        await front.receive(message, 0, last)
+        await pool.receive(message, 0, last)
 
     def units():
         for number in range(3):
