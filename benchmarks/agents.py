@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from miles_core.data import Renderer, Sample
 from miles_core.engine import Response, Sampling
-from miles_core.plugin import Ask
+from miles_core.plugin import GenerationClient
 from miles_endpoint.answer import AnswerReader
 from miles_endpoint.server import Server
 from miles_endpoint.service import Models
@@ -103,7 +103,7 @@ class Checked:
             tokenizer,
             Sample(index=number, tokens=[1], policy="policy"),
         )
-        ask = Ask(
+        ask = GenerationClient(
             self.sample, "policy", generate or self._generate, Sampling(400), tokenizer, renderer,
             lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         )  # fmt: skip

@@ -20,26 +20,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from cluster_options import flags_of, make_config, run_options
 from measure import finish, installed, options
 
 #: Schedule -> steps by which generation may run ahead of training.
 LAG = {"sync": 0, "ahead": 1, "async": 2}
-#: A response as long as a number that depends on the sample alone: log-normal, the median a sixth of the longest.
-LONG_TAILED = """
-import math
-import random
-
-def length(index, longest):
-    return max(4, min(longest, int(math.exp(math.log(longest / 6) + random.Random(index).gauss(0, 1.0)))))
-
-async def generate(args, sample, sampling_params):
-    wanted, prompt = length(sample.index, sampling_params["max_new_tokens"]), list(sample.tokens)
-    answer = await args.generate(prompt, {**sampling_params, "max_new_tokens": wanted})
-    sample.tokens = prompt + answer.tokens
-    sample.response_length = len(answer.tokens)
-    sample.response = answer.text
-    return sample
-"""
 
 
 def long_tailed_lengths(longest: int, count: int) -> list[int]:
@@ -59,13 +44,13 @@ def predict(given: argparse.Namespace, flags: list[str], mean: float) -> dict[st
     from miles_core.plugin.check import check
     from miles_core.plugin.model_config import model_config
     from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
-    from miles_planning.layout import engine_planner, trainer_planner
-    from miles_planning.model_cost import model_cost
-    from miles_planning.rates import rates_of
-    from miles_planning.rollout_time import rollout_time
-    from miles_planning.step_time import step_time
-    from miles_planning.training_time import training_time
-    from miles_planning.workload import Workload
+    from miles_planner.layout import engine_planner, trainer_planner
+    from miles_planner.model_cost import model_cost
+    from miles_planner.rates import rates_of
+    from miles_planner.rollout_time import rollout_time
+    from miles_planner.step_time import step_time
+    from miles_planner.training_time import training_time
+    from miles_planner.workload import Workload
 
     config = load([*flags, "--device", "cuda"] if given.device == "cpu" else flags)
     catalogue = catalogue_for(config)
@@ -171,8 +156,6 @@ def parameters_of_config(c: Any) -> int:
 
 
 def main() -> None:
-    from cluster_run import flags_of, make_config, run_options
-
     parser = run_options(options(__doc__))
     given = parser.parse_args()
     rows: dict[str, Any] = {}

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from cluster_options import make_config
 from measure import finish, installed, options
 from simulate_real import solve
 
@@ -81,8 +82,6 @@ def summarize(run: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    from cluster_run import make_config
-
     parser = options(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="results of cluster_run.py; the first one with sync")
     parser.add_argument("--steps", type=int, default=200, help="simulated steps")

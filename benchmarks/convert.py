@@ -158,7 +158,7 @@ def convert(source: Path, target: Path, to: str, workers: int) -> dict[str, floa
 
 def base_memory() -> float:
     """Peak memory (MB) of a process that only imports what a conversion needs."""
-    code = f"import sys, miles_tools.convert.encode, miles_core.precision.options; {PEAK}"
+    code = f"import sys, miles_formats.convert.encode, miles_formats.options; {PEAK}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     return round(int(out.stderr.split()[-1]) / 1024, 1)
@@ -175,8 +175,8 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from benchmarks.startup import processor
     from miles_core.config.load import load
-    from miles_core.precision.options import codec_for
-    from miles_tools.convert.installed import format_class, providers
+    from miles_formats.convert.installed import format_class, providers
+    from miles_formats.options import codec_for
 
     names = [n for n in given.formats.split(",") if n] or sorted(providers())
     codecs = {n: codec_for(format_class(n), load(["--rollout-precision", n])) for n in names}

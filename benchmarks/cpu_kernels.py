@@ -38,7 +38,7 @@ from miles_embedded.model.call import Call
 from miles_embedded.model.operations import TORCH
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.packing import Packing, pack
-from miles_tools.native import compiler
+from miles_formats.native import compiler
 
 #: The model and the step of grpo_step.py; rows of a packed pass in training, and of a decode step.
 HIDDEN, HEADS, KV_HEADS, DIM, EXPERTS, CHOICES, INNER, VOCABULARY = 128, 4, 2, 32, 8, 2, 128, 259

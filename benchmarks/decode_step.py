@@ -69,12 +69,12 @@ def measure_batch(given: argparse.Namespace, engine: Any, rows: int) -> dict[str
         engine.prompts.used = static and not engine.prompts.refused
         seconds = [ask(engine, rows, 1) for _ in range(given.turns + 2)][2:]  # the second pass of a shape is recorded
         firsts[name] = round(1000 * statistics.median(seconds), 2)
-    if engine.ahead.refused or engine.prompts.refused:
-        sys.exit(f"no CUDA graphs of {rows} requests: {engine.ahead.refused or engine.prompts.refused}")
+    if engine.async_steps.refused or engine.prompts.refused:
+        sys.exit(f"no CUDA graphs of {rows} requests: {engine.async_steps.refused or engine.prompts.refused}")
     steps = []
     for _ in range(given.turns):
         ask(engine, rows, BEFORE)
-        graphs = engine.ahead.graphs._recorded
+        graphs = engine.async_steps.graphs._recorded
         graph, _ = [recorded for shape, recorded in graphs.items() if shape.rows == rows][-1]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -87,7 +87,7 @@ def make_engine(model: Any, head: Any, side: str) -> EmbeddedEngine:
 
 def steps_of(engine: EmbeddedEngine) -> dict[str, Any]:
     """What the last rollouts of an engine with drafts show of acceptance, and why it uses no graphs if it should."""
-    found: dict[str, Any] = {"refused": engine.ahead.refused}
+    found: dict[str, Any] = {"refused": engine.async_steps.refused}
     lookahead = getattr(engine.decoder, "lookahead", None)
     if lookahead is not None and not isinstance(lookahead, Auto):
         found["tokens_per_step"] = round(lookahead.acceptance.length(lookahead.most), 2)

@@ -16,11 +16,11 @@ from torch import Tensor
 from miles_core.engine import Request, Sampling
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
+from miles_speculative.async_rounds import use_rounds
 from miles_speculative.decoder import SpeculativeDecoder
 from miles_speculative.head import Head
 from miles_speculative.lookahead import Auto, Lookahead
 from miles_speculative.report import rates
-from miles_speculative.rounds_ahead import use_rounds
 from miles_speculative.tree import TreeDecoder
 
 #: Sides without drafts; what two of them differ by is the noise of the others' numbers.
@@ -38,10 +38,10 @@ def decoder(draft: Any, name: str) -> SpeculativeDecoder | None:
 
 def use(made: SpeculativeDecoder | None, engine: EmbeddedEngine) -> None:
     """Let an engine decode as a side does, as a run has it: chains of drafts in CUDA graphs on a GPU."""
-    if isinstance(made, TreeDecoder):
+    if made is not None:
         engine.decoder = made
-    elif made is not None:
-        use_rounds(engine, made, engine.ahead.used)
+    if made is not None and not isinstance(made, TreeDecoder):
+        use_rounds(engine, made, engine.async_steps.used)
 
 
 class Flat:

@@ -19,14 +19,14 @@ import numpy as np
 
 from miles_core.data import Field
 from miles_core.engine import Engine, Response, SyncReport
-from miles_core.plugin import Plugin, PolicyParts, Runtime, hookimpl
+from miles_core.plugin import InlineRuntime, Plugin, PolicyParts, Runtime, hookimpl
 from miles_core.precision.schedule import precisions
 from miles_core.trainer import Learned, LearnerHandle
-from miles_runtime import InlineRuntime, Workers, local_channel
-from miles_runtime.blob import Blob, write_buffers
-from miles_runtime.engine_front import EngineFront
-from miles_runtime.inline_rollouts import InlineRolloutRuntime
-from miles_runtime.mailbox import Inbox
+from miles_workers import Workers, local_channel
+from miles_workers.engine_pool import EnginePool
+from miles_workers.inbox import Inbox
+from miles_workers.inline_rollouts import InlineRolloutRuntime
+from miles_workers.object_ref import ObjectRef, write_buffers
 
 #: As the field of ``r3``, whose hook checks it in the same way.
 FIELD = Field("recorded", "int16", "token-1", pad=-1, shape=(None, None))
@@ -127,14 +127,14 @@ class DoubleEngines(Workers):
         self._inboxes: dict[str, Inbox] = {}
 
     async def send(self, number: int, method: str, *args: Any) -> Any:
-        if method in ("post_of", "answers_of"):
+        if method in ("post", "answers"):
             inbox = self._inboxes.setdefault(args[0], Inbox(self.engine.generate))
-            return inbox.post(args[1]) if method == "post_of" else await inbox.answers()
+            return inbox.post(args[1]) if method == "post" else await inbox.answers()
         if method == "update":
             await self.engine.update_weights((), args[1])
         return self.engine.version if method == "version" else None
 
-    async def renew(self, number: int) -> None: ...
+    async def restart(self, number: int) -> None: ...
 
     async def kill(self, number: int) -> None: ...
 
@@ -146,14 +146,15 @@ class DoubleLearner(LearnerHandle):
     """Sends the shares of two replicas and receives references to what training recorded."""
 
     def __init__(self, run: Any, engine: Engine) -> None:
-        self.run, self.engine = run, engine
-        self._seen: dict[int, Blob] = {}
+        super().__init__(run, run.policy)
+        self.engine = engine
+        self._seen: dict[int, ObjectRef] = {}
 
     async def learn(self, samples: Any, step: int) -> Learned:
         from miles_core.contracts.runtime import TrainedTokens
         from miles_core.train.share import merge_recorded, split_by_replica
-        from miles_runtime.remote_tokens import pack_tokens, refer_tokens
-        from miles_runtime.sample_list import pack_share
+        from miles_workers.remote_tokens import pack_tokens, refer_tokens
+        from miles_workers.sample_list import pack_share
 
         shares = split_by_replica(samples, self.run.config.train, 2)
         for share in shares:
@@ -172,7 +173,7 @@ class DoubleLearner(LearnerHandle):
 
     async def push(self, version: int, plain: bool = False) -> SyncReport:
         await self.engine.update_weights((), version)
-        if isinstance(self.engine, EngineFront):
+        if isinstance(self.engine, EnginePool):
             await self.engine.check_served(version)
         return SyncReport(version, 0, 0, 0.001)
 
@@ -207,7 +208,7 @@ class DoubleRolloutRuntime(_Building, InlineRolloutRuntime):
 
     def make_engine(self) -> Engine:
         facts = {"kv_cache_dtype": "", "native_products": False, "model_facts": {}}
-        return EngineFront(DoubleEngines(), {"capabilities": DoubleEngine.capabilities, **facts})
+        return EnginePool(DoubleEngines(), {"capabilities": DoubleEngine.capabilities, **facts})
 
 
 def make_runtime(run: Any) -> Runtime:

@@ -27,12 +27,12 @@ from sglang_engine import make_model
 
 from miles_core.data.unit import Unit
 from miles_core.engine import Request, Sampling
-from miles_core.format import Codec
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_embedded.model.views import export
+from miles_formats import FormatCodec
 
 SIDES = ("plain", "graphs", "ahead", "fp8")
 PROMPT = 64
@@ -91,7 +91,7 @@ def measure(given: argparse.Namespace, checkpoint: Path, result: Result) -> None
         asked = requests(batch, given.tokens, given.endings)
         result.put(f"batch_{batch}", in_turns(engines, asked, given.turns))
     for side, engine in engines.items():
-        result.put(f"refused_{side}", engine.ahead.refused or engine.prompts.refused)
+        result.put(f"refused_{side}", engine.async_steps.refused or engine.prompts.refused)
         if given.profile and device == "cuda":
             result.put(
                 f"profile_{side}", profile(engine, requests(given.batches[0], given.tokens, False), given.profile)
@@ -105,13 +105,13 @@ def make_engine(side: str, checkpoint: Path, device: str) -> EmbeddedEngine:
     if side == "fp8":
         from miles_fp8.format import Fp8
 
-        settings.codec, settings.products = Codec(Fp8()), Products("native")
+        settings.codec, settings.products = FormatCodec(Fp8()), Products("native")
     engine = EmbeddedEngine(model, settings)
     if side == "fp8":
         units = [Unit({name: tensor}) for unit in export(model) for name, tensor in unit.tensors.items()]
         asyncio.run(engine.update_weights(settings.codec.encode(units), 1))
     if side == "graphs":
-        engine.ahead._next = lambda launched, rows: None  # type: ignore[method-assign]
+        engine.async_steps._next = lambda launched, rows: None  # type: ignore[method-assign]
     return engine
 
 

@@ -23,13 +23,13 @@ from measure import finish, installed, options
 from sglang_engine import EXPERTS, VOCABULARY, make_model
 
 from miles_core.data import Sample, collate
-from miles_core.format import Codec
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_core.trainer import Callbacks
 from miles_embedded.model.load import load_model
 from miles_embedded.model.operations import TORCH, use_operations
 from miles_embedded.quantized.weights import install
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_formats import FormatCodec
 from miles_testing.yardstick import weighted
 
 #: Dense BF16 operations per second by compute capability, from the data sheets (H100/H200, A100).
@@ -100,7 +100,7 @@ def make_trainer(side: str, checkpoint: Path, device: str, given: argparse.Names
     if side.startswith("fp8"):
         from miles_fp8.format import Fp8
 
-        codec = Codec(Fp8())
+        codec = FormatCodec(Fp8())
         install(model, codec, Products("emulated" if side == "fp8_emulated" else "native").of(codec.format, model))
     trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
     return trainer

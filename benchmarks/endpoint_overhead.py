@@ -26,7 +26,7 @@ from measure import finish, installed, options
 
 from miles_core.data import Renderer, Sample
 from miles_core.engine import Response, Sampling
-from miles_core.plugin import Ask
+from miles_core.plugin import GenerationClient
 from miles_endpoint.answer import AnswerReader
 from miles_endpoint.server import Server
 from miles_endpoint.service import Models
@@ -51,7 +51,7 @@ class Double:
         return Response(list(self.tokens), list(self.log_probs), "stop", CALL, [(0, 1)])
 
     def session(self, number: int) -> Session:
-        ask = Ask(
+        ask = GenerationClient(
             Sample(index=number, tokens=[1]),
             "policy",
             self.generate,

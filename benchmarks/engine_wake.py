@@ -53,7 +53,7 @@ def measure(engine: EmbeddedEngine, asked: Any, turns: int) -> dict[str, Any]:
         asyncio.run(sleep_all(engine, kept))
         seconds["both_slept"].append(rollout(engine, asked))
     found: dict[str, Any] = {name: round(statistics.median(each), 4) for name, each in seconds.items()}
-    return found | {"graphs": len(engine.ahead.graphs._recorded)}
+    return found | {"graphs": len(engine.async_steps.graphs._recorded)}
 
 
 async def sleep_cache(engine: EmbeddedEngine) -> None:

@@ -27,8 +27,6 @@ from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
-from miles_core.precision.codec import Codec
-from miles_core.precision.fused_experts import Family
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
@@ -41,6 +39,8 @@ from miles_embedded.model.parts import configuration
 from miles_embedded.model.views import export, views
 from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint, score_gap
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_formats.codec import FormatCodec
+from miles_formats.fused_experts import Family
 from miles_fp8.format import Fp8
 from miles_int4.format import Int4
 from miles_mxfp8.format import Mxfp8
@@ -90,7 +90,7 @@ def stored(checkpoint: Path) -> Iterator[str]:
     """Formats whose weights the engine takes from the trainer's export, and computes with as Transformers does."""
     for name, make in FORMATS.items():
         model = load_model(checkpoint, "float32")
-        codec = Codec(make())
+        codec = FormatCodec(make())
         try:
             codec.settle({v.name: v.size for v in views(model)}, Family.of(configuration(model).to_dict()))
             load_units(model, codec.encode(export(model)), codec.decode)

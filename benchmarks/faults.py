@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from checkout import register
-from faults_anytime import HEARTBEAT, STALL, Campaign, Limits, Shape, many
+from faults_anytime import HEARTBEAT, STALL, Campaign, Limits, Shape, many, read_lines
 from measure import finish, installed, options
 
 from miles_testing.toy import toy_arguments, toy_files
@@ -205,11 +205,6 @@ def count(task: Task) -> dict[str, Any]:
     }
 
 
-def read_lines(path: Path) -> list[Any]:
-    """What is in a file with a JSON value a line; nothing where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
 def count_losses(task: Task, log: Path | None) -> dict[str, Any]:
     """``count``, written down; a run that fails counts as such."""
     try:
@@ -253,7 +248,7 @@ def main() -> None:
     parser.add_argument(
         "--anytime", type=int, metavar="N", help="instead: N kills and stops at random moments (see faults_anytime.py)"
     )
-    parser.add_argument("--runtime", default="apart", choices=("apart", "ray"), help="of --anytime")
+    parser.add_argument("--runtime", default="remote", choices=("remote", "ray"), help="of --anytime")
     parser.add_argument("--ranks", type=int, default=2, help="trainer ranks of --anytime --runtime ray")
     parser.add_argument(
         "--rollout-workers", type=int, default=0, help="of the runs of --anytime; 0: the driver generates"
@@ -291,7 +286,7 @@ def measure(chosen: argparse.Namespace, libraries: Sequence[str]) -> None:
         )
         campaign = Campaign(
             chosen.anytime,
-            Shape(chosen.runtime, 1 if chosen.runtime == "apart" else chosen.ranks, chosen.rollout_workers),
+            Shape(chosen.runtime, 1 if chosen.runtime == "remote" else chosen.ranks, chosen.rollout_workers),
             chosen.gap,
             Limits(end, chosen.stall, chosen.heartbeat or HEARTBEAT[chosen.runtime]),
             chosen.log,

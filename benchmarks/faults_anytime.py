@@ -2,7 +2,7 @@
 
 A plugin file kills (SIGKILL) or stops (SIGSTOP) a random worker after a random time, and sometimes in the middle of a hook: at a tensor of a
 push, a batch, a save, the build of a model. Some faults kill the driver instead, which is then started again with ``--load``. With the
-runtime ``apart`` the workers are objects of the run's process, which makes many faults cheap; with ``ray`` they are processes, and Ray's own
+runtime ``remote`` the workers are objects of the run's process, which makes many faults cheap; with ``ray`` they are processes, and Ray's own
 processes (raylet and control store) are killed, too. A run cannot go on without them: it has to end with a one-line error and its last
 completed step saved, and is then started again.
 
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 from miles_testing.toy import toy_arguments
 
 GROUPS, SAMPLES = 2, 4
@@ -54,11 +54,16 @@ REPLACED = re.compile(r"worker (\S+) was lost: (?:(?!worker \S+ was lost: ).)*?;
 #: The plugin of the runs, which inflicts the faults.
 PLUGIN = Path(__file__).with_name("faults_plugin.py").read_text()
 #: Seconds after which a stopped worker counts as lost, unless ``--heartbeat`` is given.
-HEARTBEAT = {"apart": 0.5, "ray": 5.0}
+HEARTBEAT = {"remote": 0.5, "ray": 5.0}
 
 
 #: Held while a toy model is made, which draws from torch's global generator.
 MAKING = threading.Lock()
+
+
+def read_lines(path: Path) -> list[Any]:
+    """What is in a file with a JSON value a line; nothing where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def arguments(*given: Any, **options: Any) -> list[str]:
@@ -92,8 +97,8 @@ class Shape:
 
     def options(self) -> dict[str, Any]:
         """The options of a toy run."""
-        apart_sizes, ray_sizes = {"apart_engines": 2}, {"rollout_num_gpus": 2, "actor_num_gpus_per_node": self.ranks}
-        sizes = apart_sizes if self.runtime == "apart" else ray_sizes
+        remote_sizes, ray_sizes = {"remote_engines": 2}, {"rollout_num_gpus": 2, "actor_num_gpus_per_node": self.ranks}
+        sizes = remote_sizes if self.runtime == "remote" else ray_sizes
         return {"runtime": self.runtime, "rollout_workers": self.rollouts or None, **sizes}
 
 
@@ -104,7 +109,7 @@ def once(shape: Shape, kills: int, seed: int, gap: float, directory: Path, limit
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
     (directory / "faults.py").write_text(PLUGIN)
     (directory / "fault.json").write_text(json.dumps([shape.runtime, kills, seed, gap, limits.end - SPARE]))
-    plugins = [str(directory / "faults.py"), *([apart.__file__] if shape.runtime == "apart" else [])]
+    plugins = [str(directory / "faults.py"), *([remote.__file__] if shape.runtime == "remote" else [])]
     words = arguments(
         plugins,
         directory / "run",
@@ -182,8 +187,6 @@ def _drive(command: list[str], directory: Path, limits: Limits) -> int | None:
 
 def judge(directory: Path, steps: int, ranks: int, code: int) -> dict[str, Any]:
     """What the files of a run say."""
-    from faults import read_lines
-
     faults = read_lines(directory / "faults.jsonl")
     trained = {(step, rank): pairs for step, rank, pairs in read_lines(directory / "trained.jsonl")}
     samples = Counter(tuple(pair) for pairs in trained.values() for pair in pairs)
@@ -259,8 +262,6 @@ class Campaign:
     report: Callable[[dict[str, Any]], None] = lambda counts: None
 
     def __post_init__(self) -> None:
-        from faults import read_lines
-
         self.runs = [run for run in (read_lines(self.log) if self.log else []) if run["runtime"] == self.shape.runtime]
         self.undisturbed: dict[int, tuple[str, dict[tuple[int, int], list[str]]]] = {}
         self.cut = 0
@@ -353,13 +354,11 @@ def many(campaign: Campaign, jobs: int) -> dict[str, Any]:
 def reference(shape: Shape, steps: int, directory: Path) -> tuple[str, dict[tuple[int, int], list[str]]]:
     """The weights of the last checkpoint of a run of as many steps without a fault and without rollout workers, and step -> digests of
     its batch."""
-    from faults import read_lines
-
     letters = [chr(ord("a") + n % 26) + str(n // 26) for n in range(GROUPS * steps)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in letters))
     (directory / "faults.py").write_text(PLUGIN)
     (directory / "fault.json").write_text(json.dumps([shape.runtime, 0, 0, 1.0, 0.0]))
-    plugins = [str(directory / "faults.py"), *([apart.__file__] if shape.runtime == "apart" else [])]
+    plugins = [str(directory / "faults.py"), *([remote.__file__] if shape.runtime == "remote" else [])]
     words = arguments(
         plugins,
         directory / "run",

@@ -53,14 +53,14 @@ def inflict(moment):
             note(moment, "kill", victim)
             os.kill(number, signal.SIGKILL)
             return
-    if RUNTIME == "apart":
-        from miles_testing.doubles import apart
+    if RUNTIME == "remote":
+        from miles_testing.doubles import remote
 
-        runtime = apart.latest()
+        runtime = remote.latest()
         alive = [
             n
             for n, w in runtime.workers.items()
-            if apart._ALIVE.get((w.number, n)) and not apart._ALIVE[w.number, n].stopped
+            if remote._ALIVE.get((w.number, n)) and not remote._ALIVE[w.number, n].stopped
         ]
         if not alive:
             return
@@ -108,7 +108,7 @@ async def strike():
 
 @hookimpl
 def on_start(run):
-    if not STARTED and (RUNTIME == "apart" or "miles_ray.actor" not in sys.modules):  # in the driver only
+    if not STARTED and (RUNTIME == "remote" or "miles_ray.actor" not in sys.modules):  # in the driver only
         STARTED.append(asyncio.get_running_loop().create_task(strike()))
 
 

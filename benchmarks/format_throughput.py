@@ -19,8 +19,8 @@ import torch
 from measure import finish, installed, options
 
 from miles_core.precision.format import Format
-from miles_core.precision.gpu_kernel import reference_only
-from miles_tools.convert.installed import format_class, providers
+from miles_formats.convert.installed import format_class, providers
+from miles_formats.gpu_kernel import reference_only
 
 Way = tuple[str, str, str]  # format, what is done, how
 

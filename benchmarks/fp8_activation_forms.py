@@ -26,7 +26,8 @@ def kinds(rows: int, columns: int) -> dict[str, torch.Tensor]:
 def compare(x: torch.Tensor, form: str) -> dict[str, float]:
     """One kind of activations in one form, against division."""
     from miles_fp8.activation_form import FORMS
-    from miles_fp8.format import AMAX_FLOOR, E4M3, E4M3_MAX, TILE, Fp8
+    from miles_fp8.format import Fp8
+    from miles_fp8.layout import AMAX_FLOOR, E4M3, E4M3_MAX, TILE
 
     blocks = x.reshape(-1, TILE)
     amax = blocks.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR)

@@ -17,7 +17,8 @@ from measure import finish, installed, options
 from torch import Tensor
 
 from miles_fp8 import kernels
-from miles_fp8.format import CODES, SCALES, Fp8
+from miles_fp8.format import Fp8
+from miles_fp8.layout import CODES, SCALES
 
 SHAPES = {
     "dense qkv": (2048, 1536),

@@ -21,7 +21,7 @@ from fp8_product import FORMAT, L2, SHAPES, microseconds
 from measure import finish, installed, options
 
 from miles_fp8 import kernels, product_kernels
-from miles_fp8.format import CODES, SCALES
+from miles_fp8.layout import CODES, SCALES
 
 Config = tuple[int, int, int, int, int]
 #: BLOCK_ROWS, BLOCK_COLUMNS, SPLITS, warps and stages. Large tiles need more warps, and their stages more shared memory than there is.

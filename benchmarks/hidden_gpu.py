@@ -27,7 +27,7 @@ from measure import finish, installed, options
 
 from miles_core.data import Encoded
 from miles_core.errors import SyncError
-from miles_transport import Bucket, DeviceMemory, Inbox, Loan
+from miles_workers.transport import Bucket, DeviceMemory, Inbox, Loan
 
 NBYTES, SIZE, TIMES = 1 << 30, 64 << 20, 8
 

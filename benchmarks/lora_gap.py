@@ -47,7 +47,7 @@ def gap(given: argparse.Namespace, name: str, checkpoint: Path) -> dict[str, Any
     """One step in this process."""
     import torch
 
-    from miles_core.format import Format
+    from miles_formats import Format
     from miles_testing import toy_run
 
     torch.set_num_threads(given.threads)

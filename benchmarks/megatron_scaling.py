@@ -92,11 +92,11 @@ def predict(given: argparse.Namespace, row: dict[str, Any], checkpoint: Path) ->
     from miles_core.plugin.check import check
     from miles_core.plugin.model_config import model_config
     from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
-    from miles_planning.layout import trainer_planner
-    from miles_planning.model_cost import model_cost
-    from miles_planning.rates import rates_of
-    from miles_planning.training_time import training_time
-    from miles_planning.workload import Workload
+    from miles_planner.layout import trainer_planner
+    from miles_planner.model_cost import model_cost
+    from miles_planner.rates import rates_of
+    from miles_planner.training_time import training_time
+    from miles_planner.workload import Workload
 
     sizes = LAYOUTS[row["ranks"]][row["layout"]]
     flags = f"""--hf-checkpoint {checkpoint} --save {checkpoint}-run --runtime ray --trainer megatron --engine sglang

@@ -126,10 +126,10 @@ def loss(output: Any, micro: Any, ctx: Any) -> Any:
 
 def codec(fp8: bool) -> Any:
     """Of the blocks of 128 x 128, or of no format."""
-    from miles_core.format import Codec
+    from miles_formats import Codec, FormatCodec
     from miles_fp8.format import Fp8
 
-    return Codec(Fp8()) if fp8 else Codec()
+    return FormatCodec(Fp8()) if fp8 else Codec()
 
 
 def make_trainer(given: Any, name: str, directory: Path, format: str = "bf16", rate: float = 1e-5) -> Any:
@@ -311,9 +311,9 @@ def parity() -> dict[str, Any]:
     """What TransformerEngine's codes are to the format's: (how close, share of values that differ)."""
     import torch
 
+    from miles_core.mismatch.parity import measure, probes
     from miles_fp8.format import Fp8
     from miles_megatron.trainer.precision import Blocks
-    from miles_mismatch.parity import measure, probes
 
     format = Fp8()
     real = {"normal": torch.randn(256, 4096), "small": torch.randn(256, 4096) * 1e-3}

@@ -64,11 +64,11 @@ def warmed_up(directory: Path, given: Any) -> None:
 async def measure(directory: Path, given: Any, flags: tuple[str, ...]) -> dict[str, Any]:
     """One setup's budget, with an interval for the gap that training sees and for the whole one."""
     from miles_core.config.load import load
+    from miles_core.mismatch.budget import budget
+    from miles_core.mismatch.probe import bare, probe, probe_prompts
     from miles_core.run.make import make_run
     from miles_core.run.parts import build_parts
     from miles_core.run.prepare import apply_plan, prepare
-    from miles_mismatch.budget import budget
-    from miles_mismatch.probe import bare, probe, probe_prompts
 
     words = f"""--hf-checkpoint {directory}/trained --prompt-data {directory}/data/train.jsonl --input-key prompt
         --label-key label --rm-type exact --plugins r3,fp8 --emulate-precision --dtype bfloat16 --device cpu

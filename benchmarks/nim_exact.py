@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from miles_coevolution.nim import Nim, best_move, is_won, position
 from miles_core.data import Sample
-from miles_core.plugin import Ask
+from miles_core.plugin import GenerationClient
 
 _PILE = re.compile(r"(\d+):$")
 
@@ -58,7 +58,7 @@ def win_probability(model: Any, tokenizer: Any, pile: int) -> float:
     if not is_won(pile):
         return 0.0
     winner = Winner(model, tokenizer, pile)
-    played = asyncio.run(Nim().evaluate(Sample(metadata={"pile": pile}), cast(Ask, winner), ""))
+    played = asyncio.run(Nim().evaluate(Sample(metadata={"pile": pile}), cast(GenerationClient, winner), ""))
     assert played.win == 1.0
     return winner.probability
 

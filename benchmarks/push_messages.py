@@ -1,6 +1,6 @@
 """Messages of a push of the weights by the numbers of senders and engines, directly and through the relay of the first engine.
 
-The workers' own code (``EngineFront``, ``EngineWorker``, ``Relay``) runs in one process; only the channel between processes is a double that
+The workers' own code (``EnginePool``, ``EngineWorker``, ``Relay``) runs in one process; only the channel between processes is a double that
 counts. Every sender has one bucket, so a push has two rounds: the buckets, and the completion::
 
     python benchmarks/push_messages.py --save
@@ -20,15 +20,15 @@ from measure import finish, installed, options
 
 from miles_core.data.unit import Encoded
 from miles_core.data.world import World
-from miles_runtime import relay
-from miles_runtime.engine_front import EngineFront
-from miles_runtime.engine_worker import EngineWorker
-from miles_runtime.workers import Workers
+from miles_workers import relay
+from miles_workers.engine_pool import EnginePool
+from miles_workers.engine_worker import EngineWorker
+from miles_workers.workers import Workers
 
 SIZES = ((16, 4), (64, 16), (128, 32), (256, 64), (512, 128), (1024, 256))
 #: Most pairs that are measured without the relay, each with two messages; more take minutes.
 DIRECT = 1 << 14
-SAID = {"capabilities": frozenset(), "kv_cache_dtype": "", "native_products": False, "model_facts": {}}
+BUILD_INFO = {"capabilities": frozenset(), "kv_cache_dtype": "", "native_products": False, "model_facts": {}}
 
 
 class Engine:
@@ -57,7 +57,7 @@ class Counted(Workers):
         await asyncio.sleep(0)
         return await self.workers[number].answer(method, *args)
 
-    async def renew(self, number: int) -> None:
+    async def restart(self, number: int) -> None:
         raise NotImplementedError
 
     async def kill(self, number: int) -> None:
@@ -72,12 +72,12 @@ async def push(senders: int, count: int) -> dict[str, Any]:
     for worker in engines.workers:
         await worker.begin_push(1, ())
     engines.workers[0].connect(engines)
-    fronts = [EngineFront(engines, SAID, 1, World(rank, senders)) for rank in range(senders)]
-    for front in fronts:
-        front.push = 1
+    pools = [EnginePool(engines, BUILD_INFO, 1, World(rank, senders)) for rank in range(senders)]
+    for pool in pools:
+        pool.push = 1
     data = [[Encoded(f"w{rank}", {f"w{rank}": torch.zeros(1)})] for rank in range(senders)]
     started = time.perf_counter()
-    await asyncio.gather(*(front.update_weights(units, 0) for front, units in zip(fronts, data, strict=True)))
+    await asyncio.gather(*(pool.update_weights(units, 0) for pool, units in zip(pools, data, strict=True)))
     seconds = time.perf_counter() - started
     assert all(w.part.received == senders and w.part.version == 0 for w in engines.workers)
     return {"messages": engines.messages, "seconds": round(seconds, 3)}

@@ -32,15 +32,16 @@ from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import Batch, collate
 from miles_core.data.sample import Sample
 from miles_core.precision.codec import Codec
-from miles_core.precision.product import Products, emulate_product
+from miles_core.precision.products import Products, emulate_product
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import NAME, prepare
 from miles_embedded.model.views import export
 from miles_embedded.quantized.weights import install
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_formats.codec import FormatCodec
+from miles_formats.convert.installed import format_class
 from miles_testing.yardstick import weighted
-from miles_tools.convert.installed import format_class
 
 ROWS = (1, 64, 256, 1024, 4096, 8192)
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336))
@@ -144,7 +145,7 @@ def on_cpu(run: Callable[[], object]) -> float:
 def model_results(given: argparse.Namespace) -> dict[str, Any]:
     """Engine and trainer, each as BF16, emulated and native."""
     base = random_model(given)
-    codec, encoded = Codec(format_class("fp8")()), Codec()
+    codec, encoded = FormatCodec(format_class("fp8")()), Codec()
     engines = {}
     for side in SIDES:
         used = encoded if side == "bf16" else codec

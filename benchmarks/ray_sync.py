@@ -32,7 +32,7 @@ from torch import Tensor
 from miles_core.config.groups import Run
 from miles_core.data import Encoded
 from miles_core.run.parts import freeze_gc
-from miles_runtime.weight_block import ENOUGH, BlockSender, Table, read_block
+from miles_workers.weight_block import ENOUGH, BlockSender, Table, read_block
 
 BUCKET = Run().sync_bucket_size
 #: Sizes in bytes of a description and of the tensors that follow it.

@@ -1,7 +1,7 @@
 """The plan and its estimates, on published recipes of reinforcement learning for language models.
 
 ``benchmarks/recipes.json`` has recipes with sources: GPUs, parallel sizes, lengths, and what was published about seconds and memory. Each
-recipe's options become flags, and ``miles plan --hardware ...`` checks them; the estimates of ``miles_planning`` are compared with what
+recipe's options become flags, and ``miles plan --hardware ...`` checks them; the estimates of ``miles_planner`` are compared with what
 was published. ``benchmarks/recipes_unseen.json`` has more of them, which were collected after the efficiencies had been chosen::
 
     python benchmarks/recipes_plan.py --save
@@ -27,13 +27,13 @@ from miles_core.plugin import Facts
 from miles_core.plugin.check import check
 from miles_core.plugin.model_config import model_config
 from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
-from miles_planning.layout import engine_planner, trainer_planner
-from miles_planning.model_cost import model_cost
-from miles_planning.rates import rates_of
-from miles_planning.rollout_time import rollout_time
-from miles_planning.step_time import step_time
-from miles_planning.training_time import training_time
-from miles_planning.workload import Workload
+from miles_planner.layout import engine_planner, trainer_planner
+from miles_planner.model_cost import model_cost
+from miles_planner.rates import rates_of
+from miles_planner.rollout_time import rollout_time
+from miles_planner.step_time import step_time
+from miles_planner.training_time import training_time
+from miles_planner.workload import Workload
 
 RECIPES = ROOT / "benchmarks" / "recipes.json"
 #: Recipes that were collected after the efficiencies had been chosen, so that they test them.

@@ -26,8 +26,8 @@ from measure import finish, installed, options
 from miles_core import loop
 from miles_core.cli.main import main as run_command
 from miles_core.train.share import Share
-from miles_runtime import blob_reader, local_channel, local_process
 from miles_testing.toy import toy_arguments
+from miles_workers import local_channel, local_process, object_reader
 
 STEPS = 3
 
@@ -58,8 +58,8 @@ class Traffic:
         class Counted(sent):  # type: ignore[misc, valid-type]
             def __init__(message, value: Any) -> None:
                 super().__init__(value)
-                own = [blob for blob in message.blobs if blob.descriptor is None]  # not received from another process
-                buffers = [*message.buffers, *(buffer for blob in own for buffer in blob.buffers)]
+                own = [ref for ref in message.refs if ref.descriptor is None]  # not received from another process
+                buffers = [*message.buffers, *(buffer for ref in own for buffer in ref.buffers)]
                 size = len(message.data) + sum(buffer.nbytes for buffer in buffers)
                 self.bytes[_kind(value)] += size
 
@@ -72,7 +72,7 @@ class Traffic:
             return mapped(descriptor, sizes, whole)
 
         with patch.multiple(local_channel, Message=Counted, _read=read, split_buffers=split), ExitStack() as stack:
-            for module in (local_process, blob_reader):
+            for module in (local_process, object_reader):
                 stack.enter_context(patch.object(module, "Message", Counted))
             yield
 

@@ -40,6 +40,8 @@ BOTH = "--emulate-precision --rollout-precision {0} --train-precision {0}"
 VERIFY = """verify --hf-checkpoint ../../inputs/moe --budget --json --rollout-precision fp8 --emulate-precision
     --verify-logprobs-tolerance 100 --log-level error"""
 WARM_START = "--sft-data ../../inputs/prompts.jsonl --sft-steps 2 --sft-lr 1e-3 --eval-interval 2"
+PPO = "--plugins ppo --advantage-estimator ppo --gamma 0.9 --lambd 0.8 --num-steps-per-rollout 2"
+OTHERS = ("gmpo", "sapo", "dppo", "dro")
 FORMATS = {"fp8": "", "mxfp8": "", "nvfp4": "", "int4": "--int4-group-size 32"}
 CONVERT = [f"convert --to {f} --model-dir ../../inputs/moe --save-dir converted/{f} {FORMATS[f]}" for f in FORMATS]
 CONVERT += [f"convert --to bf16 --model-dir converted/{name} --save-dir converted/{name}-bf16" for name in FORMATS]
@@ -53,6 +55,13 @@ CASES = {
     **{name: f"{TRAIN} {BOTH.format(name)} {flags}" for name, flags in FORMATS.items()},
     "gspo": f"{TRAIN} --advantage-estimator gspo --num-steps-per-rollout 2",
     "reinforce_plus_plus": f"{TRAIN} --advantage-estimator reinforce_plus_plus --kl-coef 0.05 --gamma 0.9",
+    "dapo": f"{TRAIN} --plugins objectives --preset dapo --overlong-buffer-len 4",
+    "dr_grpo": f"{TRAIN} --advantage-estimator dr_grpo --loss-aggregation constant --eps-clip-c 3 --num-steps-per-rollout 2",
+    "rloo": f"{TRAIN} --advantage-estimator rloo",
+    "cispo": f"{TRAIN} --advantage-estimator cispo --eps-clip-high 0.3 --num-steps-per-rollout 2",
+    "ppo": f"{TRAIN} {PPO} --value-clip 0.2 --kl-coef 0.05 --normalize-advantages",
+    "ppo_trunk": f"{TRAIN} {PPO} --critic-trunk policy --num-critic-only-steps 1",
+    **{name: f"{TRAIN} --plugins objectives --advantage-estimator {name} --num-steps-per-rollout 2" for name in OTHERS},
     "precision_warm_up": f"{TRAIN} {BOTH.format('fp8')} --warmup-steps 1",
     "resume": f"{TRAIN} --num-rollout 2 --save first --export-hf half && {TRAIN} --num-rollout 4 --load first",
     "warm_start": f"{TRAIN} {WARM_START} --eval-prompt-data ../../inputs/prompts.jsonl",

@@ -25,10 +25,10 @@ from miles_core.cli.main import main as run_command
 from miles_core.data.prompts import Prompts
 from miles_core.engine import Response
 from miles_core.rollout.continuation import cut_at_stop, join_parts
-from miles_runtime.least_loaded import LeastLoaded
-from miles_runtime.output import Output
-from miles_simulation.simulation import simulate
+from miles_planner.simulation.simulation import simulate
 from miles_testing.toy import toy_arguments
+from miles_workers.least_loaded import LeastLoaded
+from miles_workers.output import Output
 
 SPOTS: dict[str, tuple[str, tuple[int, ...], Callable[[int, Path], None]]] = {}
 Measure = Callable[[int, Path], None]

@@ -27,8 +27,8 @@ from measure import commit, finish, installed, options
 
 from miles_core.data import Sample, Unit, collate
 from miles_core.engine import Request, Sampling
-from miles_core.format import Codec
 from miles_core.trainer import Callbacks
+from miles_formats import Codec, FormatCodec
 
 SIZES: dict[str, dict[str, Any]] = {
     "dense": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 12},
@@ -226,10 +226,10 @@ def codec_of(given: argparse.Namespace) -> Codec:
     if given.precision == "int4":
         from miles_int4.format import Int4
 
-        return Codec(Int4())
+        return FormatCodec(Int4())
     from miles_fp8.format import Fp8
 
-    return Codec(Fp8())
+    return FormatCodec(Fp8())
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -357,7 +357,7 @@ async def measure(checkpoint: Path, given: argparse.Namespace, results: Results,
 
 async def given_weights(engine: Any, checkpoint: Path, given: argparse.Namespace, results: Results) -> None:
     """The checkpoint's weights in the number format, and how both sides' quantisers agree."""
-    from miles_mismatch.parity import check
+    from miles_core.mismatch.parity import check
 
     codec = codec_of(given)
     started = time.perf_counter()

@@ -128,8 +128,8 @@ def load_trainers(checkpoint: Path, megatron: bool) -> dict[str, Any]:
 
 def load_megatron(checkpoint: Path) -> Any:
     """The Megatron trainer of one rank."""
-    from miles_core.format import Codec
     from miles_core.trainer import OptimizerConfig
+    from miles_formats import Codec
     from miles_megatron import families
     from miles_megatron.sizes import Sizes
     from miles_megatron.trainer.groups import start_groups

@@ -235,11 +235,11 @@ def engine_for(case: Case, path: Path, rounds: bool, given: Any, dtype: str = "b
     ``rounds``: inputs of quantised matrices are rounded where the format says so."""
     from miles_core.config.load import load
     from miles_core.precision.codec import Codec
-    from miles_core.precision.options import codec_for
     from miles_embedded.engine.engine import EmbeddedEngine
     from miles_embedded.engine.settings import Settings
     from miles_embedded.model.load import load_model, resolve_device
-    from miles_tools.convert.installed import format_class
+    from miles_formats.convert.installed import format_class
+    from miles_formats.options import codec_for
 
     codec = Codec()
     if rounds and case.format != "bf16":

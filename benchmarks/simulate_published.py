@@ -27,11 +27,11 @@ from typing import Any
 
 from measure import finish, installed, options
 
-from miles_simulation.hardware import find_gpu
-from miles_simulation.lengths import LogNormal
-from miles_simulation.model_shape import shape_of
-from miles_simulation.simulation import Simulated, simulate
-from miles_simulation.speed import Roofline
+from miles_planner.simulation.hardware import find_gpu
+from miles_planner.simulation.lengths import LogNormal
+from miles_planner.simulation.model_shape import shape_of
+from miles_planner.simulation.simulation import Simulated, simulate
+from miles_planner.simulation.speed import Roofline
 
 _QWEN = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4}
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from measure import finish, installed, options
 
-from miles_simulation.simulation import simulate
+from miles_planner.simulation.simulation import simulate
 from miles_testing import toy_run
 
 #: A small dense model, so that a step takes milliseconds.

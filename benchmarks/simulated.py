@@ -154,7 +154,8 @@ class SimulatedEngine(Engine):
 class SimulatedLearner(LearnerHandle):
     """Sleeps as long as training takes."""
 
-    def __init__(self, engine: SimulatedEngine) -> None:
+    def __init__(self, run: Any, policy: Any, engine: SimulatedEngine) -> None:
+        super().__init__(run, policy)
         self.engine, self.busy = engine, 0.0
 
     async def learn(self, samples: Any, step: int) -> Learned:
@@ -184,7 +185,7 @@ class SimulatedRuntime(Runtime):
 
     async def build(self, policy: Any) -> PolicyParts:
         engine = SimulatedEngine()
-        return PolicyParts(policy, SimulatedLearner(engine), engine, precisions(self.run.config, 0))
+        return PolicyParts(policy, SimulatedLearner(self.run, policy, engine), engine, precisions(self.run.config, 0))
 
     async def close(self) -> None: ...
 

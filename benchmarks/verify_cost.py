@@ -54,8 +54,8 @@ class Probe(PlainDecoder):
 def costs(model: Any, language: Language, rows: int, given: argparse.Namespace) -> list[float]:
     """Of a forward with 0, 1, ... drafts a row, in those without: lower quartiles, because other work only ever adds to a time."""
     settings = Settings(lambda tokens: "", eos=[1], max_running_requests=rows)
-    settings.decoder = probe = Probe(given.drafts)
-    engine = EmbeddedEngine(model, settings)
+    probe = Probe(given.drafts)
+    engine = EmbeddedEngine(model, settings, probe)
     sampling = Sampling(given.steps + 1, ignore_eos=True)
     requests = [Request(p, sampling, key=i) for i, p in enumerate(language.batch(rows, PROMPT).tolist())]
 

@@ -21,8 +21,8 @@ import torch
 from measure import finish, installed
 from torch import Tensor
 
-from miles_transport import difference
-from miles_transport.delta import apply
+from miles_workers.transport import difference
+from miles_workers.transport.delta import apply
 from miles_zero_copy.paths import ENOUGH
 
 TEXT = Path(__file__).parents[1] / "docs/how-it-works.md"

@@ -13,8 +13,8 @@ import torch
 
 from miles_core.data import Encoded
 from miles_core.run.parts import freeze_gc
-from miles_runtime.weight_block import Table, read_block
-from miles_transport import Arrival, Arrivals
+from miles_workers.transport import Arrival, Arrivals
+from miles_workers.weight_block import Table, read_block
 
 
 class Own:

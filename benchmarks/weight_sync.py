@@ -34,11 +34,11 @@ from weight_receiver import Elsewhere, Own
 
 from miles_core.data import Encoded, Unit
 from miles_core.engine import CopyTransport
-from miles_core.format import Codec
 from miles_core.plugin import SyncError
 from miles_core.run.parts import freeze_gc
-from miles_runtime.weight_block import ENOUGH, BlockSender, Table
-from miles_tools.convert.installed import format_class
+from miles_formats import Codec, FormatCodec
+from miles_formats.convert.installed import format_class
+from miles_workers.weight_block import ENOUGH, BlockSender, Table
 from miles_zero_copy import paths
 from miles_zero_copy.limits import GPU_PROBE_BYTES, PROBE_BYTES, copy_speed
 from miles_zero_copy.sender import Sender, Sent
@@ -202,7 +202,7 @@ def measure(megabytes: int, precision: str, options: argparse.Namespace) -> dict
     """All paths for one size and number format."""
     device = options.device
     turns = Turns(max(1, min(options.repeats, options.repeats * 128 // megabytes)), device)
-    codec = Codec() if precision == "bf16" else Codec(format_class(precision)())
+    codec = Codec() if precision == "bf16" else FormatCodec(format_class(precision)())
     tensors = matrices(megabytes, device, options.side)
     whole = sum(t.numel() * 2 for t in tensors.values())
     changes = {f"{share:.1%} changed": changed(tensors, share) for share in SHARES} if precision == "bf16" else {}

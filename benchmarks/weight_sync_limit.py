@@ -27,8 +27,8 @@ import torch
 from measure import finish, installed
 
 from miles_core.data import Encoded
-from miles_transport import Bucket, Inbox
-from miles_transport.checksum import PIECE, checksum
+from miles_workers.transport import Bucket, Inbox
+from miles_workers.transport.checksum import PIECE, checksum
 from miles_zero_copy.limits import copy_speed
 from miles_zero_copy.segment import Segment
 from miles_zero_copy.slots import StandingSlot

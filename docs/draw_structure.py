@@ -18,30 +18,13 @@ PAGE, PICTURE = ROOT / "docs" / "structure.md", ROOT / "docs" / "structure.svg"
 TABLE = runpy.run_path(str(ROOT / "tests" / "test_layers.py"))
 
 #: Import packages from the top.
-ORDER = (
-    "miles_planning",
-    "miles_embedded",
-    "miles_testing",
-    "miles_transport",
-    "miles_simulation",
-    "miles_tools",
-    "miles_runtime",
-    "miles_schedules",
-    "miles_mismatch",
-    "miles_chat",
-    "miles_core",
-)
+ORDER = ("miles_testing", "miles_tools", "miles_embedded", "miles_workers", "miles_formats", "miles_core")
 SUBTITLES = {
     "miles_testing": "the test kit for plugin authors",
-    "miles_planning": "layouts and times for hardware that is elsewhere",
+    "miles_tools": "what a user runs besides training",
     "miles_embedded": "the backend that ships with core, a plugin like any other",
-    "miles_chat": "how models write tool calls",
-    "miles_transport": "weights between processes",
-    "miles_runtime": "where trainer and engines run",
-    "miles_schedules": "schedules that generate while they train",
-    "miles_simulation": "a run on a virtual clock",
-    "miles_mismatch": "whether engine and trainer agree",
-    "miles_tools": "commands and reports, attached as a third party would",
+    "miles_workers": "trainer ranks, engines and rollouts in other processes",
+    "miles_formats": "number formats: the encoder of weights, and conversion",
 }
 
 #: Rows from the top: what imports comes above what is imported.

@@ -40,6 +40,7 @@ BOOSTS = {
 }
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 _MODULE = re.compile(r"^::: (\S+)\n", re.MULTILINE)
+_SIGNATURES = re.compile(r"<!-- names: .*?<!-- /names -->\n\n?", re.DOTALL)
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -83,6 +84,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     here = page.file.src_uri
     page.meta["search"] = {"boost": boost(here)}
     source = next((s for s, p in OUTSIDE.items() if p == here), f"docs/{here}")
+    markdown = _SIGNATURES.sub("", markdown)  # mkdocstrings shows them
     markdown = _MODULE.sub(lambda match: with_members(match[1]), markdown)
     parts = _CODE.split(markdown)
     return "".join(part if n % 2 else _LINK.sub(lambda m: _link(m, source, here), part) for n, part in enumerate(parts))

@@ -131,7 +131,7 @@ def samples(run_dir: Path | str, kind: str = "train", step: int | None = None) -
     """
     from miles_core.plugin.load import find_part
 
-    read_samples: Callable[..., Iterator[dict[str, Any]]] = find_part("samples", "read")
+    read_samples: Callable[..., Iterator[dict[str, Any]]] = find_part("samples", "read", "miles-core")
     return read_samples(run_dir, kind, step)
 
 
@@ -143,7 +143,7 @@ def report(run_dir: Path | str) -> Path:
     """
     from miles_core.plugin.load import find_part
 
-    write: Callable[[Path | str], Path] = find_part("report", "html")
+    write: Callable[[Path | str], Path] = find_part("report", "html", "miles-core")
     return write(run_dir)
 
 

@@ -1,7 +1,7 @@
 """What engines and transports import: the contracts, and the data that crosses them.
 
-Manifests are made with ``miles_core.plugin``. ``miles_testing`` has the contracts as tests, ``miles_transport`` moves weights between
-processes, ``miles_runtime`` is for runtimes.
+Manifests are made with ``miles_core.plugin``. ``miles_testing`` has the contracts as tests, ``miles_workers.transport`` moves weights between
+processes, ``miles_workers`` is for runtimes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,19 @@ from typing import Any
 
 
 class MilesError(Exception):
-    """Base class of user errors. The message names the value, its origin and the next step."""
+    """Base class of user errors. The message names the value, its origin and the next step.
+
+    Attributes:
+        worker: name of the worker process that raised the error; "" for the driver. The message starts with it.
+        plugin: name of the plugin whose function raised the error; "" for core, None if unknown.
+    """
+
+    worker: str = ""
+    plugin: str | None = None
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"worker {self.worker}: {text}" if self.worker else text
 
 
 class ConfigError(MilesError):
@@ -49,7 +61,7 @@ class MismatchError(MilesError):
     """Engine and trainer disagree beyond the tolerance, or the engine serves outdated weights.
 
     Attributes:
-        gap: the measured difference, a ``miles_mismatch.gap.Gap``; None if none was measured.
+        gap: the measured difference, a ``miles_core.mismatch.gap.Gap``; None if none was measured.
     """
 
     def __init__(self, message: str, gap: Any = None) -> None:
@@ -76,6 +88,11 @@ class WorkerLost(MilesError):
         return f"{f'worker {self.worker}' if self.worker else 'a worker'} was lost: {self.cause}" + (
             f"; its last lines:{output}" if output else ""
         )
+
+
+class OutOfTime(BaseException):
+    """The run did not complete its step in time after a stop request. It interrupts whatever runs, so it is no ``Exception``: code that
+    converts the errors of a model, a file or a user's function must not report a stop as their fault."""
 
 
 def first_line(error: Exception) -> str:

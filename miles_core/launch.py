@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +20,31 @@ from miles_core.checkpoint.directory import changes, checkpoint_step, locate_che
 from miles_core.checkpoint.rng import seed_generators
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
-from miles_core.errors import CheckpointError, ConfigError, MilesError, MismatchError, NonFiniteError, SyncError
+from miles_core.errors import (
+    CheckpointError,
+    ConfigError,
+    MilesError,
+    MismatchError,
+    NonFiniteError,
+    OutOfTime,
+    PluginError,
+    SyncError,
+)
 from miles_core.loop import train
 from miles_core.observe import log as logs
+from miles_core.observe.environment import write_environment
 from miles_core.observe.progress import Progress
+from miles_core.observe.terminal import TerminalProgress
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.render import list_notices
 from miles_core.redact import redact
 from miles_core.run.checks import check_inputs
 from miles_core.run.directory import claim_directory
 from miles_core.run.ending import ENDING, Ending, record_ending
+from miles_core.run.exits import locate_error, report_exits
 from miles_core.run.make import make_log, packages
 from miles_core.run.prepare import set_environment
-from miles_core.run.stopping import Deadline, OutOfTime
+from miles_core.run.stopping import Deadline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,21 +96,15 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         set_environment(plan)
         run, inputs = check_inputs(config, plan, manifests, directory)
         load = config.run.load
-        resume_from = None
-        if load is not None:
-            resume_from = locate_checkpoint(load, plan.record())
+        resume_from = locate_checkpoint(load, plan.record()) if load is not None else None
         console = logs.configure(config.run.log_level, directory, console, packages(plan, manifests))
         _write_start(run)
-        log.info("%s", plan.header)
-        for line in list_notices(plan):
-            log.info("%s", line)
-        log.info("run directory: %s", directory)
-        for change in changes(resume_from, plan.record()) if resume_from else ():
-            log.warning("continuing with a change: %s", change)
+        _log_start(plan, directory, resume_from)
         start = checkpoint_step(resume_from) if resume_from else None
-        run_log = _open_log(run, manifests, _make_progress(run, console, start or 0), start)
+        progress = TerminalProgress(config.rollout.num_rollout, console, start or 0)
+        run_log = _open_log(run, manifests, progress, start)
         seed_generators(config.train.seed)
-        with handle_signals(run) as stopped:
+        with handle_signals(run) as stopped, report_exits(lambda what: _report_exit(run, what)):
             try:
                 with run_log.progress:
                     try:
@@ -107,24 +114,17 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
             except OutOfTime as error:
                 log.warning("%s", error)
                 parts = []
-            except Exception as error:
-                log.error("the run ended", exc_info=error, extra=logs.FILE_ONLY)
-                if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
-                    run.hooks.name_suspects(error, _CHANGING)
-                _report_ending(record_ending(run, error=error), error)
-                raise
-        end = record_ending(run, signal=stopped.name)
-        _report_ending(end)
+            except (Exception, SystemExit) as caught:
+                ending = _as_error(caught)
+                log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
+                if not isinstance(ending, MilesError) or isinstance(ending, _OF_THE_MODEL):
+                    run.hooks.name_suspects(ending, _CHANGING)
+                ending.add_note(_record_error(run, f"{type(ending).__name__}: {ending}"))
+                if ending is caught:
+                    raise
+                raise ending from caught
+        end = _log_ending(run, f"stopped by {stopped.name}" if stopped.name else "finished")
         return Launched(run, parts, end, stopped.signals[-1] if stopped.signals else 0)
-
-
-def _make_progress(run: Run, console: Console | None, start: int) -> Progress:
-    """Make the live display that a plugin provides; without one, the run shows nothing."""
-    total, names = run.config.rollout.num_rollout, run.hooks.find_provided("progress")
-    if not names:
-        return Progress(total, start)
-    made: Progress = run.hooks.make("progress", names[0], total=total, console=console, start=start)
-    return made
 
 
 def _open_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, start: int | None) -> RunLog:
@@ -133,7 +133,7 @@ def _open_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, sta
         return make_log(run, manifests, progress, start)
     except MilesError as error:
         run.step = start or 0
-        _report_ending(record_ending(run, error=error), error)
+        error.add_note(_record_error(run, f"{type(error).__name__}: {error}"))
         raise
 
 
@@ -180,7 +180,7 @@ class StopSignals:
         log.error(
             "the run did not stop in time: the process exits %g s after %s", self.run.config.run.stop_within, self.name
         )
-        _report_ending(record_ending(self.run, signal=self.name))
+        _log_ending(self.run, f"stopped by {self.name}")
 
 
 @contextmanager
@@ -218,14 +218,23 @@ def _leave_terminal() -> None:
             os.dup2(nowhere, descriptor)
 
 
+def _log_start(plan: Plan, directory: Path, resume_from: Path | None) -> None:
+    """Log what the run consists of, and what differs from the checkpoint that it continues."""
+    log.info("%s", plan.header)
+    for line in list_notices(plan):
+        log.info("%s", line)
+    log.info("run directory: %s", directory)
+    for change in changes(resume_from, plan.record()) if resume_from else ():
+        log.warning("continuing with a change: %s", change)
+
+
 def _write_start(run: Run) -> None:
     """Write the configuration, the plan and the environment to the run directory."""
     try:
         (run.directory / ENDING).unlink(missing_ok=True)  # how an earlier process of this run ended
         (run.directory / "config.yaml").write_text(redact(run.config.to_yaml()), encoding="utf-8")
         (run.directory / "plan.json").write_text(json.dumps(run.plan.record()), encoding="utf-8")
-        for name in run.hooks.find_provided("record"):
-            run.hooks.builder("record", name)[1](run.directory)
+        write_environment(run.directory)
     except OSError as error:
         raise ConfigError(
             f"--save {run.directory}: {error.filename or 'a file in it'} cannot be written ({error.strerror}); free space there, or choose another "
@@ -233,12 +242,37 @@ def _write_start(run: Run) -> None:
         ) from error
 
 
-def _report_ending(summary: Ending, error: Exception | None = None) -> None:
-    """Log the last lines of a run. With an error, log them to the file only and attach them to the error as notes."""
-    for line in summary.lines():
-        if error is None:
-            log.info("%s", line)
-        else:
-            log.error("%s", line, extra=logs.FILE_ONLY)
-    if error is not None:
-        error.add_note("\n".join(summary.lines()[1:]))
+def _log_ending(run: Run, why: str) -> Ending:
+    """Record the end of a run and log its last lines."""
+    end = record_ending(run, why)
+    for line in end.lines():
+        log.info("%s", line)
+    return end
+
+
+def _record_error(run: Run, error: str) -> str:
+    """Record that an error ended the run: log the last lines of the run to its file only, and return those that follow the message."""
+    first, *rest = record_ending(run, f"ended by {error}").lines()
+    for line in (first, *rest):
+        log.error("%s", line, extra=logs.FILE_ONLY)
+    return "\n".join(rest)
+
+
+def _as_error(error: Exception | SystemExit) -> Exception:
+    """Return the error that ends a run. The command line gives a meaning of its own to some exceptions, which is not that of a run: an exit
+    with the status of ``sys.exit``, or status 0 because the reader of its output is gone."""
+    if isinstance(error, SystemExit):
+        return PluginError(
+            f"code of the run called sys.exit({error.code!r}) ({locate_error(error)}); raise an error instead"
+        )
+    if isinstance(error, BrokenPipeError):
+        return PluginError(f"the other end of a pipe or connection is closed ({locate_error(error)})")
+    return error
+
+
+def _report_exit(run: Run, what: str) -> None:
+    """Log the last lines of a run whose process a function ends at once."""
+    error = PluginError(f"code of the run ended the process: {what}; raise an error instead")
+    log.error("%s", error)
+    for line in record_ending(run, f"ended by {type(error).__name__}: {error}").lines():
+        log.error("%s", line)

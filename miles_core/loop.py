@@ -14,7 +14,7 @@ from pathlib import Path
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts, Runtime
 from miles_core.contracts.schedule import Schedule
-from miles_core.errors import WorkerLost
+from miles_core.errors import OutOfTime, WorkerLost
 from miles_core.rollout.collect import Interrupted, rollout_metrics
 from miles_core.run.checkpoints import RunCheckpoints
 from miles_core.run.evaluation import Evaluation
@@ -52,12 +52,14 @@ async def steps(
     """Run all remaining steps, starting from a checkpoint if ``resume_from`` is set."""
     async with inputs.open_schedule(run, log, runtime, parts) as (schedule, evaluation):
         checkpoints = RunCheckpoints(run, parts, schedule, resume_from)
-        if not await checkpoints.resume():
+        resumed = await checkpoints.resume()
+        if not resumed:
             await warm_start(run, parts, log, inputs.supervised)
         try:
             for part in parts:
                 if part.engine is not None:
-                    await sync(run, schedule, part)
+                    lasting = resumed and not part.policy.learns  # weights that no step changed keep their version
+                    await sync(run, schedule, part, part.policy.version if lasting else run.step)
             if missing := await evaluation.run_if_missing(resume_from):
                 log.record(run.step, missing)
             log.begin(run)  # no step includes the time to build the parts
@@ -69,15 +71,18 @@ async def steps(
                     checkpoints.roll_back()
             await evaluation.complete_unless_stopped()
             await checkpoints.complete()
-        except asyncio.CancelledError:  # the time limit after a signal has passed
+        except (asyncio.CancelledError, OutOfTime):  # the time limit after a signal has passed
             with suppress(TimeoutError):
                 async with asyncio.timeout(run.config.run.stop_within * SAVE):
                     await runtime.release()
                     await checkpoints.rescue()
             raise
-        except Exception as error:
-            if not runtime.recovers(error):
+        except WorkerLost as lost:
+            if not runtime.recovers(lost):
                 await checkpoints.rescue()
+            raise
+        except Exception:
+            await checkpoints.rescue()
             raise
         finally:
             await checkpoints.close()
@@ -85,7 +90,12 @@ async def steps(
 
 
 async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedule, evaluation: Evaluation) -> None:
-    """Run one step. An interrupted rollout changes no state."""
+    """Run one step. An interrupted rollout changes no state.
+
+    - consumes: the groups of the step, from the schedule.
+    - waits: for these groups; for ``learn`` of each trained policy; for an evaluation that uses the weights to be replaced; for the pushes.
+    - unblocks: the schedule's requests, when each engine has the new weights; the checkpoint of the step, when this function returns.
+    """
     metrics: dict[str, float] = {}
     with log.step(run):
         with run.clock.phase("rollout"):
@@ -112,7 +122,7 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
         await evaluation.complete()  # before the sync replaces the weights being evaluated
         for part in parts:
             if part.engine is not None and (part.policy.learns or part.learner.unsynced):
-                metrics |= run.prefix_metrics(part.policy, await sync(run, schedule, part))
+                metrics |= run.prefix_metrics(part.policy, await sync(run, schedule, part, run.step))
     metrics |= run.clock.metrics() | log.workers()
     if schedule.seconds:
         metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / schedule.seconds
@@ -121,18 +131,18 @@ async def step(run: Run, log: RunLog, parts: list[PolicyParts], schedule: Schedu
     log.record(run.step, metrics)
 
 
-async def sync(run: Run, schedule: Schedule, parts: PolicyParts) -> dict[str, float]:
-    """Push the learner's weights to the engine as version ``run.step``; returns metrics.
+async def sync(run: Run, schedule: Schedule, parts: PolicyParts, version: int) -> dict[str, float]:
+    """Push the learner's weights to the engine as ``version``, the number of steps that made them; returns metrics.
 
     If a precision switch is due at this step, it happens before the push.
     """
     policy = parts.policy
     with run.clock.phase("sync"):
         if not switch_is_due(run, parts):
-            await stage(parts, run.step)
+            await stage(parts, version)
         async with schedule.pause_for_push(parts):
             await switch_when_due(run, parts)
-            report = await push(parts, run.step)
+            report = await push(parts, version)
     policy.version = report.version
     run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
     metrics = {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}

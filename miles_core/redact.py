@@ -10,11 +10,13 @@ import html
 import io
 import json
 import logging
+import operator
 import os
 import re
+import string
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
@@ -26,36 +28,121 @@ MARK = "<redacted>"
 #: Minimum length of a secret environment value; shorter values are likely to be ordinary words.
 _SHORTEST = 8
 _WORDS = r"token|key|secret|password|passwd|pwd|auth|authorization|signature|sig|credential|credentials|bearer"
-#: Matches names of environment variables and URL query parameters that contain one of these words.
+#: Matches names of environment variables that contain one of these words.
 _NAME = re.compile(
     rf"(?:^|[_.\-]|(?<=[a-z])(?=[A-Z]))(?:\w*(?:token|secret|password|credential)s?|{_WORDS})(?:$|[_.\-\d])", re.I
 )
+#: Matches names whose last word says that the value is about a credential, such as ``AUTH_TYPE`` and ``KEY_FILE``.
+_ABOUT = re.compile(
+    r"[_.\-](?:type|kind|mode|method|name|file|path|dir|format|layout|algorithm|provider|limit|length|count|size|ttl|expiry)$"
+    r"|tokens$",
+    re.I,
+)
 #: Matches names of headers, flags and entries that hold a credential. Plain ``key`` and ``token`` are names of ordinary options. The end of a
 #: name decides, and a search tries it at few letters: what precedes it would have to be matched again at every character.
+_BEGIN = r"(?:(?<![a-zA-Z])|(?-i:(?<=[a-z])(?=[A-Z])))"
 _END = (
-    r"(?=[abhiprsw])(?:(?:api|access|secret|private|auth|session|signing|bearer|refresh|id|wandb|hf)[_\-]?(?:key|token)|password|passwd"
+    rf"(?=[abhiprsw])(?:{_BEGIN}(?:api|access|secret|private|auth|session|signing|bearer|refresh|id|wandb|hf)[_\-]?(?:key|token)|password|passwd"
     r"|secret|(?<!\w)authorization)"
 )
 _ENTRY = rf"[\w\-]*{_END}"
-_PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
+#: Names of URL parameters that hold a credential: a word of the name, or the whole name.
+_PARAMETER_NAME = re.compile(
+    rf"(?:^|[_.\-\[\]%]|(?<=[a-z])(?=(?-i:[A-Z])))(?:{_WORDS}|(?:api|access|auth|secret|private|session|account|subscription)(?:key|token))"
+    r"(?=$|[_.\-\[\]%\d]|(?-i:[A-Z]))|^(?:code|pass|pw|sas|jwt|sid|hmac|sign|passphrase)$",
+    re.I,
+)
+_URL = re.compile(r"(?i)\b[a-z][a-z0-9+.\-]*://[^\s\"'<>]+")
+_PARAMETER = re.compile(r"([?&;#])([\w.\-\[\]%]+)=(?!\${)([^&;#\s\"'<>]+)")
+#: Values that are none: numbers, and words for no value.
+_NO_SECRET = re.compile(r"\d{1,6}|true|false|none|null", re.I)
+_WORD = re.compile(r"[A-Za-z]?[a-z]{1,20}(?:[\-/'][a-z]+)*[.,;:)]*")
+#: Words that follow the name of a flag or entry in a sentence, where a value would be.
+_IN_SENTENCES = frozenset(
+    "a an and are as at be but by can cannot does for from has have here holds if in instead is it its may must needs no not of on only or "
+    "says set should takes that the there to too was when where which will with without".split()
+)
+
+
+def _redact_url(found: re.Match[str]) -> str:
+    return _PARAMETER.sub(_redact_parameter, found[0])
+
+
+def _redact_parameter(found: re.Match[str]) -> str:
+    """Redact the value of a parameter of a URL by its name, or because it looks random."""
+    mark, name, value = found.groups()
+    named = _PARAMETER_NAME.search(name) is not None and _NO_SECRET.fullmatch(value) is None
+    return f"{mark}{name}={MARK}" if named or is_random(value) else found[0]
+
+
+def _redact_loose_parameter(found: re.Match[str]) -> str:
+    """Redact the value of a parameter outside of a URL, where text of other kinds has the same form (``gym:task?key=value``)."""
+    mark, name, value = found.groups()
+    secret = _PARAMETER_NAME.search(name) and not _WORD.fullmatch(value) and not _NO_SECRET.fullmatch(value)
+    return f"{mark}{name}={MARK}" if secret else found[0]
+
+
+def _redact_scheme(found: re.Match[str]) -> str:
+    """Redact what follows ``Bearer`` or ``Basic``, unless it is an ordinary word ("basic arithmetic")."""
+    return found[0] if _WORD.fullmatch(found[3]) else f"{found[1]}{found[2]}{MARK}"
+
+
+def _redact_entry(found: re.Match[str]) -> str:
+    """Redact the value of an entry, unless it is part of a sentence ("password: must be set")."""
+    value, follows = found[2], found.string[found.end() : found.end() + 2]
+    sentence = re.search(r":\s+$", found[1]) and (
+        value in _IN_SENTENCES or (_WORD.fullmatch(value) and re.fullmatch(r" [a-z]", follows))
+    )
+    return found[0] if sentence or _NO_SECRET.fullmatch(value) else f"{found[1]}{MARK}"
+
+
+def _redact_flag(found: re.Match[str]) -> str:
+    """Redact the value after a flag, unless a sentence goes on there ("--wandb-key is missing", "--wandb-key KEY")."""
+    value = found[2]
+    return found[0] if value.strip(".,;:") in _IN_SENTENCES or re.fullmatch(r"[A-Z_]+", value) else f"{found[1]}{MARK}"
+
+
+_Replacement = str | Callable[[re.Match[str]], str]
+_PATTERNS: tuple[tuple[re.Pattern[str], _Replacement], ...] = (
     (re.compile(r"(?i)\b([a-z][a-z0-9+.\-]*://)[^\s/?#@\"'<>]+@"), rf"\1{MARK}@"),  # http://user:password@host
-    (re.compile(rf"(?i)([?&;#][\w.\-\[\]%]*?(?:{_WORDS})[\w.\-\[\]%]*=)(?!\${{)[^&;#\s\"'<>]+"), rf"\1{MARK}"),
-    (re.compile(r"\b([bB](?i:earer|asic))(\s+|%20)(?=[A-Za-z0-9+/_.~\-=]{8,})[A-Za-z0-9+/_.~\-]+=*"), rf"\1\2{MARK}"),
+    (_URL, _redact_url),
+    (_PARAMETER, _redact_loose_parameter),
     (
-        re.compile(rf"(?i)({_END}[\"']?\s*[=:]\s*[\"']?)(?!\s|\${{|{re.escape(MARK)})[^\s\"',;&}}]+"),
+        re.compile(r"(?i)((?<!\w)authorization[\"']?\s*[=:]\s*[\"']?(?:bearer|basic)(?:\s+|%20))[A-Za-z0-9+/_.~\-=]+"),
         rf"\1{MARK}",
     ),
-    (re.compile(rf"(?i)((?:^|\s)--{_ENTRY}\s+)(?!-)[^\s\"',]+"), rf"\1{MARK}"),
+    (re.compile(r"\b([bB](?i:earer|asic))(\s+|%20)(?=[A-Za-z0-9+/_.~\-=]{8,})([A-Za-z0-9+/_.~\-]+=*)"), _redact_scheme),
+    (
+        re.compile(rf"(?i)({_END}[\"']?\s*[=:]\s*[\"']?)(?!\s|\${{|{re.escape(MARK)})([^\s\"',;&}}]+)"),
+        _redact_entry,
+    ),
+    (re.compile(rf"(?i)((?:^|\s)--{_ENTRY}\s+)(?!-|{re.escape(MARK)})([^\s\"',]+)"), _redact_flag),
 )
 #: Occurs in every text that one of the patterns matches: most texts are none of these, and the search is quick.
 _SUSPECT = re.compile(r"(?i)[=:]|--[\w\-]+\s|bearer|basic")
+#: Shortest run of letters and digits that may be random, and the part of its characters that are of another kind than the one before.
+_SHORTEST_RANDOM, _CHANGES = 12, 0.25
+_KINDS = str.maketrans(string.ascii_lowercase + string.ascii_uppercase + string.digits, "a" * 26 + "A" * 26 + "0" * 10)
+
+
+def is_random(value: str) -> bool:
+    """Whether a value of a URL parameter looks like a generated key: it holds a run of 12 letters and digits or more in which lower case,
+    upper case and digits change at every fourth character or more often, as in random characters and not in words, versions and numbers;
+    or it is a UUID."""
+    if re.search(r"(?i)[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", value):
+        return True
+    for run in re.findall(rf"[A-Za-z0-9]{{{_SHORTEST_RANDOM},}}", value):
+        kinds = run.translate(_KINDS)
+        if sum(map(operator.ne, kinds, kinds[1:])) >= _CHANGES * len(run):
+            return True
+    return False
 
 
 def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     """Return ``text`` with credentials replaced by ``<redacted>``.
 
-    Credentials are: user names and passwords in URLs, URL parameters with a name such as ``token``, bearer tokens, entries such as
-    ``api_key=...``, and the values of environment variables with a name such as ``SERVICE_TOKEN``.
+    Credentials are: user names and passwords in URLs, URL parameters with a name such as ``token`` or a random value (``is_random``),
+    bearer tokens, entries such as ``api_key=...``, and the values of environment variables with a name such as ``SERVICE_TOKEN``.
 
     Args:
         environment: environment variables; by default those of this process.
@@ -163,7 +250,7 @@ def _spellings(value: str) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)  # every log line checks the same names
 def _names_credential(name: str) -> bool:
-    return _NAME.search(name) is not None
+    return _NAME.search(name) is not None and _ABOUT.search(name) is None
 
 
 def has_credentials(url: str) -> bool:

@@ -11,27 +11,23 @@ from typing import TYPE_CHECKING
 from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
-    from miles_core.algorithm.advantage import (
-        ADVANTAGES as ADVANTAGES,
-        AdvantageInputs as AdvantageInputs,
-        at_last_token as at_last_token,
-        gae as gae,
-    )
+    from miles_core.algorithm.choices import ALGORITHMS as ALGORITHMS, loss_weights as loss_weights
     from miles_core.algorithm.correction import (
         Correct as Correct,
         Correction as Correction,
         CorrectionInputs as CorrectionInputs,
-        Needs as Needs,
         compose_corrections as compose_corrections,
     )
-    from miles_core.algorithm.policy_loss import (
+    from miles_core.algorithm.objective import (
+        AdvantageInputs as AdvantageInputs,
         Clip as Clip,
+        Needs as Needs,
+        Objective as Objective,
         PolicyLossInputs as PolicyLossInputs,
         TokenLoss as TokenLoss,
-        policy_loss_of as policy_loss_of,
     )
+    from miles_core.algorithm.reinforce_plus_plus import at_last_token as at_last_token
     from miles_core.data.batch import expand as expand
-    from miles_core.algorithm.policy_loss import loss_weights as loss_weights
     from miles_core.checkpoint.hf_files import CheckpointFiles as CheckpointFiles
     from miles_core.checkpoint.rng import get_rng as get_rng, put_rng as put_rng
     from miles_core.checkpoint.tensor_file import record_files as record_files, write_tensors as write_tensors
@@ -58,7 +54,7 @@ if TYPE_CHECKING:
         TrainerPart as TrainerPart,
     )
     from miles_core.data.world import ALONE as ALONE, World as World
-    from miles_core.train.loss import value_loss as value_loss
+    from miles_core.train.loss import ValueLoss as ValueLoss
     from miles_core.train.loss import trained_tokens as trained_tokens, with_auxiliary as with_auxiliary
     from miles_core.train.micro_batches import (
         MICRO_BATCH_TOKENS as MICRO_BATCH_TOKENS,
@@ -69,9 +65,10 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
-        "miles_core.algorithm.advantage": "ADVANTAGES AdvantageInputs at_last_token gae",
-        "miles_core.algorithm.correction": "Correct Correction CorrectionInputs Needs compose_corrections",
-        "miles_core.algorithm.policy_loss": "Clip PolicyLossInputs TokenLoss loss_weights policy_loss_of",
+        "miles_core.algorithm.choices": "ALGORITHMS loss_weights",
+        "miles_core.algorithm.correction": "Correct Correction CorrectionInputs compose_corrections",
+        "miles_core.algorithm.objective": "AdvantageInputs Clip Needs Objective PolicyLossInputs TokenLoss",
+        "miles_core.algorithm.reinforce_plus_plus": "at_last_token",
         "miles_core.data.batch": "expand",
         "miles_core.checkpoint.hf_files": "CheckpointFiles",
         "miles_core.checkpoint.rng": "get_rng put_rng",
@@ -82,7 +79,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.contracts.trainer": "Callbacks Context Forward GIVEN_ROUTES Loss LossFunction OWN_ROUTES OptimizerStep Output Pass "
         "Trainer TrainerPart",
         "miles_core.data.world": "ALONE World",
-        "miles_core.train.loss": "trained_tokens value_loss with_auxiliary",
+        "miles_core.train.loss": "ValueLoss trained_tokens with_auxiliary",
         "miles_core.train.micro_batches": "MICRO_BATCH_TOKENS micro_batch_limits",
         "miles_core.train.optimizer": "OptimizerConfig",
     },

@@ -8,8 +8,8 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to hook modules: ``load_model``, ``decoder_layers``, ``is_embedded``, ``routed_blocks`` and ``find_routed`` (both return ``Routed``), and
   inside a layer ``active_context``;
 - to wrap an engine or a trainer: ``make_engine``, ``make_trainer``;
-- to write decoders: ``Decoder``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``; with steps in static buffers, which CUDA graphs
-  replay: ``Ahead``, ``Launched``, ``StaticBatch``, ``StaticCall``, ``fill_rows``, ``padded_rows``, ``distribution``,
+- to write decoders: ``Decoder``, ``StepEngine``, ``Row``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``; with steps in static buffers,
+  which CUDA graphs replay: ``AsyncScheduling``, ``Launched``, ``StaticBatch``, ``StaticCall``, ``fill_rows``, ``padded_rows``, ``distribution``,
   ``stream_start``, ``uniform_from``, ``check_finite``;
 - to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``; a value head next to
   the output layer: ``new_value_head``, ``add_value_head``, ``VALUE_HEAD``;
@@ -18,6 +18,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
 - to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``, ``hand_over_gradient``;
+- to examine a model for a plan without importing torch: ``find_known_weights``;
 - to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``,
   ``trainer_parts``, ``trainer_usage``, ``engine_usage``, ``format_billions``;
 - to count the tokens of each expert: ``ExpertLoads``, summed with ``sum_over_ranks``;
@@ -38,17 +39,20 @@ for _noisy in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 if TYPE_CHECKING:
-    from miles_embedded.engine.ahead import Ahead, Launched, fill_rows
+    from miles_embedded.engine.async_scheduling import AsyncScheduling, Launched, fill_rows
     from miles_embedded.engine.attention import DecodeCall, PromptCall
     from miles_embedded.engine.build import make_engine
     from miles_embedded.engine.cache import CachedRows
-    from miles_embedded.engine.decoder import Decoder, Emitted, to_emitted
+    from miles_embedded.engine.decoder import Decoder, to_emitted
     from miles_embedded.engine.prompts import Prompts
+    from miles_embedded.engine.row import Row
     from miles_embedded.engine.sampling import check_finite, distribution, pick, stream_start, uniform_from
     from miles_embedded.engine.static_attention import StaticCall
     from miles_embedded.engine.static_batch import StaticBatch
     from miles_embedded.engine.static_step import padded_rows
+    from miles_embedded.engine.step import Emitted, StepEngine
     from miles_embedded.kernels.available import kernels_run
+    from miles_embedded.known import find_known_weights
     from miles_embedded.memory.model_size import ModelSize, model_size
     from miles_embedded.memory.usage import (
         engine_usage,
@@ -116,7 +120,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VALUE_HEAD",
-    "Ahead",
+    "AsyncScheduling",
     "Attention",
     "AttentionOptions",
     "CachedRows",
@@ -138,8 +142,10 @@ __all__ = [
     "Prompts",
     "Released",
     "Routed",
+    "Row",
     "StaticBatch",
     "StaticCall",
+    "StepEngine",
     "accepts_given",
     "active_context",
     "add_layer",
@@ -159,6 +165,7 @@ __all__ = [
     "examine",
     "export_checkpoint",
     "fill_rows",
+    "find_known_weights",
     "find_routed",
     "format_billions",
     "full_values",
@@ -213,17 +220,20 @@ __all__ = [
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
-        "miles_embedded.engine.ahead": "Ahead Launched fill_rows",
+        "miles_embedded.engine.async_scheduling": "AsyncScheduling Launched fill_rows",
         "miles_embedded.engine.attention": "DecodeCall PromptCall",
         "miles_embedded.engine.build": "make_engine",
         "miles_embedded.engine.cache": "CachedRows",
-        "miles_embedded.engine.decoder": "Decoder Emitted to_emitted",
+        "miles_embedded.engine.decoder": "Decoder to_emitted",
         "miles_embedded.engine.prompts": "Prompts",
+        "miles_embedded.engine.row": "Row",
         "miles_embedded.engine.sampling": "check_finite distribution pick stream_start uniform_from",
         "miles_embedded.engine.static_attention": "StaticCall",
         "miles_embedded.engine.static_batch": "StaticBatch",
         "miles_embedded.engine.static_step": "padded_rows",
+        "miles_embedded.engine.step": "Emitted StepEngine",
         "miles_embedded.kernels.available": "kernels_run",
+        "miles_embedded.known": "find_known_weights",
         "miles_embedded.memory.model_size": "ModelSize model_size",
         "miles_embedded.memory.usage": "engine_usage engines_gpus format_billions longest_sample size_of trainer_parts trainer_usage training_of "
         "wanted_rows",

@@ -39,7 +39,6 @@ _NO_TEXT = (
     "it does not generate text one token after another: it generates audio, denoises blocks of tokens, or drafts for another model; "
     "choose another checkpoint"
 )
-_FP16 = "only FP16 gradients overflow, so only FP16 training scales the loss (--dtype float16)"
 #: Reason -> refused model types. ``docs/families.md`` lists them and the tested ones. A type in neither list is untested; its scores
 #: are compared with plain forwards when an engine is built.
 REFUSED: dict[str, tuple[str, ...]] = {
@@ -246,6 +245,7 @@ class EmbeddedConfig:
         flag="--initial-loss-scale",
         help="with --dtype float16: the first loss scale; it is halved when a gradient overflows, and that step is skipped",
         ge=1,
+        only_if="model.dtype == float16",
     )
     loss_scale_window: int = option(
         2000,
@@ -253,6 +253,7 @@ class EmbeddedConfig:
         help="with --dtype float16: steps without an overflow after which the loss scale is doubled",
         metavar="N",
         ge=1,
+        only_if="model.dtype == float16",
     )
 
 
@@ -289,6 +290,7 @@ plugin = Plugin(
             "shared_storage",
             "sleep",
             "transport:buckets",
+            "weight_checksums",
         ),
         "trainer": (
             "entropy",
@@ -313,11 +315,9 @@ plugin = Plugin(
             because="number formats encode a BF16 copy of the weights, which would round FP16 weights; leave the format out, or train in "
             "--dtype bfloat16",
         ),
-        Rule("model.dtype == float16", when="embedded.initial_loss_scale != 65536", because=_FP16),
-        Rule("model.dtype == float16", when="embedded.loss_scale_window != 2000", because=_FP16),
     ),
     review="miles_embedded.manifest:review",
     memory="miles_embedded.memory.usage:usage",
-    examine="miles_embedded.model.examine:examine",
+    examine="miles_embedded.known:examine",
     measures="miles_embedded.speed:measure_speeds",
 )

@@ -32,8 +32,8 @@ from miles_core.contracts.engine import Engine, Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError, SyncError
+from miles_core.mismatch.same_model import COMPARED
 from miles_core.plugin.detect import model_facts
-from miles_mismatch.same_model import COMPARED
 from miles_testing.asking import ask
 from miles_testing.capabilities import skip_without
 from miles_testing.interruptions import Interruptions

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from miles_core.data.unit import Unit
 from miles_core.errors import ConfigError, MilesError
-from miles_core.precision.codec import Codec
+from miles_core.mismatch.product_probe import check_product
 from miles_core.precision.format import Format, Parts
-from miles_core.precision.gpu_kernel import reference_only
 from miles_core.precision.product import NoProduct
-from miles_mismatch.product_probe import check_product
+from miles_formats.codec import FormatCodec
+from miles_formats.gpu_kernel import reference_only
 
 
 class FormatContract:
@@ -254,7 +254,7 @@ class FormatContract:
             name = list(unit.tensors)[-1]
             unit.tensors[name][row, column] = bad
             with pytest.raises(MilesError, match=name.replace(".", r"\.") + f" holds 1 values .* at .{row}, {column}"):
-                Codec(format).encode_unit(unit)
+                FormatCodec(format).encode_unit(unit)
 
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     def test_weights_that_are_encoded_together_get_the_bytes_they_get_alone(self, device: str) -> None:
@@ -280,13 +280,13 @@ class FormatContract:
         small, large = list(unit.tensors)[:2]
         unit.tensors[small] *= 0.1
         joint = torch.stack([s for t in unit.tensors.values() if (s := format.stats(t)) is not None]).amax(0)
-        encoded = {e.name: suffixes(e.parts) for e in Codec(format).encode_unit(unit)}
+        encoded = {e.name: suffixes(e.parts) for e in FormatCodec(format).encode_unit(unit)}
         assert_same(encoded[small], format.quantize(unit.tensors[small], joint))
         alone = format.quantize(unit.tensors[small])
         differ = [k for k, t in alone.items() if not torch.equal(t.float(), encoded[small][k].float())]
         assert differ, "quantize ignores the statistics it receives"
         with pytest.raises(ConfigError, match="together"):
-            Codec(format).encode_unit(Unit({large: unit.tensors[large]}))
+            FormatCodec(format).encode_unit(Unit({large: unit.tensors[large]}))
 
 
 class _Called(Exception):

@@ -32,7 +32,7 @@ class HeadContract(RunContract):
         """Return the trained head of a run's first policy that has one, and the model's hidden size."""
         for parts in done.parts:
             learner: Any = parts.learner
-            model = learner.ranks.rank.trainer.model
+            model = learner.rank.trainer.model
             if hasattr(model, self.module):
                 return model.get_submodule(self.module), model.get_input_embeddings().weight.shape[1]
         raise AssertionError(f"no policy of the run has a model with a module {self.module}")

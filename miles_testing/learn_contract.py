@@ -17,7 +17,7 @@ from miles_core.errors import MilesError
 from miles_testing.run_contract import RunContract, comparable
 
 #: A runtime with trainers and engines that behave as if they were in other processes, loaded by its path.
-_APART = str(files("miles_testing") / "doubles" / "apart.py")
+_REMOTE = str(files("miles_testing") / "doubles" / "remote.py")
 #: As the last plugin of a run it is the innermost wrapper.
 _FAILS = """
 from miles_core.plugin import MilesError, hookimpl
@@ -63,8 +63,8 @@ class LearnContract(RunContract):
         """A wrapper that uses more than the methods of ``LearnerHandle`` fails here."""
         here = self.whole_run()
         there = type(self)()
-        there.plugins = (*self.plugins, _APART)
-        for one, two in zip(here.metrics, there.run(runtime="apart").metrics, strict=True):
+        there.plugins = (*self.plugins, _REMOTE)
+        for one, two in zip(here.metrics, there.run(runtime="remote").metrics, strict=True):
             ours, theirs = comparable(one), comparable(two)
             compared = [name for name in ours if "train/" in name or name.startswith("reward/")]
             assert compared and {name: theirs.get(name) for name in compared} == {name: ours[name] for name in compared}

@@ -19,9 +19,10 @@ import pytest
 
 from miles_core.contracts.engine import Engine
 from miles_core.data.unit import Encoded, Unit
+from miles_core.mismatch.parity import check, probes
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
-from miles_mismatch.parity import check, probes
+from miles_formats.codec import FormatCodec
 from miles_testing.asking import ask
 from miles_testing.engine_contract import FREE, GREEDY, PROMPTS, Limits
 from miles_testing.stored import stored_units
@@ -53,7 +54,7 @@ class QuantizedEngineContract:
     def encoded(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Encoded]]]:
         """A checkpoint, and three sets of encoded weights for it."""
         root = tmp_path_factory.mktemp("quantized")
-        codec = Codec(self.format())
+        codec = FormatCodec(self.format())
         paths = [tiny_checkpoint(self.family, root / str(seed), seed, **self.sizes) for seed in range(3)]
         return paths[0], [list(codec.encode(couple_units(path))) for path in paths]
 
@@ -98,7 +99,7 @@ class QuantizedEngineContract:
             runner.run(engine.stop())
 
     async def start_engine(self, checkpoint: Path) -> Engine:
-        engine = await self.make(checkpoint, Limits(), Codec(self.format()))
+        engine = await self.make(checkpoint, Limits(), FormatCodec(self.format()))
         await engine.start()
         return engine
 

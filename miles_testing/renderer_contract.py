@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from miles_core.data.renderer import CannotExtend, Renderer
+from miles_core.chat.renderer import CannotExtend, Renderer
 from miles_core.errors import DataError
 
 _QUESTION = [{"role": "user", "content": "2 + 2 = ?"}]

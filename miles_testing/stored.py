@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from miles_core.data.unit import Encoded
-from miles_transport.bucket import Bucket, room_of, round_to_blocks
+from miles_workers.transport.bucket import Bucket, room_of, round_to_blocks
 
 
 def stored_units(checkpoint: Path) -> list[Encoded]:

@@ -138,8 +138,15 @@ def tiny_checkpoint(family: str, directory: str | Path, seed: int = 0, **changes
     return random_checkpoint(getattr(transformers, name)(**{**values, **changes}), directory, seed)
 
 
-def random_checkpoint(config: Any, directory: str | Path, seed: int = 0) -> Path:
-    """Save a random model with this Transformers configuration, like ``tiny_checkpoint``."""
+def random_checkpoint(config: Any, directory: str | Path, seed: int = 0, biases: float = 0.0) -> Path:
+    """Save a random model with this Transformers configuration, like ``tiny_checkpoint``.
+
+    Args:
+        config: the configuration.
+        directory: where to save.
+        seed: of the weights.
+        biases: standard deviation of biases, of those that correct a router, and of the factors of norms around their initial values.
+    """
     import torch
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -160,6 +167,11 @@ def random_checkpoint(config: Any, directory: str | Path, seed: int = 0) -> Path
                     parameter.normal_(std=2.0 / parameter.shape[-1] ** 0.5)
                 elif name.endswith("sinks"):
                     parameter.normal_()
+                elif biases:
+                    parameter.add_(torch.randn_like(parameter), alpha=biases)
+            for name, buffer in model.named_buffers():
+                if biases and name.endswith("correction_bias"):
+                    buffer.normal_(std=biases)
     model.save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return Path(directory)

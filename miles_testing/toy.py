@@ -64,7 +64,7 @@ class ToyRun:
     @property
     def trainer(self) -> Any:
         """The trainer of the first policy, in this process."""
-        return self.parts[0].learner.ranks.rank.trainer  # type: ignore[attr-defined]
+        return self.parts[0].learner.rank.trainer  # type: ignore[attr-defined]
 
 
 def _temporary(prefix: str) -> Path:

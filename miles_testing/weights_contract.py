@@ -103,7 +103,7 @@ class WeightsContract(RunContract):
 def _rank(done: ToyRun) -> Any:
     """The trainer's side of a run's first policy."""
     learner: Any = done.parts[0].learner
-    return learner.ranks.rank
+    return learner.rank
 
 
 def _samples(done: ToyRun) -> list[Sample]:

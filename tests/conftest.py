@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from miles_core.plugin import discovery
+from miles_formats.convert import installed
 from miles_testing.doubles.pair_format import PLUGIN
-from miles_tools.convert import installed
 
 # ``published_manifests`` is importable in ``--import-mode=importlib``
 sys.path.insert(0, str(Path(__file__).parent / "plugin"))
@@ -99,7 +99,9 @@ def tensors(weight):
 @pytest.fixture
 def f6(tmp_path, monkeypatch):
     """A single-file plugin in an environment where nothing is installed but core."""
-    own = tuple(p for n in ("embedded", "commands") for p in entry_points(group="miles.plugins", name=n))
+    own = tuple(
+        p for n in ("embedded", "formats", "bundled", "workers") for p in entry_points(group="miles.plugins", name=n)
+    )
     monkeypatch.setattr(discovery, "entry_points", lambda group: own)
     path = tmp_path / "f6.py"
     path.write_text(SINGLE_FILE)
@@ -117,7 +119,7 @@ def install(tmp_path, monkeypatch):
     """``install(name, code, distribution=...)`` puts a plugin's package and metadata on ``sys.path``."""
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
-    def write(name, code, hooks="", distribution=None, version="0.1.0", package=None):
+    def write(name, code, hooks="", distribution=None, version="0.1.0", package=None, requires=()):
         distribution, package = distribution or f"miles-plugin-{name}", package or f"miles_test_{name}"
         folder = tmp_path / "site" / package
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +128,8 @@ def install(tmp_path, monkeypatch):
             (folder / "hooks.py").write_text(hooks)
         info = tmp_path / "site" / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        needs = "".join(f"Requires-Dist: {line}\n" for line in requires)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}")
         (info / "entry_points.txt").write_text(f"[miles.plugins]\n{name} = {package}:plugin\n")
         monkeypatch.delitem(sys.modules, package, raising=False)
         monkeypatch.delitem(sys.modules, f"{package}.hooks", raising=False)

@@ -103,6 +103,18 @@ def test_keys_that_no_row_has(refused):
     assert "--label-key from: 'input', 'label'" in refused(label_key="answer")
 
 
+@pytest.mark.parametrize("rule", ["exact", "boxed", "f1", "math"])
+def test_labels_that_no_response_equals(refused, file, rule):
+    good, bad = {"input": "a", "label": "1"}, {"input": "a", "label": {"ground_truth": "2", "style": "rule"}}
+    rows = file("labels.jsonl", "".join(json.dumps(row) + "\n" for row in (good, bad)))
+    options = {"custom_rm_path": None, "rm_type": rule, "label_key": "label"}
+    expected = f"{rows}:2: the label is {{'ground_truth': '2', 'style': 'rule'}}, a mapping with the entries 'ground_truth', 'style'"
+    assert expected in refused(prompt_data=rows, **options)
+    assert expected in refused(prompt_data=f"{rows}@[:1]", eval_prompt_data=rows, eval_interval=1, **options)
+    nested = file("nested.jsonl", json.dumps({"input": "a", "label": [["1"]]}) + "\n")
+    assert f"{nested}:1: the label [['1']] holds ['1'] (list)" in refused(prompt_data=nested, **options)
+
+
 def test_a_prompt_longer_than_the_context(refused, file):
     long = file("long.jsonl", json.dumps({"input": "a"}) + "\n" + json.dumps({"input": "a" * 200}) + "\n")
     text = refused(prompt_data=long)
@@ -152,6 +164,7 @@ def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(refused, tmp_path
     monkeypatch.setattr(state, "save", save)
     text = refused(save_interval=1, steps=3)
     assert "the disk is full: saving step 2" in text and "earlier checkpoints there are untouched" in text
+    assert " are free" not in text  # a number of free bytes above the needed ones contradicts the message
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]
     monkeypatch.setattr(state, "save", plain)
     words = toy_arguments(directory=None, save=None, load=tmp_path / "run", steps=3, log_level="error")

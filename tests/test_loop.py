@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from miles_core.algorithm.advantage import ADVANTAGES
+from miles_core.algorithm.choices import ALGORITHMS
 from miles_core.errors import DataError
 from miles_testing import toy_files, toy_run
 
@@ -104,7 +104,7 @@ def test_several_optimiser_steps_a_rollout(toy_run):
     assert one.metrics[0]["train/ratio_deviation"] == 0 and by_count.metrics[0]["train/ratio_deviation"] > 0
 
 
-@pytest.mark.parametrize("estimator", sorted(ADVANTAGES))
+@pytest.mark.parametrize("estimator", sorted(ALGORITHMS))
 @pytest.mark.parametrize("aggregation", ["rollout_mean", "token_mean", "constant"])
 def test_every_estimator_with_every_aggregation(toy_run, estimator, aggregation):
     run = toy_run(steps=1, advantage_estimator=estimator, loss_aggregation=aggregation, num_steps_per_rollout=2)

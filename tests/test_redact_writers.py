@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from miles_core.redact import MARK, redact
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 #: Every printable character: quotes, backslashes, and what JSON, HTML, YAML and URLs escape.
 HARD = st.text(string.ascii_letters + string.digits + "\"'\\<>&%+/=:;,#?@![]{}()|~^$*-_.éß日", min_size=10, max_size=24)
@@ -64,7 +64,7 @@ def strings(value: object) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("where", [{}, {"plugins": (apart.__file__,), "runtime": "apart"}], ids=["inline", "workers"])
+@pytest.mark.parametrize("where", [{}, {"plugins": (remote.__file__,), "runtime": "remote"}], ids=["inline", "workers"])
 @settings(
     max_examples=1,
     phases=[Phase.explicit, Phase.generate],

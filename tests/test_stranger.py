@@ -373,14 +373,14 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
 
 
 PARTS = """
-from miles_core.algorithm.advantage import ADVANTAGES
+from miles_core.algorithm.choices import ALGORITHMS
 from miles_embedded.engine.build import make_engine
 from miles_embedded.engine.decoder import PlainDecoder
 from miles_embedded.model.load import make_model
 from miles_embedded.model.value_head import make_head
 from miles_embedded.trainer.build import make_trainer
 from miles_core.plugin.manifest import Plugin
-from miles_runtime.inline import InlineRuntime
+from miles_core.plugin import InlineRuntime
 from miles_core.rollout.function import SingleTurn
 from miles_core.rollout.queue import open_prompts
 from miles_core.schedule.sync import SyncSchedule
@@ -438,7 +438,7 @@ def model(run, policy, role):
 
 def advantage(run):
     note(run, "advantage")
-    return ADVANTAGES["rloo"]
+    return ALGORITHMS["rloo"]
 
 
 def check(run):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from miles_core.algorithm.advantage import local_sum
+from miles_core.algorithm.objective import NOTHING, Needs, local_sum
 
 
 @dataclass(frozen=True)
@@ -78,37 +78,6 @@ class Correction:
 
 
 Correct = Callable[[CorrectionInputs], Correction]
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Inputs that a correction or an advantage estimator reads, which determine its additional forward passes. A function declares them in
-    its attribute ``needs``.
-
-    Attributes:
-        old: ``old_log_probs`` computed by the trainer. Not allowed with ``--use-rollout-logprobs``, which does not compute them.
-        current: ``log_probs`` of the current policy; costs one pass per optimiser step, except when it equals the old policy.
-        whole_step: the result for a sample depends on other samples (any use of ``inputs.sum``). If it is False and a rollout has a
-            single optimiser step, old and current policy are the same; the correction is then applied to each micro-batch during the
-            training pass, without an additional pass. (An advantage estimator always receives all samples.)
-        columns: declared columns that the samples must have (advantage estimators only).
-    """
-
-    old: bool = True
-    current: bool = False
-    whole_step: bool = True
-    columns: tuple[str, ...] = ()
-
-    def __or__(self, other: Needs) -> Needs:
-        return Needs(
-            self.old or other.old,
-            self.current or other.current,
-            self.whole_step or other.whole_step,
-            tuple(dict.fromkeys((*self.columns, *other.columns))),
-        )
-
-
-NOTHING = Needs(old=False, current=False, whole_step=False)
 
 
 def needs_of(correct: Correct) -> Needs:

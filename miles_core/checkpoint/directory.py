@@ -181,12 +181,13 @@ class Checkpoints:
 
     def _cannot_save(self, step: int, written: int, error: BaseException) -> CheckpointError:
         earlier = [_size(self.path(s)) for s in self.steps()]
-        free = shutil.disk_usage(next(path for path in (self.directory, *self.directory.parents) if path.is_dir())).free
         safe = f"the {len(earlier)} earlier checkpoints there are untouched" if earlier else "nothing was left there"
         if _no_space(error):
+            # no number of free bytes: the partial checkpoint is deleted by now, and other programs write to the disk, too
+            size = f" (an earlier checkpoint has {max(earlier):,} bytes)" if earlier else ""
             return CheckpointError(
-                f"the disk is full: saving step {step} in {self.directory} needs {max([written, *earlier]):,} bytes or more and {free:,} "
-                f"are free; {safe}. Free space there or choose another --save"
+                f"the disk is full: saving step {step} in {self.directory} failed after {written:,} bytes{size}; {safe}. Free space there "
+                "or choose another --save"
             )
         lost = "" if self.directory.parent.is_dir() else "the run's directory is gone (a lost file system?)"
         return CheckpointError(f"cannot save step {step} in {self.directory}: {lost or f'{error}; {safe}'}")

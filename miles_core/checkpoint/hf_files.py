@@ -4,58 +4,74 @@ A safetensors file consists of eight bytes with the length of the header, the he
 and the bytes of the tensors. Opening a checkpoint reads only the headers and checks them against the index and the file
 sizes, so that a missing or truncated file is reported first. Each read copies a tensor, or one row, into newly allocated
 memory. Files are not memory-mapped, so only tensors that the caller keeps use memory.
+
+Only reading tensors imports torch: a plan reads headers.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from miles_core.data.strict_json import load_strict_json
 from miles_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 _HEADER_LIMIT = 100 << 20  # bytes, the limit of the safetensors format
 
-#: safetensors dtype name -> torch dtype.
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+#: safetensors dtype name -> name of the torch dtype, and bytes per element.
+DTYPES: dict[str, tuple[str, int]] = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+_CODES = {name: code for code, (name, _) in DTYPES.items()}
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """Return the safetensors name of a torch dtype. Raises KeyError if the format has none."""
+    return _CODES[str(dtype).removeprefix("torch.")]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a weight file. ``offset`` is the position of its first byte in the file."""
+    """One tensor of a weight file. ``code`` is its dtype as safetensors names it, ``offset`` the position of its first byte in the file."""
 
     name: str
-    dtype: torch.dtype
+    code: str
     shape: tuple[int, ...]
     file: Path
     offset: int
     nbytes: int
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        import torch
+
+        return getattr(torch, DTYPES[self.code][0])  # type: ignore[no-any-return]
 
 
 class CheckpointFiles:
@@ -106,6 +122,8 @@ class CheckpointFiles:
 
     def read_bytes(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Read bytes ``start`` to ``stop`` (exclusive) of a tensor; returns uint8 [stop - start]."""
+        import torch
+
         entry = self.entries[name]
         buffer = torch.empty((entry.nbytes if stop is None else stop) - start, dtype=torch.uint8)
         view = memoryview(buffer.numpy().data)
@@ -155,13 +173,20 @@ def read_header(file: Path) -> list[Entry]:
             for before, after in pairwise(entries):
                 if after.offset < before.offset + before.nbytes:
                     raise ValueError(f"{before.name} and {after.name} share bytes")
+                if after.offset > before.offset + before.nbytes:
+                    raise ValueError(f"the bytes between {before.name} and {after.name} belong to no tensor")
+            if entries and entries[0].offset != 8 + length:
+                raise ValueError(f"the bytes before {entries[0].name} belong to no tensor")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{file}: its header is damaged or truncated ({type(error).__name__}: {error}); copy it again"
             ) from error
     needed = max((e.offset + e.nbytes for e in entries), default=8 + length)
-    if file.stat().st_size < needed:
-        raise CheckpointError(f"{file} is truncated: {file.stat().st_size:,} of {needed:,} bytes; copy it again")
+    size = file.stat().st_size
+    if size < needed:
+        raise CheckpointError(f"{file} is truncated: {size:,} of {needed:,} bytes; copy it again")
+    if size > needed:
+        raise CheckpointError(f"{file} has {size:,} bytes, and its tensors end after {needed:,}; copy it again")
     return entries
 
 
@@ -182,12 +207,11 @@ def _parse_entry(file: Path, name: str, record: dict[str, Any], base: int) -> En
     code, shape, (first, last) = record["dtype"], tuple(record["shape"]), record["data_offsets"]
     if code not in DTYPES:
         raise CheckpointError(f"{file}: {name} has the dtype {code}, which torch does not have")
-    dtype = DTYPES[code]
     if any(type(n) is not int or n < 0 for n in (*shape, first, last)):
         raise ValueError(f"{name} has the shape {list(shape)} and the bytes {first} to {last}")
-    if math.prod(shape) * dtype.itemsize != last - first:
+    if math.prod(shape) * DTYPES[code][1] != last - first:
         raise ValueError(f"{name} {list(shape)} {code} cannot be {last - first} bytes")
-    return Entry(name, dtype, shape, file, base + first, last - first)
+    return Entry(name, code, shape, file, base + first, last - first)
 
 
 def _read_index(directory: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Where a directory is prepared that is written atomically. ``miles_tools.convert.placement`` moves its files into place."""
+"""Where a directory is prepared that is written atomically. ``miles_formats.convert.placement`` moves its files into place."""
 
 from __future__ import annotations
 

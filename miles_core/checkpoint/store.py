@@ -153,6 +153,12 @@ def _read(base: Path) -> tuple[dict[str, Tensor], Any]:
         raise CheckpointError(
             f"checkpoint file {error.filename or base} is missing; use an earlier checkpoint"
         ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint entry {base} cannot be read ({error.strerror or error}); check its file system"
+        ) from error
+    except MemoryError:
+        raise
     except Exception as error:
         # json's ValueError, safetensors' own exception and a changed layout all mean that the entry is unusable.
         raise CheckpointError(f"checkpoint entry {base} is damaged ({error}); use an earlier checkpoint") from error

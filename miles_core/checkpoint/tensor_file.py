@@ -129,16 +129,18 @@ def _write(tensors: Mapping[str, Tensor], file: Path) -> FileDigest:
 
 
 def _header(ordered: list[tuple[str, Tensor]]) -> bytes:
-    from miles_core.checkpoint.hf_files import CODES
+    from miles_core.checkpoint.hf_files import code_of
 
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
-        if (kind := CODES.get(tensor.dtype)) is None:
+        try:
+            kind = code_of(tensor.dtype)
+        except KeyError:
             raise CheckpointError(
                 f"the tensor {name!r} has the type {tensor.dtype}, which a safetensors file cannot hold"
-            )
+            ) from None
         entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)

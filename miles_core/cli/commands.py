@@ -10,7 +10,13 @@ from miles_core.plugin.discovery import discover
 from miles_core.plugin.load import import_target
 from miles_core.plugin.manifest import Command, Plugin
 
-CORE_COMMANDS = {"train": Command("run a training", "miles_core.cli.train:run")}
+CORE_COMMANDS = {
+    "train": Command("run a training", "miles_core.cli.train:run"),
+    "plan": Command(
+        "show what a run would consist of, why it cannot start, or the fastest layouts (--search)",
+        "miles_core.cli.plan:run",
+    ),
+}
 
 
 class Commands(Mapping[str, Command]):

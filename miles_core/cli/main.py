@@ -37,20 +37,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader closed the pipe (miles train --help | head); not an error
+        if not _is_reader_gone():
+            raise  # of another pipe or connection
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except MilesError as error:
         if os.environ.get(DEBUG, "0") not in ("", "0"):
             raise
-        message = redact(str(error))
-        print(message if message.startswith("error:") else f"error: {message}", file=sys.stderr)
-        return _print_notes(error)
+        return _print_lines(str(error), getattr(error, "__notes__", ()))
     except OSError as error:
         message = _explain_path_error(error)
         if not message or os.environ.get(DEBUG, "0") not in ("", "0"):
             raise  # a defect
-        print(f"error: {message}", file=sys.stderr)
-        return _print_notes(error)
+        return _print_lines(message, getattr(error, "__notes__", ()))
+
+
+def _is_reader_gone() -> bool:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _explain_path_error(error: OSError) -> str:
@@ -61,10 +68,10 @@ def _explain_path_error(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}; check that path" if error.errno in _PATHS and error.filename else ""
 
 
-def _print_notes(error: BaseException) -> int:
-    """Print the notes of an error after its message, and return the exit code of a user error."""
-    for note in getattr(error, "__notes__", ()):
-        print(redact(str(note)), file=sys.stderr)
+def _print_lines(message: str, notes: Sequence[str]) -> int:
+    """Print the message and the notes of an error, and return the exit code of a user error."""
+    for text in (f"error: {message}", *notes):
+        print(redact(str(text)), file=sys.stderr)
     return 2
 
 

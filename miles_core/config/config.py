@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.config import groups, policies, value
+from miles_core.config.evaluation_group import Evaluation
 from miles_core.config.file import DEFAULTS
 from miles_core.config.rollout_group import Rollout
 from miles_core.config.schema import CORE, ROOT, Option, Schema
+from miles_core.config.yaml_scalars import dump
 from miles_core.errors import ConfigError, PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import Fact
@@ -37,7 +39,7 @@ class Config:
     algorithm: groups.Algorithm
     train: groups.Train
     sft: groups.Sft
-    evaluation: groups.Evaluation
+    evaluation: Evaluation
     precision: groups.Precision
 
     def __init__(
@@ -266,14 +268,8 @@ class Config:
 
     def to_yaml(self) -> str:
         """Return the effective configuration as YAML; loading it with ``--config`` gives an equal configuration."""
-        import yaml
-
         content = self.to_dict()
         defaults = {DEFAULTS: content.pop(DEFAULTS)}
-
-        def dump(part: dict[str, Any]) -> str:
-            return str(yaml.safe_dump(part, sort_keys=False, allow_unicode=True))
-
         return (
             "# The effective configuration of a run; repeat it with: miles train --config THIS_FILE\n"
             f"{dump(content)}\n"

@@ -125,6 +125,6 @@ def explain_value(option: Option, value: object, schema: Schema) -> str | None:
 
 def explain_plugin(name: str, schema: Schema) -> str:
     """Return an error message for a requested plugin that is not installed."""
-    nearest = did_you_mean(name, schema.manifests, "; ")
+    nearest = did_you_mean(name, [other for other, plugin in schema.manifests.items() if not plugin.standard], "; ")
     package = f"miles-plugin-{name.replace('_', '-')}"
     return f"no plugin {name!r} is installed{nearest}; `miles plugins` lists those that are; its package is usually named {package}"

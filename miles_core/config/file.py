@@ -16,6 +16,7 @@ from typing import Any
 from miles_core.config import elsewhere, policies
 from miles_core.config.flags import Assignment, Source
 from miles_core.config.schema import Schema
+from miles_core.config.yaml_scalars import make_loader
 from miles_core.errors import ConfigError
 from miles_core.nearest import did_you_mean
 
@@ -24,12 +25,16 @@ DEFAULTS = "defaults"  # the table of a saved configuration with the values that
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a file: its value, its line (0 if unknown), and its entries if the value is a table."""
+    """One key of a file: its value, its line (0 if unknown), and its entries if the value is a table.
+
+    ``text`` is a number or boolean as written; a text option takes it instead of the value (``model_name: 1.10``).
+    """
 
     key: str
     value: Any
     line: int
     children: tuple[Entry, ...] | None = None
+    text: str = ""
 
 
 def read(path: str) -> list[Entry]:
@@ -56,7 +61,7 @@ def read_yaml(text: str, path: str) -> list[Entry]:
 
     loader = None
     try:
-        loader = yaml.SafeLoader(text)
+        loader = make_loader(text)
         node = loader.get_single_node()
         if node is None:
             return []
@@ -94,7 +99,9 @@ def _yaml_entries(loader: Any, node: Any, path: str) -> Iterator[Entry]:
         lines[key] = line
         is_table = isinstance(value_node, yaml.MappingNode)
         children = tuple(_yaml_entries(loader, value_node, path)) if is_table else None
-        yield Entry(key, loader.construct_object(value_node, deep=True), line, children)
+        value = loader.construct_object(value_node, deep=True)
+        text = value_node.value if isinstance(value, int | float) else ""
+        yield Entry(key, value, line, children, text)
 
 
 def _read_toml(text: str, path: str) -> list[Entry]:
@@ -149,7 +156,9 @@ class _Reader:
 
     def add(self, path: str, entry: Entry, chosen: bool, value: Any = None, passthrough: bool = False) -> None:
         where = self.where(entry) if chosen else f"default, saved in {self.where(entry)}"
-        raw = entry.value if value is None else value
+        option = self.schema.options.get(path)
+        written = entry.text if option is not None and option.inner in (str, Path) else ""
+        raw = (written or entry.value) if value is None else value
         assignment = Assignment(path, raw, where, Source.FILE, where, self.rank, chosen, passthrough)
         if chosen:
             self.assignments.append(assignment)

@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from miles_core.config.evaluation_group import Evaluation
 from miles_core.config.rollout_group import Rollout
 from miles_core.plugin.options import option
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+_QUANTISED = "rollout.precision != bf16 or train.precision != bf16"
+#: The built-in advantage estimators have no critic; those of plugins may.
+_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gspo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "cispo")
+_CRITIC = f"algorithm.advantage_estimator not in {{{', '.join(_ESTIMATORS)}}}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +85,7 @@ class Run:
     async_save: bool = option(
         False,
         help="copy the state to host memory at --save-interval and write the checkpoint while the run continues",
+        only_if="save_interval",
     )
     keep: int | None = option(
         None, help="keep the last N checkpoints and delete older ones (default: keep all)", metavar="N", ge=1
@@ -87,7 +94,11 @@ class Run:
         True, help="save all samples of training and evaluation in the run directory, for the report and the API"
     )
     save_rollouts_size: int = option(
-        2**30, help="maximum bytes of saved samples; beyond, the oldest steps are deleted", metavar="BYTES", ge=1
+        2**30,
+        help="maximum bytes of saved samples; beyond, the oldest steps are deleted",
+        metavar="BYTES",
+        ge=1,
+        only_if="save_rollouts",
     )
     export_hf: Path | None = option(
         None,
@@ -97,24 +108,30 @@ class Run:
         False, help="compare the log-probs of engine and trainer after every weight sync; stop if they disagree"
     )
     verify_logprobs_tolerance: float = option(
-        0.1, help="mean |difference of log-probs| per token, in nats, at which --verify-logprobs stops the run", gt=0
+        0.1,
+        help="mean |difference of log-probs| per token, in nats, at which --verify-logprobs stops the run",
+        gt=0,
+        only_if="verify_logprobs",
     )
     allow_mismatch: bool = option(
         False,
-        help="continue with a warning if engine and trainer compute different functions after the first weight sync",
+        help="continue with a warning if engine and trainer compute different functions after the first weight sync or at the first step",
     )
     log_level: LogLevel = option("info", help="how much to log")
     profile: bool = option(
         False, help="record a torch profiler trace of the second step, and print its kernels or operators"
     )
-    profile_dir: Path | None = option(None, help="directory of traces (default: the run directory)")
+    profile_dir: Path | None = option(None, help="directory of traces (default: the run directory)", only_if="profile")
     use_wandb: bool = option(
         False, help="also send metrics to Weights & Biases; a resumed run continues the same record"
     )
-    wandb_project: str = option("miles", help="Weights & Biases project", metavar="NAME")
-    wandb_group: str | None = option(None, help="Weights & Biases group", metavar="NAME")
+    wandb_project: str = option("miles", help="Weights & Biases project", metavar="NAME", only_if="use_wandb")
+    wandb_group: str | None = option(None, help="Weights & Biases group", metavar="NAME", only_if="use_wandb")
     wandb_name: str | None = option(
-        None, help="name of the run in Weights & Biases (default: name of the run directory)", metavar="NAME"
+        None,
+        help="name of the run in Weights & Biases (default: name of the run directory)",
+        metavar="NAME",
+        only_if="use_wandb",
     )
     use_tensorboard: bool = option(False, help="also write metrics for TensorBoard into the run directory")
 
@@ -133,7 +150,8 @@ class Model:
     trust_remote_code: bool = option(False, help="run model code that comes with the checkpoint")
     self_check: bool = option(
         True,
-        help="compare the forward pass with that of the plain model at the start, and the engine with the trainer after the first weight sync",
+        help="compare the forward pass with the plain model's at the start, the engine with the trainer after the first weight sync and at the "
+        "first step, and the engine's weights with those sent after every sync",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", help="dtype of the model; auto is float32 on a CPU and bfloat16 on a GPU"
@@ -180,12 +198,16 @@ class Reward:
         None, help="async rm(args, sample) -> float or dict; instead of --rm-type", metavar="FILE.py:FN"
     )
     concurrency: int = option(64, flag="--reward-concurrency", help="concurrent calls of the reward function", ge=1)
-    rm_url: str | None = option(None, help="URL to which --rm-type remote posts samples", metavar="URL")
+    rm_url: str | None = option(
+        None, help="URL to which --rm-type remote posts samples", metavar="URL", only_if="reward.rm_type == remote"
+    )
     reward_key: str | None = option(None, help="entry to train on when rewards are dicts")
     overlong_buffer_len: int | None = option(
         None, help="soft over-length penalty over this many last tokens of --rollout-max-response-len (DAPO)", ge=1
     )
-    overlong_penalty_factor: float = option(1.0, help="penalty at the full length", ge=0)
+    overlong_penalty_factor: float = option(
+        1.0, help="penalty at the full length", ge=0, only_if="reward.overlong_buffer_len"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,16 +217,7 @@ class Algorithm:
     advantage_estimator: str = option(
         "grpo",
         help="advantage estimator, and the corresponding policy loss",
-        choices=(
-            "grpo",
-            "dr_grpo",
-            "rloo",
-            "gspo",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-            "cispo",
-            "*",
-        ),
+        choices=(*_ESTIMATORS, "*"),
         part="advantage",
     )
     eps_clip: float = option(0.2, help="clip the probability ratio below 1 - EPS", ge=0)
@@ -214,13 +227,18 @@ class Algorithm:
     )
     kl_coef: float = option(0.0, help="coefficient of the KL to the reference model, subtracted from the reward", ge=0)
     kl_loss_coef: float = option(0.0, help="coefficient of the KL to the reference model, added to the loss", ge=0)
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option("low_var_kl", help="estimator of that KL")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option(
+        "low_var_kl", help="estimator of that KL", only_if="algorithm.kl_loss_coef > 0"
+    )
     entropy_coef: float = option(0.0, help="coefficient of the entropy bonus", ge=0)
     loss_aggregation: Literal["rollout_mean", "token_mean", "constant"] = option(
         "rollout_mean", help="how token losses are averaged"
     )
     loss_constant_length: int | None = option(
-        None, help="divisor per sample with --loss-aggregation constant (default: --rollout-max-response-len)", ge=1
+        None,
+        help="divisor per sample with --loss-aggregation constant (default: --rollout-max-response-len)",
+        ge=1,
+        only_if="algorithm.loss_aggregation == constant",
     )
     use_rollout_logprobs: bool = option(
         False,
@@ -228,9 +246,12 @@ class Algorithm:
         help="use the engine's log-probs as those of the old policy (bypass mode), without an old-log-prob pass",
     )
     gamma: float = option(1.0, help="discount of reinforce_plus_plus, and of a critic's GAE", ge=0, le=1)
-    lambd: float = option(1.0, help="lambda of GAE, for advantages of a critic", ge=0, le=1)
+    lambd: float = option(1.0, help="lambda of GAE, for advantages of a critic", ge=0, le=1, only_if=_CRITIC)
     value_clip: float | None = option(
-        None, help="a critic's loss: maximum change of a value from the one before the rollout's first step", gt=0
+        None,
+        help="a critic's loss: maximum change of a value from the one before the rollout's first step",
+        gt=0,
+        only_if=_CRITIC,
     )
     normalize_advantages: bool = option(False, help="whiten advantages over all tokens of the rollout")
 
@@ -247,8 +268,15 @@ class Train:
         "constant", flag="--lr-decay-style", help="learning rate after the warm-up"
     )
     lr_warmup_iters: int = option(0, help="optimiser steps of linear warm-up", ge=0)
-    lr_decay_iters: int | None = option(None, help="optimiser steps until --min-lr (default: all of the run)", ge=1)
-    min_lr: float = option(0.0, help="learning rate at the end of the decay", ge=0)
+    lr_decay_iters: int | None = option(
+        None,
+        help="optimiser steps until --min-lr (default: all of the run)",
+        ge=1,
+        only_if="train.lr_schedule != constant",
+    )
+    min_lr: float = option(
+        0.0, help="learning rate at the end of the decay", ge=0, only_if="train.lr_schedule != constant"
+    )
     weight_decay: float = option(0.1, help="decoupled weight decay", ge=0)
     adam_beta1: float = option(0.9, help="AdamW: decay of the first moment", ge=0, lt=1)
     adam_beta2: float = option(0.98, help="AdamW: decay of the second moment", ge=0, lt=1)
@@ -275,6 +303,7 @@ class Train:
         aliases=("--moe-aux-loss-coeff",),
         help="coefficient of the load-balancing loss of a mixture of experts",
         ge=0,
+        only_if="model.moe",
     )
     precision: str = option(
         "bf16",
@@ -296,16 +325,24 @@ class Precision:
     """Layers that a number format excludes, and its warm-up, for engine and trainer. ``--rollout-precision`` and
     ``--train-precision`` select the formats."""
 
-    num_layers_at_start_in_bf16: int = option(0, help="decoder layers at the start that are not quantised", ge=0)
-    num_layers_at_end_in_bf16: int = option(0, help="decoder layers at the end that are not quantised", ge=0)
+    num_layers_at_start_in_bf16: int = option(
+        0, help="decoder layers at the start that are not quantised", ge=0, only_if=_QUANTISED
+    )
+    num_layers_at_end_in_bf16: int = option(
+        0, help="decoder layers at the end that are not quantised", ge=0, only_if=_QUANTISED
+    )
     extra_high_precision_layers: tuple[str, ...] = option(
         (),
         flag="--extra-high-precision-layers-hf",
         help="weights that are not quantised: parts of Hugging Face parameter names (_ does not count), or globs with *",
         metavar="NAME,...",
+        only_if=_QUANTISED,
     )
     warmup_steps: int = option(
-        0, help="optimiser steps without quantisation on both sides, extended to the end of a rollout step", ge=0
+        0,
+        help="optimiser steps without quantisation on both sides, extended to the end of a rollout step",
+        ge=0,
+        only_if=_QUANTISED,
     )
     warmup_precision: Literal["bf16"] = option("bf16", help="precision of both sides during the warm-up")
     quantized_product: Literal["auto", "native", "emulated"] = option(
@@ -313,6 +350,7 @@ class Precision:
         help="how quantised layers multiply: native reads the codes with the GPU's tensor cores, emulated dequantises them and "
         "multiplies in the model's dtype; auto is native in the engine if the format, the GPU and torch support it, and emulated in the "
         "trainer, where that is faster, and with --emulate-precision",
+        only_if=_QUANTISED,
     )
 
 
@@ -327,36 +365,14 @@ class Sft:
         metavar="FILE",
     )
     response_key: str = option(
-        "response", flag="--sft-response-key", help="column with the response; the prompt's is --input-key"
+        "response",
+        flag="--sft-response-key",
+        help="column with the response; the prompt's is --input-key",
+        only_if="sft.data",
     )
-    steps: int = option(100, flag="--sft-steps", help="optimiser steps", ge=1)
-    batch_size: int = option(32, flag="--sft-batch-size", help="pairs per optimiser step", ge=1)
-    lr: float = option(1e-5, flag="--sft-lr", help="learning rate", ge=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Evaluation on held-out prompts during training. Unset sampling options default to those of the rollout."""
-
-    interval: int | None = option(
-        None, flag="--eval-interval", help="evaluate before the first and after every N rollout steps", ge=1
-    )
-    prompt_data: tuple[str, ...] = option(
-        (), flag="--eval-prompt-data", help="held-out prompts: FILE or NAME=FILE", metavar="[NAME=]FILE,..."
-    )
-    prompts: tuple[str, ...] = option(
-        (),
-        flag="--eval-prompts",
-        help="sources of held-out prompts, as for --prompts: one name for all data sets, or one per data set (default: file)",
-        metavar="NAME,...",
-    )
-    n_samples: int = option(1, flag="--n-samples-per-eval-prompt", help="samples per prompt", ge=1)
-    temperature: float | None = option(None, flag="--eval-temperature", help="sampling temperature; 0 is greedy", ge=0)
-    top_p: float | None = option(None, flag="--eval-top-p", help="nucleus", gt=0, le=1)
-    top_k: int | None = option(None, flag="--eval-top-k", help="keep the k most probable tokens; -1 is off", ge=-1)
-    max_response_len: int | None = option(
-        None, flag="--eval-max-response-len", help="maximum tokens in a response", ge=1
-    )
+    steps: int = option(100, flag="--sft-steps", help="optimiser steps", ge=1, only_if="sft.data")
+    batch_size: int = option(32, flag="--sft-batch-size", help="pairs per optimiser step", ge=1, only_if="sft.data")
+    lr: float = option(1e-5, flag="--sft-lr", help="learning rate", ge=0, only_if="sft.data")
 
 
 GROUPS: dict[str, type] = {

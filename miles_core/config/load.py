@@ -14,12 +14,13 @@ from typing import Any
 from miles_core.config import elsewhere, file, policies, value
 from miles_core.config.candidates import collect_plugins, is_local, peek
 from miles_core.config.config import Config
+from miles_core.config.effects import find_idle, undecide
 from miles_core.config.flags import Assignment, Source, parse
-from miles_core.config.rules import find_rule_violations
+from miles_core.config.rules import explain_stretched_decay, find_rule_violations
 from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
 from miles_core.errors import ConfigError
 from miles_core.plugin.activate import BACKENDS
-from miles_core.plugin.load import find_part
+from miles_core.plugin.facts import Facts
 from miles_core.plugin.manifest import Plugin
 from miles_core.redact import MARK
 
@@ -77,7 +78,8 @@ def _explain_problems(
             return again.problems, dict(again.missing)
         return [], {}
 
-    correct = find_part("correction", "command_line")
+    from miles_core.config.command_line import correct
+
     return correct(argv, invalid.schema, invalid.problems, attempt) or _message(invalid.problems)
 
 
@@ -92,9 +94,11 @@ def _load(
     schema = collect_plugins(argv, {**files, **before}) if manifests is None else collect(manifests)
     line = parse(schema, argv)
     problems = line.problems
+    continued: dict[str, Any] = {}
     for path, entries in before.items():
         assignments, wrong = file.assignments(_filter_continued(entries, schema, argv), schema, path, rank=0)
         line.assignments += [dataclasses.replace(a, rank=a.rank - 2) for a in assignments]  # weaker than --config files
+        continued |= {a.path: a.raw for a in assignments}
         problems += wrong
     for rank, path in enumerate(line.files):
         assignments, wrong = file.assignments(files[path], schema, path, rank)
@@ -103,7 +107,7 @@ def _load(
     environment = os.environ if environment is None else environment
     line.assignments += _from_environment(schema, environment)
     problems += elsewhere.explain_environment(environment, schema)
-    return _build_config(schema, line.assignments, problems)
+    return _build_config(schema, line.assignments, problems, continued)
 
 
 def loads(text: str, manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Config:
@@ -158,15 +162,27 @@ def _from_environment(schema: Schema, environment: Mapping[str, str]) -> list[As
     return assignments
 
 
-def _build_config(schema: Schema, assignments: Sequence[Assignment], problems: list[str]) -> Config:
-    """Build a configuration from assignments; raises ``_InvalidConfiguration`` with ``problems`` and all further ones."""
+def _build_config(
+    schema: Schema, assignments: Sequence[Assignment], problems: list[str], continued: Mapping[str, Any] | None = None
+) -> Config:
+    """Build a configuration from assignments; raises ``_InvalidConfiguration`` with ``problems`` and all further ones.
+
+    Args:
+        continued: option path -> value of the run that is continued.
+    """
     builder = _ConfigBuilder(schema, assignments, problems)
     config = builder.build()
     complete = {a.path for a in assignments if MARK not in str(a.raw)}
     for a in assignments:
         if MARK in str(a.raw) and a.path not in complete:
             problems.append(f"{a.origin}: a run directory does not keep credentials; give the value of {a.path} again")
-    problems += find_rule_violations(config.facts())
+    facts = Facts(config.facts())
+    if jump := explain_stretched_decay(config.get, continued or {}):
+        problems.append(jump)
+    problems += find_rule_violations(facts.values())
+    problems += [
+        idle.message for idle in find_idle(schema, undecide(facts, schema), config.plugins) if not idle.harmless
+    ]
     for name in config.policies:
         problems += [f"policies.{name}: {message}" for message in find_rule_violations(config.for_policy(name).facts())]
     if problems:
@@ -269,6 +285,8 @@ class _ConfigBuilder:
                 specs.setdefault(option.owner, option.owner)
                 origins.setdefault(option.owner, self.origins[path])
             providers = option.providers.get(item, ()) if isinstance(item, str) else ()
+            if any(name in self.schema.manifests and self.schema.manifests[name].standard for name in providers):
+                continue  # a part of every run
             if providers and item not in (*option.info.choices, option.default) and not set(providers) & set(specs):
                 if len(providers) > 1:
                     self.problems.append(

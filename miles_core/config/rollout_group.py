@@ -1,4 +1,4 @@
-"""The options of generation. ``groups`` holds all other options."""
+"""The options of generation."""
 
 from __future__ import annotations
 
@@ -57,9 +57,12 @@ class Rollout:
         None,
         help="with --schedule async: maximum age of a sample, in weight versions, when it is trained on (default: 1)",
         ge=0,
+        only_if="schedule == async",
     )
     stale_samples: Literal["drop", "train"] = option(
-        "drop", help="how to handle groups that exceed that age: drop sends their prompts again, train trains on them"
+        "drop",
+        help="how to handle groups that exceed that age: drop sends their prompts again, train trains on them",
+        only_if="schedule == async",
     )
     custom_generate_function_path: str | None = option(
         None, help="async generate(args, sample, sampling_params) -> Sample or list of siblings", metavar="FILE.py:FN"
@@ -85,7 +88,9 @@ class Rollout:
         ge=1,
     )
     full_vocab_logprobs: bool = option(
-        False, help="log-probs over the full vocabulary on both sides even with top-p or top-k (biased)"
+        False,
+        help="log-probs over the full vocabulary on both sides even with top-p or top-k (biased)",
+        only_if="rollout.top_p < 1 or rollout.top_k > 0",
     )
     max_running_requests: int = option(256, help="maximum number of sequences the engine decodes concurrently", ge=1)
     kv_cache_dtype: Literal["auto", "bfloat16", "float8_e4m3fn", "float8_e5m2"] = option(

@@ -1,18 +1,19 @@
 """Rules between core's options.
 
-An option that would have no effect is rejected instead of ignored. ``RULES`` use the grammar of plugins' rules. ``RELATIONS``
-compare two options, which that grammar does not support. Both are checked when a configuration is loaded.
+``RULES`` use the grammar of plugins' rules. ``RELATIONS`` compare two options, which that grammar does not support. Both are
+checked when a configuration is loaded. The conditions under which a single option has an effect are declared with the option
+(``only_if``) and checked in ``effects``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from miles_core.plugin.facts import Fact, Facts, show
 from miles_core.plugin.manifest import Rule
 from miles_core.plugin.rule import Truth, evaluate, names, parse
 
-_QUANTISED = "rollout.precision != bf16 or train.precision != bf16"
 _NO_DISCOUNT = "{grpo, dr_grpo, rloo, gspo, cispo}"
 
 RULES: tuple[Rule, ...] = (
@@ -25,16 +26,6 @@ RULES: tuple[Rule, ...] = (
         "train.num_steps_per_rollout == none",
         "both say how a rollout step is split into optimiser steps",
         when="train.global_batch_size",
-    ),
-    Rule(
-        "train.lr_schedule != constant",
-        "a constant learning rate does not decay",
-        when="train.lr_decay_iters or train.min_lr",
-    ),
-    Rule(
-        "algorithm.loss_aggregation == constant",
-        "only that aggregation divides by a constant length",
-        when="algorithm.loss_constant_length",
     ),
     Rule(
         "algorithm.advantage_estimator != cispo",
@@ -59,31 +50,12 @@ RULES: tuple[Rule, ...] = (
         "and rollout.custom_generate_function_path == none and rollout.generate == turn and rollout.generate_key == none",
     ),
     Rule("reward.rm_url", "a remote reward needs its address", when="reward.rm_type == remote"),
-    Rule("reward.rm_type == remote", "only a remote reward uses an address", when="reward.rm_url"),
     Rule("reward.custom_rm_path == none", "a sample has one reward function", when="reward.rm_type"),
     Rule("rollout.generate == turn", "a sample has one rollout function", when="rollout.custom_generate_function_path"),
-    Rule("evaluation.prompt_data", "these are the sources of its data sets", when="evaluation.prompts"),
-    Rule("evaluation.prompt_data", "there is nothing to evaluate on", when="evaluation.interval"),
-    Rule("evaluation.interval", "nothing says when to evaluate", when="evaluation.prompt_data"),
-    Rule(
-        _QUANTISED,
-        "without a number format nothing is quantised anyway",
-        when="precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16 "
-        "or precision.extra_high_precision_layers",
-    ),
-    Rule(_QUANTISED, "a warm-up ends with quantisation switched on", when="precision.warmup_steps"),
-    Rule(
-        _QUANTISED, "without a number format there is no product of codes", when="precision.quantized_product != auto"
-    ),
     Rule(
         "not precision.emulated",
         "a native product needs the tensor cores that a run with --emulate-precision does without",
         when="precision.quantized_product == native",
-    ),
-    Rule(
-        "schedule == async",
-        "with sync every sample is generated with the weights it trains, and with ahead it is one version older",
-        when="rollout.max_weight_staleness != none",
     ),
     Rule(
         "rollout.max_weight_staleness != 0",
@@ -107,11 +79,6 @@ RULES: tuple[Rule, ...] = (
         when="rollout.pause_generation_mode != abort or rollout.mask_offpolicy_in_partial_rollout",
     ),
     Rule(
-        "schedule == async",
-        "only a response that continues with new weights becomes older than --max-weight-staleness allows",
-        when="rollout.stale_samples != drop",
-    ),
-    Rule(
         "rollout.partial_rollout != false",
         "without it every response is finished before weights change",
         when="schedule == async and (rollout.pause_generation_mode != abort or rollout.mask_offpolicy_in_partial_rollout "
@@ -123,7 +90,6 @@ RULES: tuple[Rule, ...] = (
         "the cache that it keeps would occupy memory that the trainer needs",
         when="colocate",
     ),
-    Rule("profile", "without --profile no trace is recorded", when="profile_dir"),
 )
 
 #: (option, comparison, option, reason). Not checked if either option has no value.
@@ -140,7 +106,25 @@ RELATIONS: tuple[tuple[str, str, str, str], ...] = (
     ("rollout.max_prompt_len", "<", "rollout.max_context_len", "a response must fit after the prompt"),
     ("reward.overlong_buffer_len", "<=", "rollout.max_response_len", "the buffer is the end of the response"),
     ("train.min_lr", "<=", "train.lr", "the learning rate decays towards it"),
+    ("train.lr_warmup_iters", "<", "train.lr_decay_iters", "the decay begins after the warm-up"),
 )
+
+#: A rollout function of the user or of a plugin.
+_OWN_FUNCTION = "rollout.custom_generate_function_path or rollout.generate != turn or rollout.generate_key"
+#: The options from which ``count_steps`` computes.
+_LENGTH = (
+    *("rollout.num_rollout", "rollout.batch_size", "rollout.n_samples_per_prompt"),
+    *("train.global_batch_size", "train.num_steps_per_rollout"),
+)
+
+
+#: Condition -> line of the plan about options that change nothing together.
+REMARKS = {
+    "train.use_dynamic_batch_size and train.micro_batch_size": "--micro-batch-size has no effect with --use-dynamic-batch-size, which "
+    "fills micro-batches by tokens",
+    "precision.emulated and rollout.precision == bf16 and train.precision == bf16": "--emulate-precision has no effect without a number "
+    "format (--rollout-precision, --train-precision)",
+}
 
 
 def find_rule_violations(facts: Iterable[Fact]) -> Iterator[str]:
@@ -152,12 +136,82 @@ def find_rule_violations(facts: Iterable[Fact]) -> Iterator[str]:
             where = " and ".join(fact.origin for fact in causes if fact.chosen) or _format_values(causes)
             actual = _format_values([known[name] for name in names(parse(rule.needs))])
             yield f"{where}: it needs {rule.needs}, and {actual}: {rule.because}"
+    if uneven := _explain_uneven_steps(known):
+        yield uneven
     for left, sign, right, because in RELATIONS:
         one, two = known[left], known[right]
         if one.value is None or two.value is None:
             continue
         if not {"<": one.value < two.value, "<=": one.value <= two.value, ">=": one.value >= two.value}[sign]:
             yield f"{left} must be {sign} {right}, and {_format_values([one, two])}: {because}"
+
+
+def find_remarks(facts: Facts) -> Iterator[str]:
+    """Yield a line of the plan for each option of one policy (``Facts.scope``) whose effect ends with the run or before it begins."""
+    yield from (line for condition, line in REMARKS.items() if evaluate(condition, facts.lookup) is Truth.TRUE)
+    rollouts = int(facts.value("rollout.num_rollout") or 0)
+    steps = count_steps(facts.value)
+    if not steps:
+        return
+    warm_up, precision = facts["train.lr_warmup_iters"], facts["precision.warmup_steps"]
+    if warm_up.value > steps:
+        yield (
+            f"{warm_up.origin}: the warm-up is longer than the run, which has {steps} optimiser steps, so the learning rate only reaches "
+            f"{steps / warm_up.value:.0%} of --lr"
+        )
+    if precision.value >= steps:
+        yield f"{precision.origin}: the warm-up is as long as the run, which has {steps} optimiser steps, so nothing is quantised"
+    interval = facts["save_interval"]
+    if interval.chosen and interval.value is not None and interval.value > rollouts:
+        yield f"no effect: {interval.origin}: the run has {rollouts} rollouts, so the only checkpoint is the one at its end"
+
+
+def count_steps(value: Callable[[str], Any]) -> int:
+    """Return the number of optimiser steps of a run, from a function that returns the value of an option."""
+    samples = int(value("rollout.batch_size")) * int(value("rollout.n_samples_per_prompt"))
+    size, count = value("train.global_batch_size"), value("train.num_steps_per_rollout")
+    return int(value("rollout.num_rollout")) * (max(1, round(samples / int(size))) if size else int(count or 1))
+
+
+def explain_stretched_decay(value: Callable[[str], Any], before: Mapping[str, Any]) -> str:
+    """Return why the learning rate of a continued run would jump: it decays until the end of the run, and the end has moved.
+
+    Args:
+        value: returns the value of an option.
+        before: option path -> value in the run that is continued.
+    """
+    decays = before.get("train.lr_schedule", "constant") != "constant" and value("train.lr_schedule") != "constant"
+    until = value("train.lr_decay_iters") or before.get("train.lr_decay_iters")
+    if not decays or until or any(path not in before for path in _LENGTH):
+        return ""
+    now, then = count_steps(value), count_steps(before.get)
+    if now == then:
+        return ""
+    return (
+        f"--load: the learning rate decays until the end of the run, which has {now} optimiser steps instead of the {then} of the run "
+        f"that is continued, so it would jump; --lr-decay-iters {then} keeps the decay of that run, and --lr-decay-iters {now} stretches it"
+    )
+
+
+def _explain_uneven_steps(known: Facts) -> str:
+    """Return why ``--global-batch-size`` or ``--num-steps-per-rollout`` cannot have the effect that it names."""
+    samples = known["rollout.batch_size"].value * known["rollout.n_samples_per_prompt"].value
+    size, count = known["train.global_batch_size"], known["train.num_steps_per_rollout"]
+    if evaluate(_OWN_FUNCTION, known.lookup) is Truth.TRUE:  # which may return any number of samples
+        return ""
+    if size.value and samples % size.value:
+        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+        near = [
+            max((n for n in divisors if n < size.value), default=1),
+            min((n for n in divisors if n > size.value), default=samples),
+        ]
+        return (
+            f"{size.origin}: a rollout step has {samples} samples (--rollout-batch-size x --n-samples-per-prompt), which do not divide "
+            f"into optimiser steps of {size.value}; give {' or '.join(map(str, dict.fromkeys(near)))}"
+        )
+    if count.value and count.value > samples:
+        return f"{count.origin}: a rollout step has {samples} samples, which cannot be divided into more optimiser steps; give at most {samples}"
+    return ""
 
 
 def _format_values(facts: Iterable[Fact]) -> str:

@@ -2,7 +2,7 @@
 
 ``mismatch.budget`` attributes the difference between engine and trainer log-probabilities to its causes by enabling one cause
 at a time. With these switches the trainer scores the same tokens with the engine's weights, through the engine's modules, or
-with keys and values in the dtype of the engine's cache.
+with keys and values in the dtype of the engine's cache. ``mismatch.first_sync`` compares both with a pass in a wider type.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Emulation:
         emulated_products: with ``through``, emulate the matrix products that the engine computes natively.
         activations: round the inputs of quantised layers as the rollout's number format does.
         kv_dtype: dtype to which keys and values are rounded; "" does not round.
+        wider: compute in a wider type than the model's, with the same weights: a 16-bit model in float32, a float32 model in float64.
     """
 
     encoded: bool = False
@@ -35,6 +36,7 @@ class Emulation:
     emulated_products: bool = False
     activations: bool = False
     kv_dtype: str = ""
+    wider: bool = False
 
 
 AS_TRAINED = Emulation()

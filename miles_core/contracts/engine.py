@@ -17,6 +17,8 @@ import numpy as np
 from miles_core.data.column import FLOATS, TOKENS, ColumnField, as_column
 
 if TYPE_CHECKING:
+    import torch
+
     from miles_core.data.unit import Encoded
     from miles_core.precision.format import Format
     from miles_core.precision.quantizer import Quantizer
@@ -59,7 +61,7 @@ class Request:
             key, position). A request that continues an aborted request has the same key.
         extras: names of declared fields to record, e.g. ``{"sampling_support"}``. The plan is rejected if the engine lacks the
             corresponding capability.
-        group: group index; requests of one group share a prompt, and a front of several engines sends them to the same engine.
+        group: group index; requests of one group share a prompt, and a pool of several engines sends them to the same engine.
         policy: name of the policy that generates; "" is the first policy that trains.
         metadata: plugin data, passed through unchanged.
     """
@@ -107,8 +109,8 @@ class Engine(ABC):
     """A rollout engine.
 
     ``capabilities`` are those of the manifest: ``routed_experts``, ``sampling_support``, ``score``, ``token_versions``, ``draft``,
-    ``keyed_sampling``, ``rebuild``, ``shared_storage``, ``sleep``, ``span``, and ``transport:NAME`` for each transport whose messages
-    ``receive`` accepts.
+    ``keyed_sampling``, ``rebuild``, ``shared_storage``, ``sleep``, ``span``, ``weight_checksums``, and ``transport:NAME`` for each
+    transport whose messages ``receive`` accepts.
     """
 
     capabilities: frozenset[str] = frozenset()
@@ -151,7 +153,7 @@ class Engine(ABC):
 
         A message is plain data in the transport's own protocol, for example the names and shapes of a bucket to be broadcast, memory
         handles, or a path. Messages arrive between ``pause`` and ``resume``, possibly before the previous call has returned. After a
-        failure the engine is unusable until a complete new update. ``miles_transport.Arrivals`` implements this method for buckets
+        failure the engine is unusable until a complete new update. ``miles_workers.transport.Arrivals`` implements this method for buckets
         of encoded tensors (transport ``buckets``).
 
         Args:
@@ -223,6 +225,26 @@ class Engine(ABC):
             the number of bytes copied.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps weights of its own")
+
+    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return the dtype in which the engine holds each tensor of an update, decoded: checkpoint name -> dtype.
+
+        Requires the capability ``weight_checksums``. Called after ``start``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not know the layout of its weights")
+
+    async def weight_checksums(self, names: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
+        """Compute checksums of the weights that the engine computes with, after each sync: worker name ("" without workers) ->
+        checkpoint name -> checksum (``miles_workers.transport.Checksums``).
+
+        Each tensor is read from the memory that the forward pass reads, never from a message: parts of a fused parameter as slices of it,
+        weights that are stored as codes decoded in the dtype of ``weight_dtypes``. Constant tensors that updates do not write are left
+        out. Requires the capability ``weight_checksums``.
+
+        Args:
+            names: checkpoint names of tensors that the last update contained.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not know the layout of its weights")
 
     @abstractmethod
     async def pause(self, mode: PauseMode = "abort") -> None:

@@ -3,7 +3,7 @@
 Each name below is a hook, listed next to the phase of the run that calls it::
 
     start            on_start make_sink                         every process, driver
-      build          make_runtime make_model make_head on_model on_mtp_layers make_trainer make_optimizer make_engine make_decoder make_transport
+      build          make_runtime make_model make_head on_model on_mtp_layers make_trainer make_optimizer make_engine make_decoder make_transport make_codec
                      wrap_forward wrap_loss wrap_correction wrap_optimizer_step      (called once; they return plain functions)
                      make_prompts make_schedule wrap_rollout wrap_generate
       first sync     wrap_weights -> encode -> transport -> on_weights_synced -> make_check
@@ -106,6 +106,13 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "advantage": (("run", "policy"), "f(AdvantageInputs) -> Tensor[tokens]", "every trainer rank"),
     "check": (("run",), "async f(PolicyParts) -> metrics, or None", "driver"),
     "sink": (("run",), "miles_core.observe.metrics.Sink, or None", "driver"),
+    "codec": (("format", "config", "checkpoint"), "miles_core.precision.codec.Codec", "every trainer rank, engine"),
+}
+#: Kinds of parts that work without a run, which commands find in any installed plugin: kind -> (arguments, result).
+WITHOUT_A_RUN: dict[str, tuple[tuple[str, ...], str]] = {
+    "search": (("argv",), "exit code of miles plan --search"),
+    "samples": (("run_dir", "kind", "step"), "iterator of stored samples, each a mapping"),
+    "report": (("run_dir",), "path of the report"),
 }
 
 

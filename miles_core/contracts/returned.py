@@ -25,6 +25,7 @@ from miles_core.data.prompt_source import PromptSource
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
 from miles_core.plugin.guard import UNCHECKED, Boundary, describe
+from miles_core.precision.codec import Codec
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
@@ -261,6 +262,7 @@ BOUNDARIES: dict[str, Boundary] = {
     "make_reward": Boundary(part=check_callable, call=check_reward, kind="async"),
     "make_sink": Boundary(part=check_sink),
     "make_prompts": Boundary(part=check_instance(PromptSource)),
+    "make_codec": Boundary(part=check_instance(Codec)),
     "make_check": Boundary(part=check_function_or_none, call=check_numbers, kind="async"),
     # Core checks the results of the following hooks where it uses them.
     "make_generate": UNCHECKED,

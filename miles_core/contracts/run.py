@@ -10,6 +10,7 @@ that every process needs (checkpoint, role, version served by the engine); ``Pol
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,19 @@ T = TypeVar("T")
 
 
 class StashKey(Generic[T]):
-    """A key private to the module that creates it, at module level: ``ROUTES = StashKey[dict[int, Tensor]]()``."""
+    """A key private to the module that creates it, at module level: ``ROUTES = StashKey[dict[int, Tensor]]()``.
+
+    Attributes:
+        module: the module that created it.
+    """
+
+    def __init__(self) -> None:
+        frame = sys._getframe(1)
+        while (
+            frame.f_globals.get("__name__") == "typing" and frame.f_back is not None
+        ):  # StashKey[T]() calls it from there
+            frame = frame.f_back
+        self.module = str(frame.f_globals.get("__name__"))
 
 
 class Stash:
@@ -45,6 +58,11 @@ class Stash:
         self._values[key] = value
 
     def __getitem__(self, key: StashKey[T]) -> T:
+        if key not in self._values:
+            made = f"the StashKey of {key.module}" if isinstance(key, StashKey) else f"the key {key!r}"
+            raise PluginError(
+                f"nothing is stored under {made}; store a value first, or read it with run.stash.get(key, default) or setdefault"
+            )
         return cast(T, self._values[key])
 
     def __contains__(self, key: object) -> bool:

@@ -2,7 +2,7 @@
 
 The driver calls a policy's trainer through a ``LearnerHandle`` and its engine through the engine contract. A runtime builds both;
 the driver does not depend on where they run. The runtime ``inline`` keeps them in the driver's process. A runtime with one process
-per GPU works as follows (``miles_runtime`` implements everything except starting the processes):
+per GPU works as follows (``miles_workers`` implements everything except starting the processes):
 
 - A trainer rank is a process that executes one call at a time. Calls are collectives, in the same order on every rank. Each rank
   calls ``worker_run`` to accept the plan, received as JSON, and builds its own run, hooks and ``Learner``. The driver compares the
@@ -15,10 +15,10 @@ per GPU works as follows (``miles_runtime`` implements everything except startin
 - The engine of a policy is an ``Engine`` that forwards to processes with one engine each. ``generate`` selects one of them (the same
   one for all requests of a group); every other call goes to all of them.
 - Weights do not pass through the driver: ``push`` runs export, encoding and transport in the trainer ranks. A rank's transport
-  has its own engine front, through which it calls ``receive`` of the engines. Tensors passed to that front are sent as bytes.
-- With ``--colocate``, ranks and engines share devices. Core makes them take turns (``miles_runtime.learner_front``). The runtime places
+  has its own pool of the engines, through which it calls ``receive`` of each. Tensors passed to it are sent as bytes.
+- With ``--colocate``, ranks and engines share devices. The learner's handle moves their memory (``miles_core.train.memory``). The runtime places
   them on the devices and uses the same calls to free memory while it builds each of them.
-- A process that dies or stops responding raises ``WorkerLost``. The engine front replaces a lost engine. A lost trainer rank loses the
+- A process that dies or stops responding raises ``WorkerLost``. The driver's pool of engines replaces a lost one. A lost trainer rank loses the
   training since the last checkpoint: the driver calls ``recover`` of the runtime and repeats the steps from that checkpoint.
 """
 
@@ -35,7 +35,7 @@ import numpy as np
 from miles_core.checkpoint.digest import FileDigest
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.contracts.engine import Engine
-from miles_core.contracts.run import Policy
+from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.trainer import Pass
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
@@ -96,13 +96,58 @@ class TopLogProbs:
 
 
 class LearnerHandle(ABC):
-    """Interface to all trainer ranks of one policy, for the driver and for plugins in ``wrap_learn``. Metrics are means over
-    tokens and ranks."""
+    """Interface to the trainer of one policy, for the driver and for plugins in ``wrap_learn``. Metrics are means over tokens and ranks.
 
-    #: result of the last ``learn``; the loop reads from it the metrics of critics, which learn in another policy's ``wrap_learn``
-    learned: Learned | None = None
-    #: whether ``load`` changed the weights since the last ``push``; the loop then pushes those of frozen policies too
-    unsynced: bool = False
+    ``miles_core.train.local_learner`` calls a trainer in the driver's process directly; ``miles_workers.learner_group`` calls ranks in other
+    processes.
+
+    Args:
+        run: the driver's run.
+        policy: the policy of the trainer.
+
+    Attributes:
+        learned: result of the last ``learn``; the loop reads from it the metrics of critics, which learn in another policy's ``wrap_learn``.
+        pending: the step whose weights are trained but not pushed yet; None if there is none.
+        unsynced: whether ``load`` changed the weights since the last ``push``; the loop then pushes those of frozen policies too.
+        snapshot_version: version of the last ``take_snapshot``.
+        check: called with the samples of each ``learn`` first; may raise a MilesError. None checks nothing.
+    """
+
+    def __init__(self, run: Run, policy: Policy) -> None:
+        self.run, self.policy = run, policy
+        self.learned: Learned | None = None
+        self.pending: int | None = None
+        self.unsynced = False
+        self.snapshot_version: int | None = None
+        self.check: Callable[[Sequence[Sample]], Awaitable[None]] | None = None
+
+    @property
+    def current_version(self) -> int:
+        """The version under which the current weights are pushed."""
+        return self.run.step if self.pending is None else self.pending
+
+    async def check_learns(self, samples: Sequence[Sample]) -> None:
+        """Raise ConfigError for a frozen policy, and what ``check`` raises for the samples."""
+        if not self.policy.learns:
+            raise ConfigError(
+                f"the policy {self.policy.name} is frozen and cannot learn; give it the role train or critic"
+            )
+        if self.check is not None:
+            await self.check(samples)
+
+    def record_learned(self, learned: Learned, step: int) -> Learned:
+        """Record the result of ``learn`` for ``step``, and return it."""
+        self.learned, self.pending = learned, step + 1
+        self.policy.trained += learned.steps
+        return learned
+
+    def check_changeable(self, options: Mapping[str, float]) -> None:
+        """Raise ConfigError for options that are not in ``CHANGEABLE``."""
+        if unknown := sorted({*options} - {*CHANGEABLE}):
+            raise ConfigError(
+                f"the option {unknown[0]} of the policy {self.policy.name} cannot change during a run; those that can are "
+                f"{', '.join(CHANGEABLE)}"
+            )
 
     @abstractmethod
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
@@ -123,43 +168,48 @@ class LearnerHandle(ABC):
     async def reset_optimizer(self) -> None:
         """Reset the optimiser's moments and the learning-rate schedule after a warm start."""
 
-    @abstractmethod
     async def log_probs(self, samples: Sequence[Sample], emulation: Emulation = AS_TRAINED) -> list[np.ndarray]:
         """Compute the policy's log-probabilities of each sample's response tokens, [response_length] float32.
 
         Entries are 0 where the loss mask is 0. The computation is that of a training step (pass ``verify``), changed by
         ``emulation``. It uses the fields present in the samples, as training does; fields may be absent.
         """
+        found = await self.columns(samples, "verify", ("log_probs",), emulation=emulation)
+        return [columns["log_probs"] for columns in found]
 
     @abstractmethod
     async def columns(
-        self, samples: Sequence[Sample], kind: Pass, wanted: Collection[str]
+        self,
+        samples: Sequence[Sample],
+        kind: Pass,
+        wanted: Collection[str],
+        top_k: int = 0,
+        emulation: Emulation = AS_TRAINED,
     ) -> list[dict[str, np.ndarray]]:
-        """Compute several columns of each sample's response tokens in one pass: name -> [response_length].
+        """Compute several columns of each sample's response tokens in one pass: name -> [response_length, ...].
 
         Args:
             samples: the samples.
             kind: ``old``, ``ref`` (the reference weights) or ``verify``.
-            wanted: ``log_probs``, ``entropy`` and ``values``, as for ``Trainer.columns``.
+            wanted: names of columns, ``top_k``: their number of most probable tokens, as for ``Trainer.columns``.
+            emulation: changes the computation.
         """
 
-    @abstractmethod
     async def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Compute a critic's values, [response_length] float32 per sample.
 
         Entry t is the value of the state in which response token t is chosen; 0 where the loss mask is 0. Raises MilesError if the
         policy has no value head.
         """
+        return [columns["values"] for columns in await self.columns(samples, "verify", ("values",))]
 
-    @abstractmethod
     async def top_log_probs(self, samples: Sequence[Sample], k: int) -> list[TopLogProbs]:
         """Compute the ``k`` most probable tokens and their log-probabilities at each response position.
 
         Where the loss mask is 0, tokens and log-probabilities are 0. Raises MilesError if the trainer does not support this.
         """
-
-    #: version of the last ``take_snapshot``
-    snapshot_version: int | None = None
+        found = await self.columns(samples, "verify", ("top_tokens", "top_log_probs"), k)
+        return [TopLogProbs(columns["top_tokens"], columns["top_log_probs"]) for columns in found]
 
     @abstractmethod
     async def take_snapshot(self, version: int) -> None:
@@ -178,6 +228,12 @@ class LearnerHandle(ABC):
 
         With ``plain``, this and all later pushes use core's copy transport. Raises SyncError if the weights did not arrive.
         """
+
+    async def sent_checksums(self) -> Mapping[str, int]:
+        """Return the checksums of the tensors that the last push or stage sent, as the engine should hold them: checkpoint name ->
+        checksum (``Engine.weight_checksums``). Large versions are compared in parts, so some tensors may be absent; {} if this run
+        compares none."""
+        return {}
 
     async def stage(self, version: int | None) -> None:
         """Transfer as much of ``version`` as the transport supports while the engine generates, before ``push`` of that version.
@@ -304,8 +360,8 @@ class Runtime(ABC):
         ``rollout_workers`` if ``--rollout-workers`` is given. Called again after ``recover``."""
         return local
 
-    def recovers(self, error: Exception) -> bool:
-        """Whether ``recover`` can handle an error raised by a part of this runtime."""
+    def recovers(self, lost: WorkerLost) -> bool:
+        """Whether ``recover`` can replace a lost worker of this runtime."""
         return False
 
     async def recover(self, lost: WorkerLost) -> None:

@@ -15,21 +15,28 @@ from typing import TYPE_CHECKING
 from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
-    from miles_core.data.batch import Batch as Batch, Ragged as Ragged, collate as collate
+    from miles_core.data.batch import Batch as Batch, Ragged as Ragged, Unmasked as Unmasked, collate as collate
     from miles_core.data.field import CANDIDATES as CANDIDATES, Field as Field, SAMPLING_SUPPORT as SAMPLING_SUPPORT
     from miles_core.data.prompt_source import PromptSource as PromptSource, Row as Row
-    from miles_core.data.renderer import CannotExtend as CannotExtend, Renderer as Renderer
-    from miles_core.data.sample import Sample as Sample, Status as Status
+    from miles_core.chat.renderer import CannotExtend as CannotExtend, Renderer as Renderer
+    from miles_core.data.sample import Sample as Sample, Status as Status, number as number
+    from miles_core.text import (
+        count_characters as count_characters,
+        describe_error as describe_error,
+        valid_data as valid_data,
+        valid_text as valid_text,
+    )
     from miles_core.data.unit import Encoded as Encoded, Unit as Unit
 
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
-        "miles_core.data.batch": "Batch Ragged collate",
+        "miles_core.data.batch": "Batch Ragged Unmasked collate",
         "miles_core.data.field": "CANDIDATES Field SAMPLING_SUPPORT",
         "miles_core.data.prompt_source": "PromptSource Row",
-        "miles_core.data.renderer": "CannotExtend Renderer",
-        "miles_core.data.sample": "Sample Status",
+        "miles_core.chat.renderer": "CannotExtend Renderer",
+        "miles_core.data.sample": "Sample Status number",
+        "miles_core.text": "count_characters describe_error valid_data valid_text",
         "miles_core.data.unit": "Encoded Unit",
     },
 )

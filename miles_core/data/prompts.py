@@ -6,18 +6,20 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from miles_core.chat.renderer import Renderer
 from miles_core.data.media import explain_media, find_media, is_empty, is_media_key
 from miles_core.data.prompt_file import ChangedFileError, Opener, open_prompt_file
 from miles_core.data.prompt_index import ROWS
 from miles_core.data.prompt_source import Chat, PromptSource, Row
-from miles_core.data.renderer import Renderer
+from miles_core.data.strict_json import load_strict_json
 from miles_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
 class PromptTemplate:
     """``template(prompt) -> token ids``.
 
-    With the chat template, a text becomes one user message, and the template writes the special tokens. Without it, the tokenizer
-    adds its default special tokens, except a final end-of-sequence token, because the model must continue the prompt.
+    With the chat template, a text becomes one user message, and the template writes the special tokens; a chat that ends with an assistant
+    message is continued there. Without it, the tokenizer adds its default special tokens, except those with which the text already begins and
+    those at the end, because the model must continue the prompt.
 
     Attributes:
         renderer: the chat template, also used by rollout functions; None if the tokenizer has none.
@@ -48,7 +51,7 @@ class PromptTemplate:
         apply_chat_template: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokenizer, self.apply_chat_template, self._end = tokenizer, apply_chat_template, tokenizer.eos_token_id
+        self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
         if apply_chat_template and not tokenizer.chat_template:
             name = tokenizer.name_or_path or "this model"
             raise ConfigError(
@@ -72,7 +75,9 @@ class PromptTemplate:
         """
         if self.apply_chat_template:
             assert self.renderer is not None  # checked
-            return self.renderer.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            self._refuse_rendered(messages)
+            return self.renderer.render(messages)
         if not isinstance(prompt, str):
             raise DataError(
                 f"the prompt {prompt!r:.80} is a list of chat messages; give --apply-chat-template to render it"
@@ -84,9 +89,30 @@ class PromptTemplate:
 
     def _plain(self, text: str, encoded: list[int] | None) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text) if encoded is None else encoded
-        if tokens and tokens[-1] == self._end and not text.endswith(self.tokenizer.eos_token):
-            return tokens[:-1]
-        return tokens
+        start, end = self._added
+        tokens = tokens[: len(tokens) - end]
+        return tokens[len(start) :] if start and tokens[len(start) : 2 * len(start)] == start else tokens
+
+    def _refuse_rendered(self, messages: list[dict[str, Any]]) -> None:
+        """Raise DataError if a message is text that a chat template rendered: its control tokens would become ordinary text."""
+        assert self.renderer is not None
+        for message in messages:
+            content = message.get("content") if message.get("role") in ("user", "system") else None
+            if isinstance(content, str) and (mark := self.renderer.find_rendered(content)):
+                raise DataError(
+                    f"the prompt {content!r:.80} begins with {mark!r:.40}, which the chat template writes: it was rendered before, and would be "
+                    "rendered twice; leave out --apply-chat-template, or give the messages"
+                )
+
+    @cached_property
+    def _added(self) -> tuple[list[int], int]:
+        """The tokens that the tokenizer adds before a text, and the number of those that it adds after it."""
+        whole, bare = (list(self.tokenizer.encode("a", add_special_tokens=added)) for added in (True, False))
+        if not bare:  # a vocabulary without the letter
+            end = int(whole[-1:] == [self.tokenizer.eos_token_id])
+            return whole[: len(whole) - end], end
+        found = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]
+        return (whole[: found[0]], len(whole) - found[0] - len(bare)) if found else ([], 0)
 
 
 def parse_variables(items: Iterable[str]) -> dict[str, Any]:
@@ -119,7 +145,8 @@ class Prompts(PromptSource):
 
     Args:
         paths: files, each ``path`` or ``path@[a:b]``.
-        input_key, label_key, metadata_key: names of the columns; without ``label_key`` labels are None.
+        input_key, label_key, metadata_key: names of the columns, or ``COLUMN.ENTRY`` (``find_entry``); without ``label_key`` labels are
+            None.
         shuffle: use a new random order in each epoch instead of the order of the files.
         seed: seed of the shuffle.
         open_parquet: opens parquet files; they are refused without it.
@@ -167,9 +194,9 @@ class Prompts(PromptSource):
         row, place = self._files[file].read(at - (self._ends[file - 1] if file else 0))
         self._check(row, place)  # the file may have been edited since it was opened
         return Row(
-            prompt=_without_nulls(row[self.input_key]),
-            label=None if self.label_key is None else row[self.label_key],
-            metadata=row.get(self.metadata_key) or {},
+            prompt=_without_nulls(find_entry(row, self.input_key)),
+            label=None if self.label_key is None else find_entry(row, self.label_key),
+            metadata=find_entry(row, self.metadata_key, {}) or {},
             index=at,
             place=place,
             examined=self.examined,
@@ -247,26 +274,50 @@ class Prompts(PromptSource):
         return identity | ({"seed": self.seed} if self.shuffle else {})
 
     def _check(self, row: dict[str, Any], place: str) -> None:
-        for key in (self.input_key, self.label_key, self.metadata_key):
-            if key is not None and row.get(key) is not None:
-                _check_text(row[key], key, place)
-        if self.input_key not in row:
+        prompt, label, metadata = (
+            None if key is None else find_entry(row, key, _ABSENT)
+            for key in (self.input_key, self.label_key, self.metadata_key)
+        )
+        for key, value in ((self.input_key, prompt), (self.label_key, label), (self.metadata_key, metadata)):
+            if key is not None and value is not None and value is not _ABSENT:
+                _check_text(value, key, place)
+        if prompt is _ABSENT:
             raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {_keys(row)}")
-        _check_prompt(row[self.input_key], self.input_key, place)
-        named = (self.input_key, self.label_key, self.metadata_key)
+        _check_prompt(prompt, self.input_key, place)
+        named = [
+            find_column(key, row) for key in (self.input_key, self.label_key, self.metadata_key) if key is not None
+        ]
         for key, value in row.items():
             if key not in named and is_media_key(key) and not is_empty(value):
                 raise DataError(explain_media(place, f"the column {key!r} is not empty"))
-        if self.label_key is not None:
-            if self.label_key not in row:
-                raise DataError(
-                    f"{place}: no key {self.label_key!r} for the label; choose --label-key from: {_keys(row)}"
-                )
-            if row[self.label_key] is None:
-                raise DataError(f"{place}: the label {self.label_key!r} is null; every row needs one")
-        metadata = row.get(self.metadata_key)
-        if metadata is not None and not isinstance(metadata, dict):
+        if label is _ABSENT:
+            raise DataError(f"{place}: no key {self.label_key!r} for the label; choose --label-key from: {_keys(row)}")
+        if label is None and self.label_key is not None:
+            raise DataError(f"{place}: the label {self.label_key!r} is null; every row needs one")
+        if metadata not in (None, _ABSENT) and not isinstance(metadata, dict):
             raise DataError(f"{place}: the metadata {self.metadata_key!r} must be an object, this is {metadata!r:.80}")
+
+
+_ABSENT: Any = object()
+
+
+def find_column(key: str, columns: Container[str]) -> str:
+    """Return the column that ``key`` names: the key itself, or of ``a.b.c`` the longest of ``a.b`` and ``a`` that is a column."""
+    heads = accumulate(key.split("."), "{}.{}".format)
+    return next((head for head in reversed([*heads]) if head in columns), key)
+
+
+def find_entry(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return the entry ``key`` of a row, or ``default``. ``a.b`` is the entry ``b`` of the mapping ``a``, which may be the text of a JSON
+    object; a key that contains the dot itself has precedence."""
+    head = find_column(key, row)
+    if head not in row:
+        return default
+    value, rest = row[head], key[len(head) + 1 :]
+    if rest and isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            value = load_strict_json(value)
+    return value if not rest else find_entry(value, rest, default) if isinstance(value, Mapping) else default
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
@@ -278,8 +329,9 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.RandomState(np.frombuffer(key, dtype="<u4")).permutation(rows)
 
 
-def _keys(row: dict[str, Any]) -> str:
-    return ", ".join(map(repr, row)) or "none"
+def _keys(row: Mapping[str, Any]) -> str:
+    entries = [f"{key}.{entry}" for key, value in row.items() if isinstance(value, Mapping) for entry in value]
+    return ", ".join(map(repr, [*row, *entries])) or "none"
 
 
 def _check_text(value: Any, key: str, place: str) -> None:

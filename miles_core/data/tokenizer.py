@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from miles_core.errors import CheckpointError, ConfigError, first_line
+from miles_core.text import valid_text
 
 
 def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any:
-    """Load the checkpoint's tokenizer; CheckpointError if there is none or it has no end-of-sequence token."""
+    """Load the checkpoint's tokenizer; CheckpointError if there is none or it has no end-of-sequence token.
+
+    It accepts every ``str``: text of users' functions, which pass their own text to it, is made valid (``valid_text``)."""
     from transformers import AutoTokenizer
 
     if not path:
@@ -28,4 +32,24 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any:
         raise CheckpointError(
             f"--hf-checkpoint {path}: its tokenizer has no end-of-sequence token; set eos_token there"
         )
+    if hasattr(tokenizer, "_encode_plus"):
+        tokenizer._encode_plus = _EncodeValid(tokenizer._encode_plus)  # type: ignore[method-assign, assignment]
     return tokenizer
+
+
+class _EncodeValid:
+    """Replaces the method of a Transformers tokenizer to which ``encode``, ``tokenize`` and calls lead. It is an attribute of the object,
+    because a subclass would change the name of the class that ``save_pretrained`` writes."""
+
+    def __init__(self, encode: Callable[..., Any]) -> None:
+        self.encode = encode
+
+    def __call__(self, text: Any, text_pair: Any = None, **options: Any) -> Any:
+        return self.encode(text=_valid_input(text), text_pair=_valid_input(text_pair), **options)
+
+
+def _valid_input(text: Any) -> Any:
+    """Make a text valid, or those of a batch, whose lists and tuples stay what they are."""
+    if isinstance(text, str):
+        return valid_text(text)
+    return type(text)(map(_valid_input, text)) if isinstance(text, list | tuple) else text

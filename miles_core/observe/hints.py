@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import MismatchError, NonFiniteError
 from miles_core.observe.metrics import RESERVED
+from miles_core.observe.standard_hints import HINTS
 from miles_core.plugin.hint import Hint
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def hints_of(plugins: Iterable[Plugin], holds: Callable[[str], bool]) -> tuple[Hint, ...]:
-    """Return the hints of a run: those of the installed plugins, each extended with the matching remedies.
+    """Return the hints of a run: core's and those of the installed plugins, each extended with the matching remedies.
 
     Args:
         plugins: manifests of all installed plugins, active or not.
@@ -30,7 +31,8 @@ def hints_of(plugins: Iterable[Plugin], holds: Callable[[str], bool]) -> tuple[H
         helps = [r.advice for r in remedies if r.trouble == hint.trouble]
         return replace(hint, advice="; ".join([hint.advice, *helps]))
 
-    return tuple(complete(hint) for plugin in plugins for hint in plugin.hints if holds(hint.when))
+    hints = (*HINTS, *(hint for plugin in plugins for hint in plugin.hints))
+    return tuple(complete(hint) for hint in hints if holds(hint.when))
 
 
 @dataclass(frozen=True)

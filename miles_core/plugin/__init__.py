@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         MilesError as MilesError,
         MismatchError as MismatchError,
         NonFiniteError as NonFiniteError,
+        OutOfTime as OutOfTime,
         PlanError as PlanError,
         PluginError as PluginError,
         SyncError as SyncError,
@@ -60,15 +61,15 @@ if TYPE_CHECKING:
     )
     from miles_core.plugin.marker import hookimpl as hookimpl
     from miles_core.plugin.memory import Parts as Parts, Usage as Usage
-    from miles_core.plugin.number_format import format_plugin as format_plugin
     from miles_core.plugin.options import option as option
     from miles_core.plugin.panel import Panel as Panel
     from miles_core.plugin.problem import Problem as Problem, Review as Review, describe_fact as describe_fact
     from miles_core.redact import redact as redact
     from miles_core.reward.reward import compares_label as compares_label, group_reward as group_reward
-    from miles_core.rollout.function import Ask as Ask
+    from miles_core.rollout.function import GenerationClient as GenerationClient
     from miles_core.rollout.function import RolloutFunction as RolloutFunction
     from miles_core.rollout.transcript import Transcript as Transcript, Turn as Turn
+    from miles_core.run.inline import InlineRuntime as InlineRuntime
     from miles_core.schedule.sync import SyncSchedule as SyncSchedule
     from miles_core.contracts.run import StashKey as StashKey
 
@@ -80,7 +81,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.contracts.run": "Policy Run StashKey",
         "miles_core.contracts.runtime": "PolicyParts Runtime",
         "miles_core.contracts.schedule": "Schedule",
-        "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError NonFiniteError PlanError "
+        "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError NonFiniteError OutOfTime PlanError "
         "PluginError SyncError WorkerLost",
         "miles_core.plugin.detect": "config_facts model_facts moe_layers",
         "miles_core.plugin.facts": "Fact Facts",
@@ -88,14 +89,14 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.plugin.manifest": "Capability Command Package Pair Plugin Rule Set",
         "miles_core.plugin.marker": "hookimpl",
         "miles_core.plugin.memory": "Parts Usage",
-        "miles_core.plugin.number_format": "format_plugin",
         "miles_core.plugin.options": "option",
         "miles_core.plugin.panel": "Panel",
         "miles_core.plugin.problem": "Problem Review describe_fact",
         "miles_core.redact": "redact",
         "miles_core.reward.reward": "compares_label group_reward",
-        "miles_core.rollout.function": "Ask RolloutFunction",
+        "miles_core.rollout.function": "GenerationClient RolloutFunction",
         "miles_core.rollout.transcript": "Transcript Turn",
+        "miles_core.run.inline": "InlineRuntime",
         "miles_core.schedule.sync": "SyncSchedule",
     },
 )

@@ -77,9 +77,14 @@ def activate(requested: Mapping[str, str], manifests: Mapping[str, Plugin], fact
 def _unknown_plugin(name: str, why: str, manifests: Mapping[str, Plugin]) -> Problem:
     if name == "core":
         return Problem(why, "'core'", "core is always active: leave it out", verb="must not name")
-    installed = ", ".join(n for n in manifests if n != "core") or "none"
-    hint = did_you_mean(name, manifests) or COMES_WITH
-    return Problem(why, f"{name!r}", f"installed plugins are: {installed}; {hint}", verb="names no installed plugin:")
+    names = [n for n, plugin in manifests.items() if n != "core" and not plugin.standard]
+    hint = did_you_mean(name, names) or COMES_WITH
+    return Problem(
+        why,
+        f"{name!r}",
+        f"installed plugins are: {', '.join(names) or 'none'}; {hint}",
+        verb="names no installed plugin:",
+    )
 
 
 def derive(

@@ -26,8 +26,6 @@ from typing import Any, TypeVar, cast
 from miles_core.errors import PluginError
 from miles_core.plugin.guard import UNCHECKED, Boundary, describe, refuse
 
-_OWNER = "__miles_owner__"
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -68,14 +66,19 @@ def compose(inner: F, wrappers: Sequence[Wrapper]) -> F:
 
 
 def note(error: BaseException, plugin: str, hook: str) -> None:
-    """Add a note that names the plugin of the innermost function that raised ``error``; later calls have no effect.
+    """Name the plugin of the innermost function that raised ``error``; later calls have no effect.
 
-    An error of core (empty ``plugin``) gets no note, but is marked so that no plugin around it is named.
+    The message of a ``PluginError``, a mistake in the plugin's code, then begins with the plugin; other errors get a note. An error of core
+    (empty ``plugin``) gets no note, but is marked so that no plugin around it is named.
     """
-    if getattr(error, _OWNER, None) is None and not str(error).startswith("plugin "):
-        setattr(error, _OWNER, plugin)
-        if plugin:
-            error.add_note(f"in plugin {plugin}, hook {hook}")
+    if getattr(error, "plugin", None) is not None:
+        return
+    error.plugin = plugin  # type: ignore[attr-defined]  # of any class
+    if isinstance(error, PluginError):
+        if plugin and f"plugin {plugin}" not in str(error):
+            error.args = (f"plugin {plugin}, hook {hook}: {error}",)
+    elif plugin:
+        error.add_note(f"in plugin {plugin}, hook {hook}")
 
 
 class ErrorNote(AbstractContextManager[None]):
@@ -91,7 +94,7 @@ class ErrorNote(AbstractContextManager[None]):
 
 def names_plugin(error: BaseException) -> bool:
     """Whether ``note`` added the name of a plugin to ``error``, or its message has one."""
-    return bool(getattr(error, _OWNER, "")) or isinstance(error, PluginError)
+    return bool(getattr(error, "plugin", "")) or isinstance(error, PluginError)
 
 
 def add_error_notes(function: Callable[..., Any], plugin: str, hook: str) -> Callable[..., Any]:

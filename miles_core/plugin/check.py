@@ -120,7 +120,7 @@ def _check_rule(result: CheckResult, who: str, rule: Rule, facts: Facts) -> None
             return
         needs = evaluate(rule.needs, facts.lookup)
     except UnknownFact as error:
-        because = error.hint or "no part of this run defines it"
+        because = "; ".join(filter(None, ("no part of this run defines it", error.hint)))
         result.problems.append(Problem(who, f"{rule.needs!r} names {error.name}", because, verb="has a broken rule:"))
         return
     except RuleError as error:

@@ -1,6 +1,6 @@
 """The manifest of core, in the same form as a plugin's manifest.
 
-It provides the synchronous schedule and the in-process transport as parts. ``core`` is always active, is the innermost
+Its parts are in ``miles_core.defaults``. ``core`` is always active, is the innermost
 function of every chain, and cannot be named in ``--plugins``.
 """
 
@@ -73,10 +73,25 @@ CORE = Plugin(
     core=f"=={__version__}",
     fields=CORE_FIELDS,
     provides={
-        "schedule": {"sync": "miles_core.schedule.sync:make_schedule"},
-        "generate": {"turn": "miles_core.rollout.function:make_turn"},
-        "optimizer": dict.fromkeys(("adamw", "adam"), "miles_core.train.adamw:make_optimizer"),
-        "transport": {"copy": "miles_core.sync.push:make_transport"},
+        "schedule": {
+            "sync": "miles_core.defaults:make_sync_schedule",
+            "ahead": "miles_core.defaults:make_ahead_schedule",
+            "async": "miles_core.defaults:make_async_schedule",
+        },
+        "runtime": {"inline": "miles_core.defaults:make_inline_runtime"},
+        "generate": {"turn": "miles_core.defaults:make_turn"},
+        "reward": {
+            "exact": "miles_core.defaults:make_exact",
+            "boxed": "miles_core.defaults:make_boxed",
+            "f1": "miles_core.defaults:make_f1",
+        },
+        "optimizer": dict.fromkeys(("adamw", "adam"), "miles_core.defaults:make_adamw"),
+        "transport": {"copy": "miles_core.defaults:make_copy_transport"},
+        "check": {
+            "weights_arrived": "miles_core.defaults:make_weights_check",
+            "first_sync": "miles_core.defaults:make_first_sync_check",
+            "verify_logprobs": "miles_core.defaults:make_sync_check",
+        },
     },
     pairs=(Pair("bf16", "bf16"),),
     aliases={"--bf16": {"model.dtype": "bfloat16"}, "--fully-async": {"run.schedule": "async"}},

@@ -21,7 +21,7 @@ from typing import Any
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.declared import find_mistakes
-from miles_core.plugin.failure import import_failure
+from miles_core.plugin.failure import describe_import_failure
 from miles_core.plugin.guard import MARK
 from miles_core.plugin.manifest import Plugin
 from miles_core.version import __version__
@@ -147,14 +147,14 @@ class Catalogue(Mapping[str, Plugin]):
                 "uninstall one of them"
             )
         source, point = next(iter(points_by_source.items()))
+        _check_core_range(name, source, point)
         light = "torch" not in sys.modules
         try:
             plugin = point.load()
             if light and "torch" in sys.modules:
                 self.heavy.append(name)
         except Exception as error:
-            text = import_failure(error)
-            raise PluginError(f"plugin {name!r} ({source}) cannot be imported from {point.value}:\n{text}") from error
+            raise PluginError(describe_import_failure(f"plugin {name!r} ({source})", point.value, error)) from error
         if not isinstance(plugin, Plugin):
             raise PluginError(
                 f"plugin {name!r} ({source}): {point.value} is {type(plugin).__name__}, not a miles_core.plugin.Plugin"
@@ -167,6 +167,30 @@ class Catalogue(Mapping[str, Plugin]):
                 "entry point and manifest must agree"
             )
         return plugin
+
+
+def _check_core_range(name: str, source: str, point: EntryPoint) -> None:
+    """Check the range of core versions that a distribution requires (``Requires-Dist: miles-core``), before its code is imported.
+
+    ``pip install --no-deps`` and editable installs bypass pip's own check.
+
+    Raises:
+        PluginError: the installed core is outside of the range.
+    """
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
+
+    for line in (point.dist.requires or []) if point.dist is not None else ():
+        try:
+            wanted = Requirement(line)
+        except InvalidRequirement:  # pip reports it
+            continue
+        named = canonicalize_name(wanted.name) == "miles-core" and (wanted.marker is None or wanted.marker.evaluate())
+        if named and not wanted.specifier.contains(__version__, prereleases=True):
+            raise PluginError(
+                f"plugin {name!r} ({source}): it supports miles-core {wanted.specifier}, and {__version__} is installed; install a matching "
+                "version of the plugin or of miles-core"
+            )
 
 
 def discover() -> Catalogue:
@@ -212,8 +236,7 @@ def _import_file(path: Path, name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        text = import_failure(error)
-        raise PluginError(f"--plugins {path}: the file cannot be imported:\n{text}") from error
+        raise PluginError(describe_import_failure(f"--plugins {path}", "the file", error)) from error
     return module
 
 

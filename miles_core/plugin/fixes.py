@@ -220,12 +220,13 @@ def _values(name: str, rejected: CheckResult) -> list[Any]:
 
 
 def _propose_plugins(origins: dict[str, str], rejected: CheckResult) -> Iterator[Change]:
-    for name in rejected.manifests:
-        if name not in rejected.activation.active and name != "core":
+    for name, plugin in rejected.manifests.items():
+        if name not in rejected.activation.active and name != "core" and not plugin.standard:
             yield Change(f"add {name} to --plugins", add=(name,), keeps=True)
     for name, why in origins.items():
         if name not in rejected.manifests:
-            for other in find_nearest(name, rejected.manifests)[:2]:
+            known = [other for other, plugin in rejected.manifests.items() if not plugin.standard]
+            for other in find_nearest(name, known)[:2]:
                 yield Change(f"{other} instead of {name} in --plugins", (name,), (other,), keeps=True)
         yield Change(_describe_drop(name, why), drop=(name,))
 

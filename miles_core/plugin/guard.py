@@ -50,7 +50,9 @@ UNCHECKED = Boundary()
 
 def refuse(plugin: str, hook: str, wrong: str) -> PluginError:
     """Return the error for an invalid result."""
-    return PluginError(f"plugin {plugin}, hook {hook}: {wrong}")
+    error = PluginError(f"plugin {plugin}, hook {hook}: {wrong}")
+    error.plugin = plugin
+    return error
 
 
 def describe(value: Any) -> str:

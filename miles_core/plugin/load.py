@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from miles_core.plugin.chain import ErrorNote, Wrapper, add_checks, add_error_no
 from miles_core.plugin.core import CORE
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import Facts
-from miles_core.plugin.failure import import_failure
+from miles_core.plugin.failure import describe_import_failure
 from miles_core.plugin.guard import UNCHECKED, Boundary, check_implementation, describe, read_specs, refuse
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.marker import PROJECT
@@ -79,11 +80,19 @@ class Hooks:
                 raise refuse(plugin, name, wrong)
 
     def name_suspects(self, error: BaseException, hooks: Sequence[str]) -> None:
-        """Add notes to an error that names no plugin: a plugin in its traceback, and the plugins that implement one of ``hooks``."""
+        """Name plugins in an error that names none: one in its traceback, or those that implement one of ``hooks``.
+
+        The message of a ``MilesError`` then names the implementers of ``hooks``; other errors get a note.
+        """
         self._name_origin(error)
         found = [f"plugin {plugin}, hook {hook}" for hook in hooks for plugin, *_ in self._calls[hook]]
-        if found and not names_plugin(error):
-            error.add_note(f"changed by a plugin before it failed: {'; '.join(found)}")
+        if not found or names_plugin(error):
+            return
+        suspects = f"changed before by {'; '.join(found)}"
+        if isinstance(error, MilesError) and error.args == (str(error),):
+            error.args = (f"{error} ({suspects})",)
+        else:
+            error.add_note(suspects)
 
     def _name_origin(self, error: BaseException) -> None:
         """Add a note to an error that names no plugin: the innermost function of a plugin in its traceback."""
@@ -223,8 +232,11 @@ def register(
     return Hooks(plan, manifests, manager, specs, boundaries or {})
 
 
-def find_part(kind: str, name: str) -> Any:
-    """Import a part that works without a run (help, reports), from any installed plugin.
+def find_part(kind: str, name: str, package: str) -> Any:
+    """Import a part that works without a run (``contracts.hooks.WITHOUT_A_RUN``), from any installed plugin.
+
+    Args:
+        package: what to install if there is none.
 
     Raises:
         PluginError: no installed plugin provides it.
@@ -232,7 +244,13 @@ def find_part(kind: str, name: str) -> Any:
     for plugin in discover().values():
         if target := plugin.provides.get(kind, {}).get(name):
             return import_target(plugin.name, target)
-    raise PluginError(f"no installed plugin provides the part {kind}: {name}; reinstall miles-core, which includes one")
+    raise PluginError(f"no installed plugin provides the part {kind}: {name}; pip install {package}")
+
+
+def announce_import(package: str, why: str) -> None:
+    """Print one line to standard error before a plan imports a large package, which takes seconds; nothing if it is imported already."""
+    if package not in sys.modules:
+        print(f"importing {package} {why}; this takes a few seconds", file=sys.stderr, flush=True)
 
 
 def import_target(plugin: str, target: str) -> Any:
@@ -247,8 +265,7 @@ def import_target(plugin: str, target: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        text = import_failure(error)
-        raise PluginError(f"plugin {plugin}: {module_name} cannot be imported:\n{text}") from error
+        raise PluginError(describe_import_failure(f"plugin {plugin}", module_name, error)) from error
     if not name:
         return module
     if not hasattr(module, name):

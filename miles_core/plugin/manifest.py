@@ -123,7 +123,7 @@ class Plugin:
         hooks: condition -> ``"module:Class"``, or a tuple of them; a class is imported only if its condition holds. In a
             single-file plugin, ``"Class"`` is a class of that file.
         fields: columns that the plugin adds to samples and batches.
-        formats: number formats, name -> ``"module:Class"`` (``miles_core.format.Format``).
+        formats: number formats, name -> ``"module:Class"`` (``miles_formats.Format``).
         provides: parts, kind -> {name: ``"module:callable"``}; the kinds are the names of the ``make_*`` hooks
             without prefix, ``record`` (a function that writes a file into the directory of a new run), ``progress`` (the live
             display, a ``miles_core.observe.progress.Progress``) and ``report``.
@@ -146,7 +146,7 @@ class Plugin:
         environment: environment variable -> path of the option that it sets.
         elsewhere: flags of other software that users may expect, flag -> what to use instead, e.g.
             ``{"--server-model": "give --hf-checkpoint"}``. A mapping translates the flag's value, e.g.
-            ``{"--server-size": {"*": "--size {}"}}``; see ``miles_tools.command_line``.
+            ``{"--server-size": {"*": "--size {}"}}``; see ``miles_core.config.command_line``.
         defaults: default values of options, fact -> value, for backends that ship with an installation. Two installed manifests
             with different values for one option are an error.
         facts: facts that the plugin defines in addition to its options, name -> one-line description.

@@ -30,6 +30,7 @@ class OptionInfo:
     le: float | None = None
     lt: float | None = None
     fixed: bool = False
+    only_if: str = ""
 
     def bounds(self) -> str:
         """Return the allowed range as shown to users, e.g. ``"> 0, <= 1"``; empty if there are no bounds."""
@@ -53,6 +54,7 @@ def option(
     le: float | None = None,
     lt: float | None = None,
     fixed: bool = False,
+    only_if: str = "",
     default_factory: Any = dataclasses.MISSING,
 ) -> Any:
     """Declare one option of a configuration dataclass.
@@ -70,9 +72,13 @@ def option(
         fact: the name in rules, if it is not ``<group>.<field>``.
         gt, ge, le, lt: bounds of a number (or of every number of a list).
         fixed: whether a resumed run must have the same value, because saved weights or states are invalid for another value.
+        only_if: condition (``miles_core.plugin.rule``) without which the option has no effect, e.g. ``"reward.rm_type == remote"``. A
+            run that sets the option without it is refused; see ``miles_core.config.effects``.
         default_factory: returns the default value, for mutable defaults.
     """
-    info = OptionInfo(help, flag, tuple(choices), tuple(aliases), enables, metavar, part, fact, gt, ge, le, lt, fixed)
+    info = OptionInfo(
+        help, flag, tuple(choices), tuple(aliases), enables, metavar, part, fact, gt, ge, le, lt, fixed, only_if
+    )
     kwargs: dict[str, Any] = {"metadata": {METADATA_KEY: info}}
     if default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=default_factory, **kwargs)

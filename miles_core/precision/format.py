@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from miles_core.precision.product import NoProduct
+from miles_core.precision.product import NoProduct, Product
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
-    from miles_core.precision.product import Product
 
 #: Suffix of a stored tensor -> the tensor; see ``Stored``.
 Parts = dict[str, Tensor]

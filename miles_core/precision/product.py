@@ -5,31 +5,16 @@ sides on one machine call the same function with the same numbers. Tensor cores 
 block's scale to its partial sum. This is faster and rounds less, because operands are not rounded to BF16 after dequantisation. The
 codes are the same bytes in both cases, but the results differ. Therefore a format declares a bound on the distance between its native
 and its emulated product, and every run measures it before the first step (``mismatch.product_probe``).
-
-The kind of product is chosen once per model from the user's options, the device and its libraries. It never depends on the number of
-rows, because a token's result would then depend on the rest of the batch. A trainer may choose otherwise than the engine.
 """
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from miles_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from miles_core.config.config import Config
-    from miles_core.precision.format import Format, Parts
-
-log = logging.getLogger(__name__)
-
-FLAG = "--quantized-product"
+from torch import Tensor
 
 
 class NoProduct(Exception):
@@ -57,11 +42,11 @@ class Product(ABC):
         return True
 
     @abstractmethod
-    def prepare(self, parts: Mapping[str, Tensor]) -> Parts:
+    def prepare(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert a stored weight (``Format.storage``) to the layout of codes and scales that the tensor cores need, as views or copies.
         Tensors that the caller stores keep these strides."""
 
-    def restore(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Parts | None:
+    def restore(self, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor] | None:
         """Convert the result of ``prepare`` for a weight [N, K] back to ``Format.storage``, as views or copies. None if the layout cannot be
         converted back: an engine then keeps the decoded weight as well."""
         return None
@@ -103,47 +88,3 @@ class Product(ABC):
             [choices, D] in ``dtype``.
         """
         raise NotImplementedError
-
-
-def emulate_product(format: Format, x: Tensor, weight: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
-    """Compute the emulated product of x [M, K] and a stored weight [N, K]; return [M, N] in x's dtype."""
-    return nn.functional.linear(format.fake_quantize_activation(x), format.dequantize(weight).to(x.dtype), bias)
-
-
-@dataclass(frozen=True)
-class Products:
-    """Selects the product of the quantised layers of a backend.
-
-    Attributes:
-        wanted: ``native`` (an error if unavailable), ``emulated``, or ``auto`` (native if available).
-    """
-
-    wanted: Literal["auto", "native", "emulated"] = "emulated"
-
-    @classmethod
-    def from_config(cls, config: Config) -> Products:
-        """Create from the run's options; ``--emulate-precision`` selects emulated products."""
-        wanted = config.precision.quantized_product
-        return cls("emulated" if wanted == "auto" and config.train.emulate_precision else wanted)
-
-    def of(self, format: Format | None, model: nn.Module) -> Product | None:
-        """Return the native product for ``model``'s layers; None for emulated products.
-
-        Raises:
-            ConfigError: ``native`` is configured but unavailable.
-        """
-        if format is None or self.wanted == "emulated":
-            return None
-        parameter = next(model.parameters())
-        try:
-            product = format.product(parameter.device, parameter.dtype)
-        except NoProduct as why:
-            if self.wanted == "native":
-                raise ConfigError(
-                    f"{FLAG} native: the product of {format.name} codes cannot run here, because {why}; remove the flag "
-                    "or give emulated, which multiplies the dequantised codes"
-                ) from None
-            log.info("%s: products are emulated, because %s", format.name, why)
-            return None
-        log.info("%s: products of linear layers read the codes (%s), on %s", format.name, FLAG, product.device)
-        return product

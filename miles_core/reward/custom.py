@@ -21,7 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from miles_core.errors import ConfigError, DataError
+from miles_core.errors import ConfigError, DataError, OutOfTime
+from miles_core.text import describe_error
 
 log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -80,6 +81,8 @@ class UserFunction:
 
 def _ends_program(error: BaseException, is_async: bool) -> bool:
     """Return whether ``error`` ends the program or cancels the call from outside, as opposed to an error of the function itself."""
+    if isinstance(error, OutOfTime):
+        return True
     if isinstance(error, KeyboardInterrupt):  # only the main thread receives signals
         return threading.current_thread() is threading.main_thread()
     if isinstance(error, asyncio.CancelledError):
@@ -166,11 +169,6 @@ def _load_module(spec: str, flag: str, default: str) -> tuple[ModuleType, str, s
         beside = Path(*path.split(".")).with_suffix(".py")
         hint = f"; there is a file {beside}: write {beside}:{name}" if beside.is_file() else ""
         raise ConfigError(f"{flag} {spec}: importing {path} failed: {describe_error(error)}{hint}") from error
-
-
-def describe_error(error: BaseException) -> str:
-    """Return the type of an error and its message, if it has one."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _load_file(path: Path, spec: str, flag: str) -> ModuleType:

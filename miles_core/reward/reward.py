@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from miles_core.data.sample import number
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import UserFunction, load_function
+from miles_core.text import describe_error
 
 DEFAULT_CONCURRENCY = 64
 
@@ -28,12 +29,30 @@ def group_reward(function: F) -> F:
     return function
 
 
-def compares_label(build: F) -> F:
-    """Declare that the reward created by ``build`` compares a response with a label: a run without labels is rejected before it starts.
+def check_label(label: Any) -> None:
+    """Check that a label holds an answer.
 
-    ``build`` is the provider that a manifest names under the kind ``reward``.
+    Raises:
+        DataError: it is empty, or a mapping.
     """
-    build.compares_label = True  # type: ignore[attr-defined]
+    held = list(label) if isinstance(label, (list, tuple)) else [label]
+    if all(item is None or not str(item).strip() for item in held):
+        raise DataError(f"the label is {label!r}, so there is nothing to compare with; check --label-key and the data")
+    if found := next((item for item in held if isinstance(item, Mapping)), None):
+        entries = ", ".join(map(repr, found))
+        raise DataError(
+            f"the label is {label!r:.80}, a mapping with the entries {entries}; name the one with the answer, as in --label-key KEY.ENTRY"
+        )
+
+
+def compares_label(build: F, check: Callable[[Any], object] = check_label) -> F:
+    """Declare that the reward created by ``build`` compares a response with a label and is a number: a run without labels, or with
+    ``--reward-key``, is rejected before it starts.
+
+    ``build`` is the provider that a manifest names under the kind ``reward``. ``check`` is called with the label of every row, and raises
+    DataError if no response can match it.
+    """
+    build.check_label = check  # type: ignore[attr-defined]
     return build
 
 
@@ -95,19 +114,6 @@ def load_reward(path: str, concurrency: int = DEFAULT_CONCURRENCY) -> RewardFunc
     function = load_function(path, flag="--custom-rm-path", default="reward", parameters=("args", "sample"))
     how: Literal["async", "thread"] = "async" if function.is_async else "thread"
     return RewardFunction(function, function.name, function.origin, how, concurrency)
-
-
-def labels_of(label: Any) -> list[str]:
-    """Return the acceptable answers of a label as strings.
-
-    Raises:
-        DataError: there is no answer, or all are empty.
-    """
-    labels = list(label) if isinstance(label, (list, tuple)) else [label]
-    texts = [str(item) for item in labels if item is not None]
-    if not any(text.strip() for text in texts):
-        raise DataError(f"the label is {label!r}, so there is nothing to compare with; check --label-key and the data")
-    return texts
 
 
 async def score(samples: Iterable[Any], reward: RewardFunction, args: Any) -> None:
@@ -179,8 +185,9 @@ async def _call(reward: RewardFunction, args: Any, scored: Any, samples: list[An
     except DataError as error:
         raise DataError(f"{what}, scored by {_who(reward)}: {error}") from error
     except Exception as error:
-        text = (f": {error}" if str(error) else "") + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        raise DataError(f"{_who(reward)} raised {type(error).__name__} on {what}{text}") from error
+        name, _, message = describe_error(error).partition(": ")
+        text = (f": {message}" if message else "") + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        raise DataError(f"{_who(reward)} raised {name} on {what}{text}") from error
     for sample, before in zip(samples, tokens, strict=True):
         if getattr(sample, "tokens", ()) != before:
             raise DataError(

@@ -14,13 +14,13 @@ from miles_core.contracts.engine import Response
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import load_function
-from miles_core.rollout.function import Ask, RolloutFunction
+from miles_core.rollout.function import GenerationClient, RolloutFunction
 
 
 class Args:
     """The flat option namespace plus ``generate``, ``ask`` and the model's ``tokenizer``. Each sample has its own instance."""
 
-    def __init__(self, options: Any, ask: Ask) -> None:
+    def __init__(self, options: Any, ask: GenerationClient) -> None:
         self._options, self.ask = options, ask
         self.tokenizer = ask.tokenizer
 
@@ -50,7 +50,7 @@ class CustomGenerate(RolloutFunction):
     def __init__(self, function: Callable[..., Any], options: Any) -> None:
         self.function, self.options = function, options
 
-    async def __call__(self, sample: Sample, ask: Ask) -> Any:
+    async def __call__(self, sample: Sample, ask: GenerationClient) -> Any:
         return await self.function(Args(self.options, ask), sample, dataclasses.asdict(ask.sampling))
 
 

@@ -14,9 +14,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from miles_core.chat.renderer import Message, Renderer
 from miles_core.contracts.engine import Response, Sampling
 from miles_core.data.column import TOKENS, Column, as_column
-from miles_core.data.renderer import Message, Renderer
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError, PluginError
 from miles_core.plugin.guard import describe
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Generation = Callable[[list[int], Sampling, str], Awaitable[Response]]
 
 
-class Ask:
+class GenerationClient:
     """Sends the requests of one sample to the engines and records the turns.
 
     Attributes:
@@ -168,7 +168,7 @@ class RolloutFunction(ABC):
         """Release the shared resources. Called after the last sample however the run ends, and also if ``start`` failed."""
 
     @abstractmethod
-    async def __call__(self, sample: Sample, ask: Ask) -> Sample | list[Sample]:
+    async def __call__(self, sample: Sample, ask: GenerationClient) -> Sample | list[Sample]:
         """Generate the samples of one prompt; ``sample`` holds the prompt (``prompt``, ``tokens``, ``label``, ``metadata``).
 
         Many calls run concurrently. A call is cancelled when its sample is dropped: release the sample's resources in ``finally``
@@ -183,17 +183,17 @@ class RolloutFunction(ABC):
 class PlainFunction(RolloutFunction):
     """Adapts an async function ``(sample, ask) -> samples`` to a rollout function."""
 
-    def __init__(self, function: Callable[[Sample, Ask], Awaitable[Any]]) -> None:
+    def __init__(self, function: Callable[[Sample, GenerationClient], Awaitable[Any]]) -> None:
         self.function = function
 
-    async def __call__(self, sample: Sample, ask: Ask) -> Any:
+    async def __call__(self, sample: Sample, ask: GenerationClient) -> Any:
         return await self.function(sample, ask)
 
 
 class SingleTurn(RolloutFunction):
     """``--generate turn``: generates one response to the prompt."""
 
-    async def __call__(self, sample: Sample, ask: Ask) -> Sample:
+    async def __call__(self, sample: Sample, ask: GenerationClient) -> Sample:
         turn = await ask()
         sample.tokens = turn.tokens
         sample.response_length = len(turn.response.tokens)

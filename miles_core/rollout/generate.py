@@ -11,8 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.contracts.exchanged import check_response
@@ -22,7 +25,6 @@ from miles_core.data.column import TOKENS, Column, as_column, join_columns
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError
 from miles_core.plugin.chain import compose
-from miles_core.reward.custom import describe_error
 from miles_core.rollout.collect import Score
 from miles_core.rollout.continuation import (
     can_continue,
@@ -32,15 +34,14 @@ from miles_core.rollout.continuation import (
     join_parts,
     partial_rollout,
 )
-from miles_core.rollout.function import Ask, RolloutFunction, SingleTurn
+from miles_core.rollout.function import GenerationClient, RolloutFunction, SingleTurn
 from miles_core.rollout.sampling import evaluation_sampling, training_sampling
 from miles_core.rollout.versions import mask_older
+from miles_core.text import describe_error
 
 if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
     from miles_core.contracts.run import Run
-    from miles_core.rollout.transcript import Transcript
-
 
 _SAMPLE_BITS = 42
 #: Limits on the number of samples in a run and of engine calls per sample (keys are signed 64-bit integers).
@@ -95,8 +96,6 @@ class RequestKeys:
             self._calls.pop(sample, None)
 
 
-Generate = Callable[[Sample], Awaitable[list[Sample]]]
-
 #: The run stops after this many consecutive aborted responses from which a request cannot continue.
 FRUITLESS = 100
 
@@ -130,134 +129,51 @@ class Functions:
         return name, self.by_name[name]
 
 
-class Generator:
-    """Generates one or more finished samples from a pending sample.
+def find_ids_without_token(tokenizer: Any, vocabulary: int) -> np.ndarray | None:
+    """Return which of the model's ids the tokenizer does not have, bool [vocabulary]; None if it has all. Output layers are often padded."""
+    known = np.fromiter(tokenizer.get_vocab().values(), np.int64)
+    missing = np.ones(vocabulary, bool)
+    missing[known[known < vocabulary]] = False
+    return missing if missing.any() else None
+
+
+class EngineRequests:
+    """Sends the requests of samples to engines, and continues those that an engine aborts.
 
     Args:
         run: for hooks, fields and configuration.
-        engines: name of a generating policy -> the engine for its requests.
+        engines: name of a generating policy -> its engine.
         sampling: the default sampling parameters.
-        functions: the rollout functions.
-        answers: collects statistics of requests and rollouts, metric -> (sum, count).
+        answers: collects statistics of requests, metric -> (sum, count).
     """
 
     def __init__(
-        self,
-        run: Run,
-        engines: Mapping[str, Engine],
-        sampling: Sampling,
-        functions: Functions,
-        answers: dict[str, tuple[float, float]] | None = None,
+        self, run: Run, engines: Mapping[str, Engine], sampling: Sampling, answers: dict[str, tuple[float, float]]
     ) -> None:
-        self.run, self.engines, self.sampling, self.functions = run, engines, sampling, functions
-        self.answers = {} if answers is None else answers
+        self.run, self.engines, self.answers, self.keys = run, engines, answers, RequestKeys()
         extras = {"sampling_support"} if sampling.truncated and not run.config.rollout.full_vocab_logprobs else set()
-        self.extras, self.keys = extras, RequestKeys()
+        self.extras = frozenset(extras)
         self.vocabulary = int(run.plan.fact("model.vocab_size") or len(run.tokenizer))
+        self._without_token = find_ids_without_token(run.tokenizer, self.vocabulary)
         self.policies = {policy.name: policy for policy in run.policies}
-        self._trains = {policy.name for policy in run.policies if policy.role == "train"}
-        limit = run.config.rollout.max_concurrent_samples
-        self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
 
-    def wrap(self) -> Generate:
-        """Return this generator with the plugins' ``wrap_generate`` hooks, which may call it several times per sample.
+    def start(
+        self, number: int, group: int, tokens: Sequence[int], sampling: Sampling, policy: str
+    ) -> Awaitable[Response]:
+        """Return the response to ``tokens`` of a sample, to be awaited. Its key follows from the order of these calls."""
+        return self._complete(number, group, as_column(tokens, TOKENS), sampling, policy, self.keys.next(number))
 
-        Checks the samples that the hooks return, then resets the count of the sample's engine calls.
-        """
-        wrappers = self.run.hooks.chain("wrap_generate", run=self.run)
-        generate, plugins = compose(self, wrappers), ", ".join(w.plugin for w in wrappers)
-
-        async def generate_and_release(sample: Sample) -> list[Sample]:
-            number = sample.index
-            samples = await generate(sample)
-            for one in samples if plugins else ():
-                try:
-                    if fault := find_fault(one, self.vocabulary):
-                        raise DataError(f"sample {one.index} has {fault}")
-                    one.validate(self.run.fields)
-                    self.run.select_policy(self.run.policy, [[one]])
-                except DataError as error:
-                    raise DataError(f"plugin {plugins}, hook wrap_generate: {error}") from error
-            self.keys.forget([number])
-            return samples
-
-        return generate_and_release
-
-    async def abort(self, samples: Collection[int]) -> None:
-        """Make the engines abort all requests of these samples. The caller has cancelled the samples' tasks."""
-        await self._abort_requests(samples)
-        self.keys.forget(samples)
-
-    async def _abort_requests(self, samples: Collection[int]) -> None:
+    async def abort(self, samples: Iterable[int]) -> None:
+        """Make the engines abort all requests of these samples."""
         keys = self.keys.keys_of(samples)
         for engine in self.engines.values():
             await engine.abort(keys)
 
-    async def __call__(self, sample: Sample) -> list[Sample]:
-        """Generate the samples for ``sample``. Each returned sample is validated; ``on_sample`` runs for each complete one."""
-        name, function = self.functions.of(sample)
-        sample.policy = sample.policy or self.run.policy.name
-        ask = self._ask(sample)
-        async with self._slots:
-            samples = await self._call_function(function, name, sample, ask)
-        for one in samples:
-            ask.transcript.fill(one, self.run.fields)
-            if self.run.config.rollout.mask_offpolicy_in_partial_rollout:
-                mask_older(one)
-            one.validate(self.run.fields)
-            if one.status not in (Status.ABORTED, Status.FAILED):
-                self.run.hooks.on("on_sample", run=self.run, sample=one)
-        self._count(function, ask, samples)
-        return samples
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens."""
+        return str(self.run.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def _ask(self, sample: Sample) -> Ask:
-        number, group = sample.index, sample.group_index
-
-        def generation(tokens: Sequence[int], sampling: Sampling, policy: str) -> Awaitable[Response]:
-            key = self.keys.next(number)  # in the order of the calls, however they run
-            return self._answer(number, group, as_column(tokens, TOKENS), sampling, policy, key)
-
-        tokenizer, renderer = self.run.tokenizer, self.run.render.renderer
-        decode, learns = self._decode, self._trains.__contains__
-        return Ask(sample, sample.policy, generation, self.sampling, tokenizer, renderer, decode, learns)
-
-    async def _call_function(self, function: RolloutFunction, name: str, sample: Sample, ask: Ask) -> list[Sample]:
-        """Call the rollout function and check the returned samples; errors name the function and the sample."""
-        if type(function) is SingleTurn:
-            return [await function(sample, ask)]
-        number, group, label = sample.index, sample.group_index, f"the rollout function {name}"
-        if owner := self.run.hooks.provider("generate", name):
-            label += f" of plugin {owner}"
-        try:
-            made = await function(sample, ask)
-            if ask.abandoned:
-                await self._abort_requests([number])
-        except DataError as error:
-            raise DataError(f"{label}, on sample {number}: {error}") from error
-        except Exception as error:
-            if any(error is failure for failure in ask.failures):  # raised by the engine, not by the function
-                raise
-            raise DataError(f"{label}, on sample {number}: it raised {describe_error(error)}") from error
-        samples = check_samples(made, number, label, self.vocabulary)
-        for one in samples:
-            one.group_index, one.rollout_id = group, number
-            one.policy = one.policy or ask.policy
-        return samples
-
-    def _count(self, function: RolloutFunction, ask: Ask, samples: list[Sample]) -> None:
-        """Record the statistics of a rollout, unless it has a single turn by definition."""
-        if type(function) is SingleTurn:
-            return
-        transcript: Transcript = ask.transcript
-        counts = {
-            "rollout/turns": len(transcript.turns),
-            "rollout/branches": transcript.branches,
-            "rollout/unused_turns": transcript.unused(samples),
-            "rollout/failed": any(sample.status is Status.FAILED for sample in samples),
-        }
-        add(self.answers, {name: (float(value), 1.0) for name, value in (counts | ask.metrics).items()})
-
-    async def _answer(
+    async def _complete(
         self, number: int, group: int, tokens: Column, sampling: Sampling, policy: str, key: int
     ) -> Response:
         """Generate one complete response, continuing it with further requests if the engine aborts it.
@@ -287,13 +203,17 @@ class Generator:
                 fruitless += 1
                 continue
             parts.append(response)
-            cut_at_stop(parts, sampling.stop, self.run.fields, self._decode)
+            cut_at_stop(parts, sampling.stop, self.run.fields, self.decode)
             mixed = len({version for part in parts for _, version in part.weight_versions}) > 1
             if mixed and not partial_rollout(self.run.config):
                 parts.clear()
                 fruitless += 1
             elif parts[-1].finish != "abort":
-                return join_parts(parts, sampling.stop, self.run.fields, self._decode)
+                joined = join_parts(parts, sampling.stop, self.run.fields, self.decode)
+                if self._without_token is not None and joined.tokens:
+                    unknown = int(self._without_token[np.asarray(joined.tokens)].sum())
+                    add(self.answers, {"rollout/ids_without_token": (float(unknown), float(len(joined.tokens)))})
+                return joined
             else:
                 fruitless = 0
         raise MilesError(
@@ -308,8 +228,111 @@ class Generator:
             )
         return self.engines[policy]
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self.run.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+class Generator:
+    """Generates one or more finished samples from a pending sample.
+
+    Args:
+        run: for hooks, fields and configuration.
+        engines: name of a generating policy -> the engine for its requests.
+        sampling: the default sampling parameters.
+        functions: the rollout functions.
+        answers: collects statistics of requests and rollouts, metric -> (sum, count).
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        engines: Mapping[str, Engine],
+        sampling: Sampling,
+        functions: Functions,
+        answers: dict[str, tuple[float, float]] | None = None,
+    ) -> None:
+        self.run, self.sampling, self.functions = run, sampling, functions
+        self.answers = {} if answers is None else answers
+        self.requests = EngineRequests(run, engines, sampling, self.answers)
+        self._trains = {policy.name for policy in run.policies if policy.role == "train"}
+        limit = run.config.rollout.max_concurrent_samples
+        self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
+        wrappers = run.hooks.chain("wrap_generate", run=run)
+        self._plugins = ", ".join(wrapper.plugin for wrapper in wrappers)
+        self._wrapped = compose(self._generate, wrappers)
+
+    async def generate(self, sample: Sample) -> list[Sample]:
+        """Generate the samples for ``sample`` with the plugins' ``wrap_generate`` hooks, which may do so several times. Checks the samples
+        that the hooks return."""
+        number = sample.index
+        samples = await self._wrapped(sample)
+        for one in samples if self._plugins else ():
+            try:
+                if fault := find_fault(one, self.requests.vocabulary):
+                    raise DataError(f"sample {one.index} has {fault}")
+                one.validate(self.run.fields)
+                self.run.select_policy(self.run.policy, [[one]])
+            except DataError as error:
+                raise DataError(f"plugin {self._plugins}, hook wrap_generate: {error}") from error
+        self.requests.keys.forget([number])
+        return samples
+
+    async def abort(self, samples: Collection[int]) -> None:
+        """Make the engines abort all requests of these samples. The caller has cancelled the samples' tasks."""
+        await self.requests.abort(samples)
+        self.requests.keys.forget(samples)
+
+    async def _generate(self, sample: Sample) -> list[Sample]:
+        """Call the sample's rollout function. Each returned sample is validated; ``on_sample`` runs for each complete one."""
+        name, function = self.functions.of(sample)
+        sample.policy = sample.policy or self.run.policy.name
+        client = self._client(sample)
+        async with self._slots:
+            if type(function) is SingleTurn:
+                samples = [await function(sample, client)]
+            else:
+                samples = await self._call_function(function, name, sample, client)
+        for one in samples:
+            client.transcript.fill(one, self.run.fields)
+            if self.run.config.rollout.mask_offpolicy_in_partial_rollout:
+                mask_older(one)
+            one.validate(self.run.fields)
+            if one.status not in (Status.ABORTED, Status.FAILED):
+                self.run.hooks.on("on_sample", run=self.run, sample=one)
+        return samples
+
+    def _client(self, sample: Sample) -> GenerationClient:
+        start = functools.partial(self.requests.start, sample.index, sample.group_index)
+        tokenizer, renderer = self.run.tokenizer, self.run.render.renderer
+        decode, learns = self.requests.decode, self._trains.__contains__
+        return GenerationClient(sample, sample.policy, start, self.sampling, tokenizer, renderer, decode, learns)
+
+    async def _call_function(
+        self, function: RolloutFunction, name: str, sample: Sample, client: GenerationClient
+    ) -> list[Sample]:
+        """Call a rollout function, check the returned samples and count what it did; errors name the function and the sample."""
+        number, group, label = sample.index, sample.group_index, f"the rollout function {name}"
+        if owner := self.run.hooks.provider("generate", name):
+            label += f" of plugin {owner}"
+        try:
+            made = await function(sample, client)
+            if client.abandoned:
+                await self.requests.abort([number])
+        except DataError as error:
+            raise DataError(f"{label}, on sample {number}: {error}") from error
+        except Exception as error:
+            if any(error is failure for failure in client.failures):  # raised by the engine, not by the function
+                raise
+            raise DataError(f"{label}, on sample {number}: it raised {describe_error(error)}") from error
+        samples = check_samples(made, number, label, self.requests.vocabulary)
+        for one in samples:
+            one.group_index, one.rollout_id = group, number
+            one.policy = one.policy or client.policy
+        counts = {
+            "rollout/turns": len(client.transcript.turns),
+            "rollout/branches": client.transcript.branches,
+            "rollout/unused_turns": client.transcript.unused(samples),
+            "rollout/failed": any(sample.status is Status.FAILED for sample in samples),
+        }
+        add(self.answers, {name: (float(value), 1.0) for name, value in (counts | client.metrics).items()})
+        return samples
 
 
 class LocalProducer(Producer):
@@ -324,10 +347,9 @@ class LocalProducer(Producer):
         super().__init__()
         self.engines, self.functions, self.score = engines, functions, score
         self.training = Generator(run, engines, training_sampling(run.config), functions, self.answers)
-        self._generate = {False: self.training.wrap()}
+        self.evaluating = self.training
         if run.config.evaluation.prompt_data:
-            evaluating = Generator(run, engines, evaluation_sampling(run.config), functions)
-            self._generate[True] = evaluating.wrap()
+            self.evaluating = Generator(run, engines, evaluation_sampling(run.config), functions)
         self._started = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -339,7 +361,8 @@ class LocalProducer(Producer):
         await self._started.aclose()
 
     async def produce(self, samples: Sequence[Sample], evaluation: bool = False) -> list[Sample]:
-        group = [s for made in await asyncio.gather(*map(self._generate[evaluation], samples)) for s in made]
+        generator = self.evaluating if evaluation else self.training
+        group = [s for made in await asyncio.gather(*map(generator.generate, samples)) for s in made]
         usable = [s for s in group if s.status is not Status.FAILED]
         if evaluation or not any(s.status is Status.ABORTED for s in usable):
             await self.score(usable)

@@ -14,12 +14,12 @@ import numpy as np
 
 from miles_core.config.config import Config
 from miles_core.data.column import TOKENS, Column, as_column
+from miles_core.data.parquet import ParquetFile
 from miles_core.data.prompt_index import sample_rows
 from miles_core.data.prompt_source import PromptSource, Row
 from miles_core.data.prompts import Prompts, PromptTemplate
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError, MilesError
-from miles_core.plugin.load import find_part
 
 log = logging.getLogger(__name__)
 
@@ -76,32 +76,31 @@ def encode_prompt(render: PromptTemplate, row: Row, limits: Limits, encoded: lis
     return tokens
 
 
-def encode_within_limits(render: PromptTemplate, row: Row, config: Config, limits: Limits) -> list[int] | None:
-    """Return the token ids of a row's prompt; None if it is longer than ``--rollout-max-prompt-len``.
+def encode_rows(
+    render: PromptTemplate, config: Config, limits: Limits, check: Callable[[Row], None] | None = None
+) -> Callable[[Row], list[int] | None]:
+    """Return the function row -> token ids of its prompt, or None if the prompt is longer than ``--rollout-max-prompt-len``. Rows that were
+    not examined before the run are logged and left out if they are invalid, also by ``check``.
 
-    Raises:
-        DataError: see ``encode_prompt``; or the prompt leaves no room for a response within the context.
+    The function raises DataError: see ``encode_prompt``; or the prompt leaves no room for a response within the context.
     """
-    tokens = encode_prompt(render, row, limits)
     longest = config.rollout.max_prompt_len
-    if longest is not None and len(tokens) > longest:
-        return None
-    if limits.context is not None and len(tokens) >= limits.context:
-        raise DataError(
-            f"{row.place}: the prompt of {len(tokens)} tokens leaves no room for a response within {limits.context} tokens "
-            f"({limits.origin}); shorten it, or leave such prompts out with --rollout-max-prompt-len"
-        )
-    return tokens
-
-
-def encode_rows(render: PromptTemplate, config: Config, limits: Limits) -> Callable[[Row], list[int] | None]:
-    """Return ``encode_within_limits`` as a function of a row. Invalid rows that were not examined before the run are logged and left out."""
 
     def encode(row: Row) -> list[int] | None:
         try:
             if row.fault:
                 raise DataError(row.fault)
-            return encode_within_limits(render, row, config, limits)
+            if check is not None and not row.examined:
+                check(row)
+            tokens = encode_prompt(render, row, limits)
+            if longest is not None and len(tokens) > longest:
+                return None
+            if limits.context is not None and len(tokens) >= limits.context:
+                raise DataError(
+                    f"{row.place}: the prompt of {len(tokens)} tokens leaves no room for a response within {limits.context} tokens "
+                    f"({limits.origin}); shorten it, or leave such prompts out with --rollout-max-prompt-len"
+                )
+            return tokens
         except DataError as error:
             if row.examined:
                 raise
@@ -124,7 +123,7 @@ def open_prompts(config: Config, paths: Any, flag: str, shuffle: bool = False, l
         metadata_key=data.metadata_key,
         shuffle=shuffle,
         seed=config.train.seed,
-        open_parquet=lambda *file: find_part("prompt_file", "parquet")(*file),  # only if a file is Parquet
+        open_parquet=ParquetFile,
     )
 
 
@@ -154,14 +153,7 @@ def examine(
     """
     longest = config.rollout.max_prompt_len
     examined = sample_rows(len(prompts))
-    lengths = np.zeros(len(examined), np.int64)
-    for start in range(0, len(examined), _AT_ONCE):
-        some = [prompts[index] for index in examined[start : start + _AT_ONCE]]
-        texts = render.encode_texts([row.prompt for row in some])
-        for number, (row, text) in enumerate(zip(some, texts, strict=True), start):
-            lengths[number] = len(encode_prompt(render, row, limits, text))
-            if check is not None:
-                check(row)
+    lengths = _measure(prompts, examined, render, limits, flag, check)
     kept = np.flatnonzero(lengths <= (lengths.max() if longest is None else longest))
     dropped = len(examined) - len(kept)
     if not len(kept):
@@ -178,6 +170,36 @@ def examine(
     elif dropped:
         prompts.restrict(kept.tolist())
         log.info("%s: dropped %d prompts that are longer than --rollout-max-prompt-len", flag, dropped)
+
+
+def _measure(
+    prompts: Prompts,
+    examined: Sequence[int],
+    render: PromptTemplate,
+    limits: Limits,
+    flag: str,
+    check: Callable[[Row], None] | None,
+) -> np.ndarray:
+    """Render and check the rows ``examined`` for ``examine``; return their tokens, int64 [rows]."""
+    lengths = np.zeros(len(examined), np.int64)
+    resumed: list[str] = []
+    for start in range(0, len(examined), _AT_ONCE):
+        some = [prompts[index] for index in examined[start : start + _AT_ONCE]]
+        texts = render.encode_texts([row.prompt for row in some])
+        for number, (row, text) in enumerate(zip(some, texts, strict=True), start):
+            lengths[number] = len(encode_prompt(render, row, limits, text))
+            if check is not None:
+                check(row)
+            if isinstance(row.prompt, list) and row.prompt[-1].get("role") == "assistant":
+                resumed.append(row.place)
+    if resumed:
+        log.warning(
+            "%s: %d prompts end with an assistant message, which the response continues; the first is %s",
+            flag,
+            len(resumed),
+            resumed[0],
+        )
+    return lengths
 
 
 #: The run stops after this many consecutive rows were skipped.

@@ -146,7 +146,8 @@ class RunCheckpoints:
     def _put_state(self, store: Store) -> None:
         run = self.run
         trained = {policy.name: policy.trained for policy in run.policies}
-        store.put("run", data={"step": run.step, "trained": trained, **self._committed.data})
+        versions = {policy.name: policy.version for policy in run.policies}
+        store.put("run", data={"step": run.step, "trained": trained, "versions": versions, **self._committed.data})
         if self._committed.samples:
             put_samples(store, HELD, self._committed.samples)
         put_rng(store, self._rng)
@@ -173,6 +174,7 @@ class RunCheckpoints:
         run.step = int(state["step"])
         for policy in run.policies:
             policy.trained = int(state["trained"][policy.name])
+            policy.version = int(state.get("versions", {}).get(policy.name, run.step))
         samples = await asyncio.to_thread(get_samples, store, HELD) if HELD in store else ()
         self.schedule.load_state(Position(state, tuple(samples)))
         await asyncio.to_thread(get_rng, store)

@@ -58,18 +58,19 @@ def claim_directory(config: Config) -> Iterator[Path]:
     except OSError as error:
         _remove(made)
         raise ConfigError(f"--save {directory}: the directory cannot be made or written ({error.strerror})") from error
+    failed = True
     try:
         _lock(descriptor, directory)
         refuse_links(directory)  # again, now that no other run writes
         refuse_to_overwrite(config)  # again, now that no other process writes
         Checkpoints(directory / "checkpoints").recover()
         yield directory
-    except BaseException:
-        _remove(made)
-        if not made and not locked_before:
-            (directory / LOCK).unlink()  # a process that has just opened it notices the removal (``_lock``)
-        raise
+        failed = False
     finally:
+        if failed:
+            _remove(made)
+            if not made and not locked_before:
+                (directory / LOCK).unlink()  # a process that has just opened it notices the removal (``_lock``)
         os.close(descriptor)
 
 

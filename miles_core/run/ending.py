@@ -59,19 +59,8 @@ class Ending:
         return lines
 
 
-def record_ending(run: Run, signal: str | None = None, error: BaseException | None = None) -> Ending:
-    """Describe the end of ``run`` and write it to ``ending.json``.
-
-    Args:
-        run: the run.
-        signal: name of the signal that stopped the run, if any.
-        error: the error that ended the run, if any.
-    """
-    why = "finished"
-    if error is not None:
-        why = f"ended by {type(error).__name__}: {error}"
-    elif signal is not None:
-        why = f"stopped by {signal}"
+def record_ending(run: Run, why: str) -> Ending:
+    """Describe the end of ``run`` and write it to ``ending.json``. why: see ``Ending``."""
     checkpoints = Checkpoints(run.directory / "checkpoints")
     last, target = checkpoints.find_latest(), run.config.run.export_hf
     exported = target is not None and any(Path(target).glob("**/config.json"))

@@ -16,7 +16,7 @@ from miles_core.data.prompts import Prompts
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import is_async
-from miles_core.reward.reward import RewardFunction, labels_of, load_reward
+from miles_core.reward.reward import RewardFunction, load_reward
 from miles_core.rollout.collect import Collector, make_score
 from miles_core.rollout.custom_generate import CustomGenerate, load_generate
 from miles_core.rollout.evaluate import Evaluator
@@ -49,6 +49,7 @@ class Inputs:
         self.code = RolloutCode(config, problems)
         self.accept: GroupFilter | None = None
         self.limits = Limits()
+        self._check_row: Callable[[Row], None] | None = None
         self._starts: dict[int, dict[str, Any]] = {}
         self._names: list[str] = []
         self._from_plugins: list[tuple[str, str, str]] = []  # (data set, name of the source, its argument)
@@ -99,16 +100,18 @@ class Inputs:
         self.limits = limits
         # A rollout function or a prompt source may set labels itself.
         own = self.code.generate is not None or config.rollout.generate != TURN or config.data.prompts != FILE
-        label = None if own or not _compares_label(run, config.reward.rm_type) else _check_label
+        compare = None if own else _label_check(run, config.reward.rm_type)
         with problems():
-            if label is not None and config.data.label_key is None:
+            if compare is not None and config.data.label_key is None:
                 raise ConfigError(f"--rm-type {config.reward.rm_type} compares with a label: give --label-key COLUMN")
-        label = label if config.data.label_key else None
+        with problems():
+            self.code.check_reward_key(run)
+        self._check_row = compare if config.data.label_key else None
         sets = [("--prompt-data", self.prompts), *(("--eval-prompt-data", rows) for rows in self.held_out.values())]
         for flag, rows in sets:
             with problems():
                 if isinstance(rows, Prompts):
-                    examine(rows, run.render, config, limits, flag, label)
+                    examine(rows, run.render, config, limits, flag, self._check_row)
         with problems():
             if self.pairs is not None:
                 self.supervised = supervised_samples(run, self.pairs, limits)
@@ -163,7 +166,7 @@ class Inputs:
             yield schedule, evaluation
 
     def _render(self, run: Run) -> Callable[[Row], list[int] | None]:
-        return encode_rows(run.render, run.config, self.limits)
+        return encode_rows(run.render, run.config, self.limits, self._check_row)
 
 
 class RolloutCode:
@@ -208,17 +211,43 @@ class RolloutCode:
             self.reward, self.reward_of = next(iter(found.values())), found if own else {}
         self.functions = _functions(run, self.generate)
 
+    def check_reward_key(self, run: Run) -> None:
+        """Refuse ``--reward-key`` for a reward that is a number: one that compares with a label, or that declares ``-> float``.
+
+        Raises:
+            ConfigError: the option has no effect.
+        """
+        options = run.config.reward
+        own = self.reward.function if self.reward is not None else None
+        declared = getattr(getattr(own, "function", own), "__annotations__", {}).get("return")
+        if options.reward_key and (declared in (float, "float") or _label_check(run, options.rm_type) is not None):
+            name = f"--rm-type {options.rm_type}" if options.rm_type else f"--custom-rm-path {options.custom_rm_path}"
+            raise ConfigError(
+                f"--reward-key {options.reward_key}: it has no effect, because the reward of {name} is a number, and only a dict has entries; "
+                "leave --reward-key out"
+            )
+
     def producer(self, run: Run, engines: Mapping[str, Engine]) -> LocalProducer:
         """Return the producer of this process; ``engines`` maps the policies that generate to their engines."""
         assert self.reward is not None and self.functions is not None  # set by the constructor or ``make``
         return LocalProducer(run, engines, self.functions, make_score(run, self.reward, self.reward_of))
 
 
-def _compares_label(run: Run, name: str | None) -> bool:
-    """Whether the reward of this name compares a response with a label."""
+def _label_check(run: Run, name: str | None) -> Callable[[Row], None] | None:
+    """The check of a row's label, if the reward of this name compares a response with a label."""
     if name is None or name not in run.hooks.find_provided("reward"):
-        return False
-    return getattr(run.hooks.builder("reward", name)[1], "compares_label", False)
+        return None
+    check: Callable[[Any], object] | None = getattr(run.hooks.builder("reward", name)[1], "check_label", None)
+    if check is None:
+        return None
+
+    def check_row(row: Row) -> None:
+        try:
+            check(row.label)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error} (--label-key {run.config.data.label_key})") from error
+
+    return check_row
 
 
 def _reward(run: Run, name: str, policy: Policy) -> RewardFunction:
@@ -248,10 +277,3 @@ def _functions(run: Run, custom: Callable[..., Any] | None) -> Functions:
     for name, function in made.items():
         check_roles(run, name, function)
     return Functions(str(named) if custom is not None else options.generate, made, options.generate_key or "")
-
-
-def _check_label(row: Row) -> None:
-    try:
-        labels_of(row.label)
-    except DataError as error:
-        raise DataError(f"{row.place}: {error}") from error

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from miles_core.config import value
+from miles_core.config.effects import find_idle
 from miles_core.config.policies import CHECKPOINT, PREFIX
-from miles_core.config.rules import find_rule_violations
+from miles_core.config.rules import find_remarks, find_rule_violations
 from miles_core.data import hub
 from miles_core.errors import ConfigError
 from miles_core.plugin import worker
@@ -134,9 +135,14 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
         return [message for message in find_violations(config, changed) if message not in before]
 
     plan = resolve(requested_plugins(config, facts, catalogue), catalogue, facts, new_violations)
-    if violations := new_violations(Facts(plan.facts)):
+    known = Facts(plan.facts)
+    idle = list(find_idle(config.schema, known))
+    refused = [each.message for each in idle if not each.harmless]
+    if violations := list(dict.fromkeys([*new_violations(known), *refused])):
         raise ConfigError("; ".join(violations))
-    return plan, catalogue
+    remarks = [line for policy in known.policies for line in find_remarks(known.scope(policy))]
+    notes = dict.fromkeys([*(f"no effect: {each.message}" for each in idle), *remarks])
+    return dataclasses.replace(plan, advice=(*plan.advice, *notes)), catalogue
 
 
 def find_violations(config: Config, facts: Facts) -> list[str]:
@@ -149,7 +155,10 @@ def find_violations(config: Config, facts: Facts) -> list[str]:
                 value.check(option, fact.value, f"{fact.name} {fact.origin}")
             except ConfigError as error:
                 problems.append(str(error))
-    return problems or list(find_rule_violations(f for f in facts.values() if config.schema.find(f.name) is not None))
+    if problems:
+        return problems
+    idle = [each.message for each in find_idle(config.schema, facts) if not each.harmless]
+    return [*find_rule_violations(f for f in facts.values() if config.schema.find(f.name) is not None), *idle]
 
 
 def apply_plan(config: Config, plan: Plan) -> Config:

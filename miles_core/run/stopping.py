@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from miles_core.errors import MilesError
+from miles_core.errors import OutOfTime
+from miles_core.run.exits import leave
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +20,6 @@ GIVE_UP, EXIT = 0.4, 0.93
 #: Seconds in which the event loop must react, at most this fraction of the limit. Otherwise the main thread is busy and is interrupted
 #: with a signal.
 REACTION, REACTION_FRACTION = 0.5, 0.1
-
-
-class OutOfTime(MilesError):
-    """The run did not complete its step in time after a stop request."""
 
 
 class Deadline:
@@ -86,7 +82,7 @@ class Deadline:
         if self._over.wait(max(0.0, start + self.seconds * EXIT - time.monotonic())):
             return
         self._exit()
-        os._exit(128 + number)
+        leave(128 + number)
 
     def _cancel(self) -> None:
         if not self._reacted.is_set():

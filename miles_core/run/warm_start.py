@@ -55,6 +55,8 @@ def supervised_samples(run: Run, rows: Prompts, limits: Limits = NO_LIMITS) -> l
         DataError: a pair cannot be tokenised or is too long for the model. Names the row.
     """
     samples, chosen, end = [], list(rows), run.tokenizer.eos_token_id
+    if odd := next((row for row in chosen if isinstance(row.label, list | dict)), None):
+        raise DataError(f"{odd.place}: the response is {odd.label!r:.80}; it must be a text (--sft-response-key)")
     labels = [str(row.label) for row in chosen]
     answers = run.tokenizer(labels, add_special_tokens=False, return_attention_mask=False).input_ids
     texts = run.render.encode_texts([row.prompt for row in chosen])

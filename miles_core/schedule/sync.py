@@ -34,7 +34,12 @@ def wrap_collect(run: Run, collect: Rollout) -> Rollout:
 
 
 class SyncSchedule(Schedule):
-    """Generates the groups of a step when the step requests them."""
+    """Generates the groups of a step when the step requests them.
+
+    - consumes: prompts of the collector, when ``take`` is called.
+    - waits: ``take`` until all groups of the step are finished; the engines wait during training and a push.
+    - unblocks: training, when the groups are complete; requests in flight (``--partial-rollout``), when the push is complete.
+    """
 
     def __init__(self, run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> None:
         self.run, self.collector, self.parts = run, collector, parts

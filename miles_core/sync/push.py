@@ -13,7 +13,6 @@ from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.precision.codec import Codec
-from miles_core.precision.options import codec_for
 from miles_core.precision.schedule import PLAIN, precisions
 
 if TYPE_CHECKING:
@@ -66,7 +65,9 @@ def make_codec(run: Run, policy: Policy | None = None, precision: str | None = N
     if precision == PLAIN:
         return Codec()
     checkpoint = (policy.hf_checkpoint if policy else "") or run.config.model.hf_checkpoint
-    return codec_for(run.hooks.format(precision), config, checkpoint)
+    format = run.hooks.format(precision)
+    codec: Codec = run.hooks.make("codec", "format", format=format, config=config, checkpoint=checkpoint)
+    return codec
 
 
 def switch_is_due(run: Run, parts: PolicyParts) -> bool:

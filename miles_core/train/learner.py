@@ -6,7 +6,7 @@ loss weights, the trainer's step. For a critic: values -> advantages -> returns 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.algorithm.advantage import ADVANTAGES, KL_IN_REWARD, AdvantageInputs, whiten
-from miles_core.algorithm.correction import NOTHING, Needs, identity, needs_of
-from miles_core.algorithm.overlong import overlong_penalty
-from miles_core.algorithm.policy_loss import engine_gap, kl_estimate, loss_weights
+from miles_core.algorithm.choices import ALGORITHMS, loss_weights
+from miles_core.algorithm.correction import identity, needs_of
+from miles_core.algorithm.dapo import overlong_penalty
+from miles_core.algorithm.kl import engine_gap, kl_estimate
+from miles_core.algorithm.objective import AdvantageInputs, Objective
+from miles_core.algorithm.reinforce_plus_plus import whiten
 from miles_core.checkpoint.store import Store
 from miles_core.contracts.runtime import TrainedTokens
-from miles_core.contracts.trainer import Callbacks, Context, Loss, LossFunction, Output, Pass, Trainer
+from miles_core.contracts.trainer import Callbacks, Pass, Trainer
 from miles_core.data.batch import Batch, add, as_floats, collate
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
@@ -29,66 +31,13 @@ from miles_core.errors import ConfigError, DataError, NonFiniteError, PluginErro
 from miles_core.plugin.load import compose
 from miles_core.train.correction import check_rollout_log_probs, correction_inputs
 from miles_core.train.finite import check_finite
-from miles_core.train.loss import policy_loss, supervised_loss, value_loss
+from miles_core.train.loss import PolicyLoss, ValueLoss, supervised_loss
+from miles_core.train.recorder import TokenRecorder
 from miles_core.train.share import Pairs, Share
 
 if TYPE_CHECKING:
     from miles_core.contracts.hooks import Purpose
     from miles_core.contracts.run import Policy, Run
-
-
-#: Batch scalar with the index of each sample in the rollout.
-POSITION = "position"
-
-
-class TokenRecorder:
-    """Records advantages and the log-probabilities of the policy before the rollout's first optimiser step.
-
-    If a separate pass computed the old policy's log-probabilities, these are used. Otherwise the rollout has a single optimiser
-    step, and the loss wrapped with ``wrap_loss`` records the log-probabilities of that step.
-    """
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._old: np.ndarray | None = None
-
-    def wrap_loss(self, loss: LossFunction) -> LossFunction:
-        """Wrap ``loss`` to record the log-probabilities of batches that have the scalar ``POSITION``."""
-
-        def recording_loss(output: Output, batch: Batch, ctx: Context) -> Loss:
-            if POSITION in batch.scalars and output.log_probs is not None:
-                self._seen.append((batch.scalars[POSITION], batch.lengths, output.log_probs.detach()))
-            return loss(output, batch, ctx)
-
-        return recording_loss
-
-    def start(self, batch: Batch, old: Tensor | None) -> None:
-        """Start a rollout. ``old`` holds the old policy's log-probabilities, [T]; if None, the wrapped loss records them."""
-        self._seen, self._old = [], None if old is None else old.float().cpu().numpy()
-        if old is None:
-            batch.scalars[POSITION] = torch.arange(len(batch))
-
-    def tokens(self, batch: Batch) -> list[TrainedTokens]:
-        """Return the recorded values of each sample; log-probabilities are None on a rank that computes no loss."""
-        bounds = [0, *batch.lengths.cumsum(0).tolist()]
-        log_probs = self._recorded_log_probs(len(batch)) if self._old is None else np.split(self._old, bounds[1:-1])
-        advantages = np.split(batch.column("advantages").float().cpu().numpy(), bounds[1:-1])
-        prompts = batch.prompt_lengths.tolist()
-        self._seen, self._old = [], None
-        return [
-            TrainedTokens(None if own is None else own[prompt:], advantage[prompt:])
-            for own, advantage, prompt in zip(log_probs[: len(batch)], advantages[: len(batch)], prompts, strict=True)
-        ]
-
-    def _recorded_log_probs(self, count: int) -> list[np.ndarray | None]:
-        result: list[np.ndarray | None] = [None] * count
-        for positions, lengths, log_probs in self._seen:
-            parts = np.split(log_probs.float().cpu().numpy(), lengths.cumsum(0).cpu().numpy()[:-1])
-            for position, part in zip(positions.tolist(), parts, strict=True):
-                # a padding micro-batch without trained tokens repeats a sample; it comes last and is ignored
-                if position < count and result[position] is None:
-                    result[position] = part
-        return result
 
 
 class Learner:
@@ -120,14 +69,15 @@ class Learner:
                 "--use-rollout-logprobs takes the engine's log-probs as the old policy's, but a correction "
                 f"({', '.join(c.plugin for c in self.corrections)}) compares these with the trainer's; remove one of the two"
             )
-        self.advantage: Callable[[AdvantageInputs], Tensor] = ADVANTAGES.get(options.advantage_estimator) or hooks.make(
-            "advantage", options.advantage_estimator, run=run, policy=policy
-        )
-        self.advantage_needs: Needs = getattr(self.advantage, "needs", NOTHING)
+        name = options.advantage_estimator
+        self.objective = ALGORITHMS.get(name) or Objective.of(hooks.make("advantage", name, run=run, policy=policy))
         forward = compose(trainer.forward, hooks.chain("wrap_forward", run=run, policy=policy))
-        self._loss = self._make_loss()
-        chain = hooks.chain("wrap_loss", run=run, policy=policy)
-        loss = compose(lambda output, batch, ctx: self._loss(output, batch, ctx), chain)
+        self._loss = (
+            ValueLoss(options)
+            if self.is_critic
+            else PolicyLoss(options, self.objective, self.correct if self.corrections else None)
+        )
+        loss = compose(self._loss, hooks.chain("wrap_loss", run=run, policy=policy))
         trainer.bind(
             Callbacks(
                 forward=forward,
@@ -159,10 +109,6 @@ class Learner:
             else:
                 self._log_probs(batch, steps=len(steps), metrics=metrics)
             batch.columns["advantages"] = self._advantages(batch)
-            if self.is_critic:
-                trained = batch.mask.bool()
-                returns = batch.column("advantages") + batch.column("values")
-                batch.columns["returns"] = torch.where(trained, returns, 0.0)
         if self._recorder is not None:
             known = "old_log_probs" in batch.columns and not self.config.algorithm.use_rollout_logprobs
             self._recorder.start(batch, batch.column("old_log_probs") if known else None)
@@ -216,19 +162,9 @@ class Learner:
         """See ``LearnerHandle.configure``."""
         self.policy.options = {**self.policy.options, **options}
         self.config = self.run.config_of(self.policy)
-        self._loss = self._make_loss()
+        self._loss.configure(self.config.algorithm)
         self.trainer.configure(
             {path.removeprefix("train."): v for path, v in options.items() if path.startswith("train.")}
-        )
-
-    def _make_loss(self) -> LossFunction:
-        options = self.config.algorithm
-        return (
-            value_loss(options)
-            if self.is_critic
-            else policy_loss(
-                options, self.correct if self.corrections else None, getattr(self.advantage, "policy_loss", None)
-            )
         )
 
     def export(self, directory: Path) -> None:
@@ -298,8 +234,7 @@ class Learner:
         backward pass. Otherwise the only step is its own old policy, and the pass is skipped.
         """
         options = self.config.algorithm
-        own = options.advantage_estimator in ADVANTAGES and options.advantage_estimator not in KL_IN_REWARD
-        in_reward = bool(options.kl_coef) and not own
+        in_reward = bool(options.kl_coef) and self.objective.kl_in_reward
         if options.use_rollout_logprobs:
             batch.columns["old_log_probs"] = batch.rollout_log_probs
         elif (
@@ -307,7 +242,7 @@ class Learner:
             or steps > 1
             or self.needs.whole_step
             or in_reward
-            or self.advantage_needs.old
+            or self.objective.needs.old
         ):
             if not attached:
                 batch.columns["old_log_probs"] = self.trainer.log_probs(batch, "old")["log_probs"]
@@ -332,7 +267,7 @@ class Learner:
 
     def _advantages(self, batch: Batch) -> Tensor:
         options, name = self.config.algorithm, self.config.algorithm.advantage_estimator
-        for column in self.advantage_needs.columns:
+        for column in self.objective.needs.columns:
             if column in batch.columns or column in batch.scalars:
                 continue
             if len(batch):
@@ -357,13 +292,17 @@ class Learner:
             sum=self.trainer.sum,
             batch=batch,
         )
-        advantages = self.advantage(inputs)
+        advantages = self.objective.advantage(inputs)
         if not isinstance(advantages, Tensor) or advantages.shape != batch.mask.shape:
             got = list(advantages.shape) if isinstance(advantages, Tensor) else repr(advantages)[:80]
             raise PluginError(
                 f"--advantage-estimator {name} returned {got}; it returns one advantage for each token, a tensor of shape "
                 f"{list(batch.mask.shape)}"
             )
+        if (
+            "values" in batch.columns and "returns" not in batch.columns
+        ):  # an estimator may write other targets of the critic
+            batch.columns["returns"] = torch.where(batch.mask.bool(), advantages + batch.column("values"), 0.0).float()
         if options.normalize_advantages and not self.is_critic:
             advantages = whiten(advantages, batch.mask, self.trainer.sum)
         return advantages.float()

@@ -18,18 +18,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from miles_core.algorithm import grpo
 from miles_core.algorithm.correction import Correct
-from miles_core.algorithm.policy_loss import (
-    Clip,
-    PolicyLossInputs,
-    TokenLoss,
-    engine_gap,
-    kl_estimate,
-    masked_sum,
-    policy_loss_of,
-    token_objective,
-)
-from miles_core.contracts.trainer import Context, Loss, LossFunction, Output
+from miles_core.algorithm.kl import engine_gap, kl_estimate
+from miles_core.algorithm.objective import Clip, Objective, PolicyLossInputs
+from miles_core.algorithm.ratio import masked_sum
+from miles_core.contracts.trainer import Context, Loss, Output
 from miles_core.data.batch import Batch
 from miles_core.errors import MilesError
 from miles_core.train.correction import correction_inputs, refuse_sum
@@ -38,48 +32,59 @@ if TYPE_CHECKING:
     from miles_core.config.groups import Algorithm
 
 
-def policy_loss(options: Algorithm, correct: Correct | None = None, per_token: TokenLoss | None = None) -> LossFunction:
-    """Create core's ``loss(output, micro_batch, ctx)`` for these options.
+class PolicyLoss:
+    """Core's ``loss(output, micro_batch, ctx)`` of a policy: the objective's loss of each token, times the correction, plus KL and entropy,
+    times the token's weight. A correction weights only the policy gradient.
 
-    ``correct`` is applied to micro-batches without the column ``correction``; it must not need the whole step. ``per_token`` replaces the
-    loss of each token, which the advantage estimator's name selects by default.
+    It reads the columns ``loss_mask``, ``advantages`` and ``loss_weight``, and if present ``old_log_probs``, ``correction``,
+    ``ref_log_probs`` and ``rollout_log_probs``. Without ``old_log_probs`` the policy is its own old policy: the rollout has a single
+    optimiser step.
 
-    The loss reads the columns ``loss_mask``, ``advantages`` and ``loss_weight``, and if present ``old_log_probs``,
-    ``correction``, ``ref_log_probs`` and ``rollout_log_probs``. Without ``old_log_probs`` the policy is its own old policy: the
-    rollout has a single optimiser step.
+    Args:
+        options: coefficients and the clip.
+        objective: gives the loss of each token.
+        correct: applied to micro-batches without the column ``correction``; it must not need the whole step.
     """
-    per_token = per_token or policy_loss_of(options.advantage_estimator)
-    clip = Clip(options.eps_clip, options.eps_clip_high, options.eps_clip_c)
 
-    def loss(output: Output, batch: Batch, ctx: Context) -> Loss:
+    def __init__(self, options: Algorithm, objective: Objective = grpo.GRPO, correct: Correct | None = None) -> None:
+        self.token_loss, self.correct = objective.policy_loss or grpo.policy_loss, correct
+        self.configure(options)
+
+    def configure(self, options: Algorithm) -> None:
+        """Use other options from now on."""
+        self.options, self.clip = options, Clip(options.eps_clip, options.eps_clip_high, options.eps_clip_c)
+
+    def __call__(self, output: Output, batch: Batch, ctx: Context) -> Loss:
+        """Compute the loss of a micro-batch."""
         assert output.log_probs is not None
-        current, mask, columns = output.log_probs, batch.mask, batch.columns
+        current, mask, columns, options = output.log_probs, batch.mask, batch.columns, self.options
         old = batch.column("old_log_probs") if "old_log_probs" in columns else current.detach()
-        token_loss, raw = per_token(PolicyLossInputs(current, old, batch.column("advantages"), mask, batch.owner), clip)
+        inputs = PolicyLossInputs(current, old, batch.column("advantages"), mask, batch.owner)
+        objective, raw = self.token_loss(inputs, self.clip)
         metrics = {f"train/{name}": pair for name, pair in raw.items()}
         if "correction" in columns:
-            token_loss = token_loss * batch.column("correction")
-        elif correct is not None:
-            correction = correct(correction_inputs(batch, old, refuse_sum))
-            token_loss = token_loss * correction.factor
+            objective = objective * batch.column("correction")
+        elif self.correct is not None:
+            correction = self.correct(correction_inputs(batch, old, refuse_sum))
+            objective = objective * correction.factor
             metrics |= correction.metrics
-        kl = None
-        if "ref_log_probs" in columns:
+        if options.kl_loss_coef or "ref_log_probs" in columns:
             ref = batch.column("ref_log_probs")
             if options.kl_loss_coef:
                 kl = torch.where(mask.bool(), kl_estimate(current, ref, options.kl_loss_type), 0.0)
+                objective = objective + options.kl_loss_coef * kl
             metrics["train/ref_kl"] = masked_sum(kl_estimate(current.detach(), ref, "k3"), mask)
         if output.entropy is not None:
             metrics["train/entropy"] = masked_sum(output.entropy, mask)
-        objective = token_objective(token_loss, kl, options.kl_loss_coef, output.entropy, options.entropy_coef)
+        if options.entropy_coef:
+            assert output.entropy is not None
+            objective = objective - options.entropy_coef * output.entropy
         value = (objective * batch.column("loss_weight")).sum()
         # a weighted mean over the step's tokens, independent of the split into micro-batches
         metrics["train/loss"] = (value.detach(), batch.column("loss_weight").sum())
         if "rollout_log_probs" in columns and ("old_log_probs" not in columns or options.use_rollout_logprobs):
             metrics |= engine_gap(current.detach(), batch.column("rollout_log_probs"), mask)
         return Loss(value, metrics)
-
-    return loss
 
 
 def supervised_loss(output: Output, batch: Batch, ctx: Context) -> Loss:
@@ -89,15 +94,22 @@ def supervised_loss(output: Output, batch: Batch, ctx: Context) -> Loss:
     return Loss((nll * batch.column("loss_weight")).sum(), {"sft/loss": masked_sum(nll, batch.mask)})
 
 
-def value_loss(options: Algorithm) -> LossFunction:
-    """Create a critic's ``loss(output, micro_batch, ctx)``: half the squared error of its values, clipped as in PPO (arXiv
-    1707.06347, in the form of OpenAI Baselines): the maximum of the squared errors of V and of V clipped to within
-    ``--value-clip`` of the old V.
+class ValueLoss:
+    """A critic's ``loss(output, micro_batch, ctx)``: half the squared error of its values, clipped as in PPO (arXiv 1707.06347, in the form
+    of OpenAI Baselines): the maximum of the squared errors of V and of V clipped to within ``--value-clip`` of the old V.
 
-    The loss reads the columns ``loss_mask``, ``loss_weight``, ``returns`` and ``values`` (from before the rollout's first step).
+    It reads the columns ``loss_mask``, ``loss_weight``, ``returns`` and ``values`` (from before the rollout's first step).
     """
 
-    def loss(output: Output, batch: Batch, ctx: Context) -> Loss:
+    def __init__(self, options: Algorithm) -> None:
+        self.configure(options)
+
+    def configure(self, options: Algorithm) -> None:
+        """Use other options from now on."""
+        self.clip = options.value_clip
+
+    def __call__(self, output: Output, batch: Batch, ctx: Context) -> Loss:
+        """Compute the loss of a micro-batch."""
         if output.values is None:
             raise MilesError(
                 "the trainer computed no values for a policy of the role critic; it needs the capability values"
@@ -105,16 +117,14 @@ def value_loss(options: Algorithm) -> LossFunction:
         value, target, mask = output.values, batch.column("returns"), batch.mask
         error = (value - target).square()
         metrics = {"train/values": masked_sum(value.detach(), mask), "train/returns": masked_sum(target, mask)}
-        if options.value_clip is not None:
+        if self.clip is not None:
             old = batch.column("values")
-            clipped = (old + (value - old).clamp(-options.value_clip, options.value_clip) - target).square()
+            clipped = (old + (value - old).clamp(-self.clip, self.clip) - target).square()
             metrics["train/value_clip_fraction"] = masked_sum((clipped > error).float(), mask)
             error = torch.maximum(error, clipped)
         share = (torch.where(mask.bool(), 0.5 * error, 0.0) * batch.column("loss_weight")).sum()
         metrics["train/value_loss"] = (share.detach(), batch.column("loss_weight").sum())
         return Loss(share, metrics)
-
-    return loss
 
 
 def trained_tokens(batch: Batch, sum: Callable[[Tensor], Tensor]) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from miles_core.errors import CheckpointError
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_core.sync.push import make_codec
-from miles_embedded.engine.decoder import PlainDecoder, StepsAhead
+from miles_embedded.engine.decoder import AsyncSteps, PlainDecoder
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.self_check import self_check
@@ -47,7 +47,7 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
     engine.decoder = run.hooks.make("decoder", name, run=run, policy=policy, engine=engine)
     if not isinstance(engine.decoder, PlainDecoder):
         check_rope_switch(model, engine.max_context)
-        if engine.ahead.used and isinstance(engine.ahead, StepsAhead):
+        if engine.async_steps.used and isinstance(engine.async_steps, AsyncSteps):
             log.info("the decoder %s has no steps in static buffers: it decodes without CUDA graphs", name)
     return engine
 

@@ -3,46 +3,25 @@
 ``PlainDecoder`` feeds the last token of each row and samples the next. A drafting decoder feeds several tokens, keeps those that
 the model accepts, removes the others from the cache and emits all accepted tokens at once.
 
-``StepsAhead`` launches steps in static buffers, on a GPU as CUDA graphs, one ahead of the host (``Ahead``).
+``AsyncSteps`` launches steps in static buffers, on a GPU as CUDA graphs, one ahead of the host (``AsyncScheduling``).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-import numpy as np
 from torch import Tensor
 
 from miles_embedded.engine import sampling as draw
-from miles_embedded.engine.ahead import Ahead, Launched, fill_rows
+from miles_embedded.engine.async_scheduling import AsyncScheduling, Launched, fill_rows
 from miles_embedded.engine.prompts import Prompts
+from miles_embedded.engine.row import Row
 from miles_embedded.engine.sampling import Sampled
 from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.engine.static_step import Shape, StaticStep, padded_rows
-
-if TYPE_CHECKING:
-    from miles_embedded.engine.engine import EmbeddedEngine
-    from miles_embedded.engine.scheduler import Row
-
-
-@dataclass
-class Emitted:
-    """Result of a step: at least one token for each row, or none for a row that joined while the step was in flight.
-
-    Attributes:
-        tokens: new tokens of each row, in order.
-        log_probs: their log-probabilities under the distribution the model (not a draft) samples from.
-        supports: their sampling supports if rows are truncated (see ``sampling.Sampled``), otherwise None.
-        capped: whether the cap reduced each support, otherwise None.
-    """
-
-    tokens: Sequence[Sequence[int]]
-    log_probs: Sequence[Sequence[float]]
-    supports: Sequence[Sequence[np.ndarray]] | None = None
-    capped: Sequence[Sequence[bool]] | None = None
+from miles_embedded.engine.step import Emitted, StepEngine
 
 
 class Decoder(ABC):
@@ -54,11 +33,11 @@ class Decoder(ABC):
     """
 
     @abstractmethod
-    def step(self, engine: EmbeddedEngine, rows: list[Row]) -> Emitted:
+    def step(self, engine: StepEngine, rows: list[Row]) -> Emitted:
         """Advance every row. ``row.tokens`` is prompt and response so far; its last token is not cached yet. Numbers stored in
         ``row.metrics`` are returned with the response."""
 
-    def prompts(self, engine: EmbeddedEngine, prompts: Prompts) -> None:
+    def prompts(self, engine: StepEngine, prompts: Prompts) -> None:
         """Handle newly computed prompts, each computed once for all rows that will continue it; ``join`` follows."""
 
     @property
@@ -66,7 +45,7 @@ class Decoder(ABC):
         """Whether this decoder defines ``prompts``."""
         return type(self).prompts is not Decoder.prompts
 
-    def join(self, engine: EmbeddedEngine, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
+    def join(self, engine: StepEngine, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
         """Handle rows that start running; ``hidden[i]`` [hidden] is the hidden state of the last cached token of row i."""
 
     def leave(self, rows: Sequence[Row]) -> None:
@@ -74,10 +53,10 @@ class Decoder(ABC):
 
 
 class PlainDecoder(Decoder):
-    """Sample one token per row and step; on a GPU with steps launched ahead of the host (``StepsAhead``)."""
+    """Sample one token per row and step; on a GPU with steps launched ahead of the host (``AsyncSteps``)."""
 
-    def step(self, engine: EmbeddedEngine, rows: list[Row]) -> Emitted:
-        emitted = engine.ahead.step(rows)
+    def step(self, engine: StepEngine, rows: list[Row]) -> Emitted:
+        emitted = engine.async_steps.step(rows)
         if emitted is not None:
             return emitted
         logits = engine.forward(rows, [row.tokens[-1:] for row in rows]).logits
@@ -96,10 +75,10 @@ def make_decoder() -> PlainDecoder:
     return PlainDecoder()
 
 
-class StepsAhead(Ahead[Shape]):
+class AsyncSteps(AsyncScheduling[Shape]):
     """Static steps for decoders that sample one token per row and step."""
 
-    def __init__(self, engine: EmbeddedEngine, used: bool) -> None:
+    def __init__(self, engine: StepEngine, used: bool) -> None:
         size = padded_rows(engine.settings.max_running_requests)
         batch = StaticBatch(size, engine.runner.device)
         super().__init__(engine, used, batch, StaticStep(engine.runner, batch, engine.settings.seed))

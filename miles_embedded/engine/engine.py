@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,30 +23,35 @@ from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
+from miles_embedded.engine.async_scheduling import AsyncScheduling
 from miles_embedded.engine.attention import DecodeCall
-from miles_embedded.engine.decoder import StepsAhead, to_emitted
+from miles_embedded.engine.decoder import AsyncSteps, Decoder, PlainDecoder, to_emitted
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, missing_fields_error
 from miles_embedded.engine.prompt_graphs import PromptGraphs
-from miles_embedded.engine.runner import Fed, Runner, chunks, move_items
-from miles_embedded.engine.scheduler import Row, Scheduler, parameters_of, slots_of, uniform_of
+from miles_embedded.engine.row import Row, parameters_of, slots_of, uniform_of
+from miles_embedded.engine.runner import ForwardResult, Runner, chunks, move_items
+from miles_embedded.engine.scheduler import Scheduler
 from miles_embedded.engine.settings import Settings
+from miles_embedded.engine.step import StepEngine
 from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.model.load import context_limit, facts_of
 from miles_embedded.model.nonfinite import first_nonfinite
 from miles_embedded.model.operations import operations_of
 from miles_embedded.model.parts import text_configuration
+from miles_embedded.model.views import Loader
 from miles_embedded.quantized.linear import linear_shapes
 
 
-class EmbeddedEngine(Engine):
-    """Engine that generates with ``model``, as prepared by ``miles_embedded.model.load``, on the model's device."""
+class EmbeddedEngine(Engine, StepEngine):
+    """Engine that generates with ``model``, as prepared by ``miles_embedded.model.load``, on the model's device; ``decoder`` performs
+    the steps, by default one token per row."""
 
     capabilities = frozenset(c.name for c in EMBEDDED.list_capabilities("engine"))
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, decoder: Decoder | None = None) -> None:
         self.model, self.settings = model, settings
-        self.decoder = settings.decoder
+        self.decoder = decoder or PlainDecoder()
         self.max_context = context_limit(model, settings.max_context)
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype)
@@ -58,14 +64,11 @@ class EmbeddedEngine(Engine):
         self._task: asyncio.Task[None] | None = None
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
         self._names: set[str] | None = None
-        self.weight_tensors = self._weights.tensors
-        self.ahead = StepsAhead(self, used=settings.cuda_graphs and self.runner.device.type == "cuda")
-        self.prompts = PromptGraphs(
-            self.runner, self.ahead.used and not self.decoder.reads_prompts, self.weight_tensors
+        self.async_steps: AsyncScheduling[Any] = AsyncSteps(
+            self, used=settings.cuda_graphs and self.runner.device.type == "cuda"
         )
+        self.prompts = PromptGraphs(self.runner, self.async_steps.used, self.weight_tensors)
         self._prefixes = Prefixes(self.runner, self.prompts)
-
-    # -- the contract ---------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -127,7 +130,7 @@ class EmbeddedEngine(Engine):
             self._retract(list(self.rows))
         elif mode != "in_place":
             raise ValueError(f"pause mode {mode!r} must be abort, retract or in_place")
-        self.ahead.settle()
+        self.async_steps.settle()
 
     async def abort(self, keys: Collection[int] | None = None) -> None:
         meant = [row for row in (*self.rows, *self.scheduler.waiting) if keys is None or row.request.key in keys]
@@ -171,28 +174,37 @@ class EmbeddedEngine(Engine):
     def model_facts(self) -> Mapping[str, Any]:
         return facts_of(self.model)
 
+    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        return Loader(self.model).dtypes()
+
+    async def weight_checksums(self, names: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
+        return {"": self._weights.checksums(names)}
+
     # -- interface of decoders --------------------------------------------------------------------------------------
 
-    def forward(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], parents: np.ndarray | None = None) -> Fed:
-        """Feed ``tokens[i]`` (at least one) to row i; returns logits and hidden states of all fed tokens, flattened in row order.
-        With ``parents`` [rows, tokens] the tokens form a tree, see ``CachedRows``."""
+    def weight_tensors(self) -> Iterable[Tensor]:
+        return self._weights.tensors()
+
+    def recorded_fields(self) -> set[str]:
+        if self._names is None:
+            self._names = set().union(*(row.fields for row in self.rows))
+        return self._names
+
+    def forward(
+        self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], parents: np.ndarray | None = None
+    ) -> ForwardResult:
         return self.runner.forward(slots_of(rows), tokens, self.recorded_fields(), parents)
 
     def call(
         self, rows: Sequence[Row], counts: Sequence[int], lengths: Sequence[int], parents: np.ndarray | None = None
     ) -> DecodeCall:
-        """Make a call for layers outside the model's own forward. Row i feeds ``counts[i]`` tokens after the first ``lengths[i]`` of
-        its sequence, or with ``parents`` the last nodes of a tree at that place. Keys and values go to the cache of the same rows
-        and overwrite entries after ``lengths[i]``; the lengths of the rows do not change."""
         slots, counted = slots_of(rows), np.asarray(counts, np.int64)
         return self.runner.call(slots, counted, self.runner.cache.own_lengths(slots, lengths), parents)
 
     def truncate(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        """Drop the cached tokens of row i after ``lengths[i]`` tokens, prompt included; cannot cut into the prompt."""
         self.runner.cache.cut(slots_of(rows), lengths)
 
     def keep(self, rows: Sequence[Row], lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keep the tokens ``paths[i]`` (ascending) among those fed after the first ``lengths[i]`` tokens of row i; drop the others."""
         slots, counts = slots_of(rows), np.fromiter(map(len, paths), np.int64, len(paths))
         front = self.runner.cache.own_lengths(slots, lengths)
         self.runner.cache.pick(slots, front, counts, np.concatenate([np.asarray(p, np.int64) for p in paths]))
@@ -200,34 +212,27 @@ class EmbeddedEngine(Engine):
     def sample(
         self, logits: Tensor, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 0
     ) -> draw.Sampled:
-        """Sample one token from each logits row [n, vocab] with the parameters and key of ``rows[i]``. ``positions`` [n] are the
-        indices of the sampled tokens in their sequences, by default the next index of each row."""
         params, keys, recording = self._parameters(rows)
         u = uniform_of(self.settings.seed, rows, keys, positions, stream)
         return draw.sample(logits, params, u, recording, operations_of(self.model).log_softmax)
 
     def distribution(self, logits: Tensor, rows: Sequence[Row], counts: Tensor | None = None) -> draw.Distribution:
-        """Return the distribution that ``sample`` uses, [n, vocab]. ``counts`` [rows]: logits rows per row, by default one."""
         params = self._parameters(rows)[0].repeat(counts)
         return draw.distribution(logits, params, operations_of(self.model).log_softmax)
 
     def record(
         self, dist: draw.Distribution, rows: Sequence[Row], tokens: Tensor, counts: Tensor | None = None
     ) -> draw.Sampled:
-        """Return log-probabilities and supports of tokens [n] that a decoder chose from ``distribution(logits, rows, counts)``."""
         recording = self._parameters(rows)[2]
         if recording is not None and counts is not None:
             recording = recording.repeat_interleave(counts)
         return draw.record(dist, tokens, recording)
 
     def uniform(self, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 1) -> Tensor:
-        """Return float64 numbers in (0, 1) for ``positions`` [rows] or [rows, n]; ``sample`` uses ``stream`` 0."""
         keys = self._parameters(rows)[1]
         if positions is not None and positions.dim() == 2:
             keys = keys.unsqueeze(1)
         return uniform_of(self.settings.seed, rows, keys, positions, stream)
-
-    # -- stepping ---------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         if not self._paused and (self._task is None or self._task.done()):
@@ -254,13 +259,10 @@ class EmbeddedEngine(Engine):
             if emitted is not None:
                 self._finish(self.scheduler.accept(self.rows, emitted, self.version))
         except NonFiniteError as error:
-            raise NonFiniteError(self._find_nonfinite(error)) from error
-
-    def _find_nonfinite(self, error: NonFiniteError) -> str:
-        """Score the rows again and describe the first module with a non-finite output."""
-        tokens = [row.tokens for row in (*self.rows, *self._joining)]
-        found = first_nonfinite(self.model, lambda: self.runner.score(tokens, 1.0))
-        return f"engine, weight version {self.version}: {found or 'no single module'} found by scoring its rows again, because {error}"
+            tokens = [row.tokens for row in (*self.rows, *self._joining)]
+            found = first_nonfinite(self.model, lambda: self.runner.score(tokens, 1.0)) or "no single module"
+            message = f"engine, weight version {self.version}: {found} found by scoring its rows again, because {error}"
+            raise NonFiniteError(message) from error
 
     def _admit(self) -> None:
         waiting = self.scheduler.waiting
@@ -281,7 +283,8 @@ class EmbeddedEngine(Engine):
         wanted: dict[Key, set[str]] = {}
         for row in joining:
             wanted.setdefault(row.start, set()).update(row.fields)
-        found = self._prefixes.compute(wanted, lambda prompts: self.decoder.prompts(self, prompts))
+        computed = partial(self.decoder.prompts, self) if self.decoder.reads_prompts else None
+        found = self._prefixes.compute(wanted, computed)
         for row in joining:
             if lacking := row.fields - found[row.start].fields:
                 row.future.set_exception(missing_fields_error(lacking))
@@ -338,12 +341,12 @@ class EmbeddedEngine(Engine):
         if not rows:
             return
         self.decoder.leave(rows)
-        self.ahead.leave(rows)
+        self.async_steps.leave(rows)
         where, sources, prefixes = self.runner.cache.remove_rows(np.sort(slots_of(rows)))
         for row in rows:
             row.slot = -1
         move_items(self.rows, where, sources, self.runner.cache.rows)
-        self.ahead.apply_moves(where, sources)
+        self.async_steps.apply_moves(where, sources)
         self._prefixes.apply_moves(*prefixes)
         self._invalidate_batch()
 
@@ -356,7 +359,7 @@ class EmbeddedEngine(Engine):
     def _fail(self, error: BaseException) -> None:
         rows = [*self.rows, *self._joining, *self.scheduler.waiting]
         self.decoder.leave(self.rows)
-        self.ahead.leave(self.rows)
+        self.async_steps.leave(self.rows)
         self.rows.clear()
         self._joining = []
         self.scheduler.waiting.clear()
@@ -369,12 +372,12 @@ class EmbeddedEngine(Engine):
     def _invalidate_weights(self) -> None:
         """Invalidate state that depends on the weights, which changed or will change."""
         self._prefixes.retire()
-        self.ahead.settle()
-        self.ahead.graphs.weights_changed()
+        self.async_steps.settle()
+        self.async_steps.graphs.weights_changed()
 
     def _clear(self) -> None:
         """Free the memory of the cache."""
-        self.ahead.graphs.clear()
+        self.async_steps.graphs.clear()
         self._prefixes.clear()
         self.runner.clear()
 
@@ -382,12 +385,6 @@ class EmbeddedEngine(Engine):
         """RuntimeError if unpaused requests are in flight, which ``what`` would affect."""
         if not self._paused and (self.rows or self.scheduler.waiting):
             raise RuntimeError(f"{what} with {len(self.rows)} requests in flight: pause or abort them first")
-
-    def recorded_fields(self) -> set[str]:
-        """Return the names of the fields that running rows request."""
-        if self._names is None:
-            self._names = set().union(*(row.fields for row in self.rows))
-        return self._names
 
     def _invalidate_batch(self) -> None:
         self._batch = self._names = None

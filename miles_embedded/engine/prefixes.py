@@ -37,13 +37,13 @@ class Prefixes:
         self._slots: list[Prefix] = []
         self._known: dict[Key, Prefix] = {}
 
-    def compute(self, wanted: Mapping[Key, set[str]], computed: Callable[[Prompts], None]) -> dict[Key, Prefix]:
+    def compute(self, wanted: Mapping[Key, set[str]], computed: Callable[[Prompts], None] | None) -> dict[Key, Prefix]:
         """Look up prefixes, and compute those that are missing.
 
         Args:
             wanted: tokens -> names of fields that must be recorded for them. The result's ``fields`` lacks names that no module
                 records.
-            computed: called with the prefixes that were computed.
+            computed: called with the prefixes that were computed; None permits static passes.
         """
         known = self._known
         found = {k: known[k] for k, names in wanted.items() if k in known and names <= known[k].fields}

@@ -66,11 +66,12 @@ class PromptGraphs:
         sequences: Sequence[Sequence[int]],
         slots: np.ndarray,
         names: set[str],
-        computed: Callable[[Prompts], None] = lambda p: None,
+        computed: Callable[[Prompts], None] | None = None,
     ) -> tuple[Tensor, set[str]]:
-        """Compute prefixes into slots of the cache, in a plain pass, which calls ``computed``, where a static one is not possible; see
-        ``Runner.fill_prefixes``."""
-        return self._compute(sequences, slots, names) or self.runner.fill_prefixes(sequences, slots, names, computed)
+        """Compute prefixes into slots of the cache, in a plain pass if there is ``computed`` to call or a static one is not possible;
+        see ``Runner.fill_prefixes``."""
+        found = None if computed else self._compute(sequences, slots, names)
+        return found or self.runner.fill_prefixes(sequences, slots, names, computed)
 
     @torch.no_grad()
     def _compute(

@@ -30,7 +30,7 @@ _TOKENS = 16384
 
 
 @dataclass
-class Fed:
+class ForwardResult:
     """Output of the model for the tokens of one call.
 
     Attributes:
@@ -84,7 +84,7 @@ class Runner:
             torch.cuda.empty_cache()
 
     def prefixes(
-        self, sequences: Sequence[Sequence[int]], names: set[str], computed: Callable[[Prompts], None] = lambda p: None
+        self, sequences: Sequence[Sequence[int]], names: set[str], computed: Callable[[Prompts], None] | None = None
     ) -> tuple[np.ndarray, Tensor, set[str]]:
         """Compute prefixes into new slots of the cache; returns the slots, and the results of ``fill_prefixes``."""
         slots = self.cache.add_prefixes([len(s) for s in sequences])
@@ -96,7 +96,7 @@ class Runner:
         sequences: Sequence[Sequence[int]],
         slots: np.ndarray,
         names: set[str],
-        computed: Callable[[Prompts], None] = lambda p: None,
+        computed: Callable[[Prompts], None] | None = None,
     ) -> tuple[Tensor, set[str]]:
         """Compute prefixes into consecutive slots of the cache.
 
@@ -114,7 +114,8 @@ class Runner:
         tokens, positions = [t for s in sequences for t in s], _positions(lengths)
         ids, where = self._ids(tokens), to_device(positions, self.device)
         hidden = self.run(ids, where, call)
-        computed(Prompts(call, ids, where, hidden))
+        if computed is not None:
+            computed(Prompts(call, ids, where, hidden))
         recorded = names & call.ctx.extras.keys()
         for name in recorded:
             rows = call.pad(call.ctx.extras[name])
@@ -126,7 +127,7 @@ class Runner:
     @torch.no_grad()
     def forward(
         self, slots: np.ndarray, tokens: Sequence[Sequence[int]], names: set[str], parents: np.ndarray | None = None
-    ) -> Fed:
+    ) -> ForwardResult:
         """Feed ``tokens[i]`` (at least one) to row ``slots[i]`` and append them to its cache; ``parents``: see ``CachedRows``."""
         counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
         call = self.call(slots, counts, None, parents)
@@ -136,7 +137,7 @@ class Runner:
             rows = call.ctx.extras[name]
             held.write(field_slab(self.cache.own, name, rows), rows.unsqueeze(1))
         self.cache.own.lengths[slots] += counts
-        return Fed(hidden, self.head)
+        return ForwardResult(hidden, self.head)
 
     def call(
         self,

@@ -1,105 +1,19 @@
-"""Requests in the engine: their rows, stop conditions and responses."""
+"""The queue of the engine: which requests are valid, when they end and what they return."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from miles_core.contracts.engine import Request, Response
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.errors import MilesError
-from miles_embedded.engine.decoder import Emitted
-from miles_embedded.engine.sampling import Params, params_of, uniform
-
-Decode = Callable[[list[int]], str]
-
-
-@dataclass(eq=False)
-class Row:
-    """A request in the engine.
-
-    Attributes:
-        tokens: prompt and response so far; the last token is not cached yet.
-        prompt_length: number of prompt tokens.
-        limit: total length at which generation stops, from the token budget and the context.
-        stops: token ids that end the response.
-        log_probs, versions, supports, capped: of the response, see ``Response`` and ``Emitted``.
-        saved: recorded fields of tokens that left the cache; they take precedence when these tokens are computed again.
-        slot: cache slot, -1 outside the cache.
-        fields: names of the requested recorded fields, without the sampling support.
-        records_support: whether to record the sampling support: it is requested, and the sampling is truncated.
-        recompute: recompute all tokens as one prompt when the row joins again.
-        metrics: numbers that the decoder adds to the response.
-        finish: reason why the row ended, "" while it runs.
-    """
-
-    request: Request
-    future: asyncio.Future[Response]
-    tokens: list[int]
-    prompt_length: int
-    limit: int
-    stops: frozenset[int]
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    supports: list[np.ndarray] = field(default_factory=list)
-    capped: int = 0
-    saved: dict[str, np.ndarray] = field(default_factory=dict)
-    slot: int = -1
-    recompute: bool = False
-    finish: str = ""
-    text: StopText | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.fields = self.request.extras - {SAMPLING_SUPPORT.name}
-        self.records_support = self.request.sampling.truncated and SAMPLING_SUPPORT.name in self.request.extras
-
-    @property
-    def start(self) -> tuple[int, ...]:
-        """Tokens to compute as one prefix when the row joins: the prompt, or after a retract all tokens but the last (see ``recompute``)."""
-        return tuple(self.tokens[:-1] if self.log_probs and not self.recompute else self.tokens)
-
-    @property
-    def response(self) -> list[int]:
-        """Tokens generated so far."""
-        return self.tokens[self.prompt_length :]
-
-
-class StopText:
-    """Incrementally decoded text of a response, searched for stop strings.
-
-    A token may end inside a character (byte-level vocabularies) or decode differently at the start of a text (leading space). New
-    text is therefore the difference between decoding a few tokens with and without the new token, and is withheld while it ends
-    with an incomplete character (as in Text Generation Inference and vLLM).
-    """
-
-    def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
-        self.decode, self.stop = decode, tuple(stop)
-        self.tokens: list[int] = []
-        self.text = ""
-        self._from = self._read = 0
-
-    def add(self, token: int) -> bool:
-        """Append one token; returns True when a stop string is complete, after cutting ``text`` in front of it."""
-        self.tokens.append(token)
-        known = self.decode(self.tokens[self._from : self._read])
-        now = self.decode(self.tokens[self._from :])
-        if len(now) <= len(known) or now.endswith("\ufffd"):
-            return False
-        before = len(self.text)
-        self.text += now[len(known) :]
-        self._from, self._read = self._read, len(self.tokens)
-        found = [i for s in self.stop if (i := self.text.find(s, max(before - len(s) + 1, 0))) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        return bool(found)
+from miles_embedded.engine.row import Decode, Row, StopText
+from miles_embedded.engine.step import Emitted
 
 
 class Scheduler:
@@ -197,29 +111,6 @@ class Scheduler:
             extras,
             metrics,
         )
-
-
-def slots_of(rows: Sequence[Row]) -> np.ndarray:
-    """[rows] cache slots of the rows."""
-    return np.fromiter((row.slot for row in rows), np.int64, len(rows))
-
-
-def parameters_of(rows: Sequence[Row], device: torch.device) -> tuple[Params, Tensor, Tensor | None]:
-    """Return sampling parameters, keys [rows] int64, and which rows record their support [rows] bool (None if no row does)."""
-    records = [row.records_support for row in rows]
-    return (
-        params_of([row.request.sampling for row in rows], device),
-        torch.tensor([row.request.key for row in rows], dtype=torch.int64, device=device),
-        torch.tensor(records, device=device) if any(records) else None,
-    )
-
-
-def uniform_of(seed: int, rows: Sequence[Row], keys: Tensor, positions: Tensor | None, stream: int) -> Tensor:
-    """Call ``sampling.uniform`` at ``positions``, by default the position of each row's next token."""
-    if positions is None:
-        lengths = np.fromiter((len(row.tokens) for row in rows), np.int64, len(rows))
-        positions = torch.from_numpy(lengths).to(keys.device)
-    return uniform(seed, keys, positions, stream)
 
 
 def detokenizer(tokenizer: Any) -> Callable[[list[int]], str]:

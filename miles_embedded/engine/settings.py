@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from miles_core.precision.codec import Codec
-from miles_core.precision.product import Products
-from miles_embedded.engine.decoder import Decoder, PlainDecoder
+from miles_core.precision.products import Products
 
 
 @dataclass
@@ -24,7 +23,6 @@ class Settings:
         codec: decodes weights, and rounds the inputs of layers if their format requires it.
         codec_of: precision -> codec, for ``rebuild``.
         products: how quantised layers multiply.
-        decoder: performs the scheduler steps; by default samples one token per row.
         cuda_graphs: on a GPU, decode by replaying CUDA graphs if the model allows it.
     """
 
@@ -37,5 +35,4 @@ class Settings:
     codec: Codec = field(default_factory=Codec)
     codec_of: Callable[[str], Codec] | None = None
     products: Products = field(default_factory=Products)
-    decoder: Decoder = field(default_factory=PlainDecoder)
     cuda_graphs: bool = True

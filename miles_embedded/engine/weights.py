@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from miles_core.data.unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_embedded.model.load_units import Update
 from miles_embedded.model.onednn import Packs
 from miles_embedded.model.released import Released
-from miles_embedded.model.storage import codes_of, constant_tensors, is_constant
+from miles_embedded.model.storage import codes_of, constant_tensors, is_constant, local_shard
+from miles_embedded.model.views import Loader
 from miles_embedded.quantized.activation import RoundedInputs
-from miles_transport.arrivals import Arrival, Arrivals
+from miles_workers.transport.arrivals import Arrival, Arrivals
+from miles_workers.transport.sent_weights import Checksums
 
 
 class Weights:
@@ -76,6 +78,20 @@ class Weights:
                 "the engine has no complete weights (an update failed part-way, the layout changed, or they were put to sleep); it "
                 "cannot generate or score until an update succeeds"
             )
+
+    @torch.no_grad()
+    def checksums(self, names: Sequence[str]) -> dict[str, int]:
+        """Return the checksums of these tensors, see ``Engine.weight_checksums``."""
+        self.check()
+        loader, sums = Loader(self.model), Checksums()
+        for name in names:
+            view, parameter = loader.locate(name)
+            shard = local_shard(parameter)
+            if shard.sharded or (is_constant(parameter) and codes_of(parameter) is not None):
+                continue
+            value = self.inputs.decoded_codes(view.name, view.size[0]) if view.size else None
+            sums.add(name, view.of(shard.tensor) if value is None else value.to(parameter.dtype))
+        return sums.read()
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that the model's products read, including the codes of native products."""

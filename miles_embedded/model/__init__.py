@@ -4,6 +4,6 @@ Both run the same Transformers modules with a ``Call`` per forward pass, compute
 their checkpoint names. ``operations`` lets a plugin replace individual steps of a layer.
 """
 
-from miles_tools.transformers_import import import_transformers
+from miles_core.data.transformers_import import import_transformers
 
 import_transformers()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from miles_tools.convert.decode import QuantizedFiles
+    from miles_formats.convert.decode import QuantizedFiles
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ def dequantize(
 
 def open_files(path: str | Path, config: Any, flag: str) -> QuantizedFiles | None:
     """Open a quantised checkpoint and read its headers; None if it is not quantised. Arguments and errors as ``dequantize``."""
-    from miles_tools.convert.decode import open_quantized
-    from miles_tools.convert.json_files import quantization_block
+    from miles_formats.convert.decode import open_quantized
+    from miles_formats.convert.json_files import quantization_block
 
     if quantization_block(Path(path), config.to_dict()) is None:
         return None

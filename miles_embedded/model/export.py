@@ -19,7 +19,7 @@ from miles_core.errors import CheckpointError
 from miles_embedded.model.parts import configuration
 from miles_embedded.model.remote_code import export_code, is_remote
 from miles_embedded.model.views import export, unshare
-from miles_tools.convert.placement import lock_directory, move_into_place
+from miles_formats.convert.placement import lock_directory, move_into_place
 
 #: Maximum size of a weight file, in bytes.
 SHARD_BYTES = 5 * 10**9

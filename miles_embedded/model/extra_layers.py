@@ -22,7 +22,7 @@ from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.operations import operations_of, use_operations
 from miles_embedded.model.parts import backbone, decoder_layers, text_configuration
 from miles_embedded.model.views import Loader
-from miles_tools.convert.decode import open_quantized
+from miles_formats.convert.decode import open_quantized
 
 
 def new_layer(model: nn.Module) -> nn.Module:

@@ -119,7 +119,7 @@ def top_log_probs(
     tokens, found = [hidden.new_zeros(0, k, dtype=torch.int32)], [hidden.new_zeros(0, k, dtype=torch.float32)]
     for at in range(0, len(hidden), rows):
         logits = divide_by_temperature(logits_of(model, hidden[at : at + rows]).float(), temperature)
-        best = operations_of(model).log_softmax(logits).topk(k, -1)
+        best = _log_softmax(model, logits).topk(k, -1)
         tokens.append(best.indices.int())
         found.append(best.values)
     return torch.cat(tokens), torch.cat(found)
@@ -178,9 +178,18 @@ def _chunk(
     if logits.dtype != torch.float64:
         logits = logits.float()
     logits = divide_by_temperature(logits, temperature)
-    normalize = operations_of(model).log_softmax
-    others = None if candidates is None else normalize(logits).gather(-1, candidates.long())
+    others = None if candidates is None else _log_softmax(model, logits).gather(-1, candidates.long())
     return *_sampled(model, logits, tokens, support, entropy), others
+
+
+def _log_softmax(model: nn.Module, logits: Tensor) -> Tensor:
+    """Log-softmax whose largest entry keeps its digits near 0, where the probability of all other tokens together is read from it.
+
+    ``logits - logsumexp(logits)`` rounds that entry to a multiple of the resolution of 1 or of the largest logit.
+    """
+    best, at = logits.max(-1, keepdim=True)
+    others = (logits - best).scatter(-1, at, -torch.inf).exp().sum(-1, keepdim=True)
+    return operations_of(model).log_softmax(logits).scatter(-1, at, -torch.log1p(others))
 
 
 def _sampled(

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miles_core.observe.environment import cpu_info
 from miles_embedded.model.parts import put_forward
-from miles_tools.environment import cpu_info
 
 #: Smallest number of rows for oneDNN.
 _ROWS = 32

@@ -56,6 +56,8 @@ def check_scores(model: nn.Module, scores: Mapping[str, Score]) -> None:
         try:
             with plain_forwards(model):
                 expected = [_score_plain(model, sequence) for sequence in sequences]
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # says something about the machine, not about the model
         except Exception as error:
             raise CheckpointError(
                 f"{name} could not be compared with its plain forward, which fails ({type(error).__name__}: {error}); use another "
@@ -64,6 +66,8 @@ def check_scores(model: nn.Module, scores: Mapping[str, Score]) -> None:
         for what, score in scores.items():
             try:
                 found = score(sequences)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
             except Exception as error:
                 raise CheckpointError(
                     f"{name} cannot be run by the embedded backend ({type(error).__name__}: {error}); use another engine and trainer"

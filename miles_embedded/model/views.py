@@ -25,7 +25,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from miles_core.data.unit import Unit
 from miles_core.errors import CheckpointError, first_line
-from miles_core.precision.fused_experts import Expert, Family, is_joined, take_apart
 from miles_embedded.model.parts import configuration
 from miles_embedded.model.storage import (
     LocalShard,
@@ -35,6 +34,7 @@ from miles_embedded.model.storage import (
     is_streamed,
     local_shard,
 )
+from miles_formats.fused_experts import Expert, Family, is_joined, take_apart
 
 #: Names of the two projections that a number format encodes with one scale: gate -> up.
 _COUPLED = {"gate_proj": "up_proj", "w1": "w3"}
@@ -207,16 +207,37 @@ class Loader:
         self._shards.pop(view.source, None)  # refers to the storage that the parameter had
         return True
 
-    def _find_view(self, name: str, shape: tuple[int, ...] | None = None) -> View:
-        """Return the view of a tensor that arrived, and mark it as not missing."""
-        name = name if name in self._views else self._tied.get(name, name)
+    def locate(self, name: str) -> tuple[View, Tensor]:
+        """Return the view of a tensor under one of the names that ``put`` accepts, and the module tensor that it is a view of.
+
+        Raises:
+            CheckpointError: the model has no such tensor.
+        """
+        name = self._stored_name(name)
         view = self._views.get(name) or self._part(name)
         if view is None:
             raise CheckpointError(f"the model has no tensor {name}; the weights belong to another model")
+        return view, self._sources[view.source]
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype of the module tensor of every name that ``put`` accepts."""
+        self._part("")
+        every = {**self._views, **(self._parts or {})}
+        found = {name: self._sources[view.source].dtype for name, view in every.items()}
+        return found | {name: found[stored] for name, stored in self._tied.items() if stored in found}
+
+    def _find_view(self, name: str, shape: tuple[int, ...] | None = None) -> View:
+        """Return the view of a tensor that arrived, and mark it as not missing."""
+        view, _ = self.locate(name)
+        name = self._stored_name(name)
         if shape is not None and shape != view.size:
             raise CheckpointError(f"{name} has shape {list(shape)}, the model's is {list(view.size)}")
         self._missing.pop(name, None)
         return view
+
+    def _stored_name(self, name: str) -> str:
+        """Return the name under which a checkpoint has a tensor that may be tied."""
+        return name if name in self._views else self._tied.get(name, name)
 
     def _part(self, name: str) -> View | None:
         """Return the view of one expert's matrix. After the first such matrix, the joined tensor is expected matrix by matrix."""

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from miles_core.data.unit import Encoded
 from miles_core.errors import ConfigError
 from miles_core.precision.codec import Codec
-from miles_core.precision.fused_experts import Family
 from miles_core.precision.product import Product
 from miles_embedded.model.experts import is_standard, round_inputs
 from miles_embedded.model.grouped_experts import INPUT_ROUNDING
@@ -37,16 +36,17 @@ from miles_embedded.model.parts import configuration
 from miles_embedded.model.views import View, matrices, views
 from miles_embedded.quantized.experts import NativeExperts, takes_experts
 from miles_embedded.quantized.freed import DecodedCalls
-from miles_embedded.quantized.joint_codes import join_codes
-from miles_embedded.quantized.linear import NativeLinear
+from miles_embedded.quantized.linear import NativeLinear, join_codes
+from miles_embedded.quantized.rounding import Rounding
 from miles_embedded.quantized.row_codes import attach_readers, detach_readers
 from miles_embedded.quantized.shared_rounding import SharedRounding, share_roundings
+from miles_formats.fused_experts import Family
 
 #: Weight name of an experts module -> [experts] bool, whose inputs are rounded; None for all.
 Chosen = dict[str, Tensor | None]
 
 
-class RoundedInputs:
+class RoundedInputs(Rounding):
     """Rounds the inputs of a model's quantised matrices while ``enabled``; without effect for weight-only formats.
 
     Args:
@@ -62,9 +62,8 @@ class RoundedInputs:
     def __init__(
         self, model: nn.Module, codec: Codec, product: Product | None = None, codes_only: bool = False
     ) -> None:
-        self.enabled = True
-        self.native = True
-        self.codes_only = codes_only
+        format = codec.format
+        super().__init__(nn.Identity() if format is None else format.fake_quantize_activation, codes_only)
         self.product = product
         self.layers: dict[str, NativeLinear] = {}
         self.experts: dict[str, NativeExperts] = {}
@@ -72,10 +71,9 @@ class RoundedInputs:
         self._computing: list[nn.Module] = []
         self._emulated: dict[nn.Module, SharedRounding | None] = {}
         self._experts: dict[nn.Module, Any] = {}
-        if codec.format is None or not codec.format.quantizes_activations:
+        if format is None or not format.quantizes_activations:
             return
-        self.format = codec.format
-        self._round = codec.format.fake_quantize_activation
+        self.format = format
         for source, members in _group_by_source(model, codec).items():
             chosen = [codec.quantises(view.name, view.size) for view in members]
             if any(chosen):
@@ -88,19 +86,19 @@ class RoundedInputs:
                 model, [*self.layers.values(), *self.experts.values()], self._multiplies_codes
             )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Round x [..., K] with straight-through gradient; returns x itself while disabled."""
-        if not self.enabled:
-            return x
-        rounded: Tensor = _StraightThrough.apply(x, self._round)
-        return rounded
-
     def take(self, encoded: Encoded) -> None:
         """Store one tensor of a weight update as the codes of its native layer."""
         if encoded.name in self.layers:
             self.layers[encoded.name].take(encoded)
         elif encoded.name in self.experts:
             self.experts[encoded.name].take(encoded)
+
+    def decoded_codes(self, name: str, rows: int) -> Tensor | None:
+        """Return a checkpoint tensor of so many rows, decoded from the codes that its native product reads, FP32; None if it reads values,
+        or if the product cannot convert its codes back."""
+        if name in self.layers:
+            return self.layers[name].decoded_codes()
+        return self.experts[name].decoded_codes(name, rows) if name in self.experts else None
 
     def drop(self, names: Iterable[str]) -> None:
         """Drop the codes of these tensors."""
@@ -238,16 +236,6 @@ class _ExpertInputs:
         if which is None:
             return self.inputs(x)
         return torch.where(which.to(x.device)[expert()].unsqueeze(1), self.inputs(x), x)
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, round: Callable[[Tensor], Tensor]) -> Tensor:
-        return round(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient[0], None
 
 
 def encoded_views(model: nn.Module, codec: Codec) -> list[View]:

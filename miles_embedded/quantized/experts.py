@@ -103,6 +103,18 @@ class NativeExperts:
         self.format.dequantize_all(experts, list(values.unbind(0)))
         return True
 
+    def decoded_codes(self, name: str, rows: int) -> Tensor | None:
+        """Return one checkpoint tensor of so many rows decoded from the codes, FP32; None until all codes arrived."""
+        if not self.ready:
+            return None
+        weight, expert, row = self._places[name]
+        stored = {s.suffix: s.shape[0] for s in self.format.storage((rows, self._shapes[weight][2]))}
+        parts = {}
+        for suffix, whole in self.codes[weight].items():
+            first = row * whole.shape[1] // self._shapes[weight][1]
+            parts[suffix] = whole[expert, first : first + stored[suffix]]
+        return self.format.dequantize(parts)
+
     def drop(self) -> None:
         """Free the codes."""
         self.codes, self._missing = {}, set(self._places)

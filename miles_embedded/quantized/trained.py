@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from miles_core.contracts.run import Policy, Run
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_core.precision.schedule import PLAIN, precisions
 from miles_core.sync.push import make_codec
 from miles_embedded.quantized.weights import FakeQuantizer, install

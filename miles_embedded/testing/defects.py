@@ -1,23 +1,32 @@
-"""Models with small defects, which comparisons of engine and trainer have to detect.
+"""Models and engines with small defects, which comparisons of engine and trainer have to detect.
 
-Each defect modifies one instance of a model after it was built, without changing names or shapes of weights.
-``benchmarks/planted_defects.py`` and the tests apply them to an engine.
+Each defect modifies one instance of a model, or of an engine, after it was built, without changing names or shapes of weights.
+``benchmarks/planted_defects.py`` and the tests apply them to an engine. ``more_defects`` and ``decode_defects`` have further ones.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.model.parts import backbone, decoder_layers, text_configuration
+from miles_embedded.testing.families import FAMILIES
+from miles_testing.tiny import random_checkpoint
 
 #: First position of the late temperature, and of the shifted positions.
 _LATE, _SHIFT = 32, 16
+
+
+#: Standard deviation of the biases of ``checkpoint_of``; those of a newly made model are 0.
+_BIASES = 0.5
 
 
 @dataclass(frozen=True)
@@ -26,15 +35,46 @@ class Defect:
 
     Attributes:
         name: description of the defect.
-        family: model family of ``miles_testing.tiny``.
-        plant: applies the defect to a model.
+        family: model family of ``families.FAMILIES``.
+        plant: applies the defect to a model, or to an ``EmbeddedEngine`` if ``generating``.
         sizes: configuration entries to override.
+        generating: whether only the tokens that an engine generates are wrong.
+        options: flags of a run in which the defect has an effect.
     """
 
     name: str
     family: str
     plant: Callable[[Any], None]
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    generating: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def checkpoint(self, directory: Path, **sizes: Any) -> Path:
+        """Save a random model that can have the defect, with biases, to ``directory``; ``sizes`` override further entries."""
+        import transformers
+
+        name, values = FAMILIES[self.family]
+        config = getattr(transformers, name)(**{**values, "max_position_embeddings": 512, **sizes, **self.sizes})
+        return random_checkpoint(config, directory, biases=_BIASES)
+
+
+@contextmanager
+def planted(defect: Defect) -> Iterator[None]:
+    """Give every ``EmbeddedEngine`` that is made inside this context the defect."""
+    make = EmbeddedEngine.__init__
+
+    def made(engine: Any, model: Any, settings: Any) -> None:
+        if not defect.generating:
+            defect.plant(model)
+        make(engine, model, settings)
+        if defect.generating:
+            defect.plant(engine)
+
+    EmbeddedEngine.__init__ = made  # type: ignore
+    try:
+        yield
+    finally:
+        EmbeddedEngine.__init__ = make  # type: ignore[method-assign]
 
 
 def _untied_head(model: Any) -> None:
@@ -87,7 +127,7 @@ def _activation(model: Any) -> None:
 
 
 def _late_temperature(model: Any) -> None:
-    _rotation(model, lambda part, positions: part * (1 + 0.2 * (positions >= _LATE))[..., None].to(part))
+    change_rotation(model, lambda part, positions: part * (1 + 0.2 * (positions >= _LATE))[..., None].to(part))
 
 
 def _logit_scale(model: Any) -> None:
@@ -113,7 +153,8 @@ def _shifted_positions(model: Any) -> None:
     rotary.forward = lambda x, position_ids: forward(x, position_ids + (position_ids >= _SHIFT))
 
 
-def _rotation(model: Any, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+def change_rotation(model: Any, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Change cosines and sines [sequences, tokens, dim], given the positions [sequences, tokens]."""
     rotary: Any = backbone(model).rotary_emb
     forward = rotary.forward
 
@@ -123,7 +164,7 @@ def _rotation(model: Any, change: Callable[[Tensor, Tensor], Tensor]) -> None:
     rotary.forward = changed
 
 
-_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 
 #: All defects, in the order of the page that lists them.
 DEFECTS = (
@@ -133,7 +174,7 @@ DEFECTS = (
     Defect("missing norm", "qwen3_moe", _missing_norm),
     Defect("one stale layer", "qwen3_moe", _stale_layer),
     Defect("wrong attention scale", "qwen3", _attention_scale),
-    Defect("ignored window", "qwen3", _ignored_window, _WINDOW),
+    Defect("ignored window", "qwen3", _ignored_window, WINDOW),
     Defect("wrong activation", "qwen3", _activation),
     Defect("late temperature", "qwen3", _late_temperature),
     Defect("logit scale .97", "qwen3", _logit_scale),

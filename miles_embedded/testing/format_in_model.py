@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from miles_core.precision.codec import Codec
 from miles_embedded.model.load import load_model
 from miles_embedded.model.views import Loader, export, views
 from miles_embedded.quantized.weights import FakeQuantizer, install
+from miles_formats.codec import FormatCodec
 from miles_testing.format_contract import FormatContract, assert_same, normal, suffixes
 from miles_testing.tiny import tiny_checkpoint
 
@@ -27,7 +27,7 @@ class FormatInModelContract(FormatContract):
     def test_engine_and_trainer_compute_with_the_same_numbers(self) -> None:
         format = self.make()
         trainer, engine = tiny_model(), tiny_model()
-        codec = Codec(format)
+        codec = FormatCodec(format)
         quantizer = install(trainer, codec)
         loader, stored = Loader(engine), 0
         for encoded in codec.encode(export(trainer)):
@@ -46,7 +46,7 @@ class FormatInModelContract(FormatContract):
 
     def test_the_gradient_is_the_weights_own(self) -> None:
         format, trainer = self.make(), tiny_model()
-        quantizer = install(trainer, Codec(format))
+        quantizer = install(trainer, FormatCodec(format))
         source, module = find_linear(trainer, quantizer)
         hidden = normal(4, module.in_features).requires_grad_()
         module(hidden).square().sum().backward()

@@ -38,6 +38,7 @@ class ProcessEngine(Engine):
         "draft",
         "rebuild",
         "shared_storage",
+        "weight_checksums",
     }
 
     def __init__(self, checkpoint: str | Path, device: str = "cpu", **limits: int) -> None:

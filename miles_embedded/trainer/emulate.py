@@ -6,9 +6,9 @@ is in host memory. Separate optimizer masters are not touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,19 +23,22 @@ from miles_embedded.model.load_units import load_units
 from miles_embedded.model.storage import codes_of, local_shard
 from miles_embedded.model.views import export, sources
 from miles_embedded.quantized.activation import RoundedInputs
-
-if TYPE_CHECKING:
-    from miles_embedded.trainer.trainer import EmbeddedTrainer
+from miles_embedded.trainer.wider import wider_arithmetic
 
 
 @contextmanager
 def emulate_properties(
-    trainer: EmbeddedTrainer, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
+    model: nn.Module,
+    scoring_with: Callable[..., AbstractContextManager[None]],
+    emulation: Emulation,
+    codec: Codec,
+    snapshot: Snapshot | None = None,
 ) -> Iterator[None]:
-    """Give ``trainer.log_probs`` of the policy's model the requested properties inside this context.
+    """Give the log-probabilities of a trainer's ``model`` the requested properties inside this context.
 
     Args:
-        trainer: its model is restored on exit.
+        model: restored on exit.
+        scoring_with: ``EmbeddedTrainer.scoring_with``.
         emulation: the properties.
         codec: the rollout's codec.
         snapshot: saved weights, for ``emulation.snapshot``.
@@ -45,7 +48,6 @@ def emulate_properties(
             define the rounding of activations.
     """
     with ExitStack() as stack:
-        model = trainer.model
         if emulation.snapshot:
             if snapshot is None:
                 raise MilesError("no weights of an earlier version were kept")
@@ -56,13 +58,15 @@ def emulate_properties(
         elif emulation.encoded:
             stack.enter_context(_weights(model, codec.encode(export(model)), codec))
         if emulation.activations:
-            stack.enter_context(_rounded_inputs(trainer.model, codec))
+            stack.enter_context(_rounded_inputs(model, codec))
         if emulation.kv_dtype:
-            stack.enter_context(trainer.scoring_with(attached={KV_DTYPE: check_kv_dtype(emulation.kv_dtype)}))
+            stack.enter_context(scoring_with(attached={KV_DTYPE: check_kv_dtype(emulation.kv_dtype)}))
         if emulation.through is not None:
             if emulation.emulated_products:
                 stack.enter_context(emulation.through.emulated_products())
-            stack.enter_context(trainer.scoring_with(_model_of(emulation.through)))
+            stack.enter_context(scoring_with(_model_of(emulation.through)))
+        if emulation.wider:
+            stack.enter_context(wider_arithmetic(model if emulation.through is None else _model_of(emulation.through)))
         yield
 
 

@@ -6,27 +6,30 @@ numbers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from miles_core.contracts.trainer import Context, LossFunction, Output
 from miles_core.data.batch import Batch
 from miles_core.train.loss import with_auxiliary
 from miles_embedded.model.nonfinite import NonFiniteWatch, is_finite
 
-if TYPE_CHECKING:
-    from miles_core.contracts.trainer import LossFunction
-    from miles_embedded.trainer.trainer import EmbeddedTrainer
 
-
-def first_nonfinite_in_step(trainer: EmbeddedTrainer, batch: Batch, loss: LossFunction, tokens: Tensor) -> str:
+def first_nonfinite_in_step(
+    model: nn.Module,
+    micro_batches: Iterable[tuple[Batch, Context]],
+    count: int,
+    forward: Callable[[Batch, Context], Output],
+    loss: LossFunction,
+    tokens: Tensor,
+) -> str:
     """Compute every micro-batch of a failed step again, on every rank, and describe the first non-finite tensor with its micro-batch
-    and samples. Clears the gradients."""
+    of ``count`` and samples; "" if each is finite. The gradients are not valid afterwards."""
     first = ""
-    every = trainer.micro_batches(batch, "train", trainer.config.entropy)
-    for number, (_, micro_batch, ctx) in enumerate(every, start=1):
-        with NonFiniteWatch(trainer.model) as watch:
-            output = trainer.parallel.call(trainer.callbacks.forward, trainer.model, micro_batch, ctx)
+    for number, (micro_batch, ctx) in enumerate(micro_batches, start=1):
+        with NonFiniteWatch(model) as watch:
+            output = forward(micro_batch, ctx)
             share = with_auxiliary(loss(output, micro_batch, ctx), output, tokens)
             found = watch.first or _column(micro_batch)
             if not found and output.log_probs is not None and not is_finite(output.log_probs):
@@ -36,12 +39,10 @@ def first_nonfinite_in_step(trainer: EmbeddedTrainer, batch: Batch, loss: LossFu
             if share.value.requires_grad:
                 share.value.backward()
                 found = found or watch.first
-        trainer.optimizer.zero_grad()
         if found and not first:
             who = ", ".join(map(str, micro_batch.index.tolist()[:8])) + (", ..." if len(micro_batch) > 8 else "")
-            first = f"{found} in micro-batch {number} of {len(trainer.split(batch))} (samples {who})"
-    first = trainer.parallel.first_text(first)  # collective: every rank must complete the loop before one raises
-    return first or "each micro-batch is finite, so their sum overflows"
+            first = f"{found} in micro-batch {number} of {count} (samples {who})"
+    return first
 
 
 def _column(batch: Batch) -> str:

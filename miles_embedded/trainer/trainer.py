@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,16 +214,13 @@ class EmbeddedTrainer(Trainer):
         )
 
     def optimizer_step(self) -> dict[str, float]:
-        """See ``Trainer.optimizer_step``."""
         return self.optimizer.step()
 
     def log_probs(self, batch: Batch, kind: Pass, entropy: bool = False) -> dict[str, Tensor]:
-        """See ``Trainer.log_probs``."""
         return self.columns(batch, kind, ("log_probs", "entropy") if entropy else ("log_probs",))
 
     @torch.no_grad()
     def columns(self, batch: Batch, kind: Pass, wanted: Collection[str], top_k: int = 0) -> dict[str, Tensor]:
-        """See ``Trainer.columns``."""
         chunk = self.reference if kind == "ref" else self._scored or self.model
         check_columns(chunk, wanted, top_k)
         results = []
@@ -236,7 +234,6 @@ class EmbeddedTrainer(Trainer):
     def step(
         self, batch: Batch, loss: LossFunction | None = None, lr: float | None = None
     ) -> dict[str, tuple[float, float]]:
-        """See ``Trainer.step``."""
         loss = loss or self.callbacks.loss
         tokens = trained_tokens(batch, self.sum)
         totals: dict[str, tuple[Tensor, Tensor]] = {}
@@ -253,9 +250,19 @@ class EmbeddedTrainer(Trainer):
         try:
             stepped = self.callbacks.optimizer_step()
         except NonFiniteError as error:
-            found = first_nonfinite_in_step(self, batch, loss, tokens)
-            raise NonFiniteError(f"{found} found by computing the step again, because {error}") from error
+            raise NonFiniteError(
+                f"{self._find_nonfinite(batch, loss, tokens)} found by computing the step again, because {error}"
+            ) from error
         return self.step_metrics(totals, stepped)
+
+    def _find_nonfinite(self, batch: Batch, loss: LossFunction, tokens: Tensor) -> str:
+        """Describe the first non-finite tensor of a failed step on any rank."""
+        again = ((micro_batch, ctx) for _, micro_batch, ctx in self.micro_batches(batch, "train", self.config.entropy))
+        forward = partial(self.parallel.call, self.callbacks.forward, self.model)
+        found = first_nonfinite_in_step(self.model, again, len(self.split(batch)), forward, loss, tokens)
+        self.optimizer.zero_grad()
+        # collective: every rank must compute all micro-batches before one raises
+        return self.parallel.first_text(found) or "each micro-batch is finite, so their sum overflows"
 
     def step_metrics(
         self, totals: dict[str, tuple[Tensor, Tensor]], stepped: dict[str, float]
@@ -316,17 +323,14 @@ class EmbeddedTrainer(Trainer):
     def emulate(
         self, emulation: Emulation, codec: Codec, snapshot: Snapshot | None = None
     ) -> AbstractContextManager[None]:
-        """See ``Trainer.emulate``."""
-        return emulate_properties(self, emulation, codec, snapshot)
+        return emulate_properties(self.model, self.scoring_with, emulation, codec, snapshot)
 
     def rebuild(self, precision: str) -> None:
-        """See ``Trainer.rebuild``."""
         if self.precision is None:
             raise RuntimeError("this trainer was built without a precision that can change")
         self.precision.switch(precision)
 
     def sleep(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
-        """See ``Trainer.sleep``."""
         self.optimizer.zero_grad()
         if "weights" in parts and not self._asleep["weights"]:
             if self.precision is not None:
@@ -338,7 +342,6 @@ class EmbeddedTrainer(Trainer):
             self._asleep["optimizer"].release(self.optimizer.memory())
 
     def wake(self, parts: Sequence[TrainerPart] = ("weights", "optimizer")) -> None:
-        """See ``Trainer.wake``."""
         for part in parts:
             self._asleep[part].restore()
 
@@ -348,19 +351,15 @@ class EmbeddedTrainer(Trainer):
         return FormatItself(format, product, linear_shapes(self.model))
 
     def model_facts(self) -> Mapping[str, Any]:
-        """See ``Trainer.model_facts``."""
         return facts_of(self.model)
 
     def sum(self, value: Tensor) -> Tensor:
-        """See ``Trainer.sum``."""
         return self.parallel.sum(value)
 
     def configure(self, settings: Mapping[str, float]) -> None:
-        """See ``Trainer.configure``."""
         self.optimizer.configure(settings)
 
     def reset_optimizer(self) -> None:
-        """See ``Trainer.reset_optimizer``."""
         self.optimizer.reset()
 
     def units(self, everywhere: bool = False) -> Iterator[Unit]:
@@ -375,7 +374,6 @@ class EmbeddedTrainer(Trainer):
                 export_checkpoint(self.model, tokenizer, directory, units=stream)
 
     def save(self, directory: Path) -> None:
-        """See ``Trainer.save``."""
         checkpoint.save(self.model, self.optimizer, Path(directory), self.world)
 
     def load(self, directory: Path) -> None:

@@ -16,7 +16,7 @@ from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Facts, State, default_facts, show
 from miles_core.plugin.manifest import Plugin, Rule, Set
 from miles_core.plugin.rule import RuleError, Truth, evaluate, names, parse
-from miles_tools.authoring.scan import find_misspelt, hooks_of
+from miles_core.plugin.scan import find_misspelt, hooks_of
 
 _WORDS = {
     Truth.TRUE: "holds",

@@ -142,7 +142,7 @@ def test_a_run_logs_it():
 _FORMAT_MANIFEST = '''\
 """$title weights for miles-core."""
 
-from miles_core.plugin import format_plugin
+from miles_formats import format_plugin
 
 __version__ = "0.1.0"
 
@@ -163,7 +163,7 @@ Everything there is to know about the format is here; trainer, engine, weight sy
 
 import torch
 
-from miles_core.format import Format, Stored, store
+from miles_formats import Format, Stored, store
 
 BLOCK = 32
 

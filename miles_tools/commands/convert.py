@@ -17,8 +17,8 @@ from miles_core.errors import ConfigError
 if TYPE_CHECKING:
     from miles_core.config.config import Config
     from miles_core.plugin.manifest import Plugin
-    from miles_tools.convert.conversion import Conversion, Outcome
-    from miles_tools.convert.shaped import Shape, Units
+    from miles_formats.convert.conversion import Conversion, Outcome
+    from miles_formats.convert.shaped import Shape, Units
 
 USAGE = "miles convert --to FORMAT --model-dir DIR --save-dir DIR [--dry-run] [options of the format]"
 PLAIN = "bf16"
@@ -47,12 +47,12 @@ def run(argv: Sequence[str]) -> int:
         print(f"note: {note}", file=sys.stderr)
     if options.dry_run:
         if options.save_dir:
-            from miles_tools.convert.conversion import check_places
+            from miles_formats.convert.conversion import check_places
 
             check_places(conversion, options.save_dir)
         print(_as_json(conversion) if options.json else _listing(conversion, options.verbose))
         return 0
-    from miles_tools.convert.conversion import run as convert
+    from miles_formats.convert.conversion import run as convert
 
     with _progress(conversion.before) as advance:
         outcome = convert(conversion, options.save_dir, options.workers, options.shard_size, advance)
@@ -142,7 +142,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
             raise ConfigError(f"{rest[0]}: dequantising takes no options; the checkpoint says how it is stored")
         return _plan_plain(options.model_dir)
     from miles_core.config.load import load, schema_for
-    from miles_tools.convert.installed import describe_unknown, format_class, providers
+    from miles_formats.convert.installed import describe_unknown, format_class, providers
 
     manifests = schema_for(rest).manifests
     known = providers(manifests)
@@ -153,8 +153,8 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
     changing = [plugin for plugin in named if options.to not in plugin.formats]
     _refuse_foreign(config, known[options.to], *changing)
     from miles_core.checkpoint.hf_files import CheckpointFiles
-    from miles_core.precision.options import codec_for
-    from miles_tools.convert.encode import to_format
+    from miles_formats.convert.encode import to_format
+    from miles_formats.options import codec_for
 
     codec = codec_for(format_class(options.to, manifests), config, str(options.model_dir))
     shape, changed_by = _shape(config, options) if changing else (None, "")
@@ -189,7 +189,7 @@ def _shape(config: Config, options: argparse.Namespace) -> tuple[Shape | None, s
 
 def _plan_plain(directory: Path) -> Conversion:
     from miles_core.errors import CheckpointError
-    from miles_tools.convert.decode import open_quantized, to_bf16
+    from miles_formats.convert.decode import open_quantized, to_bf16
 
     source = open_quantized(directory)
     if source is None:
@@ -213,7 +213,7 @@ def _help(words: Sequence[str]) -> str:
     """Return the help text: the command's options and, for every installed format, the options of its plugin."""
     from miles_core.config.flags import describe, metavar
     from miles_core.config.load import schema_for
-    from miles_tools.convert.installed import providers
+    from miles_formats.convert.installed import providers
 
     made = _parser()
     schema = schema_for([w for w in words if w not in ("-h", "--help")])
@@ -349,6 +349,6 @@ class _Lines:
 
 
 def _bytes(count: float) -> str:
-    from miles_tools.environment import bytes_text
+    from miles_core.observe.environment import bytes_text
 
     return bytes_text(int(count))

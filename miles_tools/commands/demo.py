@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles_core.errors import ConfigError
-from miles_tools.cuda_context import open_context
+from miles_tools.demo.cuda_context import open_context
 
 
 def run(argv: Sequence[str]) -> int:

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_tools.environment import Environment, bytes_text, environment, find_version
+from miles_core.observe.environment import Environment, bytes_text, environment, find_version
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from miles_tools.convert.memory import Row
-    from miles_tools.convert.model_info import ModelInfo
+    from miles_formats.convert.memory import Row
+    from miles_formats.convert.model_info import ModelInfo
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     needs = requirements()
     model = None
     if options.model is not None:
-        from miles_tools.convert.model_info import inspect_model
+        from miles_formats.convert.model_info import inspect_model
 
         model = inspect_model(options.model)
     memory = memory_in(options.model, options.precision, rest) if options.precision else []
@@ -101,10 +101,10 @@ def memory_in(model: str, precision: str, options: Sequence[str]) -> list[Row]:
     """
     from miles_core.checkpoint.hf_files import CheckpointFiles
     from miles_core.config.load import load
-    from miles_core.precision.options import codec_for
-    from miles_tools.convert.encode import to_format
-    from miles_tools.convert.installed import format_class
-    from miles_tools.convert.memory import memory_table
+    from miles_formats.convert.encode import to_format
+    from miles_formats.convert.installed import format_class
+    from miles_formats.convert.memory import memory_table
+    from miles_formats.options import codec_for
 
     format = format_class(precision)
     config = load(["--rollout-precision", precision, *options])

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles_core.cli.plan import collect_facts, make_parser
 from miles_core.errors import PluginError
-from miles_tools.commands.plan import collect_facts, make_parser
 
 if TYPE_CHECKING:
     from miles_core.plugin.discovery import Catalogue
@@ -55,8 +55,8 @@ def _list(argv: Sequence[str]) -> int:
 
 def _row(name: str, catalogue: Catalogue, facts: Facts, enabled: Sequence[str]) -> dict[str, str]:
     from miles_core.plugin.check import check
+    from miles_core.plugin.scan import hooks_of
     from miles_tools.authoring.explain import emulated_here
-    from miles_tools.authoring.scan import hooks_of
 
     row = {"name": name, "distribution": catalogue.sources[name]}
     try:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_tools.commands.plan import collect_facts, make_parser
+from miles_core.cli.plan import collect_facts, make_parser
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config

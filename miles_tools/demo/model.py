@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_tools.transformers_import import import_transformers
+from miles_core.data.transformers_import import import_transformers
 
 PAD = "<|pad|>"
 START = "<|start|>"

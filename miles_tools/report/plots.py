@@ -18,8 +18,8 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
 from miles_core.observe.metrics import names, series
+from miles_core.observe.terminal import is_graded
 from miles_core.plugin.panel import Panel
-from miles_tools.progress import is_graded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.errors import CheckpointError, MilesError
+from miles_core.mismatch.budget import BUDGET_FILE
+from miles_core.observe import environment as env
 from miles_core.observe.hints import hints_of, review
 from miles_core.observe.metrics import names, read, series
+from miles_core.observe.terminal import is_graded
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.panel import Panel
 from miles_core.plugin.plan import Plan
 from miles_core.redact import redact
 from miles_core.run.ending import ENDING
 from miles_core.version import __version__
-from miles_mismatch.budget import BUDGET_FILE
-from miles_tools import environment as env
 from miles_tools.output_file import make_folder, write_file
-from miles_tools.progress import is_graded
 from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
 from miles_tools.report.drawing import draw_all
 from miles_tools.report.grids import find_grids

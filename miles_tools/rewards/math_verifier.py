@@ -1,7 +1,7 @@
 """The ``math`` reward: scores whether the response's final answer is mathematically equal to the label.
 
-Equal texts and plain integers are compared in this process; all other answers are passed to math-verify in worker processes with a
-deadline, because sympy can run for hours on an unusual answer and a thread cannot be stopped.
+``math_answer`` finds the answer. Equal texts and plain numbers are compared in this process; all other answers are passed to math-verify in
+worker processes with a deadline, because sympy can run for hours on an unusual answer and a thread cannot be stopped.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import json
 import logging
 import os
 import queue
-import re
 import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from miles_core.contracts.run import Run
 from miles_core.data.sample import Sample
-from miles_core.reward.reward import compares_label, labels_of
-from miles_tools.rewards.text_rules import exact, unboxed
+from miles_core.reward.labels import Answer, answers_of, is_match, text_of
+from miles_core.reward.reward import check_label, compares_label
+from miles_tools.rewards.math_answer import compare_numbers, read_answer, tidy
 
 DEADLINE_SECONDS = 20.0
 START_SECONDS = 120.0
 #: Worker processes of a run.
 PROCESSES = min(4, os.cpu_count() or 1)
-INTEGER = re.compile(r"[+-]?\d{1,18}")
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,9 @@ class MathVerifier:
         atexit.register(self.close)
 
     def __call__(self, response: str | None, label: Any) -> float:
-        accepted = labels_of(label)
-        if not response or not response.strip():
-            return 0.0
-        return float(any(self._equal(response, text) for text in accepted))
+        accepted = answers_of(label)
+        answer, boxed = read_answer(response or "")
+        return float(bool(answer) and any(self._equal(answer, boxed, each) for each in accepted))
 
     def close(self) -> None:
         """End the idle worker processes."""
@@ -75,18 +74,22 @@ class MathVerifier:
         for place in places:
             self._idle.put(place)
 
-    def _equal(self, response: str, label: str) -> bool:
-        answer, gold = unboxed(response).strip(), unboxed(label).strip().strip("$").strip()
-        if answer == gold:
+    def _equal(self, answer: str, boxed: bool, accepted: Answer) -> bool:
+        if isinstance(accepted, bool):
+            return is_match(answer, accepted)
+        label, label_boxed = read_answer(text_of(accepted))
+        plain = tidy(answer), tidy(label)
+        if plain[0] == plain[1]:
             return True
-        if INTEGER.fullmatch(answer) and INTEGER.fullmatch(gold):
-            return int(answer) == int(gold)
-        verdict = self._ask({"label": label, "response": response})
+        if (equal := compare_numbers(*plain)) is not None:
+            return equal
+        texts = [rf"\boxed{{{text}}}" if box else text for text, box in ((label, label_boxed), (answer, boxed))]
+        verdict = self._ask({"label": texts[0], "response": texts[1]})
         if "error" in verdict:
-            self._count_failure(verdict["error"], response)
+            self._count_failure(verdict["error"], answer)
             return False
         if not verdict["readable"]:
-            return bool(exact(answer, gold))
+            return is_match(*plain)
         return bool(verdict["equal"])
 
     def _ask(self, request: dict[str, str]) -> dict[str, Any]:
@@ -111,7 +114,18 @@ class MathVerifier:
             log.warning("math reward: %s; scored 0: ...%s (further ones are only counted)", reason, response[-200:])
 
 
-@compares_label
+def check_math_label(label: Any) -> None:
+    """Check that a label of the reward ``math`` holds an answer; the text of a JSON object is none.
+
+    Raises:
+        DataError: see ``answers_of``.
+    """
+    for answer in answers_of(label):
+        if isinstance(answer, str) and answer.lstrip().startswith("{"):
+            with suppress(ValueError, RecursionError):
+                check_label(json.loads(answer))
+
+
 def make_reward(run: Run) -> Callable[[Any, Sample], Awaitable[float]]:
     """The reward named ``math``: 1 where the response's final answer equals the sample's label, else 0."""
     verifier = MathVerifier()
@@ -121,6 +135,9 @@ def make_reward(run: Run) -> Callable[[Any, Sample], Awaitable[float]]:
         return await asyncio.get_running_loop().run_in_executor(threads, verifier, sample.response, sample.label)
 
     return reward
+
+
+compares_label(make_reward, check_math_label)
 
 
 class _Worker:

@@ -17,24 +17,39 @@ MEMORY_BYTES = 4 * 2**30
 DELIMITED = re.compile(r"\$|\\boxed|\\\[|\\\(")
 
 
+def read(text: str) -> list[Any]:
+    """Parse a text: what a box holds, or else the mathematics that math-verify finds in it."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    return list(parse(text, targets, parsing_timeout=SECONDS_PER_STEP))
+
+
 def read_gold(label: str) -> list[Any]:
     """Parse a label; bare LaTeX (without dollar signs or box) is parsed as mathematics first, then as plain text."""
-    from math_verify import parse
-
-    found: list[Any] = []
-    if not DELIMITED.search(label):
-        found = parse(f"${label}$", parsing_timeout=SECONDS_PER_STEP)
-    return found or list(parse(label, parsing_timeout=SECONDS_PER_STEP))
+    return ([] if DELIMITED.search(label) else read(f"${label}$")) or read(label)
 
 
 def judge(label: str, response: str) -> dict[str, bool]:
-    """Return ``readable`` (the label is mathematics) and ``equal`` (the response's answer equals the label)."""
-    from math_verify import parse, verify
+    """Return ``readable`` (the label is mathematics) and ``equal`` (the response's answer equals the label).
+
+    math-verify compares with six decimal places as soon as one side has a decimal number. A label without one is an exact value, so the
+    decimal numbers of the answer are exact, too: .333333 is not 1/3, and .5 is 1/2.
+    """
+    from math_verify import verify
+    from sympy import Basic, Float, MatrixBase, Rational
 
     gold = read_gold(label)
     if all(isinstance(item, str) for item in gold):  # strings could not be parsed as mathematics
         return {"readable": False, "equal": False}
-    answer = parse(response, parsing_timeout=SECONDS_PER_STEP)
+    answer = read(response)
+    if not any(isinstance(item, Basic | MatrixBase) and item.has(Float) for item in gold):
+        answer = [
+            item.xreplace({number: Rational(str(number)) for number in item.atoms(Float)})
+            if isinstance(item, Basic | MatrixBase)
+            else item
+            for item in answer
+        ]
     return {"readable": True, "equal": bool(answer) and verify(gold, answer, timeout_seconds=SECONDS_PER_STEP)}
 
 

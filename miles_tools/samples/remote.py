@@ -19,13 +19,13 @@ import numpy as np
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.redact import secrets
-from miles_runtime.blob import Stored
-from miles_runtime.blob_reader import BlobReader, ReaderEnded, open_reader
-from miles_runtime.remote_sample import Run, is_reference, pack_run, split_runs
-from miles_runtime.remote_tokens import RemoteTokens
 from miles_tools.samples.files import join_parts, part_files
 from miles_tools.samples.process import SHARE
 from miles_tools.samples.rows import Pieces, RecordedTokens, Row, as_text, count_tokens, divide, make_row
+from miles_workers.object_reader import ObjectReader, ReaderEnded, open_reader
+from miles_workers.object_ref import Stored
+from miles_workers.remote_sample import Run, is_reference, pack_run, split_runs
+from miles_workers.remote_tokens import RemoteTokens
 
 #: Samples that are prepared before the event loop continues with other tasks.
 _AT_ONCE = 512
@@ -37,7 +37,7 @@ WRITER = "miles_tools.samples.remote_process:RowWriter"
 #: Samples of one group that are sent together, and saved by the same process.
 _RUN = 16
 
-#: Values that training recorded for the samples of a run: their blob and the position of the first one there; or log-probs and advantages of
+#: Values that training recorded for the samples of a run: their reference and the position of the first one there; or log-probs and advantages of
 #: each sample.
 Recorded = tuple[Stored, int] | list[tuple[np.ndarray | None, np.ndarray | None]]
 #: A run of samples with recorded values and the name of its evaluation set; or a row, if the driver has read the sample.
@@ -93,7 +93,7 @@ def _recorded(run: Sequence[tuple[Sample, RecordedTokens | None, str]]) -> Recor
 
 
 def _stored(entries: Sequence[Entry]) -> Stored:
-    """Return one of the blobs that the entries refer to; there is at least one."""
+    """Return one of the object references that the entries refer to; there is at least one."""
     return next(entry for entry in entries if not isinstance(entry, Row))[0][0]
 
 
@@ -111,7 +111,7 @@ class RemoteWriters:
     def __init__(self, pieces: Pieces, most: int) -> None:
         self.texts = TextRequests(pieces)
         self._most = most
-        self._readers: list[BlobReader] = []
+        self._readers: list[ObjectReader] = []
 
     def write(self, part: Path, step: int, entries: list[tuple[Entry, int]]) -> None:
         """Write the samples of ``make_entries`` to ``part``. Called in another thread than that of ``texts``. Empties ``entries`` when they

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from miles_runtime.remote_sample import StoredGroup, unpack_run
-from miles_runtime.remote_tokens import RemoteTokens, StoredTokens
 from miles_tools.samples.rows import Pieces, RecordedTokens, Row, make_row, pack, response_of
+from miles_workers.remote_sample import StoredGroup, unpack_run
+from miles_workers.remote_tokens import RemoteTokens, StoredTokens
 
 
 class _Values:
@@ -54,7 +54,7 @@ class RowWriter:
 
 
 def _read(step: int, entry: Any, groups: dict[int, StoredGroup], tokens: dict[int, StoredTokens]) -> list[Row]:
-    """Convert the samples that ``remote`` refers to. groups, tokens: those of the message, by the identity of their blob."""
+    """Convert the samples that ``remote`` refers to. groups, tokens: those of the message, by the identity of their object reference."""
     run, recorded, data_set = entry
     samples = unpack_run(run, groups)
     trained: list[RecordedTokens | None] = [None] * len(samples)

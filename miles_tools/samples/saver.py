@@ -19,11 +19,11 @@ from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.redact import secrets
-from miles_runtime.remote_sample import RemoteSample
 from miles_tools.samples.files import DIRECTORY, FILE, KINDS, join_parts, part_files, read_file, rollout_files
 from miles_tools.samples.process import SHARE, Message, WriterProcess
 from miles_tools.samples.remote import Entry, RemoteWriters, make_entries
 from miles_tools.samples.rows import JoinedRows, Pieces, Row, count_tokens, divide, make_row, pack, response_of
+from miles_workers.remote_sample import RemoteSample
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles_core.mismatch.gap import Gap
 from miles_core.precision.quantizer import TENSORS
 from miles_core.version import __version__
-from miles_mismatch.gap import Gap
-from miles_mismatch.layers import LayerComparison
 from miles_tools.output_file import make_folder, write_file
 from miles_tools.report.budget_table import BUDGET_COLUMNS, budget_rows
 from miles_tools.report.mismatch_plots import draw_budget, draw_gap
+from miles_tools.verify.layers import LayerComparison
 from miles_tools.verify.verify import Verification
 
 if TYPE_CHECKING:

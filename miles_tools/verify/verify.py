@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.data.sample import Sample
+from miles_core.mismatch.at_sync import check_version, check_versions_of, score
+from miles_core.mismatch.budget import Budget, budget, in_this_process
+from miles_core.mismatch.gap import Gap, measure
+from miles_core.mismatch.probe import bare, probe, probe_prompts
 from miles_core.precision.quantizer import SideParity
-from miles_mismatch.at_sync import check_version, check_versions_of, score
-from miles_mismatch.budget import Budget, budget, in_this_process
-from miles_mismatch.gap import Gap, measure
-from miles_mismatch.layers import LayerComparison, compare_rows, find_models, record_rows
-from miles_mismatch.probe import bare, probe, probe_prompts
+from miles_tools.verify.layers import LayerComparison, compare_rows, find_models, record_rows
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run

@@ -6,19 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.algorithm.advantage import (
-    ADVANTAGES,
-    KL_IN_REWARD,
-    AdvantageInputs,
-    discounted_returns,
-    gae,
-    group_scores,
-    whiten,
-)
+from miles_core.algorithm.choices import ALGORITHMS
+from miles_core.algorithm.objective import AdvantageInputs
+from miles_core.algorithm.reinforce_plus_plus import discounted_returns, whiten
 from miles_core.errors import ConfigError
 
 GOLDEN_REWARDS = [1.0, 0, 0, 1, 0, 0, 0, 1]
-GROUP_ESTIMATORS = sorted(set(ADVANTAGES) - KL_IN_REWARD)
+GROUP_ESTIMATORS = [name for name, objective in ALGORITHMS.items() if not objective.kl_in_reward]
 
 
 def one_token_each(rewards, group=None, rollout=None, dtype=torch.float64, **kwargs):
@@ -44,7 +38,7 @@ def one_token_each(rewards, group=None, rollout=None, dtype=torch.float64, **kwa
     ],
 )
 def test_golden_values(name, high, low):
-    advantages = ADVANTAGES[name](one_token_each(GOLDEN_REWARDS))
+    advantages = ALGORITHMS[name](one_token_each(GOLDEN_REWARDS))
     expected = torch.tensor([high if r else low for r in GOLDEN_REWARDS], dtype=torch.float64)
     torch.testing.assert_close(advantages, expected, atol=5e-8, rtol=0)
 
@@ -54,33 +48,32 @@ def test_golden_values(name, high, low):
 @given(value=st.floats(-1e6, 1e6, width=32), n=st.integers(1, 9))
 @settings(max_examples=25, deadline=None)
 def test_equal_rewards_give_exactly_zero(name, dtype, value, n):
-    advantages = ADVANTAGES[name](one_token_each([value] * n, dtype=dtype))
+    advantages = ALGORITHMS[name](one_token_each([value] * n, dtype=dtype))
     assert advantages.dtype == dtype
     assert torch.equal(advantages, torch.zeros(n, dtype=dtype))
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_a_group_of_one_gives_exactly_zero_beside_others(name):
-    advantages = ADVANTAGES[name](one_token_each([5.0, 0.1, 1.1, 0.1], group=[7, 3, 3, 3]))
+    advantages = ALGORITHMS[name](one_token_each([5.0, 0.1, 1.1, 0.1], group=[7, 3, 3, 3]))
     assert advantages[0] == 0
     assert (advantages[1:] != 0).all()
 
 
 def test_one_rollout_cut_into_siblings_is_a_group_of_one():
-    scores = group_scores(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([4, 4]), "normalize")
-    assert torch.equal(scores, torch.zeros(2))
+    assert ALGORITHMS["grpo"](one_token_each([1.0, 0.0], rollout=[4, 4])).tolist() == [0.0, 0.0]
 
 
 def test_siblings_count_once_in_the_statistics():
-    whole = ADVANTAGES["grpo"](one_token_each([1.0, 0.0, 0.5]))
-    cut = ADVANTAGES["grpo"](one_token_each([1.0, 1.0, 1.0, 0.0, 0.5], group=[0] * 5, rollout=[0, 0, 0, 1, 2]))
+    whole = ALGORITHMS["grpo"](one_token_each([1.0, 0.0, 0.5]))
+    cut = ALGORITHMS["grpo"](one_token_each([1.0, 1.0, 1.0, 0.0, 0.5], group=[0] * 5, rollout=[0, 0, 0, 1, 2]))
     torch.testing.assert_close(cut, whole[[0, 0, 0, 1, 2]], atol=1e-12, rtol=0)
 
 
 def test_rloo_is_reward_minus_mean_of_the_others():
     rewards = torch.tensor([0.3, -1.0, 2.5, 0.25], dtype=torch.float64)
     others = torch.stack([rewards[torch.arange(4) != i].mean() for i in range(4)])
-    scores = group_scores(rewards, torch.zeros(4, dtype=torch.int64), torch.arange(4), "leave_one_out")
+    scores = ALGORITHMS["rloo"](one_token_each(rewards.tolist()))
     torch.testing.assert_close(scores, rewards - others, atol=1e-12, rtol=0)
 
 
@@ -92,8 +85,8 @@ def test_permuting_samples_permutes_advantages(name, data):
     rewards = data.draw(st.lists(st.floats(-10, 10), min_size=n, max_size=n))
     group = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
     order = data.draw(st.permutations(range(n)))
-    plain = ADVANTAGES[name](one_token_each(rewards, group))
-    permuted = ADVANTAGES[name](
+    plain = ALGORITHMS[name](one_token_each(rewards, group))
+    permuted = ALGORITHMS[name](
         one_token_each([rewards[i] for i in order], [group[i] for i in order], rollout=[int(i) for i in order])
     )
     # The GRPO quotient of nearly equal rewards amplifies the last bit of the mean by up to 1 / 1e-6.
@@ -108,41 +101,23 @@ def test_scores_are_spread_over_unmasked_tokens_only():
         lengths=torch.tensor([3, 2]),
         mask=torch.tensor([0, 1, 1, 0, 1]),
     )
-    assert ADVANTAGES["dr_grpo"](inputs).tolist() == [0.0, 0.5, 0.5, 0.0, -0.5]
+    assert ALGORITHMS["dr_grpo"](inputs).tolist() == [0.0, 0.5, 0.5, 0.0, -0.5]
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_kl_in_the_reward_is_refused_where_it_would_be_ignored(name):
     with pytest.raises(ConfigError, match=r"--kl-coef 0\.1 .*--kl-loss-coef"):
-        ADVANTAGES[name](one_token_each([1.0, 0.0], kl=torch.zeros(2), kl_coef=0.1))
+        ALGORITHMS[name](one_token_each([1.0, 0.0], kl=torch.zeros(2), kl_coef=0.1))
 
 
 def test_a_rollout_in_two_groups_is_refused():
     with pytest.raises(ValueError, match="two groups"):
-        ADVANTAGES["grpo"](one_token_each([1.0, 0.0], group=[0, 1], rollout=[0, 0]))
+        ALGORITHMS["grpo"](one_token_each([1.0, 0.0], group=[0, 1], rollout=[0, 0]))
 
 
 def test_columns_of_wrong_length_are_refused():
     with pytest.raises(ValueError, match="mask has 3 tokens, lengths add up to 2"):
         dataclasses.replace(one_token_each([1.0, 0.0]), mask=torch.ones(3))
-
-
-def test_gae_golden():
-    one = torch.ones(3, dtype=torch.float64)
-    advantages, returns = gae(
-        torch.tensor([0.0, 0, 1]).double(), torch.tensor([0.5, 0.4, 0.6]).double(), one, torch.tensor([3]), 1.0, 0.95
-    )
-    torch.testing.assert_close(advantages, torch.tensor([0.451, 0.58, 0.40]).double(), atol=1e-7, rtol=0)
-    torch.testing.assert_close(returns, torch.tensor([0.951, 0.98, 1.0]).double(), atol=1e-7, rtol=0)
-
-
-def test_gae_skips_masked_tokens_and_does_not_leak_between_samples():
-    reward = torch.tensor([9.0, 0, 9, 0, 1, 9, 1])
-    value = torch.tensor([9.0, 0.5, 9, 0.4, 0.6, 9, 0.25])
-    mask = torch.tensor([0, 1, 0, 1, 1, 0, 1])
-    advantages, returns = gae(reward, value, mask, torch.tensor([5, 2]), 1.0, 0.95)
-    torch.testing.assert_close(advantages, torch.tensor([0, 0.451, 0, 0.58, 0.40, 0, 0.75]), atol=1e-6, rtol=0)
-    torch.testing.assert_close(returns, torch.tensor([0, 0.951, 0, 0.98, 1.0, 0, 1.0]), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
@@ -185,12 +160,12 @@ def test_reinforce_plus_plus_against_the_formula(name, rewards):
     returns = torch.tensor(first + second, dtype=torch.float64)
     expected = torch.zeros(10, dtype=torch.float64)
     expected[[1, 2, 5, 6]] = (returns - returns.mean()) / (returns.var(unbiased=True) + 1e-8).sqrt()
-    torch.testing.assert_close(ADVANTAGES[name](reinforce_inputs()), expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(ALGORITHMS[name](reinforce_inputs()), expected, atol=1e-12, rtol=0)
 
 
 def test_reinforce_plus_plus_needs_the_kl_it_is_asked_to_use():
     with pytest.raises(ValueError, match="kl is missing"):
-        ADVANTAGES["reinforce_plus_plus"](reinforce_inputs(kl=None))
+        ALGORITHMS["reinforce_plus_plus"](reinforce_inputs(kl=None))
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=20), st.integers(0, 2**20))
@@ -221,12 +196,3 @@ def test_whiten_uses_the_unbiased_variance():
 @pytest.mark.parametrize("mask", [[0, 0], [1, 0]])
 def test_whitening_fewer_than_two_tokens_is_zero(mask):
     assert whiten(torch.tensor([3.0, 4.0]), torch.tensor(mask)).tolist() == [0.0, 0.0]
-
-
-def test_tables_agree():
-    assert set(ADVANTAGES) > KL_IN_REWARD
-
-
-def test_unknown_comparison_is_refused():
-    with pytest.raises(ValueError, match="normalize"):
-        group_scores(torch.ones(1), torch.zeros(1).long(), torch.zeros(1).long(), "median")

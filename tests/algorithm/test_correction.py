@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from miles_core.algorithm.correction import Correction, CorrectionInputs, Needs, compose_corrections, identity, needs_of
+from miles_core.algorithm.correction import Correction, CorrectionInputs, compose_corrections, identity, needs_of
+from miles_core.algorithm.objective import Needs
 
 
 def inputs():

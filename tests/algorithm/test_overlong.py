@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from miles_core.algorithm.overlong import overlong_penalty
+from miles_core.algorithm.dapo import overlong_penalty
 from miles_core.errors import ConfigError
 
 

@@ -5,20 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.algorithm.policy_loss import (
-    POLICY_LOSSES,
-    REDUCTIONS,
-    Clip,
-    PolicyLossInputs,
-    cispo,
-    gspo,
-    loss_weights,
-    policy_loss_of,
-    ppo,
-    token_objective,
-)
+from miles_core.algorithm import cispo, grpo, gspo
+from miles_core.algorithm.choices import ALGORITHMS, REDUCTIONS, loss_weights
+from miles_core.algorithm.objective import Clip, PolicyLossInputs
 from miles_core.errors import ConfigError
 
+POLICY_LOSSES = {name: ALGORITHMS[name].policy_loss for name in ("grpo", "gspo", "cispo")}
 LOG_RATIO = [0.1, -0.3, 0.5, -1.0]
 ADVANTAGES = [1.0, -1.0, 1.0, -1.0]
 
@@ -37,7 +29,7 @@ def golden_inputs(log_ratio=LOG_RATIO, advantages=ADVANTAGES, **kwargs):
 
 @pytest.mark.parametrize(("eps_high", "third"), [(0.2, -1.2), (0.28, -1.28)])
 def test_ppo_golden(eps_high, third):
-    loss, metrics = ppo(golden_inputs(), Clip(0.2, eps_high))
+    loss, metrics = grpo.policy_loss(golden_inputs(), Clip(0.2, eps_high))
     torch.testing.assert_close(loss.detach(), torch.tensor([-1.105171, 0.8, third, 0.8]).double(), atol=5e-7, rtol=0)
     assert metrics["clip_fraction_high"] == (1, 4)
     assert metrics["clip_fraction_low"] == (2, 4)
@@ -45,14 +37,14 @@ def test_ppo_golden(eps_high, third):
 
 def test_ppo_gradient_stops_where_clipped():
     inputs = golden_inputs()
-    ppo(inputs, Clip(0.2))[0].sum().backward()
+    grpo.policy_loss(inputs, Clip(0.2))[0].sum().backward()
     expected = torch.tensor([-(2.718281828459045**0.1), 0.0, 0.0, 0.0]).double()
     torch.testing.assert_close(inputs.log_probs.grad, expected, atol=1e-6, rtol=0)
 
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
     inputs = golden_inputs(log_ratio=[2.0, 2.0, 0.5], advantages=[-1.0, 1.0, -2.0])
-    loss, metrics = ppo(inputs, Clip(0.2, 0.2, dual=3.0))
+    loss, metrics = grpo.policy_loss(inputs, Clip(0.2, 0.2, dual=3.0))
     expected = torch.tensor([3.0, -1.2, 2 * 1.6487212707], dtype=torch.float64)
     torch.testing.assert_close(loss.detach(), expected, atol=1e-9, rtol=0)
     assert metrics["clip_fraction_dual"] == (1, 3)
@@ -62,7 +54,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
 
 
 def test_gspo_golden_ratio():
-    loss, metrics = gspo(golden_inputs(advantages=[1.0] * 4), Clip(10.0))
+    loss, metrics = gspo.policy_loss(golden_inputs(advantages=[1.0] * 4), Clip(10.0))
     torch.testing.assert_close(loss.detach(), torch.full((4,), -0.839457).double(), atol=5e-7, rtol=0)
     total, count = metrics["ratio"]
     assert float(total / count) == pytest.approx(0.839457, abs=5e-7)
@@ -81,7 +73,7 @@ def test_gspo_value_and_gradient_against_the_formula_per_sequence(samples, seed)
     score = torch.randn(len(samples), generator=generator, dtype=torch.float64)
     old = torch.randn(len(flat), generator=generator, dtype=torch.float64)
     log_probs = (old + flat).requires_grad_()
-    loss, _ = gspo(PolicyLossInputs(log_probs, old, score[segments], mask, segments), Clip(0.2, 0.3))
+    loss, _ = gspo.policy_loss(PolicyLossInputs(log_probs, old, score[segments], mask, segments), Clip(0.2, 0.3))
     loss.sum().backward()
 
     reference = log_probs.detach().clone().requires_grad_()
@@ -107,7 +99,7 @@ def test_gspo_does_not_depend_on_other_samples_of_the_micro_batch():
     def losses(keep):
         column = columns[:, keep]
         inputs = PolicyLossInputs(column[0], column[1], column[2], mask[keep], segments[keep])
-        return gspo(inputs, Clip(0.2))[0]
+        return gspo.policy_loss(inputs, Clip(0.2))[0]
 
     whole = losses(torch.arange(6))
     parts = torch.cat([losses(torch.tensor(part)) for part in ([0, 1, 2], [3, 4], [5])])
@@ -146,19 +138,19 @@ def test_loss_and_gradient_of_a_step_do_not_depend_on_the_micro_batches(how, nam
 
 def test_gspo_says_what_it_needs():
     with pytest.raises(ValueError, match="segments"):
-        gspo(golden_inputs(segments=None), Clip())
+        gspo.policy_loss(golden_inputs(segments=None), Clip())
     with pytest.raises(ValueError, match="non-decreasing"):
-        gspo(golden_inputs(segments=torch.tensor([0, 1, 0, 1])), Clip())
+        gspo.policy_loss(golden_inputs(segments=torch.tensor([0, 1, 0, 1])), Clip())
 
 
 def test_gspo_of_an_empty_micro_batch_is_empty():
-    loss, _ = gspo(golden_inputs(log_ratio=[], advantages=[]), Clip())
+    loss, _ = gspo.policy_loss(golden_inputs(log_ratio=[], advantages=[]), Clip())
     assert loss.shape == (0,)
 
 
 def test_cispo_clips_above_only_and_keeps_the_gradient():
     inputs = golden_inputs()
-    loss, metrics = cispo(inputs, Clip(0.2, 0.28))
+    loss, metrics = cispo.policy_loss(inputs, Clip(0.2, 0.28))
     weight = torch.tensor(LOG_RATIO).double().exp().clamp(max=1.28)
     advantages = torch.tensor(ADVANTAGES).double()
     torch.testing.assert_close(loss.detach(), -weight * advantages * inputs.log_probs.detach(), atol=1e-7, rtol=0)
@@ -205,13 +197,6 @@ def test_a_huge_log_ratio_stays_finite(name):
     assert torch.isfinite(loss).all()
 
 
-def test_losses_by_estimator():
-    assert policy_loss_of("gspo") is gspo
-    assert policy_loss_of("cispo") is cispo
-    for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"):
-        assert policy_loss_of(name) is ppo
-
-
 @pytest.mark.parametrize(
     ("kwargs", "flag"),
     [({"eps": -0.1}, "--eps-clip -0.1"), ({"eps_high": -1.0}, "--eps-clip-high -1"), ({"dual": 1.0}, "--eps-clip-c 1")],
@@ -219,15 +204,3 @@ def test_losses_by_estimator():
 def test_clip_refuses_impossible_bounds(kwargs, flag):
     with pytest.raises(ConfigError, match=flag):
         Clip(**kwargs)
-
-
-def test_token_objective_adds_kl_and_subtracts_entropy():
-    one = torch.ones(2)
-    assert token_objective(one, kl=one * 2, kl_loss_coef=0.5, entropy=one * 3, entropy_coef=0.1).tolist() == (
-        pytest.approx([1.7, 1.7])
-    )
-    assert token_objective(one) is one
-    with pytest.raises(ValueError, match="no KL column"):
-        token_objective(one, kl_loss_coef=0.1)
-    with pytest.raises(ValueError, match="no entropy column"):
-        token_objective(one, entropy_coef=0.1)

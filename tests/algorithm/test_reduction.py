@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.algorithm.policy_loss import REDUCTIONS, loss_weights
+from miles_core.algorithm.choices import REDUCTIONS, loss_weights
 from miles_core.errors import ConfigError
 
 LOSSES = torch.tensor([1.0, 2, 1, 1, 1, 4])

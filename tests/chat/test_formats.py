@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from miles_chat import FORMATS, Call, Malformed, split_reasoning
+from miles_core.chat import FORMATS, Call, Malformed, split_reasoning
 
 PARAMETERS = {
     "add": {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles_chat import find_dialect
+from miles_core.chat import find_dialect
 from miles_core.data import Renderer
 from miles_core.plugin import ConfigError
 from miles_tools.demo.model import make_tokenizer

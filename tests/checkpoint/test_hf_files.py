@@ -33,6 +33,13 @@ def test_a_truncated_file_is_named(checkpoint, tensors, cut):
         CheckpointFiles(directory)
 
 
+def test_bytes_after_the_tensors_are_refused(checkpoint, tensors):
+    path = checkpoint({"model.safetensors": tensors}) / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"appended")
+    with pytest.raises(CheckpointError, match=r"model.safetensors has [\d,]+ bytes, and its tensors end after"):
+        CheckpointFiles(path.parent)
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_named(checkpoint, tensors):
     directory = checkpoint({"model.safetensors": tensors})
     files = CheckpointFiles(directory)
@@ -103,7 +110,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, checkpoint, tensors):
     [
         ({"a": ([-2, -2], [0, 16])}, r"a has the shape \[-2, -2\]"),
         ({"a": ([2, 2.0], [0, 16])}, r"a has the shape \[2, 2.0\]"),
-        ({"a": ([2, 2], [16, 32]), "b": ([4], [24, 40])}, "a and b share bytes"),
+        ({"a": ([2, 2], [0, 16]), "b": ([4], [8, 24])}, "a and b share bytes"),
+        ({"a": ([2, 2], [0, 16]), "b": ([4], [32, 48])}, "the bytes between a and b belong to no tensor"),
+        ({"a": ([2, 2], [16, 32])}, "the bytes before a belong to no tensor"),
     ],
 )
 def test_a_header_that_lies_is_refused(tmp_path, said, why):

@@ -85,12 +85,6 @@ def test_a_users_mistake_is_one_message_and_code_2(command, capsys, monkeypatch)
     assert capsys.readouterr().err == "error: no such thing\n"
 
 
-def test_a_message_that_says_error_is_not_prefixed_again(command, capsys):
-    command(fail_with(ConfigError("error: this run cannot start")))
-    assert cli.main(["doctor"]) == 2
-    assert capsys.readouterr().err == "error: this run cannot start\n"
-
-
 def test_debug_keeps_the_traceback(command, monkeypatch):
     monkeypatch.setenv("MILES_DEBUG", "1")
     command(fail_with(ConfigError("no such thing")))

@@ -29,7 +29,7 @@ def command_lines(draw) -> list[str]:
         "--label-key": NAMES,
         "--save": NAMES,
         "--plugins": st.sampled_from(["replay", "small,replay", "weights,server"]),
-        "--kl-loss-type": st.sampled_from(["k1", "k3", "low_var_kl"]),
+        "--loss-aggregation": st.sampled_from(["token_mean", "rollout_mean"]),
     }
     for flag, values in options.items():
         if draw(st.booleans()):

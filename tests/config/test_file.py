@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from miles_core.config.load import load
 from miles_core.errors import ConfigError
 
 
@@ -64,7 +65,7 @@ def test_an_empty_file_changes_nothing(loaded, written):
         ("- lr", "must be a mapping of keys to values, not a single list"),
         ("rollout_small: fast", "sets fixed values; write true"),
         ("? [a]\n: 1", "a key must be a name"),
-        ("when: 2020-99-99", "malformed YAML"),
+        ("when: 2020-99-99", "unknown key when"),
         ("engine: [a]", "line 1: engine cannot be ['a']; it is one of"),
         ("rollout: {batch_size: {a: 1}}", "rollout.batch_size cannot be {'a': 1}"),
         ("save: {a: x, b: y}", "it must be a text"),
@@ -99,3 +100,40 @@ def test_a_missing_file_and_an_unknown_ending(loaded, written, tmp_path):
 def test_aliases_in_files(loaded, written):
     assert loaded("--config", written("rollout_small: true")).rollout.precision == "small"
     assert loaded("--config", written("rollout_small: false")).rollout.precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "value"),
+    [
+        ("seed: 010", "train.seed", 10),
+        ("seed: 0o10", "train.seed", 8),
+        ("seed: 1_000", "train.seed", 1000),
+        ("lr: 1e-6", "train.lr", 1e-6),
+        ("label_key: yes", "data.label_key", "yes"),
+        ("label_key: on", "data.label_key", "on"),
+        ("label_key: 1:30", "data.label_key", "1:30"),
+        ("label_key: 2024-01-01", "data.label_key", "2024-01-01"),
+        ("model_name: 1.10", "model.model_name", "1.10"),
+        ("model_name: 010", "model.model_name", "010"),
+        ("model_name: 1e3", "model.model_name", "1e3"),
+        ("shuffle: yes", "data.shuffle", True),
+    ],
+)
+def test_a_plain_value_means_what_it_means_as_a_flag(tmp_path, line, path, value):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{path.partition('.')[0]}:\n  {line}\n")
+    config = load(["--config", str(file)], manifests=[], environment={})
+    assert config.get(path) == value and type(config.get(path)) is type(value)
+    flag, text = config.schema.options[path].flag, line.partition(": ")[2]
+    if "0o" not in text and value is not True:  # Python's int has no octal without a prefix; switches take no value
+        assert load([f"{flag}={text}"], manifests=[], environment={}).get(path) == value
+    again = tmp_path / "again.yaml"
+    again.write_text(config.to_yaml())
+    assert load(["--config", str(again)], manifests=[], environment={}).get(path) == value
+
+
+def test_a_sexagesimal_number_is_refused_where_a_number_is_needed(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("train:\n  seed: 1:30\n")
+    with pytest.raises(ConfigError, match=r"run.yaml line 2: train.seed cannot be '1:30'; it must be a whole number"):
+        load(["--config", str(file)], manifests=[], environment={})

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
 NAMES = [name for name in vars(HookSpecs) if not name.startswith("_")]
 #: Core, and the backend that ships with it: models and decoders are a backend's to ask for.
-SOURCES = [p for package in ("miles_core", "miles_runtime", "miles_embedded") for p in (ROOT / package).rglob("*.py")]
+SOURCES = [p for package in ("miles_core", "miles_workers", "miles_embedded") for p in (ROOT / package).rglob("*.py")]
 PROCESSES = ("driver", "every process", "every trainer rank", "owning process", "rollout worker")
 
 

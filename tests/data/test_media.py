@@ -9,8 +9,8 @@ import pytest
 
 from miles_core.data import prompts
 from miles_core.data.media import find_media, is_media_key
+from miles_core.data.parquet import ParquetFile
 from miles_core.errors import DataError
-from miles_tools.parquet import ParquetFile
 
 Prompts = partial(prompts.Prompts, open_parquet=ParquetFile)
 

@@ -124,7 +124,7 @@ class Letters:
         return [None] * len(texts)
 
 
-def open_large(tmp_path, rows, longest=None, context=None):
+def open_large(tmp_path, rows, longest=None, context=None, check=None):
     """Open and examine a file whose rows 0, 2 and 5 are checked; return the queue of its prompts."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(row if row.startswith("{") else json.dumps({"input": row}) + "\n" for row in rows))
@@ -136,7 +136,7 @@ def open_large(tmp_path, rows, longest=None, context=None):
     source = Prompts(str(path))
     examine(source, render, config, limits, "--prompt-data")
     assert render.calls == 3 and len(source) == 6
-    return PromptQueue(source, encode_rows(render, config, limits))
+    return PromptQueue(source, encode_rows(render, config, limits, check))
 
 
 def test_rows_that_were_not_checked_are_left_out_with_a_warning_that_names_the_line(tmp_path, stored, caplog):
@@ -154,6 +154,20 @@ def test_rows_that_were_not_checked_are_left_out_with_a_warning_that_names_the_l
     again = open_large(tmp_path, rows, context=5)
     again.load_state(state)
     assert [p.text for p in again.next(4)] == ["a", "c", "f", "a"]
+
+
+def test_labels_that_were_not_checked_are_checked_when_they_are_read(tmp_path, stored, caplog):
+    def check(row):
+        if row.prompt in "bc":
+            raise DataError(f"{row.place}: no response equals the label")
+
+    prompts = open_large(tmp_path, [*"abcdef"], check=check)  # row 2, "c", was checked before the run
+    caplog.clear()
+    assert [p.text for p in prompts.next(3)] == ["a", "d", "e"]
+    assert [record.getMessage().partition("a.jsonl:")[2][:20] for record in caplog.records] == [
+        "2: no response equals"[:20],
+        "3: no response equals"[:20],
+    ]
 
 
 def test_long_prompts_that_were_not_examined_are_left_out_when_they_are_read(tmp_path, stored, caplog):

@@ -195,3 +195,32 @@ def test_a_key_that_occurs_twice_is_refused(tmp_path, row):
     path.write_text('{"input": "a"}\n' + row + "\n")
     with pytest.raises(DataError, match=r"p.jsonl:2: .*the key '(input|k)' occurs 2 times in one object"):
         Prompts(str(path))
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "label"),
+    [
+        ({"a": {"b": "2"}}, "a.b", "2"),
+        ({"a": {"b": {"c": 0}}}, "a.b.c", 0),
+        ({"a": '{"b": [1]}'}, "a.b", [1]),
+        ({"a": {"b": '{"c": "2"}'}}, "a.b.c", "2"),
+        ({"a.b": "1", "a": {"b": "2"}}, "a.b", "1"),
+        ({"a.b": {"c": "1"}, "a": {"b.c": "2"}}, "a.b.c", "1"),
+        ({"a": {"b.c": "2"}}, "a.b.c", "2"),
+        ({"a": {"b": "2"}}, "a", {"b": "2"}),
+    ],
+)
+def test_a_key_reaches_into_mappings(tmp_path, row, key, label):
+    path = write(tmp_path / "d.jsonl", [{"input": "q"} | row])
+    assert Prompts(path, label_key=key)[0].label == label
+    prompt = Prompts(
+        write(tmp_path / "p.jsonl", [{"x": {"q": "text", "m": {"k": 1}}}]), input_key="x.q", metadata_key="x.m"
+    )
+    assert (prompt[0].prompt, prompt[0].metadata) == ("text", {"k": 1})
+
+
+@pytest.mark.parametrize("row", [{"a": {"c": 1}}, {"a": "b"}, {"a": '{"b"'}, {"a": [{"b": 1}]}, {"a": None}, {"b": 1}])
+def test_a_key_of_a_mapping_that_is_missing(tmp_path, row):
+    path = write(tmp_path / "d.jsonl", [{"input": "q", "a": {"b": 1}}, {"input": "q"} | row])
+    with pytest.raises(DataError, match=r":2: no key 'a\.b' for the label; choose --label-key from: 'input'"):
+        Prompts(path, label_key="a.b")

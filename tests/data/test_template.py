@@ -14,7 +14,9 @@ def tokenizer(chat_template=None, post=None):
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if post:
-        inner.post_processor = processors.TemplateProcessing(single=post, special_tokens=[("<s>", 1), ("</s>", 2)])
+        inner.post_processor = processors.TemplateProcessing(
+            single=post, special_tokens=[("<s>", 1), ("</s>", 2), ("<user>", 3)]
+        )
     made = PreTrainedTokenizerFast(
         tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
     )
@@ -30,8 +32,56 @@ def test_a_chat_is_rendered_with_the_generation_prompt():
     template = PromptTemplate(tokenizer(CHAT, post="<s> $A </s>"), apply_chat_template=True)
     assert template.renderer.text([{"role": "user", "content": "add two"}]) == "<user> add two <assistant>"
     assert template("add two") == ids("<user>", "add", "two", "<assistant>")
+    chat = [
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "add"},
+        {"role": "user", "content": "two"},
+    ]
+    assert template(chat) == ids("<user>", "two", "<assistant>", "add", "<user>", "two", "<assistant>")
+
+
+def test_a_chat_that_ends_with_an_assistant_message_is_continued():
+    template = PromptTemplate(tokenizer(CHAT), apply_chat_template=True)
     chat = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "add"}]
-    assert template(chat) == ids("<user>", "two", "<assistant>", "add", "<assistant>")
+    assert template(chat) == ids("<user>", "two", "<assistant>", "add")
+    parts = [chat[0], {"role": "assistant", "content": [{"type": "text", "text": "add"}]}]
+    of_parts = CHAT.replace("m.content", "(m.content if m.content is string else m.content[0].text)")
+    assert PromptTemplate(tokenizer(of_parts), True)(parts) == ids("<user>", "two", "<assistant>", "add")
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    for last in ({"content": ""}, {"content": None}, {"content": []}, {"content": "add", "tool_calls": [call]}):
+        with pytest.raises(DataError, match="ends with an assistant message that has tool calls or no text"):
+            template([chat[0], {"role": "assistant", **last}])
+    with pytest.raises(DataError, match="the chat template refuses the prompt"):  # it does not show the message
+        PromptTemplate(tokenizer(CHAT.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}")), True)(chat)
+
+
+@pytest.mark.parametrize("post", ["<s> $A", "<s> <user> $A", "<s> $A </s>"])
+def test_a_text_that_begins_with_the_tokenizers_start_gets_no_second_one(post):
+    template, start = PromptTemplate(tokenizer(post=post)), post.partition(" $A")[0].split()
+    for text in ("add two", " ".join([*start, "add", "two"])):
+        assert template(text) == template(text, template.encode_texts([text])[0]) == ids(*start, "add", "two")
+    assert template(" ".join([*start, *start, "add"])) == ids(*start, *start, "add")
+    assert template("<s> add </s>")[-2:] == ids("add", "</s>")
+
+
+@pytest.mark.parametrize(
+    ("chat", "text"),
+    [
+        (CHAT, "<user> two <assistant>"),
+        ("<s>" + CHAT, "<s> <user> two <assistant>"),
+        ("<s>" + CHAT, "\n<user> two"),
+        (CHAT.replace("<{{ m.role }}>", "<s> {{ m.role }} :"), "<s> user : two"),
+    ],
+)
+def test_text_that_a_template_rendered_is_refused(chat, text):
+    template = PromptTemplate(tokenizer(chat), True)
+    for prompt in (text, [{"role": "system", "content": text}, {"role": "user", "content": "add"}]):
+        with pytest.raises(DataError, match=r"begins with .*, which the chat template writes: it was rendered before"):
+            template(prompt)
+    assert PromptTemplate(tokenizer(chat))(text)
+    assert template("what does <user> mean?") and template(
+        [{"role": "user", "content": "two"}, {"role": "assistant", "content": text}]
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from miles_mismatch.agreement import STRETCH, compare
+from miles_core.mismatch.agreement import STRETCH, compare
 
 
 def scores(tokens=320, seed=0):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from miles_mismatch.agreement import Agreement
-from miles_mismatch.allowance import Side, allowance
+from miles_core.mismatch.agreement import Agreement
+from miles_core.mismatch.allowance import Side, allowance
 
 FP8 = Side("bfloat16", "fp8", 0.03, rounds_inputs=True)
 

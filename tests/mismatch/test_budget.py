@@ -5,11 +5,11 @@ import torch
 
 from miles_core.contracts.transport import SyncReport
 from miles_core.errors import MismatchError
-from miles_core.precision.product import Products
+from miles_core.mismatch import budget as b
+from miles_core.mismatch.probe import probe, probe_prompts
+from miles_core.precision.products import Products
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_fp8.format import Fp8
-from miles_mismatch import budget as b
-from miles_mismatch.probe import probe, probe_prompts
 from miles_testing.doubles.product import ExactProduct
 from miles_tools.verify.verify import verify
 
@@ -81,7 +81,7 @@ def shares(found):
 def perturb(learner):
     """Move the trainer's weights on, as an optimiser step would."""
     with torch.no_grad():
-        for parameter in learner.ranks.rank.trainer.model.parameters():
+        for parameter in learner.rank.trainer.model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
 
 
@@ -185,7 +185,7 @@ def test_noise_on_activations(with_parts, tmp_path):
 
 def test_measuring_leaves_the_trainer_as_it_was(with_parts):
     async def before_and_after(run, parts):
-        model = parts.learner.ranks.rank.trainer.model
+        model = parts.learner.rank.trainer.model
         before = {n: t.clone() for n, t in model.state_dict().items()}
         await measured(run, parts)
         return all(torch.equal(t, before[n]) for n, t in model.state_dict().items())

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from miles_core.errors import MilesError, MismatchError
+from miles_core.mismatch import first_sync
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.testing.defects import DEFECTS
-from miles_mismatch import first_sync
 from miles_testing import tiny
 
 FAMILIES = [*tiny.FAMILIES, *tiny.ROUTER_FAMILIES]

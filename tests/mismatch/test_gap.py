@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_core.data.sample import Sample
-from miles_mismatch.gap import WORST, measure
+from miles_core.mismatch.gap import WORST, measure
 
 
 def sample(index, tokens, response, mask=None):

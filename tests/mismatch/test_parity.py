@@ -5,11 +5,12 @@ import torch
 
 from miles_core.data.unit import Unit
 from miles_core.errors import MilesError
-from miles_core.precision.codec import Codec
+from miles_core.mismatch.parity import check, measure, probes
+from miles_core.mismatch.projection import project
 from miles_core.precision.quantizer import BYTES, VALUES, FormatItself, bounded
-from miles_fp8.format import CODES, SCALES, Fp8
-from miles_mismatch.parity import check, measure, probes
-from miles_mismatch.projection import project
+from miles_formats import FormatCodec
+from miles_fp8.format import Fp8
+from miles_fp8.layout import CODES, SCALES
 
 
 class Reciprocal(FormatItself):
@@ -114,7 +115,7 @@ def test_a_run_is_stopped_before_its_first_step(toy_run, monkeypatch, tmp_path, 
 
 def test_the_projection_lies_on_the_grid_and_leaves_the_rest():
     name, other = "model.layers.0.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"
-    weight, codec = torch.randn(128, 256, dtype=torch.bfloat16), Codec(Fp8(power_of_two_scales=True))
+    weight, codec = torch.randn(128, 256, dtype=torch.bfloat16), FormatCodec(Fp8(power_of_two_scales=True))
     before = weight.clone()
     found = project(codec, Unit({name: weight, other: weight[0]})).tensors
     assert torch.equal(weight, before) and found[other] is not weight and torch.equal(found[other], weight[0])
@@ -125,7 +126,7 @@ def test_the_projection_lies_on_the_grid_and_leaves_the_rest():
 
 
 def test_what_is_projected_is_the_same_for_a_backend_that_reads_it_in_float32():
-    name, codec = "model.layers.0.mlp.down_proj.weight", Codec(Fp8(power_of_two_scales=False))
+    name, codec = "model.layers.0.mlp.down_proj.weight", FormatCodec(Fp8(power_of_two_scales=False))
     weight = torch.randn(128, 256)
     found = project(codec, Unit({name: weight})).tensors[name]
     copy = project(codec, Unit({name: weight.bfloat16()})).tensors[name]

@@ -2,8 +2,8 @@
 
 import pytest
 
+from miles_core.mismatch.probe_text import BEHIND, FEWEST, MOST_ON_CPU, probe_text
 from miles_core.plugin.boundaries import boundaries
-from miles_mismatch.probe_text import BEHIND, FEWEST, MOST_ON_CPU, probe_text
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from miles_core.errors import MilesError
+from miles_core.mismatch.parity import check
+from miles_core.mismatch.product_probe import check_product
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.trainer.trainer import EmbeddedTrainer
-from miles_fp8.format import SCALES, Fp8
-from miles_mismatch.parity import check
-from miles_mismatch.product_probe import check_product
+from miles_fp8.format import Fp8
+from miles_fp8.layout import SCALES
 from miles_testing.doubles.product import ExactProduct
 
 

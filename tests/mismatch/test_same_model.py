@@ -6,9 +6,9 @@ import pytest
 import transformers
 
 from miles_core.errors import CheckpointError
+from miles_core.mismatch.same_model import COMPARED, check_same_model
 from miles_core.plugin.detect import model_facts
 from miles_embedded.model.load import facts_of
-from miles_mismatch.same_model import COMPARED, check_same_model
 from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 from miles_testing.toy import toy_files
 

@@ -37,6 +37,7 @@ def test_missing_metrics_give_no_hint():
         ("no-signal", [{"reward/all_equal": 1.0, "train/grad_norm": 0.0}] * 5),
         ("no-gradient", [{"reward/all_equal": 0.2, "train/grad_norm": 0.0}] * 3),
         ("truncated", [{"rollout/truncated": 0.5}] * 5),
+        ("ids-without-token", [{"rollout/ids_without_token": 0.001}]),
         ("clipped", [{"train/clip_fraction_high": 0.5}] * 5),
         ("reference-drift", [{"train/ref_kl": 2.0}] * 5),
         ("mismatch-jump", [{"mismatch/kl_k3": 1e-5}] * 21 + [{"mismatch/kl_k3": 2e-4}]),

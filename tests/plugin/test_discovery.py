@@ -43,7 +43,9 @@ def test_scanning_imports_no_plugin(install):
 def test_a_plugin_that_cannot_be_imported_is_refused_when_asked_for(install):
     install("bad", "import not_there_at_all")
     catalogue = discover()
-    with pytest.raises(PluginError, match=r"plugin 'bad' \(miles-plugin-bad 0\.1\.0\) cannot be imported") as refused:
+    with pytest.raises(
+        PluginError, match=r"plugin 'bad' \(miles-plugin-bad 0\.1\.0\): miles_test_bad:plugin cannot be imported"
+    ) as refused:
         catalogue.request("bad")
     told = str(refused.value).splitlines()
     assert told[1].startswith("Traceback") and told[2].endswith('miles_test_bad/__init__.py", line 1, in <module>')
@@ -196,7 +198,7 @@ def test_the_host_imports_neither_torch_nor_transformers(tmp_path):
         "from miles_core.config.load import load\n"
         "from miles_core.run.prepare import prepare\n"
         "from miles_core.plugin.render import describe\n"
-        "from miles_tools.authoring.scan import scan_hooks\n"
+        "from miles_core.plugin.scan import scan_hooks\n"
         f"plan, _ = prepare(load(['--plugins', {write(tmp_path, FILE_WITH_MANIFEST)!r}]))\n"
         "assert 'on_step: mine' in describe(plan, scan_hooks(plan))\n"
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))\n"

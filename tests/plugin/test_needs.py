@@ -12,8 +12,8 @@ from miles_core.plugin.load import Hooks
 from miles_core.plugin.manifest import Plugin, Rule
 from miles_core.run.prepare import prepare
 from miles_embedded import plugin as embedded
-from miles_tools import plugin as tools
 from miles_tools.authoring.explain import lint
+from miles_workers.manifest import plugin as workers
 
 PARTS = {"engine": {"x": "m:e"}, "trainer": {"y": "m:t"}}
 
@@ -25,7 +25,7 @@ def mine(name="mine", **parts):
 def problems(flags, **parts):
     """Headlines of a run whose backends are ``mine``'s."""
     config = load(
-        ["--engine", "x", "--trainer", "y", *flags], manifests=[embedded, tools, mine(**{"provides": PARTS} | parts)]
+        ["--engine", "x", "--trainer", "y", *flags], manifests=[embedded, workers, mine(**{"provides": PARTS} | parts)]
     )
     found = check({"mine": "--plugins"}, config.schema.manifests, Facts(config.facts()))
     return [p.headline for p in found.problems], found.advice
@@ -50,20 +50,20 @@ def test_options_of_core_need_what_a_backend_can(flags, needed):
 
 def test_a_part_that_nothing_asks_for_is_told_and_a_second_one_refused():
     drafts = [mine(name, provides={"decoder": {name: "m:d"}}) for name in ("one", "two")]
-    config = load([], manifests=[embedded, tools, *drafts])
+    config = load([], manifests=[embedded, workers, *drafts])
     manifests, facts = config.schema.manifests, Facts([*config.facts(), *model_facts(None)])
     assert not check({"one": "--plugins"}, manifests, facts).problems
     (problem,) = check({"one": "--plugins", "two": "--plugins"}, manifests, facts).problems
     assert problem.headline == "two brings a second decoder" and "one also provides one" in problem.because
     _, advice = problems([], provides=PARTS | {"decoder": {"d": "m:d"}})
     assert "mine: its part decoder is not used" not in "".join(advice)  # its own engine may ask for it
-    other = load(["--engine", "x", "--trainer", "y"], manifests=[embedded, tools, mine(provides=PARTS), drafts[0]])
+    other = load(["--engine", "x", "--trainer", "y"], manifests=[embedded, workers, mine(provides=PARTS), drafts[0]])
     told = check({"mine": "--plugins", "one": ""}, other.schema.manifests, Facts(other.facts())).advice
     assert any(line.startswith("one: its part decoder is not used; engine = x") for line in told)
 
 
 def planned(flags, *manifests):
-    config = load(flags, manifests={m.name: m for m in (embedded, tools, *manifests)})
+    config = load(flags, manifests={m.name: m for m in (embedded, workers, *manifests)})
     return prepare(config, catalogue=config.schema.manifests)
 
 
@@ -86,7 +86,8 @@ def test_a_fix_that_cannot_start_is_not_proposed():
 
 
 def test_hooks_that_there_are_not_and_heavy_manifests_are_found_by_the_checks(install, capsys):
-    from miles_tools.commands import plan, plugins
+    from miles_core.cli import plan
+    from miles_tools.commands import plugins
 
     hooks = "from miles_core.plugin import hookimpl\nclass H:\n    @hookimpl\n    def on_stepp(self): ...\n"
     text = "from miles_core.plugin import Plugin\nplugin = Plugin('slip', '', '1', '>=0', hooks={'': 'miles_test_slip.hooks:H'}, "

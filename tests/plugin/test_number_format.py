@@ -3,7 +3,7 @@
 import pytest
 
 from miles_core.plugin.manifest import Pair, Plugin, Rule, Set
-from miles_core.plugin.number_format import format_plugin
+from miles_formats.manifest import format_plugin
 
 
 def made(**more):

@@ -183,7 +183,7 @@ def test_an_unknown_fact_in_a_rule_is_an_error_with_the_nearest_name():
     broken = plugin("a", requires=(Rule("gpu.smm >= 90", "tensor cores"),))
     (problem,) = check(["a"], {"a": broken}, facts()).problems
     assert problem.headline == "a has a broken rule: 'gpu.smm >= 90' names gpu.smm"
-    assert problem.because == "did you mean gpu.sm?"
+    assert problem.because == "no part of this run defines it; did you mean gpu.sm?"
 
 
 def test_a_rule_whose_when_does_not_hold_may_name_what_is_not_installed():

@@ -8,8 +8,9 @@ from torch import nn
 
 from miles_core.config.load import load
 from miles_core.errors import ConfigError
-from miles_core.precision import scaled_mm
-from miles_core.precision.product import NoProduct, Products, emulate_product
+from miles_core.precision.product import NoProduct
+from miles_core.precision.products import Products, emulate_product
+from miles_formats import scaled_mm
 from miles_fp8.format import Fp8
 from miles_testing.doubles.product import ExactProduct
 

@@ -293,3 +293,15 @@ def test_group_rewards_and_their_concurrency_in_a_run(toy_run, tmp_path, plain):
     )
     assert sorted(module.sizes) == [3, 3, 3, 3, 4, 4, 4, 4] and module.most == 2
     assert done.metrics[-1]["reward/max"] == 1.0 and 0 < done.metrics[-1]["reward/mean"] < 1
+
+
+@pytest.mark.parametrize("code", ["", "async def reward(args, sample) -> float:\n    return 1.0\n"])
+def test_a_key_into_a_reward_that_is_a_number_is_refused(tmp_path, code):
+    from miles_testing import toy_run
+
+    options = {"rm_type": "exact", "custom_rm_path": None, "label_key": "label"}
+    if code:
+        (tmp_path / "r.py").write_text(code)
+        options = {"custom_rm_path": f"{tmp_path / 'r.py'}:reward"}
+    with pytest.raises(ConfigError, match="--reward-key score: it has no effect, because the reward of"):
+        toy_run(reward_key="score", **options)

@@ -113,7 +113,7 @@ def test_siblings_of_one_rollout_count_once(run):
     assert len(samples) == 12 and sorted({s.rollout_id for s in samples}) == list(range(8))
     assert len(batch) == 12 and len(batch.rollout.unique()) == 8
     # the loss weights of a rollout add up to 1/8, its siblings together
-    from miles_core.algorithm.policy_loss import loss_weights
+    from miles_core.algorithm.choices import loss_weights
 
     weights = loss_weights(batch.mask, batch.lengths, batch.rollout, "rollout_mean")
     for rollout in batch.rollout.unique():

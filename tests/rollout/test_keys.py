@@ -191,7 +191,7 @@ def test_dropping_a_sample_aborts_each_of_its_calls(toy_run):
     async def dropped() -> list[int]:
         functions = Functions("three", {"three": PlainFunction(three)})
         generator = Generator(run, {run.policy.name: engine}, Sampling(4), functions)  # type: ignore[dict-item]
-        tasks = [asyncio.create_task(generator(Sample(tokens=[1, 2], index=index))) for index in (5, 6, 7)]
+        tasks = [asyncio.create_task(generator.generate(Sample(tokens=[1, 2], index=index))) for index in (5, 6, 7)]
         await asyncio.sleep(0.01)
         for task in tasks:
             task.cancel()
@@ -204,7 +204,7 @@ def test_dropping_a_sample_aborts_each_of_its_calls(toy_run):
 
 
 def test_probes_share_no_key_with_samples(toy_run):
-    from miles_mismatch.probe import probe
+    from miles_core.mismatch.probe import probe
 
     done, asked, policies = toy_run(steps=1), [], set()
 

@@ -79,10 +79,10 @@ class Tokenizer:
         self.calls.append(len(texts))
         return SimpleNamespace(input_ids=[self.encode(text) for text in texts])
 
-    def encode(self, text):
+    def encode(self, text, add_special_tokens=True):
         if "z" in text:
             raise TypeError("no z")
-        return [ord(c) for c in text] + [self.eos_token_id]
+        return [ord(c) for c in text] + [self.eos_token_id] * add_special_tokens
 
 
 def examine_rows(tmp_path, rows):
@@ -104,3 +104,28 @@ def test_prompts_are_tokenised_together_and_the_one_that_fails_is_named(tmp_path
 def test_no_file():
     with pytest.raises(ConfigError, match="no prompts: give --prompt-data FILE"):
         open_prompts(load([], manifests=[]), None, "--prompt-data")
+
+
+def test_chats_that_end_with_an_assistant_message_are_announced(tmp_path, caplog):
+    """Often they are whole conversations, whose answer the response would follow."""
+    path = tmp_path / "d.jsonl"
+    chat = [{"role": "user", "content": "a"}]
+    chats = [chat, [*chat, {"role": "assistant", "content": "b"}]]
+    path.write_text("".join(json.dumps({"input": messages}) + "\n" for messages in chats))
+    config = load([], manifests=[])
+    with caplog.at_level("WARNING"):
+        examine(open_prompts(config, str(path), "--prompt-data"), Rendering(), config, Limits(), "--prompt-data")
+    assert (
+        f"--prompt-data: 1 prompts end with an assistant message, which the response continues; the first is {path}:2"
+        in caplog.text
+    )
+
+
+class Rendering:
+    """A template that writes one token per message."""
+
+    def encode_texts(self, prompts):
+        return [None] * len(prompts)
+
+    def __call__(self, prompt):
+        return [0] * len(prompt)

@@ -6,7 +6,7 @@ import pytest
 
 from miles_core.plugin import ConfigError
 from miles_testing import plan, toy_run
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 #: Gives every parameter memory that can be given back, and writes down what sleeps when a sample is made and when a batch is trained.
 WATCH = r"""
@@ -48,19 +48,19 @@ def wrap_weights(run, policy):
 #: Kills the only engine and the trainer in the second step's training.
 DEATH = """
 from miles_core.plugin import hookimpl
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 @hookimpl
 def on_batch(run, batch):
     flag = run.directory / "killed"
     if run.step == 1 and not flag.exists():
         flag.touch()
-        apart.latest().kill("engine-0")
-        apart.latest().kill("trainer-0")
+        remote.latest().kill("engine-0")
+        remote.latest().kill("trainer-0")
 """
 #: BF16, so that masters lie apart; a reference model; passes of the trainer between rollouts; checkpoints.
 OPTIONS = {"steps": 2, "save_interval": 1, "dtype": "bfloat16", "kl_loss_coef": 0.1, "verify_logprobs": True}
-APART = str(apart.__file__)
+REMOTE = str(remote.__file__)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_trainer_and_engine_take_turns_and_the_numbers_stay(watch, both_awake):
 
 
 def test_workers_in_other_processes_take_turns_too(watch, both_awake):
-    done = toy_run([watch, APART], colocate=True, runtime="apart", **OPTIONS)
+    done = toy_run([watch, REMOTE], colocate=True, runtime="remote", **OPTIONS)
     # what was sent as bytes cannot shrink on a CPU, so only the engine's side is seen here
     assert list_told(done)["train"] == {"rollout", ""}
     assert numbers(done) == numbers(both_awake)
@@ -106,8 +106,8 @@ def test_workers_in_other_processes_take_turns_too(watch, both_awake):
 def test_both_may_die_while_the_engine_sleeps(tmp_path):
     (tmp_path / "faults.py").write_text(DEATH)
     options = {"steps": 3, "save_interval": 1}
-    done = toy_run([str(tmp_path / "faults.py"), APART], colocate=True, runtime="apart", **options)
-    assert (done.directory / "killed").exists() and apart.latest().restarts.used == 2
+    done = toy_run([str(tmp_path / "faults.py"), REMOTE], colocate=True, runtime="remote", **options)
+    assert (done.directory / "killed").exists() and remote.latest().restarts.used == 2
     assert numbers(done) == numbers(toy_run(**options))
 
 

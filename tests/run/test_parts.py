@@ -9,7 +9,7 @@ import torch
 
 from miles_core.errors import ConfigError, MilesError, PluginError
 from miles_core.run import parts
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 #: A frozen teacher that generates nothing: its log-probs of the samples' tokens and its best tokens travel with the samples.
 TEACHER = """
@@ -78,7 +78,9 @@ def make(run, policy, groups):
 """
 
 
-@pytest.mark.parametrize("where", [{}, {"plugins": [str(apart.__file__)], "runtime": "apart"}], ids=["inline", "apart"])
+@pytest.mark.parametrize(
+    "where", [{}, {"plugins": [str(remote.__file__)], "runtime": "remote"}], ids=["inline", "remote"]
+)
 def test_a_frozen_teacher_scores_without_engine_and_optimizer(toy_run, tmp_path, where):
     (tmp_path / "teacher.py").write_text(TEACHER)
     plugins = [str(tmp_path / "teacher.py"), *where.pop("plugins", [])]
@@ -90,7 +92,7 @@ def test_a_frozen_teacher_scores_without_engine_and_optimizer(toy_run, tmp_path,
     with pytest.raises(ConfigError, match=r"the policy teacher .role frozen. has no engine"):
         _ = teacher.serving
     if not where:
-        trainer = teacher.learner.ranks.rank.trainer
+        trainer = teacher.learner.rank.trainer
         assert not trainer.optimizer.masters and not any(p.requires_grad for p in trainer.model.parameters())
 
 
@@ -212,10 +214,10 @@ def wrap_learn(run, policy, handles):
 """
 
 
-@pytest.mark.parametrize("runtime", ["inline", "apart"])
+@pytest.mark.parametrize("runtime", ["inline", "remote"])
 def test_a_frozen_policy_takes_weights_and_its_engine_gets_them(toy_run, tmp_path, runtime):
     (tmp_path / "copies.py").write_text(COPY)
-    plugins = [str(tmp_path / "copies.py"), *([apart.__file__] if runtime == "apart" else [])]
+    plugins = [str(tmp_path / "copies.py"), *([remote.__file__] if runtime == "remote" else [])]
     done = toy_run(plugins, steps=3, lr=1e-2, runtime=runtime, directory=tmp_path / "run")
     stash = done.run.stash
     assert [s for s in stash["synced"] if s[0] == "past"] == [("past", 0), ("past", 2)]
@@ -227,11 +229,11 @@ def test_a_frozen_policy_takes_weights_and_its_engine_gets_them(toy_run, tmp_pat
         assert again.metrics[-1]["copies/gap"] > gaps[2] > 0  # the weights of step 1, not those of the checkpoint
 
 
-@pytest.mark.parametrize("runtime", ["inline", "apart"])
+@pytest.mark.parametrize("runtime", ["inline", "remote"])
 def test_options_change_while_the_trainer_runs(toy_run, tmp_path, runtime):
     options = {"train.lr": 2e-3, "algorithm.eps_clip": 0.01}
     (tmp_path / "changes.py").write_text(CONFIGURE.replace("OPTIONS", repr(options)))
-    plugins = [str(tmp_path / "changes.py"), *([apart.__file__] if runtime == "apart" else [])]
+    plugins = [str(tmp_path / "changes.py"), *([remote.__file__] if runtime == "remote" else [])]
     done = toy_run(plugins, steps=2, lr=1e-3, runtime=runtime, num_steps_per_rollout=2, directory=tmp_path / runtime)
     assert [record["train/lr"] for record in done.metrics] == [1e-3, 2e-3]
     assert done.run.config_of(done.run.policy).algorithm.eps_clip == 0.01

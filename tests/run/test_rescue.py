@@ -9,7 +9,7 @@ import pytest
 
 from miles_core.errors import DataError, NonFiniteError
 from miles_core.observe.metrics import read
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 #: Fails, or raises a signal, in the middle of the second step, once.
 REWARD = """
@@ -96,7 +96,7 @@ def failing_learn(monkeypatch, after):
 
 
 #: A run in one process, and one whose workers behave as if they were elsewhere.
-RUNTIMES = pytest.mark.parametrize("where", [{}, {"plugins": [str(apart.__file__)], "runtime": "apart"}])
+RUNTIMES = pytest.mark.parametrize("where", [{}, {"plugins": [str(remote.__file__)], "runtime": "remote"}])
 
 
 @RUNTIMES

@@ -32,3 +32,13 @@ def test_pairs_without_the_response_column(toy_run, tmp_path):
     pairs.write_text('{"input": "a", "answer": "b"}\n')
     with pytest.raises(DataError, match="no key 'response'"):
         toy_run(sft_data=pairs)
+
+
+@pytest.mark.parametrize("answer", [["b"], [{"role": "assistant", "content": "b"}], {"text": "b"}])
+def test_a_response_that_is_no_text(toy_run, tmp_path, answer):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"input": "a", "answer": answer}) + "\n")
+    with pytest.raises(
+        DataError, match=r"pairs\.jsonl:1: the response is .*; it must be a text \(--sft-response-key\)"
+    ):
+        toy_run(sft_data=pairs, sft_response_key="answer", sft_steps=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from miles_testing import RuntimeContract
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 
 class TestInline(RuntimeContract):
@@ -13,7 +13,7 @@ class TestInline(RuntimeContract):
 
 
 class TestApart(RuntimeContract):
-    plugins = ("r3", "tis", apart.__file__)
-    options: ClassVar = {"runtime": "apart", "apart_engines": 2}
+    plugins = ("r3", "tis", remote.__file__)
+    options: ClassVar = {"runtime": "remote", "remote_engines": 2}
     rel = 1e-4
     workers = ("trainer-0", "engine-0", "engine-1")

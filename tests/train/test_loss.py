@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_core.algorithm.policy_loss import engine_gap, loss_weights
+from miles_core.algorithm.choices import loss_weights
+from miles_core.algorithm.kl import engine_gap
 from miles_core.config.load import load
 from miles_core.contracts.trainer import Context, Output
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
-from miles_core.train.loss import policy_loss, supervised_loss
+from miles_core.train.loss import PolicyLoss, supervised_loss
 
 CTX = Context("train", (), torch.zeros(0, dtype=torch.int64))
 
@@ -33,7 +34,7 @@ def log_probs(values=(0, 0, -1.0, -2.0, 0, -0.5, 0)):
 
 
 def loss(batch, current, *flags):
-    return policy_loss(load(flags).algorithm)(Output(log_probs=current), batch, CTX)
+    return PolicyLoss(load(flags).algorithm)(Output(log_probs=current), batch, CTX)
 
 
 def test_on_policy_the_loss_is_minus_the_weighted_advantage(batch):

@@ -1,6 +1,6 @@
 """MXFP6 (E2M3) weights for miles-core: an example of a third party's number format."""
 
-from miles_core.plugin import format_plugin
+from miles_formats import format_plugin
 
 __version__ = "0.1.0"
 

@@ -6,7 +6,7 @@ is the smallest 2^e that brings a block's largest magnitude to 7.5 or below; rou
 
 import torch
 
-from miles_core.format import Format, Stored, store
+from miles_formats import Format, Stored, store
 
 GRID = torch.tensor([m / 8 for m in range(8)] + [2**e * (1 + m / 8) for e in range(3) for m in range(8)])
 

@@ -47,18 +47,21 @@ class CoevolutionConfig:
         help="fraction of a population that is replaced by copies of the best after a round (at least one member)",
         gt=0,
         le=0.5,
+        only_if="coevolution.population_size > 1",
     )
     mutate: tuple[str, ...] = option(
         ("lr",),
         flag="--co-evolution-mutate",
         help="options of the members that vary and mutate",
         choices=tuple(MUTABLE),
+        only_if="coevolution.population_size > 1",
     )
     mutation_factor: float = option(
         1.2,
         flag="--co-evolution-mutation-factor",
         help="a mutation multiplies or divides a value by this factor",
         gt=1,
+        only_if="coevolution.population_size > 1",
     )
     past_versions: int = option(
         0,
@@ -72,10 +75,12 @@ class CoevolutionConfig:
         help="fraction of the games in which one player is a past version of its side",
         gt=0,
         le=1,
+        only_if="coevolution.past_versions > 0",
     )
     attempts: int = option(
         4,
         flag="--co-evolution-attempts",
         help="times that the solver answers each task of --generate proposer",
         ge=2,
+        only_if="rollout.generate == proposer or rollout.generate_key",
     )

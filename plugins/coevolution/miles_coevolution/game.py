@@ -14,7 +14,7 @@ from typing import Any
 
 from miles_coevolution.matches import Match, Matchmaker
 from miles_core.data import Sample, Status
-from miles_core.plugin import Ask, DataError, RolloutFunction, Run, StashKey, Turn
+from miles_core.plugin import DataError, GenerationClient, RolloutFunction, Run, StashKey, Turn
 
 #: Set by the plugin in ``on_start``.
 MATCHMAKER = StashKey[Matchmaker]()
@@ -60,7 +60,7 @@ class Game(ABC):
     fixed: bool = False
 
     @abstractmethod
-    async def play(self, sample: Sample, ask: Ask, players: Mapping[str, str]) -> list[Played]:
+    async def play(self, sample: Sample, ask: GenerationClient, players: Mapping[str, str]) -> list[Played]:
         """Play one game.
 
         Args:
@@ -73,7 +73,7 @@ class Game(ABC):
         """
 
     @abstractmethod
-    async def evaluate(self, sample: Sample, ask: Ask, player: str) -> Played:
+    async def evaluate(self, sample: Sample, ask: GenerationClient, player: str) -> Played:
         """Play a held-out game in which ``player`` is the only policy, against an exact opponent or on a fixed task."""
 
 
@@ -83,7 +83,7 @@ class GameFunction(RolloutFunction):
     def __init__(self, run: Run, game: Game) -> None:
         self.run, self.game = run, game
 
-    async def __call__(self, sample: Sample, ask: Ask) -> list[Sample]:
+    async def __call__(self, sample: Sample, ask: GenerationClient) -> list[Sample]:
         """Play one game; returns the samples of the roles that learn, or of the evaluated player."""
         player = sample.metadata.get(PLAYER)
         if player is not None:
@@ -97,7 +97,7 @@ class GameFunction(RolloutFunction):
         ]
 
 
-def sample_of(like: Sample, played: Played, policy: str, ask: Ask, match: Match | None = None) -> Sample:
+def sample_of(like: Sample, played: Played, policy: str, ask: GenerationClient, match: Match | None = None) -> Sample:
     """Make the sample of one role: the conversation up to ``played.last``, with a loss mask of 1 on the role's own tokens."""
     one, path = copy.deepcopy(like), played.last.path
     first = len(path[0].prompt)

@@ -13,7 +13,7 @@ from typing import Any
 
 from miles_coevolution.game import PLAYER, Game, GameFunction, Played
 from miles_core.data import PromptSource, Row, Sample
-from miles_core.plugin import Ask, ConfigError, Run, Turn
+from miles_core.plugin import ConfigError, GenerationClient, Run, Turn
 
 MOST = 3
 
@@ -43,7 +43,7 @@ def read_move(text: str, pile: int) -> int | None:
 class Nim(Game):
     """``--generate nim``."""
 
-    async def play(self, sample: Sample, ask: Ask, players: Mapping[str, str]) -> list[Played]:
+    async def play(self, sample: Sample, ask: GenerationClient, players: Mapping[str, str]) -> list[Played]:
         """See ``Game.play``. The winner has the score 1, the loser 0."""
         turns: dict[str, list[Turn]] = {role: [] for role in self.roles}
         winner = await self._game(sample, ask, turns, {role: players[role] for role in self.roles})
@@ -53,14 +53,16 @@ class Nim(Game):
             Played(role, own, own[-1] if own else last, wins[role], wins[role], True) for role, own in turns.items()
         ]
 
-    async def evaluate(self, sample: Sample, ask: Ask, player: str) -> Played:
+    async def evaluate(self, sample: Sample, ask: GenerationClient, player: str) -> Played:
         """See ``Game.evaluate``: the player moves first, against perfect play."""
         turns: dict[str, list[Turn]] = {role: [] for role in self.roles}
         winner = await self._game(sample, ask, turns, {"first": player})
         win = float(winner == "first")
         return Played("first", turns["first"], turns["first"][-1], win, win, True)
 
-    async def _game(self, sample: Sample, ask: Ask, turns: dict[str, list[Turn]], players: Mapping[str, str]) -> str:
+    async def _game(
+        self, sample: Sample, ask: GenerationClient, turns: dict[str, list[Turn]], players: Mapping[str, str]
+    ) -> str:
         """Play until a role wins, and return it. A role without a player plays perfectly."""
         pile, at = int(sample.metadata["pile"]), 0
         text, before = "", None
@@ -87,7 +89,7 @@ class Nim(Game):
         return other if move is None else role
 
 
-async def _move(ask: Ask, text: str, before: Turn | None, policy: str) -> Turn:
+async def _move(ask: GenerationClient, text: str, before: Turn | None, policy: str) -> Turn:
     """Ask a policy for one move; ``text`` follows the turn ``before``, or is the sample's prompt."""
     sampling = {"max_new_tokens": 1}
     if before is None:

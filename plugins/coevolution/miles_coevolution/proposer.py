@@ -20,7 +20,7 @@ from typing import Any
 
 from miles_coevolution.game import PLAYER, Game, GameFunction, Played
 from miles_core.data import PromptSource, Row, Sample
-from miles_core.plugin import Ask, ConfigError, Run, Turn
+from miles_core.plugin import ConfigError, GenerationClient, Run, Turn
 
 #: What the proposer is asked.
 PROPOSE = "Task: "
@@ -100,7 +100,7 @@ class ProposerGame(Game):
     def __init__(self, attempts: int) -> None:
         self.attempts = attempts
 
-    async def play(self, sample: Sample, ask: Ask, players: Mapping[str, str]) -> list[Played]:
+    async def play(self, sample: Sample, ask: GenerationClient, players: Mapping[str, str]) -> list[Played]:
         """See ``Game.play``."""
         proposed = await ask(policy=players["proposer"])
         chosen = parse(proposed.response.text)
@@ -117,7 +117,7 @@ class ProposerGame(Game):
         proposer = Played("proposer", [proposed], proposed, 4.0 * solved * (1.0 - solved), 1.0 - solved)
         return [proposer, *(self._solved(answer, score, True) for answer, score in zip(answers, scores, strict=True))]
 
-    async def evaluate(self, sample: Sample, ask: Ask, player: str) -> Played:
+    async def evaluate(self, sample: Sample, ask: GenerationClient, player: str) -> Played:
         """See ``Game.evaluate``: the player answers a held-out question."""
         turn = await ask(policy=player)
         return self._solved(turn, make_question(*sample.metadata[TASK]).score(turn.response.text))

@@ -10,7 +10,7 @@ from miles_coevolution.nim import Nim, Piles, best_move, is_won, make_prompts, r
 from miles_core.contracts.engine import Response, Sampling
 from miles_core.data import Sample
 from miles_core.plugin import ConfigError, Policy
-from miles_core.rollout.function import Ask
+from miles_core.rollout.function import GenerationClient
 from miles_testing import PromptSourceContract
 from miles_tools.demo.model import make_tokenizer
 
@@ -78,7 +78,7 @@ def play(pile, moves, evaluate=False):
         return Response(ids, [-1.0] * len(ids), "length", text, [(0, 0)])
 
     sample = Sample(prompt=f"{pile}:", tokens=TOKENIZER.encode(f"{pile}:"), metadata={"pile": pile})
-    ask = Ask(sample, "one", generation, Sampling(8), TOKENIZER, None, TOKENIZER.decode)
+    ask = GenerationClient(sample, "one", generation, Sampling(8), TOKENIZER, None, TOKENIZER.decode)
     players = {"first": "one", "second": "two"}
     made = Nim().evaluate(sample, ask, "one") if evaluate else Nim().play(sample, ask, players)
     return asyncio.run(made), requests, ask.metrics

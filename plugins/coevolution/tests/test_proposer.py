@@ -8,11 +8,11 @@ import torch
 from miles_coevolution import proposer
 from miles_coevolution.game import ENTRY, group_attempts
 from miles_coevolution.proposer import TASKS, ProposerGame, TaskPrompts, make_prompts, make_question, parse
-from miles_core.algorithm.advantage import group_scores
 from miles_core.contracts.engine import Response, Sampling
 from miles_core.data import Sample
 from miles_core.plugin import ConfigError
-from miles_core.rollout.function import Ask
+from miles_core.rollout.function import GenerationClient
+from miles_core.trainer import ALGORITHMS, AdvantageInputs
 from miles_testing import PromptSourceContract
 from miles_tools.demo.model import make_tokenizer
 
@@ -46,7 +46,7 @@ def play(answers, attempts=4):
         return Response(ids, [-1.0] * len(ids), "stop", text, [(0, 0)])
 
     sample = Sample(prompt="Task: ", tokens=TOKENIZER.encode("Task: "), index=5)
-    ask = Ask(sample, "p", generation, Sampling(8), TOKENIZER, None, TOKENIZER.decode)
+    ask = GenerationClient(sample, "p", generation, Sampling(8), TOKENIZER, None, TOKENIZER.decode)
     made = ProposerGame(attempts).play(sample, ask, {"proposer": "p", "solver": "s"})
     return asyncio.run(made), requests, ask.metrics
 
@@ -94,8 +94,9 @@ def test_attempts_are_compared_with_others_at_the_same_task():
     no_task = Sample(group_index=0, rollout_id=7, reward=0.0, metadata={ENTRY: {"score": 0.0}})
     samples = [*never, no_task, *easy, *hard]
     made = group_attempts(samples)
-    ids = [torch.tensor([getattr(one, name) for one in made]) for name in ("group_index", "rollout_id")]
-    scores = group_scores(torch.tensor([one.reward for one in made]).double(), *ids, "center").tolist()
+    group, rollout = (torch.tensor([getattr(one, name) for one in made]) for name in ("group_index", "rollout_id"))
+    rewards, ones = torch.tensor([one.reward for one in made]).double(), torch.ones(len(made), dtype=torch.int64)
+    scores = ALGORITHMS["dr_grpo"](AdvantageInputs(rewards, group, rollout, ones, ones)).tolist()
     assert scores[:3] == [0.0] * 3
     assert scores[3:] == pytest.approx([1 / 3, 1 / 3, -2 / 3, -1 / 3, -1 / 3, 2 / 3])
     assert [(one.group_index, one.rollout_id) for one in samples[:3]] == [(0, 4), (0, 4), (0, 7)]  # unchanged

@@ -13,7 +13,7 @@ from miles_core.observe.hints import Hints
 from miles_core.plugin import DataError, MilesError
 from miles_testing import RolloutFunctionContract
 from miles_testing import toy_run as make_run
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 NIM = {"generate": "nim", "prompts": "nim", "rm_type": "game", "custom_rm_path": None, "prompt_data": "1-6"}
 WATCH = """
@@ -124,7 +124,7 @@ def test_the_first_past_version_is_that_after_a_warm_start(run, legal):
     options = {"sft_data": rows, "sft_steps": 2, "sft_batch_size": 8, "sft_lr": 1e-2}
     done = run("co_evolution: {past_versions: 2, interval: 2}", steps=1, **options)
     kept = load_file(done.directory / "coevolution" / "policy-00000000" / "trainer" / "model.safetensors")
-    past = dict(done.parts[1].learner.ranks.rank.trainer.model.named_parameters())
+    past = dict(done.parts[1].learner.rank.trainer.model.named_parameters())
     assert all(torch.equal(past[name], value) for name, value in kept.items())
 
 
@@ -135,7 +135,7 @@ def test_workers_in_other_processes_evolve_the_same(run, toy_run):
     configuration = f"{TWO}co_evolution: {{population_size: 2, past_versions: 1, strategy: simultaneous}}"
     here, there = (
         run(configuration, plugins=plugins, steps=2, **options).metrics
-        for plugins, options in (((), {}), ((apart.__file__,), {"runtime": "apart"}))
+        for plugins, options in (((), {}), ((remote.__file__,), {"runtime": "remote"}))
     )
     for one, two in zip(here, there, strict=True):
         names = [name for name in one if name.startswith("coevolution/") or name.endswith("train/loss")]
@@ -172,6 +172,24 @@ def test_a_resumed_run_goes_on_bit_for_bit(run, tmp_path, configuration):
     for one, two in zip(whole, resumed, strict=True):
         names = [n for n in one if n.startswith("coevolution/") or n.endswith(("train/loss", "grad_norm", "train/lr"))]
         assert len(names) > 4 and {n: one[n] for n in names} == {n: two.get(n) for n in names}
+
+
+def test_a_resumed_run_keeps_the_versions_of_past_opponents(run, tmp_path):
+    """An opponent whose weights no step changed since the checkpoint has the version that it had before."""
+    options = {"rollout_batch_size": 8, "watch": True}
+    configuration = f"{TWO}co_evolution: {{past_versions: 2, past_probability: 1.0, interval: 2}}"
+    whole = run(configuration, steps=4, directory=tmp_path / "whole", **options)
+    run(configuration, steps=3, directory=tmp_path / "parts", **options)
+    resumed = run(configuration, steps=4, directory=tmp_path / "parts", load=tmp_path / "parts", **options)
+    versions = [
+        sorted(
+            (sample.index, sample.policy, sample.weight_versions)
+            for step, sample in done.run.stash["samples"]
+            if step == 3
+        )
+        for done in (whole, resumed)
+    ]
+    assert versions[0] and versions[0] == versions[1]
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-from miles_tools.native import Native
+from miles_formats.native import Native
 
 _size, _pointer, _int = c_int64, c_void_p, c_int
 

@@ -26,15 +26,26 @@ def top_k_reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
         teacher: [..., k] the teacher's of the same tokens.
 
     Returns:
-        [...], at least 0.
+        [...], at least 0, in the dtype of ``student``; computed in float64, because its terms cancel where both distributions are peaked.
     """
-    inside = (student.exp() * (student - teacher)).sum(-1)
-    own, other = log_rest(student), log_rest(teacher)
-    return inside + own.exp() * (own - other)
+    own, other = student.double(), teacher.double()
+    inside = (own.exp() * (own - other)).sum(-1)
+    rest, other_rest = log_rest(own, student.dtype), log_rest(other, teacher.dtype)
+    return (inside + rest.exp() * (rest - other_rest)).to(student.dtype)
 
 
-def log_rest(log_probs: Tensor) -> Tensor:
-    """Log-probability of all tokens that are not among these: [..., k] -> [...]. A rest below the resolution of the dtype counts as that
-    resolution, so that it stays finite."""
-    smallest = torch.finfo(log_probs.dtype).eps
-    return torch.log1p(-log_probs.exp().sum(-1).clamp(max=1.0 - smallest))
+def log_rest(log_probs: Tensor, measured: torch.dtype) -> Tensor:
+    """Log-probability of all tokens that are not among these: [..., k] float64 -> [...].
+
+    The most probable token is subtracted from 1 with ``expm1``, which keeps the digits of a log-probability near 0: 1 - p would cancel
+    all of them for the peaked distributions of trained teachers. A rest below the resolution of the log-probabilities counts as that
+    resolution, so that it stays finite.
+
+    Args:
+        measured: dtype in which the log-probabilities were computed.
+    """
+    best, at = log_probs.max(-1, keepdim=True)
+    others = -torch.expm1(best).squeeze(-1)
+    rest = others - log_probs.scatter(-1, at, -torch.inf).exp().sum(-1)
+    resolution = torch.finfo(measured).eps * others.detach() + torch.finfo(torch.float32).tiny
+    return torch.maximum(rest, resolution).log()

@@ -12,7 +12,7 @@ from miles_core.plugin import ConfigError, MilesError, PlanError
 from miles_testing import LearnContract, toy_files, toy_run
 
 #: A runtime with trainer and engines in separate processes, loaded by its path.
-APART = str(files("miles_testing") / "doubles" / "apart.py")
+REMOTE = str(files("miles_testing") / "doubles" / "remote.py")
 
 OPTIONS = {"advantage_estimator": "distillation", "custom_rm_path": None, "rm_type": "nothing"}
 KL, TOP = "distillation/reverse_kl", "distillation/top_k_reverse_kl"
@@ -68,7 +68,7 @@ def test_the_student_comes_closer_to_its_teacher(run, top_k):
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_workers_in_other_processes_learn_the_same(run, top_k):
     here = run(steps=2, distillation_top_k=top_k)
-    there = run([APART], steps=2, runtime="apart", distillation_top_k=top_k)
+    there = run([REMOTE], steps=2, runtime="remote", distillation_top_k=top_k)
     for name in (KL, "train/grad_norm", "train/loss", *([TOP] if top_k else [])):
         assert [m[name] for m in here.metrics] == [m[name] for m in there.metrics]
 

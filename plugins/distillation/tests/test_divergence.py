@@ -55,3 +55,24 @@ def test_the_sampled_token_estimates_the_divergence_and_its_gradient():
     torch.testing.assert_close((own.detach().exp() * gaps).sum(), exact.detach())
     surrogate = (own.detach().exp() * gaps * own).sum()
     torch.testing.assert_close(torch.autograd.grad(surrogate, logits)[0], gradient)
+
+
+@pytest.mark.parametrize("peak", [10.0, 20.0, 30.0])
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_the_rest_of_a_peaked_teacher_keeps_its_digits_in_float32(peak, k):
+    """The rest of a distribution with a logit of 30 has 1e-11 of its mass, and 1 - p has no digit of it in float32."""
+    student, teacher = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    student[:, 0], teacher[:, 0] = 12.0, peak
+    student.requires_grad_()
+    best = teacher.topk(k).indices
+    own, other = student.log_softmax(-1), teacher.log_softmax(-1)
+    parts = []
+    for logits, log_probs in ((student, own), (teacher, other)):
+        rest = logits.scatter(-1, best, -torch.inf).logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)
+        parts.append(torch.cat([log_probs.gather(-1, best), rest], -1))
+    exact = (parts[0].exp() * (parts[0] - parts[1])).sum(-1)
+    (gradient,) = torch.autograd.grad(exact.sum(), student, retain_graph=True)
+
+    found = top_k_reverse_kl(own.gather(-1, best).float(), other.gather(-1, best).float())
+    torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), student)[0], gradient, rtol=1e-2, atol=1e-9)

@@ -23,7 +23,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from miles_chat import import_code
+from miles_core.chat import import_code
+from miles_core.data import describe_error, valid_data
 from miles_core.plugin import ConfigError
 
 #: Bytes of an agent's output that are kept: the end of each stream.
@@ -169,7 +170,7 @@ def _kill(group: int, number: int) -> None:
 def _result(output: str) -> Any:
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
     try:
-        value = json.loads(last)
+        value = valid_data(json.loads(last))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, (dict, int, float)) else None
@@ -195,7 +196,7 @@ class FunctionAgent(Agent):
         except AgentFailed:
             raise
         except Exception as error:
-            raise AgentFailed(f"it raised {type(error).__name__}: {str(error)[:300]}") from error
+            raise _left(error) from error
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -218,7 +219,7 @@ async def _contain(function: Callable[[Task], Any], task: Task) -> Any:
 
 
 def _left(error: BaseException) -> AgentFailed:
-    return AgentFailed(f"it raised {type(error).__name__}: {error}")
+    return AgentFailed(f"it raised {describe_error(error)[:400]}")
 
 
 def _call_in_thread(function: Callable[[], Any]) -> Future[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles_chat import Call, Dialect, Malformed, find_dialect, split_reasoning
+from miles_core.chat import Call, Dialect, Malformed, find_dialect, split_reasoning
 from miles_core.data import Renderer
 from miles_core.plugin import ConfigError
 from miles_endpoint.api_error import refuse

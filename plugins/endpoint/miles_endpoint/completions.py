@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from miles_endpoint.api_error import refuse
+from miles_core.chat import tokenize
+from miles_core.data import describe_error
+from miles_endpoint.api_error import ApiError, refuse
 from miles_endpoint.call import Call, check_parameters, read_whole
 from miles_endpoint.chat import event
 from miles_endpoint.service import MAX_N, Models, Reply, read_sampling, usage_of
@@ -41,9 +43,11 @@ def prepare(body: Mapping[str, Any], session: Session, models: Models) -> Reply:
         turns: list[Turn] = []
         for prompt in prompts:
             try:
-                after, tokens = _place(prompt, session)
-            except (TypeError, ValueError) as error:
-                raise refuse(f"the prompt cannot be tokenized ({type(error).__name__}: {error})") from error
+                after, tokens = await _place(prompt, session)
+            except ApiError:
+                raise
+            except Exception as error:  # tokenizers raise errors of any type
+                raise refuse(f"the prompt cannot be tokenized ({describe_error(error)})") from error
             made = await session.generate(after, tokens, call)
             if isinstance(prompt, str):
                 for turn in made:
@@ -72,7 +76,7 @@ def _is_prompt(item: Any) -> bool:
     return bool(item) and (isinstance(item, str) or (isinstance(item, list) and all(isinstance(i, int) for i in item)))
 
 
-def _place(prompt: str | list[int], session: Session) -> tuple[Turn | None, list[int]]:
+async def _place(prompt: str | list[int], session: Session) -> tuple[Turn | None, list[int]]:
     vocabulary = len(session.ask.tokenizer)
     if not isinstance(prompt, str):
         if not all(0 <= token < vocabulary for token in prompt):
@@ -85,12 +89,12 @@ def _place(prompt: str | list[int], session: Session) -> tuple[Turn | None, list
             and turn.response.finish == "stop"
             and turn.response.tokens[-1] not in session.ask.tokenizer.all_special_ids
         ):
-            return turn, session.ask.tokenizer.encode(rest, add_special_tokens=False)
+            return turn, await tokenize(lambda: session.ask.tokenizer.encode(rest, add_special_tokens=False), rest)
         session.counts["branch_stop_token" if rest else "branch_prefill"] += 1
         break
     else:
         session.counts["conversations"] += 1
-    return None, session.ask.tokenizer.encode(prompt)
+    return None, await tokenize(lambda: session.ask.tokenizer.encode(prompt), prompt)
 
 
 def _whole_text(turn: Turn, session: Session) -> str:

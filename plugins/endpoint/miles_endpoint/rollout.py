@@ -9,8 +9,8 @@ import numbers
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from miles_core.data import Sample, Status
-from miles_core.plugin import Ask, ConfigError, RolloutFunction
+from miles_core.data import Sample, Status, number
+from miles_core.plugin import ConfigError, DataError, GenerationClient, RolloutFunction
 from miles_endpoint.agent import Agent, AgentFailed, Task, make_agent
 from miles_endpoint.answer import AnswerReader
 from miles_endpoint.conversation import REASONS
@@ -69,7 +69,7 @@ class EndpointFunction(RolloutFunction):
         await self.server.stop()
         self.agent.stop()
 
-    async def __call__(self, sample: Sample, ask: Ask) -> list[Sample]:
+    async def __call__(self, sample: Sample, ask: GenerationClient) -> list[Sample]:
         session = Session(ask, self.reader, self.limits)
         token = self.server.open(session)
         why, result = "", None
@@ -173,7 +173,12 @@ def reward_of(result: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(number(value, None))
+    except DataError:
+        return False
 
 
 def _find_fault(reward: Any) -> str:

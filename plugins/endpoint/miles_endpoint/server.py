@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from miles_core.chat import call_in_thread
+from miles_core.data import describe_error, valid_data
 from miles_core.plugin import ConfigError
 from miles_endpoint import chat, completions, responses
 from miles_endpoint.api_error import ApiError
@@ -34,6 +36,8 @@ _INTERFACES: dict[str, Callable[[Mapping[str, Any], Session, Models], Reply]] = 
 }
 #: Seconds in which the body of a request must arrive, and seconds for which an idle connection is kept.
 BODY_SECONDS, IDLE_SECONDS = 60.0, 75
+#: Bytes from which a body is parsed in a thread.
+LONG = 256 * 1024
 #: Number of ended sessions that are remembered, to answer late requests.
 REMEMBERED = 10_000
 _PLAIN = [(b"content-type", b"application/json")]
@@ -131,7 +135,9 @@ class Server:
 
     async def _serve(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         session: Session | None = None
+        raw: bytes | None = b"" if scope["method"] == "GET" else None
         try:
+            _check_lengths(scope)
             session = self._session_of(scope)
             path, method = str(scope["path"]).rstrip("/"), scope["method"]
             if method == "GET" and path.startswith("/v1/models"):
@@ -143,12 +149,15 @@ class Server:
             elif method != "POST":
                 raise ApiError(405, f"{path} takes POST, not {method}", "method_not_allowed")
             else:
-                await self._answer(session, path, scope, receive, send)
+                raw = await self._read_body(scope, receive)
+                await self._answer(session, path, scope, raw, receive, send)
         except ApiError as error:
             if session is not None:
                 session.refuse(error)
-            retry = [] if error.retry else [(b"x-should-retry", b"false")]
-            await _send_json(send, error.status, error.body(), retry)
+            headers = [] if error.retry else [(b"x-should-retry", b"false")]
+            if raw is None:  # otherwise the rest of the body would be received, to be discarded
+                headers.append((b"connection", b"close"))
+            await _send_json(send, error.status, error.body(), headers)
 
     def _session_of(self, scope: Mapping[str, Any]) -> Session:
         kind, _, token = _header(scope, b"authorization").partition(" ")
@@ -170,16 +179,13 @@ class Server:
         return next(card for card in cards if card["id"] == wanted)
 
     async def _answer(
-        self, session: Session, path: str, scope: Mapping[str, Any], receive: Receive, send: Send
+        self, session: Session, path: str, scope: Mapping[str, Any], raw: bytes, receive: Receive, send: Send
     ) -> None:
-        raw = await self._read_body(scope, receive)
-        body = _parse(raw)
+        body = _parse(raw) if len(raw) < LONG else await call_in_thread(lambda: _parse(raw), "parse")
         try:
             reply = _INTERFACES[path](body, session, self.models)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ApiError(
-                400, f"the request is malformed ({type(error).__name__}: {error})", "invalid_request"
-            ) from error
+            raise ApiError(400, f"the request is malformed ({describe_error(error)})", "invalid_request") from error
         idempotency = _header(scope, b"idempotency-key")
         retried = _header(scope, b"x-stainless-retry-count")
         digest = blake2b(path.encode() + idempotency.encode() + raw, digest_size=16).digest()
@@ -208,7 +214,7 @@ class Server:
     async def _read_body(self, scope: Mapping[str, Any], receive: Receive) -> bytes:
         length = _header(scope, b"content-length")
         parts: list[bytes] = []
-        size = int(length) if length.isdigit() else 0
+        size = int(length) if length.isdecimal() else 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 more = size <= self.max_body
@@ -231,6 +237,17 @@ class Server:
         return b"".join(parts)
 
 
+def _check_lengths(scope: Mapping[str, Any]) -> None:
+    """Refuse a request with two headers that say where its body ends: a proxy may believe the other one (RFC 9112, 6.3)."""
+    names = [key for key, _ in scope["headers"] if key in (b"content-length", b"transfer-encoding")]
+    if len(names) > 1:
+        raise ApiError(
+            400,
+            f"the request has two length headers ({', '.join(map(bytes.decode, names))}); send one",
+            "invalid_request",
+        )
+
+
 def _header(scope: Mapping[str, Any], name: bytes) -> str:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
@@ -241,7 +258,7 @@ def _digest(token: str) -> bytes:
 
 def _parse(raw: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(raw)
+        body = valid_data(json.loads(raw))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from error
     if not isinstance(body, dict):

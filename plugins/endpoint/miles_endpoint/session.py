@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles_chat import drop_earlier_rows
-from miles_core.data import CannotExtend
+from miles_core.chat import drop_earlier_rows, tokenize
+from miles_core.data import CannotExtend, describe_error
 from miles_core.plugin import DataError
 from miles_endpoint.answer import Answer, AnswerReader
 from miles_endpoint.api_error import ApiError, refuse
@@ -20,7 +20,7 @@ from miles_endpoint.call import Call
 from miles_endpoint.conversation import Conversations
 
 if TYPE_CHECKING:
-    from miles_core.plugin import Ask, Turn
+    from miles_core.plugin import GenerationClient, Turn
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Session:
         failure: set to the error of an engine, which ends the sample.
     """
 
-    def __init__(self, ask: Ask, reader: AnswerReader, limits: Limits) -> None:
+    def __init__(self, ask: GenerationClient, reader: AnswerReader, limits: Limits) -> None:
         self.ask, self.reader, self.limits = ask, reader, limits
         self.conversations = Conversations()
         self.counts: Counter[str] = Counter()
@@ -165,7 +165,7 @@ class Session:
         Raises:
             ApiError: the conversation cannot be rendered, or no room is left for an answer.
         """
-        after, tokens = self._place(call)
+        after, tokens = await self._place(call)
         turns = await self.generate(after, tokens, call)
         return [self._record(call, turn) for turn in turns]
 
@@ -202,7 +202,7 @@ class Session:
             )
         return dataclasses.replace(call.sampling, max_new_tokens=min(call.sampling.max_new_tokens, context - length))
 
-    def _place(self, call: Call) -> tuple[Turn | None, list[int]]:
+    async def _place(self, call: Call) -> tuple[Turn | None, list[int]]:
         """Return the turn that a request continues, and the tokens that follow it; None and all tokens for a new branch."""
         messages, tools = call.messages, list(call.tools)
         match = self.conversations.find(call.tools_digest, messages)
@@ -211,26 +211,28 @@ class Session:
             new = [message.data for message in messages[len(messages) - match.new :]]
             start = match.turn.tokens
             try:
-                return match.turn, self.ask.renderer.extend(start, new, tools)[len(start) :]
+                tokens = await tokenize(lambda: self.ask.renderer.extend(start, new, tools), new)
+                return match.turn, tokens[len(start) :]
             except CannotExtend as error:
                 reason = error.reason.replace(" ", "_")
             except Exception:  # templates and tokenizers raise errors of any type
                 reason = "refused"
-        tokens = self._render(call, tools)
+        tokens = await self._render(call, tools)
         parent = self.ask.transcript.find(tokens)
         if parent is not None and parent is match.turn:  # rendered again, its tokens are the same
             return parent, tokens[parent.end :]
         self.counts[f"branch_{reason}" if reason else "conversations"] += 1
         return None, tokens
 
-    def _render(self, call: Call, tools: list[dict[str, Any]]) -> list[int]:
+    async def _render(self, call: Call, tools: list[dict[str, Any]]) -> list[int]:
         """Render the whole conversation. The call arguments of earlier answers are passed as the template takes them."""
         try:
-            return self.ask.renderer.render(self.reader.for_template(call.messages), tools)
+            messages = self.reader.for_template(call.messages)
+            return await tokenize(lambda: self.ask.renderer.render(messages, tools), [messages, tools])
         except DataError as error:
             raise refuse(f"the model's chat template refuses this conversation: {error}", "template") from error
         except Exception as error:  # templates and tokenizers raise errors of any type
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            why = describe_error(error).splitlines()[0]
             raise refuse(f"this conversation cannot be rendered and tokenized: {why:.300}", "template") from error
 
     def _record(self, call: Call, turn: Turn) -> Generated:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from miles_core.data import Renderer, Sample
 from miles_core.engine import Response, Sampling
-from miles_core.plugin import Ask
+from miles_core.plugin import GenerationClient
 from miles_endpoint.answer import AnswerReader
 from miles_endpoint.server import Server
 from miles_endpoint.service import Models
@@ -145,7 +145,7 @@ class Desk:
         return Response(ids, [-0.5 - i / 100 for i in range(len(ids))], finish, answer, [(0, len(self.requests))])
 
     def open(self) -> None:
-        ask = Ask(
+        ask = GenerationClient(
             self.sample, "policy", self._generate, Sampling(64), self.tokenizer, self.renderer,
             lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True), lambda policy: policy == "policy",
         )  # fmt: skip

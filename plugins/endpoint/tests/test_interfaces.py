@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
+import time
 
 import pytest
 
+from miles_core.chat import tokenizing
+from miles_core.data import Renderer
 from miles_endpoint import testing as C
-from miles_endpoint.testing import CALL
+from miles_endpoint.rollout import _find_fault as reward_fault
+from miles_endpoint.testing import CALL, RESULT
 
 USER = {"role": "user", "content": "sum"}
 
@@ -390,3 +395,101 @@ def test_no_body_ends_more_than_its_request(desk):
         assert seen >= {200, 400}
 
     desk([], main).check()
+
+
+async def _send_raw(d, *parts, pause=0.0):
+    """Send bytes to the endpoint until it closes the connection; returns (its answer, how many parts were sent)."""
+    if d.session is None:
+        d.open()
+        await d.server.start()
+    url = d.server.url.removeprefix("http://").removesuffix("/v1")
+    host, _, port = url.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {url}\r\nauthorization: Bearer {d.token}\r\n"
+    writer.write(head.encode() + parts[0])
+    answer, sent = asyncio.ensure_future(reader.read()), 1
+    with contextlib.suppress(ConnectionError):
+        for part in parts[1:]:
+            if answer.done():
+                break
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(pause)
+            sent += 1
+    with contextlib.suppress(ConnectionError):
+        return (await asyncio.wait_for(answer, 20)).decode(), sent
+    return "", sent
+
+
+def test_a_body_is_cut_off_while_it_arrives(desk):
+    """Without a length the server counts; it does not receive the rest of a body that is too long."""
+
+    async def main(d):
+        chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+        answer, sent = await _send_raw(d, b"transfer-encoding: chunked\r\n\r\n", *[chunk] * 300, pause=0.005)
+        assert "413" in answer.partition("\r\n")[0] and "connection: close" in answer.lower()
+        assert sent < 250
+        said, sent = await _send_raw(d, b"content-length: 100000000\r\n\r\n", *[b"x" * 65536] * 300, pause=0.005)
+        assert "413" in said.partition("\r\n")[0] and "connection: close" in said.lower() and sent < 250
+        await d.server.stop()
+
+    desk([], main)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_two_length_headers_are_refused(desk, order):
+    lines = [b"content-length: 5\r\n", b"transfer-encoding: chunked\r\n"]
+
+    async def main(d):
+        body = b"".join(lines[:: -1 if order else 1]) + b"\r\n2\r\n{}\r\n0\r\n\r\n"
+        answer, _ = await _send_raw(d, body)
+        assert "400" in answer.partition("\r\n")[0] and "connection: close" in answer.lower()
+        assert answer.count("HTTP/1.1") == 1
+        await d.server.stop()
+
+    desk([], main)
+
+
+def test_a_message_of_megabytes_does_not_hold_the_event_loop(desk):
+    async def main(d):
+        d.server.max_body = 10**7
+        work = asyncio.ensure_future(d.chat("hello world, this is some text\n" * 12_000))
+        begin = last = time.monotonic()
+        longest = 0.0
+        while not work.done():
+            await asyncio.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        reply = work.result()
+        assert reply.status == 400 and "leaves no room for an answer" in reply.body["error"]["message"]
+        assert longest < (last - begin) / 2
+
+    desk([], main, context=1000)
+
+
+def test_rendering_is_limited_in_time(desk, monkeypatch):
+    monkeypatch.setattr(tokenizing, "SECONDS", 0.05)
+    monkeypatch.setattr(Renderer, "render", lambda *rest: time.sleep(0.5))
+
+    async def main(d):
+        reply = await d.chat("x" * 20_000)
+        assert reply.status == 400 and "takes longer than 0.05 seconds" in reply.body["error"]["message"]
+
+    desk([], main)
+
+
+def test_half_a_surrogate_pair_in_a_conversation_and_in_a_call(desk):
+    half = CALL.replace('"a": 1', '"a": "\\ud800"')
+
+    async def main(d):
+        first = await d.chat("sum \ud83d", tools=C.TOOLS)
+        assert json.loads(first.message["tool_calls"][0]["function"]["arguments"])["a"] == "\ufffd"
+        result = {**RESULT, "content": "\ude00\x00"}
+        assert (await d.chat("sum \ud83d", first.message, result, tools=C.TOOLS)).status == 200
+        assert (await d.post({"prompt": "a\ud800", "max_tokens": 2}, "/v1/completions")).status == 200
+
+    d = desk([half, "3<|im_end|>", "ab"], main)
+    assert not d.branches
+
+
+def test_an_agents_reward_of_any_size_is_no_error_of_the_run():
+    assert reward_fault(10**400) and reward_fault(1e300) and reward_fault(float("nan")) and not reward_fault(1.5)

@@ -24,8 +24,11 @@ class EnvironmentsConfig:
         flag="--eval-environments",
         help="environments of --eval-prompts environments (default: those of --environments, other tasks)",
         metavar="LIBRARY:TASK,...",
+        only_if="evaluation.prompts",
     )
-    held_out_size: int = option(64, flag="--eval-environments-size", help="tasks per evaluation data set", ge=1)
+    held_out_size: int = option(
+        64, flag="--eval-environments-size", help="tasks per evaluation data set", ge=1, only_if="evaluation.prompts"
+    )
     turns: int = option(16, flag="--environment-turns", help="answers of the model per episode", ge=1)
     seconds: float = option(
         60.0, flag="--environment-seconds", help="time limit of one step of an environment, or of one score", gt=0
@@ -41,12 +44,16 @@ class EnvironmentsConfig:
         metavar="NAME",
     )
     sandbox_image: str = option(
-        "python:3.11-slim", flag="--sandbox-image", help="image of --sandbox docker", metavar="IMAGE"
+        "python:3.11-slim",
+        flag="--sandbox-image",
+        help="image of --sandbox docker",
+        metavar="IMAGE",
+        only_if="environments.sandbox == docker",
     )
     sandbox_seconds: float = option(10.0, flag="--sandbox-seconds", help="time limit of a program in a sandbox", gt=0)
     sandbox_memory_mb: int = option(
         1024, flag="--sandbox-memory-mb", help="memory of a program in a sandbox, in MiB", ge=16
     )
     sandbox_network: Literal["none", "host"] = option(
-        "none", flag="--sandbox-network", help="network of --sandbox docker"
+        "none", flag="--sandbox-network", help="network of --sandbox docker", only_if="environments.sandbox == docker"
     )

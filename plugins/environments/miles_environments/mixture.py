@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from miles_core.data import PromptSource, Row
+from miles_core.data import PromptSource, Row, describe_error, valid_data
 from miles_core.plugin import ConfigError, DataError, Run
 from miles_environments.environment import Task, instructions_of
 from miles_environments.registry import KEY, Member, Registry, registry_of
@@ -67,14 +67,15 @@ class Mixture(PromptSource):
             prompt = self._prompt(member, task, number)
         except Exception as error:
             self._failures += 1
-            message = f"the environment {label} cannot make its task {number}: {type(error).__name__}: {error}"
+            message = f"the environment {label} cannot make its task {number}: {describe_error(error)}"
             if self._failures >= GIVE_UP:
                 raise DataError(f"{message}; the last {GIVE_UP} tasks failed") from error
             log.warning("%s; it is left out", message)
             return None
         self._failures, index, self.at = 0, self.at, self.at + 1
         info = {"label": label, "number": number, "level": level} | ({"held_out": True} if self.held_out else {})
-        return Row(prompt, task.label, {KEY: info}, index, f"task {number} of {label}")
+        # not examined: a task that cannot be tokenized is left out
+        return Row(prompt, task.label, {KEY: info}, index, f"task {number} of {label}", examined=False)
 
     def _number(self, member: Member, count: int) -> int:
         length = member.environment.length
@@ -88,7 +89,7 @@ class Mixture(PromptSource):
             return self._render(system, f"{member.entry.label}, episode {number}")
         if not task.prompt:
             raise ValueError("it has no prompt")
-        return self._render(system, task.prompt)
+        return self._render(system, valid_data(task.prompt))
 
     def _render(self, system: str, prompt: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         if self.chat:

@@ -7,12 +7,11 @@ the other answers and gives no gradient. The run goes on, and ``environments/mas
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles_core.data import Sample
+from miles_core.data import Sample, number
 from miles_core.plugin import DataError, Run, group_reward
 from miles_environments.environment import EnvironmentFault, find_answer
 from miles_environments.registry import Member, Registry, registry_of
@@ -66,14 +65,14 @@ async def _score(registry: Registry, member: Member, info: Mapping[str, Any], sa
 def _fill(registry: Registry, samples: list[Sample], values: Sequence[Any], key: str | None) -> list[Any]:
     """Mask samples without a finite reward, and record the others."""
     numbers = [_number(value, key) for value in values]
-    known = [number for number in numbers if number is not None]
+    known = [one for one in numbers if one is not None]
     usual = statistics.fmean(known) if known else 0.0
     filled: list[Any] = []
-    for sample, value, number in zip(samples, values, numbers, strict=True):
+    for sample, value, found in zip(samples, values, numbers, strict=True):
         if isinstance(value, Mapping) and key not in value:
             filled.append(value)  # core says which --reward-key is missing
-        elif number is not None:
-            registry.record(sample, number)
+        elif found is not None:
+            registry.record(sample, found)
             filled.append(value)
         else:
             _mask(registry, sample, value)
@@ -96,9 +95,7 @@ def _number(value: Any, key: str | None) -> float | None:
     """Return the number of a reward; None if it has no finite one."""
     if isinstance(value, EnvironmentFault):
         return None
-    chosen = value.get(key) if isinstance(value, Mapping) else value
     try:
-        number = float(chosen)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+        return number(value.get(key) if isinstance(value, Mapping) else value, None)
+    except DataError:
         return None
-    return number if math.isfinite(number) else None

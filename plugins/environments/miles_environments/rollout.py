@@ -7,11 +7,12 @@ import dataclasses
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
-from miles_chat import drop_earlier_rows
-from miles_core.data import CannotExtend, Sample, Status
-from miles_core.plugin import Ask, Config, RolloutFunction, Run, Turn
+from miles_core.chat import drop_earlier_rows, tokenize
+from miles_core.data import CannotExtend, Sample, Status, describe_error, number, valid_text
+from miles_core.plugin import Config, DataError, GenerationClient, RolloutFunction, Run, Turn
 from miles_environments.environment import EnvironmentFault, Episode, Step, find_answer, instructions_of
 from miles_environments.registry import KEY, Member, Registry, registry_of
 from miles_environments.threads import silence
@@ -40,7 +41,7 @@ class EpisodeLoop(RolloutFunction):
         if self._restore is not None:
             self._restore()
 
-    async def __call__(self, sample: Sample, ask: Ask) -> list[Sample]:
+    async def __call__(self, sample: Sample, ask: GenerationClient) -> list[Sample]:
         member, info = self.registry.find(sample)
         if not member.environment.several_turns:
             await ask()
@@ -78,7 +79,7 @@ class Play:
         done: whether the episode came to its end.
     """
 
-    def __init__(self, loop: EpisodeLoop, member: Member, sample: Sample, ask: Ask) -> None:
+    def __init__(self, loop: EpisodeLoop, member: Member, sample: Sample, ask: GenerationClient) -> None:
         self.loop, self.member, self.sample, self.ask = loop, member, sample, ask
         self.rewards: list[float] = []
         self.seconds, self.done = 0.0, False
@@ -102,7 +103,7 @@ class Play:
         system = instructions_of(self.member.entry, environment)
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
         self.sample.prompt = messages
-        tokens, turn = self._render(messages), None
+        tokens, turn = await self._tokenize(lambda: self._render(messages), messages), None
         limit = self.member.entry.turns or self.registry.options.turns
         for count in range(limit):
             turn = await self._answer(tokens, turn)
@@ -117,7 +118,7 @@ class Play:
                     {"role": "assistant", "content": turn.response.text},
                     {"role": "user", "content": step.text},
                 ]
-                tokens, turn = self._extend(turn, messages)
+                tokens, turn = await self._extend(turn, messages)
         self.sample.status = Status.TRUNCATED
 
     async def _step(self, turn: Turn) -> Step:
@@ -128,17 +129,23 @@ class Play:
         step = await self._call("step", lambda: episode.step(action))
         if not isinstance(step, Step):
             raise EnvironmentFault(f"{self._name}: step returned {step!r:.80}; it returns a Step")
-        if not isinstance(step.reward, (int, float)) or not math.isfinite(step.reward):
+        try:
+            reward = number(step.reward, None)
+        except DataError as error:
+            raise EnvironmentFault(f"{self._name}: the reward that step returned {error}") from error
+        try:
+            done = bool(step.done)
+        except Exception as error:  # an array of several values
             raise EnvironmentFault(
-                f"{self._name}: step returned the reward {step.reward!r:.40}; a reward is a finite number"
-            )
-        self.rewards.append(float(step.reward))
-        return dataclasses.replace(step, text=step.text if step.done else self._check_text(step.text))
+                f"{self._name}: step returned done={step.done!r:.40}; it is True or False"
+            ) from error
+        self.rewards.append(reward)
+        return Step("" if done else self._check_text(step.text), reward, done)
 
     def _check_text(self, text: Any) -> str:
         if not isinstance(text, str):
             raise EnvironmentFault(f"{self._name}: the observation is {text!r:.80}; it must be a text")
-        limit = self.registry.options.chars
+        limit, text = self.registry.options.chars, valid_text(text)
         return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} more characters were cut]"
 
     @property
@@ -170,16 +177,28 @@ class Play:
         text = "\n".join(message["content"] for message in messages) + "\n"
         return list(self.ask.tokenizer.encode(text))
 
-    def _extend(self, turn: Turn, messages: list[dict[str, Any]]) -> tuple[list[int], Turn | None]:
+    async def _extend(self, turn: Turn, messages: list[dict[str, Any]]) -> tuple[list[int], Turn | None]:
         """Append the last observation; returns the tokens and the turn that they continue."""
+        new, ask = messages[-1:], self.ask
         if not self.loop.chat:
-            new = self.ask.tokenizer.encode(f"\n{messages[-1]['content']}\n", add_special_tokens=False)
-            return [*turn.tokens, *new], turn
+            text = f"\n{new[0]['content']}\n"
+            added = await self._tokenize(lambda: list(ask.tokenizer.encode(text, add_special_tokens=False)), text)
+            return [*turn.tokens, *added], turn
         try:
-            return self.ask.renderer.extend(turn.tokens, messages[-1:]), turn
+            return await self._tokenize(lambda: ask.renderer.extend(turn.tokens, new), new), turn
         except CannotExtend as error:
             log.debug("sample %s: a new branch, because %s", self.sample.index, error)
-            return self.ask.renderer.render(messages), None
+            return await self._tokenize(lambda: ask.renderer.render(messages), messages), None
+
+    async def _tokenize(self, function: Callable[[], list[int]], text: Any) -> list[int]:
+        """Call a function that tokenizes; a text that cannot be tokenized, or takes too long, fails the sample."""
+        try:
+            return await tokenize(function, text)
+        except CannotExtend:
+            raise
+        except Exception as error:  # tokenizers raise exceptions of any type
+            why = str(error) if isinstance(error, DataError) else describe_error(error)
+            raise EnvironmentFault(f"{self._name}: {why}") from error
 
     async def _answer(self, tokens: list[int], after: Turn | None) -> Turn | None:
         """Request the next answer; None if the conversation has no room for one."""

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from miles_chat import call_in_thread
+from miles_core.chat import call_in_thread
+from miles_core.data import describe_error
 from miles_environments.environment import EnvironmentFault
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class Calls:
                     raise EnvironmentFault(
                         f"{what} took longer than {self.seconds:g} seconds (--environment-seconds)"
                     ) from None
-                raise EnvironmentFault(f"{what} raised {type(error).__name__}: {error}".rstrip(": ")) from error
+                raise EnvironmentFault(f"{what} raised {describe_error(error)}") from error
 
 
 class Quiet:

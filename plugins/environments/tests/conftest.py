@@ -54,6 +54,17 @@ class Novel(Environment):
     def score(self, number, level, answers):
         return [{"novelty": 1 / answers.count(answer), "size": len(answers)} for answer in answers]
 
+class Unclear:
+    def __bool__(self):
+        raise ValueError("the truth value is ambiguous")
+
+class Odd(Exception):
+    def __index__(self):
+        raise self
+
+    def __str__(self):
+        raise KeyError("no message")
+
 class Count(Environment):
     """Episodes: say 1, 2, 3 in order."""
 
@@ -83,6 +94,11 @@ class Counting(Episode):
                 "bad nan": lambda: Step("", float("nan"), False),
                 "bad text": lambda: Step(None, 0.0, False),
                 "bad step": lambda: 5,
+                "bad size": lambda: Step("", 10**400, False),
+                "bad large": lambda: Step("", 1e300, False),
+                "bad done": lambda: Step("", 0.0, [Unclear()].pop()),
+                "bad error": lambda: [][Odd()],
+                "bad half": lambda: Step("half \\ud83d of a pair", 0.0, False),
                 "bad fork": lambda: Step("parent" if os.fork() else "child", 0.0, True),
             }[action]()
         right = action == str(self.at)

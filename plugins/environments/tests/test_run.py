@@ -83,9 +83,13 @@ def test_episodes(run, own, scripted, capsys):
     [
         ("bad raise", "raised ZeroDivisionError"),
         ("bad block", "took longer than 0.3 seconds (--environment-seconds)"),
-        ("bad nan", "step returned the reward nan"),
+        ("bad nan", "the reward that step returned is nan"),
         ("bad text", "the observation is None"),
         ("bad step", "step returned 5"),
+        ("bad size", "the reward that step returned is an integer with hundreds of digits"),
+        ("bad large", "the reward that step returned is 1e+300; a reward must be between"),
+        ("bad done", "it is True or False"),
+        ("bad error", "raised Odd (its message cannot be read)"),
     ],
 )
 def test_an_episode_that_fails_costs_its_sample(run, own, scripted, caplog, action, reason):
@@ -94,6 +98,14 @@ def test_an_episode_that_fails_costs_its_sample(run, own, scripted, caplog, acti
     done = run(f"file:{own}:Count", generate="environments", environment_seconds=0.3)
     assert len(done.samples) == 3 and done.metrics[0]["environments/failed_episodes"] == 0.25
     assert reason in caplog.text and "fails: the environment Count, task 0" in caplog.text
+
+
+@pytest.mark.parametrize("chat", [True, None])
+def test_half_a_surrogate_pair_in_an_observation(run, own, scripted, chat):
+    scripted(lambda text: "bad half" if "half" not in text else "1")
+    done = run(f"file:{own}:Count", generate="environments", apply_chat_template=chat)
+    assert len(done.samples) == 4 and done.metrics[0]["environments/failed_episodes"] == 0
+    assert all("half" in "".join(sample["pieces"]) for sample in done.samples)
 
 
 def test_a_fork_of_an_environment_does_not_go_on(run, own, scripted):

@@ -23,6 +23,7 @@ class ExpertsConfig:
         flag="--moe-token-drop-policy",
         help="which tokens an expert at its capacity keeps: those with the largest weights (probs), or the first ones (position)",
         choices=("probs", "position"),
+        only_if="experts.capacity_factor",
     )
     router_bias_update_rate: float = option(
         0.0,

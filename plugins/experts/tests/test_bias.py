@@ -41,7 +41,7 @@ def biases_of(model):
 def test_a_run_balances_syncs_and_resumes(toy_run, family, tmp_path):
     options = {"family": family, "moe_router_bias_update_rate": RATE, "lr": 0.0}
     done = toy_run(["experts"], steps=2, directory=tmp_path / "run", **options)
-    trainer, engine = done.parts[0].learner.ranks.rank.trainer, done.parts[0].engine
+    trainer, engine = done.parts[0].learner.rank.trainer, done.parts[0].engine
     found = biases_of(trainer.model)
     start = biases_of(transformers.AutoModelForCausalLM.from_pretrained(done.run.config.model.hf_checkpoint))
     moved = [(found[n] - start[n].float()).abs().max() for n in found]
@@ -50,7 +50,7 @@ def test_a_run_balances_syncs_and_resumes(toy_run, family, tmp_path):
 
     more = toy_run(["experts"], steps=3, load=tmp_path / "run", save=None, directory=None, **options)
     straight = toy_run(["experts"], steps=3, directory=tmp_path / "straight", **options)
-    ours, theirs = (biases_of(r.parts[0].learner.ranks.rank.trainer.model) for r in (more, straight))
+    ours, theirs = (biases_of(r.parts[0].learner.rank.trainer.model) for r in (more, straight))
     assert all(torch.equal(t, theirs[n]) for n, t in ours.items())
 
 

@@ -1,6 +1,7 @@
 """FP8 weights in blocks of 128 x 128 (DeepSeek-V3 style) for miles-core."""
 
-from miles_core.plugin import Rule, Set, format_plugin
+from miles_core.plugin import Rule, Set
+from miles_formats import format_plugin
 from miles_fp8.config import Fp8Config
 
 __version__ = "0.1.0"

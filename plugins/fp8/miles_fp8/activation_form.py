@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from miles_fp8.format import AMAX_FLOOR, E4M3, E4M3_MAX, TILE
+from miles_fp8.layout import AMAX_FLOOR, E4M3, E4M3_MAX, TILE
 
 #: amax -> (scale, factor), both FP32.
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -25,12 +25,12 @@ is Inf in FP32.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from miles_core.format import (
+from miles_formats import (
     READABLE,
     Config,
     Format,
@@ -42,16 +42,11 @@ from miles_core.format import (
     runs_kernels,
     store,
 )
+from miles_fp8 import activation_form
+from miles_fp8.layout import AMAX_FLOOR, CODES, E4M3, E4M3_MAX, SCALES, TILE
+from miles_fp8.product import Fp8Product
 
-if TYPE_CHECKING:
-    from miles_fp8.product import Fp8Product
-
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
-AMAX_FLOOR = 1e-10
-TILE = 128
 KERNEL_CAPABILITY = (8, 9)  # the first GPUs that convert to E4M3
-CODES, SCALES = "weight", "weight_scale_inv"
 #: Weights that share a kernel launch must be aligned to this many bytes.
 ALIGNED = 16
 
@@ -190,8 +185,6 @@ class Fp8(Format):
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
         """See ``Format.fake_quantize_activation``; blocks of 1 x 128, the last block of a row may be shorter."""
         if self.activation_form != "divide":
-            from miles_fp8 import activation_form  # which imports this module
-
             return activation_form.fake_quantize(x, self.activation_form)
         columns = x.shape[-1]
         if runs_kernels(x, KERNEL_CAPABILITY):
@@ -224,8 +217,6 @@ class Fp8(Format):
         """See ``miles_fp8.product``; supports only the activation form ``divide``."""
         if self.activation_form != "divide":
             raise NoProduct(f"its kernel divides activations, and --fp8-activation-form is {self.activation_form}")
-        from miles_fp8.product import Fp8Product
-
         return Fp8Product(device, dtype, self.power_of_two_scales, self.fixed_order)
 
     def scale(self, amax: Tensor) -> Tensor:

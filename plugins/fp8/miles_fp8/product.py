@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from miles_core.format import Parts, Product, convert_for_kernel, need_scaled_mm
-from miles_fp8.format import CODES, SCALES, TILE
+from miles_formats import Parts, Product, convert_for_kernel, need_scaled_mm
 from miles_fp8.kept_codes import Codes, KeptCodes
+from miles_fp8.layout import CODES, SCALES, TILE
 
 if TYPE_CHECKING:
     from miles_fp8.row_codes import RowCodes

@@ -8,9 +8,9 @@ import transformers
 from safetensors.torch import save_file
 
 from miles_core.cli.main import main
-from miles_core.format import Codec
 from miles_embedded import load_model
 from miles_embedded.model.views import Loader, export
+from miles_formats import FormatCodec
 from miles_fp8.format import Fp8
 from miles_testing import tiny_checkpoint
 
@@ -21,7 +21,7 @@ def test_transformers_loads_the_checkpoint_and_dequantises_to_the_same_values(tm
     sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
     tiny_checkpoint("qwen3_moe", tmp_path, **sizes)
     model = load_model(tmp_path, "bfloat16")
-    codec = Codec(Fp8(power_of_two))
+    codec = FormatCodec(Fp8(power_of_two))
     stored, kept, values = {}, [], {}
     for encoded in codec.encode(export(model)):
         stored |= {name: tensor.contiguous() for name, tensor in encoded.parts.items()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from miles_core.engine import Request, Sampling
-from miles_core.format import Codec, Products, emulate_product, reference_only
+from miles_core.mismatch.product_probe import check_product
 from miles_embedded import load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
@@ -17,9 +17,10 @@ from miles_embedded.model.storage import codes_of
 from miles_embedded.model.views import export
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.weights import install
-from miles_fp8.format import CODES, SCALES, TILE, Fp8
+from miles_formats import FormatCodec, Products, emulate_product, reference_only
+from miles_fp8.format import Fp8
+from miles_fp8.layout import CODES, SCALES, TILE
 from miles_fp8.product import Fp8Product, scale_rows
-from miles_mismatch.product_probe import check_product
 from miles_testing import hard_cases, tiny_checkpoint
 
 hopper = [
@@ -229,7 +230,7 @@ class TestOnTheGpu:
     def test_an_engine_holds_codes_only_and_answers_as_with_decoded_weights(self, tmp_path, family):
         sizes = {"hidden_size": 256, "intermediate_size": 1024, "moe_intermediate_size": 512, "head_dim": 64}
         path = tiny_checkpoint(family, tmp_path, num_hidden_layers=4, **sizes)
-        codec, trainer = Codec(Fp8()), load_model(path, "bfloat16", "cuda")
+        codec, trainer = FormatCodec(Fp8()), load_model(path, "bfloat16", "cuda")
 
         def measure(codes_only):
             """Return bytes that an update adds, answers after two updates, emulated scores, and the number of freed weights."""
@@ -261,7 +262,7 @@ class TestOnTheGpu:
             model = load_model(path, "bfloat16", "cuda")
             if table is not None:
                 use_operations(model, table)
-            quantizer = install(model, Codec(Fp8()))
+            quantizer = install(model, FormatCodec(Fp8()))
             block, x = model.model.layers[1].mlp, normal(1, 70, 256).bfloat16().cuda().requires_grad_()
             y = block(x)
             y.backward(normal(1, 70, 256, seed=2).bfloat16().cuda())
@@ -269,7 +270,7 @@ class TestOnTheGpu:
             found.append((y.detach(), x.grad, experts.gate_up_proj.grad, experts.down_proj.grad))
             with torch.no_grad():  # all weights at once, with the codes of one at a time
                 experts.down_proj.mul_(1.5)
-            fresh = install(load_model(path, "bfloat16", "cuda"), Codec(Fp8()))
+            fresh = install(load_model(path, "bfloat16", "cuda"), FormatCodec(Fp8()))
             fresh.parameter("model.layers.1.mlp.experts.down_proj").data.mul_(1.5)
             names = [source for source in quantizer.sources if "layers.1.mlp" in source]
             assert names and all(torch.equal(quantizer.value(s), fresh.value(s)) for s in names)
@@ -279,7 +280,7 @@ class TestOnTheGpu:
     def test_engine_and_trainer_of_a_model_multiply_codes_and_agree(self, tmp_path):
         sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
         path = tiny_checkpoint("qwen3", tmp_path, **sizes)
-        codec, products = Codec(Fp8()), Products("native")
+        codec, products = FormatCodec(Fp8()), Products("native")
         trainer, engine_model = (load_model(path, "bfloat16", "cuda") for _ in range(2))
         engine = EmbeddedEngine(engine_model, Settings(str, codec=codec, products=products))
         quantizer = engine.quantizer(codec.format)

@@ -15,11 +15,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from miles_core.engine import Request, Sampling
-from miles_core.format import Codec, Products
 from miles_embedded import load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.views import export
+from miles_formats import FormatCodec, Products
 from miles_fp8.format import Fp8
 from miles_fp8.kept_codes import KeptCodes
 from miles_fp8.product import Fp8Product
@@ -77,7 +77,7 @@ class TestOnTheGpu:
         # two query heads: their output has as many columns as the model
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
         path = tiny_checkpoint(family, tmp_path, num_hidden_layers=4, **sizes, **heads)
-        codec, trainer = Codec(Fp8(fixed_order=fixed_order)), load_model(path, "bfloat16", "cuda")
+        codec, trainer = FormatCodec(Fp8(fixed_order=fixed_order)), load_model(path, "bfloat16", "cuda")
 
         def answer():
             """Return answers after two updates, scores, and the launches of one decode step that only quantise."""
@@ -107,7 +107,7 @@ async def ask(engine):
 
 def count_launches(engine):
     """Launches of one recorded decode step of more than 16 rows, kernel -> number."""
-    graphs = engine.ahead.graphs
+    graphs = engine.async_steps.graphs
     shape = max(graphs._recorded, key=lambda shape: shape.rows)
     assert shape.rows > 16
     assert graphs.ready(shape)

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from miles_fp8.format import TILE
+from miles_fp8.layout import TILE
 
 #: Bytes of shared memory of a multiprocessor.
 SHARED = 228 * 1024

@@ -1,6 +1,7 @@
 """INT4 weights in groups along K, with quantisation-aware training, for miles-core."""
 
-from miles_core.plugin import Hint, Rule, above, format_plugin
+from miles_core.plugin import Hint, Rule, above
+from miles_formats import format_plugin
 from miles_int4.config import Int4Config
 
 __version__ = "0.1.0"

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.format import Config, Format, Parts, Stored, allocate_output, convert_for_kernel, runs_kernels, store
+from miles_formats import Config, Format, Parts, Stored, allocate_output, convert_for_kernel, runs_kernels, store
 
 LARGEST = 7.0
 OFFSET = 8

@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from miles_core.format import Codec, make_codec
 from miles_core.plugin import Policy, Run, StashKey
 from miles_embedded import encode_weights, mark_constant, share_weights
 from miles_embedded import make_model as load_checkpoint
+from miles_formats import Codec, make_codec
 
 #: (checkpoint, dtype, device, precision) -> the first model with these weights in this process.
 BASES = StashKey[dict[tuple[str, ...], nn.Module]]()

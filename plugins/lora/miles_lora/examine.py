@@ -1,17 +1,13 @@
-"""Checks of a plan that need the checkpoint: it can be loaded, and the targets exist in its model."""
+"""Checks of a plan that need the checkpoint. Imports no torch if the model's family and the targets are known without its code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from miles_core.plugin import ConfigError
-from miles_embedded import build_empty, checkpoint_config, views
-from miles_embedded import examine as examine_model
-from miles_lora.peft_files import check_adapter
-from miles_lora.targets import FLAG, Target, find_targets
+from miles_embedded import find_known_weights
 
 
 def examine(config: Any, weights: bool) -> None:
@@ -21,34 +17,29 @@ def examine(config: Any, weights: bool) -> None:
         CheckpointError: the checkpoint cannot be loaded.
         ConfigError: a target matches nothing, or does not go with another option.
     """
-    examine_model(config, weights)
-    options, path = config.plugin("lora"), config.model.ref_load or config.model.hf_checkpoint
-    if options.adapter is not None:
-        check_adapter(options.adapter, options)
-    if path is None:
+    if not weights and "torch" not in sys.modules and _is_known(config):
         return
-    model = build_empty(checkpoint_config(path, config.model.trust_remote_code), config.model.trust_remote_code)
-    experts = [t for t in find_targets(model, options.target_modules) if t.is_joined]
-    if experts and options.sync == "adapter" and config.run.engine != "embedded":
-        raise ConfigError(
-            f"--lora-sync adapter: {experts[0].name} ({FLAG}) joins experts, and --engine {config.run.engine} loads adapters of linear layers "
-            "only; send merged weights (--lora-sync merged), or leave the experts out"
-        )
-    if config.run.trainer == "megatron":
-        _check_stacked(model, experts)
-    if experts and options.dropout:
-        raise ConfigError(
-            f"--lora-dropout {options.dropout:g}: {experts[0].name} ({FLAG}) joins experts, whose inputs cannot be dropped separately for the "
-            "adapter; leave the dropout out, or the experts"
-        )
+    from miles_lora.examine_model import examine as examine_model
+
+    examine_model(config, weights)
 
 
-def _check_stacked(model: nn.Module, experts: Sequence[Target]) -> None:
-    """Refuse experts that the checkpoint has in one tensor per layer: such a trainer reads them as matrices of single experts."""
-    sources = [view.source for view in views(model)]
-    for target in experts:
-        if sources.count(target.source) == 1:
-            raise ConfigError(
-                f"--trainer megatron: {target.name} ({FLAG}) has all experts in one tensor of the checkpoint, and this trainer adapts linear "
-                "layers, and experts with a tensor each; leave the experts out, or use --trainer embedded"
-            )
+def _is_known(config: Any) -> bool:
+    """Whether all targets are linear layers of a known dense model, so that no check can fail."""
+    options, path = config.plugin("lora"), config.model.ref_load or config.model.hf_checkpoint
+    if path is None or options.adapter is not None or not Path(path).is_dir():
+        return False
+    known = find_known_weights(path)
+    if known is None or any(".experts." in name for name in known):
+        return False
+    return selects_layers(known, options.target_modules)
+
+
+def selects_layers(weights: Iterable[str], names: Sequence[str]) -> bool:
+    """Whether each of ``names`` (``--lora-target-modules``) selects a projection of a decoder layer.
+
+    Args:
+        weights: names of a model's weights as its checkpoint has them.
+    """
+    layers = [name.removesuffix(".weight") for name in weights if ".layers." in name and name.endswith("_proj.weight")]
+    return all(name == "all-linear" or any(f".{layer}".endswith(f".{name}") for layer in layers) for name in names)

@@ -85,12 +85,12 @@ def test_policies_share_one_base(tmp_path):
     record = done.metrics[-1]
     assert all(record[f"{p}/train/lora_delta_norm"] > 0 for p in ("solver", "judge"))
     assert all(record[f"{p}/verify/abs_log_prob"] < 1e-5 for p in ("solver", "judge")), record
-    models = [m for part in done.parts for m in (part.engine.model, part.learner.ranks.rank.trainer.model)]
+    models = [m for part in done.parts for m in (part.engine.model, part.learner.rank.trainer.model)]
     memory = {p.data_ptr(): p.nbytes for m in models for p in m.parameters()}
     base = sum(p.nbytes for n, p in models[-1].named_parameters())
     assert sum(memory.values()) < 1.3 * base and len(models) == 6
     ranks = [
-        part.learner.ranks.rank.trainer.model.get_parameter("model.layers.0.self_attn.q_proj.lora.lora_A").shape[0]
+        part.learner.rank.trainer.model.get_parameter("model.layers.0.self_attn.q_proj.lora.lora_A").shape[0]
         for part in done.parts[:2]
     ]
     assert ranks == [4, 8]

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from miles_coevolution.hooks import LEAGUE
 from miles_testing import toy_run
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 OPTIONS = {"lora_target_modules": "all-linear", "lora_rank": 4, "lr": 1e-2, "rollout_batch_size": 12}
 NIM = {"generate": "nim", "prompts": "nim", "rm_type": "game", "custom_rm_path": None, "prompt_data": "1-6"}
@@ -28,7 +28,7 @@ def play(tmp_path):
 
 def models(part):
     """The models of engine and trainer."""
-    return part.engine.model, part.learner.ranks.rank.trainer.model
+    return part.engine.model, part.learner.rank.trainer.model
 
 
 def test_a_population_of_four_evolves_over_one_base(play):
@@ -77,7 +77,7 @@ def test_a_resumed_run_of_adapters_evolves_bit_for_bit(play, tmp_path):
 def test_adapters_in_other_processes_evolve_the_same(play):
     here, there = (
         play(PAST, lora_sync="merged", steps=3, directory=name, plugins=plugins, **options).metrics
-        for name, plugins, options in (("here", (), {}), ("there", (apart.__file__,), {"runtime": "apart"}))
+        for name, plugins, options in (("here", (), {}), ("there", (remote.__file__,), {"runtime": "remote"}))
     )
     assert [m["train/loss"] for m in here] == [m["train/loss"] for m in there]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_core.format import Codec
 from miles_core.trainer import Callbacks, OptimizerConfig
 from miles_embedded import encode_weights, load_model, mark_constant
 from miles_embedded.trainer.build import data_parallel
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_formats import FormatCodec
 from miles_lora import LoraOptions
 from miles_lora.adapter import attach
 from miles_lora.hooks import Trained, merge
@@ -22,7 +22,7 @@ from miles_testing.yardstick import weighted
 
 def train(checkpoint, strategy, base, share, directory=None, load=False):
     """Merged weights, adapters of the stream and exported base after two steps."""
-    encode = None if base == "plain" else lambda model: encode_weights(model, Codec(PairFormat()))
+    encode = None if base == "plain" else lambda model: encode_weights(model, FormatCodec(PairFormat()))
     model = load_model(checkpoint, reduce=encode)
     mark_constant(model.parameters(), streamed=False)
     options = LoraOptions(rank=4, target_modules=("all-linear", "all-experts"))

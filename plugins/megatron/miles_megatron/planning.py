@@ -1,4 +1,4 @@
-"""Layouts of this trainer for ``miles plan --search``: the entry point ``trainer.megatron`` of ``miles_planning``. Imports no torch."""
+"""Layouts of this trainer for ``miles plan --search``: the entry point ``trainer.megatron`` of ``miles_planner``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from miles_megatron.memory import Work, peak
 from miles_megatron.sizes import Sizes, candidates, misfits, sizes_of
 from miles_megatron.usage import change_sizes, usages_of
 from miles_megatron.work import work_of
-from miles_planning import TrainerLayout
+from miles_planner import TrainerLayout
 
 #: Tokens per micro-batch to try if ``--max-tokens-per-gpu`` is not set.
 _TOKENS = (8192, 16384, 32768)
 #: Context-parallel sizes to try.
 _CONTEXT = (1, 2, 4, 8)
-#: Options that save memory, cheapest first: (options, changes of the work). The first keeps what the user set.
+#: Options that save memory, cheapest first: (options, changes of the work). The first keeps what the user set, and no other one undoes it.
 _SAVINGS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({}, {}),
-    ({"megatron.recompute_granularity": "full"}, {"recompute": "full", "offloaded": 0.0}),
+    ({"megatron.recompute_granularity": "full"}, {"recompute": "full"}),
     (
         {
             "megatron.recompute_granularity": "full",
@@ -35,7 +35,7 @@ _SAVINGS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 
 
 def read(facts: Facts, model: Mapping[str, Any]) -> TrainerLayout | None:
-    """Implements ``miles_planning.layout.TrainerPlanner``."""
+    """Implements ``miles_planner.layout.TrainerPlanner``."""
     a, s = _architecture(model), sizes_of(facts)
     if a is None or any(misfits(s, a)):
         return None
@@ -43,7 +43,7 @@ def read(facts: Facts, model: Mapping[str, Any]) -> TrainerLayout | None:
 
 
 def find(facts: Facts, model: Mapping[str, Any], ranks: int, budget: float) -> Iterator[TrainerLayout]:
-    """Implements ``miles_planning.layout.TrainerPlanner``: each layout with the cheapest savings under which it fits.
+    """Implements ``miles_planner.layout.TrainerPlanner``: each layout with the cheapest savings under which it fits.
 
     Sizes that the user set and that ``candidates`` does not propose (other stages, virtual stages) are a layout too."""
     a = _architecture(model)
@@ -69,7 +69,7 @@ def find(facts: Facts, model: Mapping[str, Any], ranks: int, budget: float) -> I
 
 
 def explain(facts: Facts, model: Mapping[str, Any], ranks: int) -> str:
-    """Implements ``miles_planning.layout.TrainerPlanner``."""
+    """Implements ``miles_planner.layout.TrainerPlanner``."""
     try:
         a = families.read(model)
     except CheckpointError as error:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from miles_core.format import Codec
 from miles_core.trainer import MtpLayer, OptimizerConfig
+from miles_formats import Codec
 from miles_megatron import families
 from miles_megatron.sizes import Sizes
 from miles_testing import Setup

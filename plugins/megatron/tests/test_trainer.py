@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from miles_core.format import Codec, Format, Stored, store
 from miles_core.plugin import CheckpointError, ConfigError
 from miles_core.train.share import merge_metrics
 from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Callbacks, OptimizerConfig
+from miles_formats import Format, FormatCodec, Stored, store
 from miles_megatron.sizes import Sizes
 from miles_megatron.testing import make, may_have_children
 from miles_testing import RankedTrainerContract, Setup, TrainerContract
@@ -373,7 +373,7 @@ class Tiles(Format):
 
 def in_tiles(checkpoint, **sizes):
     """Log-probs, gradient norm and exported weights of a step in that format."""
-    trainer = make(checkpoint, Setup(), codec=Codec(Tiles()), **sizes)
+    trainer = make(checkpoint, Setup(), codec=FormatCodec(Tiles()), **sizes)
     trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
     columns = trainer.log_probs(make_batch(), "old")["log_probs"]
     norm = trainer.step(make_batch())["train/grad_norm"][0]
@@ -393,7 +393,7 @@ def test_a_number_format_computes_what_the_embedded_trainer_computes_in_it(ranks
     s = Setup()
     rates = OptimizerConfig(lr=s.lr, weight_decay=s.weight_decay, betas=s.betas, eps=s.eps, clip_grad=s.clip_grad)
     model = load_model(four_layers, torch.float32)
-    install(model, Codec(Tiles()))
+    install(model, FormatCodec(Tiles()))
     trainer = EmbeddedTrainer(model, TrainerConfig(optimizer=rates, temperature=s.temperature))
     trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
     expected = trainer.log_probs(make_batch(), "old")["log_probs"]
@@ -415,7 +415,7 @@ def test_a_matrix_that_would_be_quantised_in_part_is_refused(four_layers):
         skip = ("q_proj",)
 
     with pytest.raises(ConfigError, match=r"q_proj.weight would stay in BF16, but Megatron-Core joins it"):
-        make(four_layers, Setup(), codec=Codec(Some()))
+        make(four_layers, Setup(), codec=FormatCodec(Some()))
 
 
 def test_tiles_over_a_joint_are_refused(four_layers):
@@ -423,7 +423,7 @@ def test_tiles_over_a_joint_are_refused(four_layers):
         tile = (32, 8)
 
     with pytest.raises(ConfigError, match="interleaves heads of 16 rows from several projections, and a tile has 32"):
-        make(four_layers, Setup(), codec=Codec(Large()))
+        make(four_layers, Setup(), codec=FormatCodec(Large()))
 
 
 def test_mtp_layers_are_exported_as_the_checkpoint_has_them(tmp_path):

@@ -1,6 +1,7 @@
 """MXFP8 weights (OCP microscaling, blocks of 1 x 32) for miles-core."""
 
-from miles_core.plugin import Rule, Set, format_plugin
+from miles_core.plugin import Rule, Set
+from miles_formats import format_plugin
 from miles_mxfp8.config import Mxfp8Config
 
 __version__ = "0.1.0"

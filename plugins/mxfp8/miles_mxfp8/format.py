@@ -25,23 +25,19 @@ quantisation of the same tensor; here it stays in full precision. BF16's largest
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from miles_core.format import Config, Format, Parts, Stored, allocate_output, convert_for_kernel, runs_kernels, store
+from miles_formats import Config, Format, Parts, Stored, allocate_output, convert_for_kernel, runs_kernels, store
+from miles_mxfp8.layout import BLOCK, CODES, E4M3, SCALES
+from miles_mxfp8.product import Mxfp8Product
 
-if TYPE_CHECKING:
-    from miles_mxfp8.product import Mxfp8Product
-
-E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-BLOCK = 32
 BIAS = 127
 NOT_A_NUMBER = 255
 KERNEL_CAPABILITY = (8, 9)  # the first GPUs that convert to E4M3
-CODES, SCALES = "weight", "weight_scale_inv"
 
 
 class Mxfp8(Format):
@@ -115,8 +111,6 @@ class Mxfp8(Format):
 
     def product(self, device: torch.device, dtype: torch.dtype) -> Mxfp8Product:
         """See ``miles_mxfp8.product``."""
-        from miles_mxfp8.product import Mxfp8Product
-
         return Mxfp8Product(device, dtype)
 
     def config(self, unquantized: list[str]) -> dict[str, Any]:

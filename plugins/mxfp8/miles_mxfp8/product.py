@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from miles_core.format import Parts, Product, convert_for_kernel, need_scaled_mm
-from miles_mxfp8.format import BLOCK, CODES, E4M3, SCALES
+from miles_formats import Parts, Product, convert_for_kernel, need_scaled_mm
+from miles_mxfp8.layout import BLOCK, CODES, E4M3, SCALES
 
 BLACKWELL = range(10, 100)
 TILE = (128, 4)  # tile of scales in memory: 128 rows and 4 blocks along K

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core.data import Unit
-from miles_core.format import Codec
 from miles_core.plugin import ConfigError, MilesError
-from miles_mxfp8.format import CODES, SCALES, Mxfp8, power, scale_byte
+from miles_formats import FormatCodec
+from miles_mxfp8.format import Mxfp8, power, scale_byte
+from miles_mxfp8.layout import CODES, SCALES
 
 #: Magnitudes of E4M3 by code, written from the definition: eight denormals, then 1.m * 2^e.
 MAGNITUDES = [Fraction(m, 512) for m in range(8)]
@@ -133,7 +134,7 @@ def test_bytes_a_weight():
 def test_k_that_32_does_not_divide_is_refused_with_name_shape_and_sizes(columns, near):
     unit = Unit({"model.layers.3.mlp.up_proj.weight": torch.ones(4, columns)})
     with pytest.raises(ConfigError, match=rf"layers\.3\.mlp\.up_proj\.weight \[4, {columns}\] .* of 32: {near}, not"):
-        Codec(Mxfp8()).encode_unit(unit)
+        FormatCodec(Mxfp8()).encode_unit(unit)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -141,7 +142,7 @@ def test_a_weight_that_is_not_finite_is_named(bad):
     weight = torch.zeros(4, 32)
     weight[1, 2] = bad
     with pytest.raises(MilesError, match=r"layers\.3\.mlp\.up_proj\.weight holds 1 values .* at \[1, 2\]"):
-        Codec(Mxfp8()).encode_unit(Unit({"model.layers.3.mlp.up_proj.weight": weight}))
+        FormatCodec(Mxfp8()).encode_unit(Unit({"model.layers.3.mlp.up_proj.weight": weight}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

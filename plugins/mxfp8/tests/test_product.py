@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from miles_core.format import NoProduct
-from miles_core.precision import scaled_mm
-from miles_mxfp8.format import CODES, SCALES, Mxfp8
+from miles_formats import NoProduct, scaled_mm
+from miles_mxfp8.format import Mxfp8
+from miles_mxfp8.layout import CODES, SCALES
 from miles_mxfp8.product import Mxfp8Product, swizzled
 
 

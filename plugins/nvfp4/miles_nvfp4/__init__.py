@@ -1,6 +1,7 @@
 """NVFP4 expert weights for miles-core (experimental)."""
 
-from miles_core.plugin import Rule, format_plugin
+from miles_core.plugin import Rule
+from miles_formats import format_plugin
 from miles_nvfp4.config import Nvfp4Config
 
 __version__ = "0.1.0"

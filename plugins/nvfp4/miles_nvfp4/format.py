@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.format import Config, Format, Parts, Stored, allocate_output, convert_for_kernel, runs_kernels, store
+from miles_formats import Config, Format, Parts, Stored, allocate_output, convert_for_kernel, runs_kernels, store
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0

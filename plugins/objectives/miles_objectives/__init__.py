@@ -2,7 +2,7 @@
 
 from miles_core.data import Field
 from miles_core.plugin import Panel, Plugin, Rule, Set
-from miles_objectives.config import ESTIMATORS, HORIZON, ObjectivesConfig
+from miles_objectives.config import ESTIMATORS, ObjectivesConfig
 from miles_objectives.presets import PRESETS, because, describe
 
 __version__ = "0.1.0"
@@ -25,7 +25,7 @@ plugin = Plugin(
     core="~=0.1",
     config=ObjectivesConfig,
     fields=(Field("reward_parts", "float64", "sample", shape=(None,)),),
-    provides={"advantage": {name: f"miles_objectives.hooks:make_{name}" for name in ESTIMATORS}},
+    provides={"advantage": {name: f"miles_objectives.{name}:make_{name}" for name in ESTIMATORS}},
     sets=_settings(),
     notes={f"objectives.preset == {name}": describe(name) for name in PRESETS},
     requires=(
@@ -46,11 +46,6 @@ plugin = Plugin(
             because="GDPO normalises these entries of the reward: --gdpo-rewards NAME[=WEIGHT],...",
         ),
         Rule(
-            "algorithm.advantage_estimator == gdpo",
-            when="objectives.gdpo_rewards",
-            because="only GDPO normalises several rewards",
-        ),
-        Rule(
             "algorithm.kl_coef > 0 or algorithm.kl_loss_coef > 0",
             when="objectives.kl_target",
             because="--kl-target adapts a coefficient, which needs a first value: --kl-coef or --kl-loss-coef",
@@ -60,12 +55,9 @@ plugin = Plugin(
             when="objectives.kl_target",
             because="one measured KL adapts one coefficient: --kl-coef (in the reward) or --kl-loss-coef (in the loss)",
         ),
-        Rule(
-            "objectives.kl_target", when=f"objectives.kl_horizon != {HORIZON}", because="only --kl-target has a horizon"
-        ),
     ),
     hooks={
-        "algorithm.advantage_estimator == gdpo": "miles_objectives.hooks:Objectives",
+        "algorithm.advantage_estimator == gdpo": "miles_objectives.gdpo:RewardParts",
         "objectives.kl_target": "miles_objectives.kl_hooks:AdaptiveKl",
     },
     panels=(

@@ -19,9 +19,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from miles_core.trainer import Clip, PolicyLossInputs, TokenLoss
+from miles_core.plugin import Policy, Run
+from miles_core.trainer import ALGORITHMS, Clip, Objective, PolicyLossInputs, TokenLoss
 from miles_objectives.config import THRESHOLDS
 from miles_objectives.tokens import Metrics, advantages, log_ratios, metrics_of
+
+
+def make_dppo(run: Run, policy: Policy) -> Objective:
+    """Provider of ``--advantage-estimator dppo``: the advantages of GRPO with this loss."""
+    options = run.config_of(policy).plugin("objectives")
+    return Objective(ALGORITHMS["grpo"].advantage, make_loss(options.dppo_divergence, options.dppo_threshold))
 
 
 def make_loss(divergence: str, threshold: float | None = None) -> TokenLoss:

@@ -13,8 +13,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from miles_core.trainer import Clip, PolicyLossInputs, TokenLoss
+from miles_core.plugin import Policy, Run
+from miles_core.trainer import ALGORITHMS, Clip, Objective, PolicyLossInputs, TokenLoss
 from miles_objectives.tokens import Metrics, advantages, log_ratios, metrics_of
+
+
+def make_sapo(run: Run, policy: Policy) -> Objective:
+    """Provider of ``--advantage-estimator sapo``: the advantages of GRPO with this loss."""
+    options = run.config_of(policy).plugin("objectives")
+    return Objective(ALGORITHMS["grpo"].advantage, make_loss(options.sapo_tau_positive, options.sapo_tau_negative))
 
 
 def make_loss(positive: float, negative: float) -> TokenLoss:

@@ -1,11 +1,10 @@
 """Further optimizers: Muon, AdamW with 8-bit state, and AdamW on the host, for miles-core."""
 
 from miles_core.plugin import Package, Plugin, Rule, Set
-from miles_optimizers.config import ADJUST, MOMENTUM, OptimizersConfig
+from miles_optimizers.config import OptimizersConfig
 
 __version__ = "0.1.0"
 
-_MUON = "only Muon has this setting (--optimizer muon)"
 
 plugin = Plugin(
     name="optimizers",
@@ -29,9 +28,6 @@ plugin = Plugin(
         ),
     ),
     requires=(
-        Rule("train.optimizer == muon", when="optimizers.muon_lr", because=_MUON),
-        Rule("train.optimizer == muon", when=f"optimizers.muon_momentum != {MOMENTUM}", because=_MUON),
-        Rule("train.optimizer == muon", when=f"optimizers.muon_adjust_lr != {ADJUST}", because=_MUON),
         Rule(
             "train.lr > 0",
             when="optimizers.muon_lr",

@@ -21,9 +21,16 @@ class OptimizersConfig:
         help="peak learning rate of the matrices that Muon steps (default: --lr); same schedule as --lr, which the others have",
         gt=0,
         enables=True,
+        only_if="train.optimizer == muon",
     )
     muon_momentum: float = option(
-        MOMENTUM, flag="--muon-momentum", help="decay of Muon's momentum", ge=0, lt=1, enables=True
+        MOMENTUM,
+        flag="--muon-momentum",
+        help="decay of Muon's momentum",
+        ge=0,
+        lt=1,
+        enables=True,
+        only_if="train.optimizer == muon",
     )
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = option(
         ADJUST,
@@ -31,4 +38,5 @@ class OptimizersConfig:
         help="size of Muon's update of a matrix [a, b], in learning rates: match_rms_adamw, 0.2 sqrt(max(a, b)), as large as AdamW's; "
         "original, sqrt(max(1, a / b))",
         enables=True,
+        only_if="train.optimizer == muon",
     )

@@ -63,7 +63,7 @@ def test_a_critic_may_have_another_optimizer():
     done = toy_run(
         ["ppo", "optimizers"], steps=1, advantage_estimator="ppo", critic_optimizer="adamw8bit", n_samples_per_prompt=2
     )
-    critic = done.parts[1].learner.ranks.rank.trainer
+    critic = done.parts[1].learner.rank.trainer
     assert type(critic.optimizer._inner).__name__ == "EightBitAdamW"
     assert isinstance(done.trainer.optimizer._inner, torch.optim.AdamW)
 

@@ -14,21 +14,35 @@ class PassAtKConfig:
     """Further metrics of evaluations."""
 
     pass_at: tuple[int, ...] = option(
-        (), flag="--eval-pass-at", help="report pass@k for these k", metavar="K,...", ge=1, enables=True
+        (),
+        flag="--eval-pass-at",
+        help="report pass@k for these k",
+        metavar="K,...",
+        ge=1,
+        enables=True,
+        only_if="evaluation.prompt_data",
     )
     majority_at: tuple[int, ...] = option(
-        (), flag="--eval-majority-at", help="report majority@k for these k", metavar="K,...", ge=1, enables=True
+        (),
+        flag="--eval-majority-at",
+        help="report majority@k for these k",
+        metavar="K,...",
+        ge=1,
+        enables=True,
+        only_if="evaluation.prompt_data",
     )
     answer_key: str | None = option(
         None,
         flag="--eval-answer-key",
         help="entry of a sample's metadata with the answer that majority@k compares (default: the last \\boxed{...}, else the last line)",
+        only_if="pass_at_k.majority_at",
     )
     subset_key: str | None = option(
         None,
         flag="--eval-subset-key",
         help="entry of a row's metadata; metrics are also reported for each of its values",
         enables=True,
+        only_if="evaluation.prompt_data",
     )
     patience: int | None = option(
         None,
@@ -36,9 +50,13 @@ class PassAtKConfig:
         help="stop after this many evaluations without a new best value of --early-stop-metric",
         ge=1,
         enables=True,
+        only_if="evaluation.prompt_data",
     )
     metric: str = option(
-        "eval/accuracy", flag="--early-stop-metric", help="the metric of early stopping, which should rise"
+        "eval/accuracy",
+        flag="--early-stop-metric",
+        help="the metric of early stopping, which should rise",
+        only_if="pass_at_k.patience",
     )
     keep_best: str | None = option(
         None,
@@ -46,9 +64,13 @@ class PassAtKConfig:
         help="keep the checkpoint with the best value of this evaluation metric in RUN/best, whatever --keep deletes",
         metavar="METRIC",
         enables=True,
+        only_if="evaluation.prompt_data",
     )
     keep_best_mode: Literal["max", "min"] = option(
-        "max", flag="--keep-best-mode", help="whether the best value is the largest or the smallest"
+        "max",
+        flag="--keep-best-mode",
+        help="whether the best value is the largest or the smallest",
+        only_if="pass_at_k.keep_best",
     )
 
 

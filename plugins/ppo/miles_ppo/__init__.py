@@ -6,9 +6,6 @@ from miles_ppo.config import PpoConfig
 
 __version__ = "0.1.0"
 
-_OWN = "only a critic that is a model of its own (--critic-trunk own) has this setting; the head on the policy's trunk is part of the policy"
-_SHARED = "only a value head on the policy's trunk (--critic-trunk policy) has this setting; a critic of its own has a loss of its own"
-
 plugin = Plugin(
     name="ppo",
     summary="PPO: a critic (its own model, or a head on the policy's trunk) and GAE",
@@ -20,27 +17,19 @@ plugin = Plugin(
         Field("old_log_probs", "float32", "response"),
         Field("ref_log_probs", "float32", "response"),
     ),
-    provides={"advantage": {"ppo": "miles_ppo.advantage:make_advantage"}},
+    provides={"advantage": {"ppo": "miles_ppo.ppo:make_advantage"}},
     uses={"trainer.values": "the critic is a model with a value head"},
     requires=(
         Rule(
-            "algorithm.advantage_estimator == ppo", because="other advantage estimators do not read the critic's values"
+            "algorithm.advantage_estimator not in {grpo, dr_grpo, rloo, gspo, reinforce_plus_plus, reinforce_plus_plus_baseline, cispo}",
+            because="advantage estimators without a critic do not read its values; --advantage-estimator ppo does, and so does any estimator "
+            "of a plugin that declares the column values",
         ),
         Rule(
             "trainer == embedded",
             when="ppo.trunk == policy",
             because="the head reads the policy's last hidden states, which only the embedded trainer hands to a value head next to "
             "the output layer",
-        ),
-        Rule("ppo.trunk == own", when="ppo.checkpoint", because=_OWN),
-        Rule("ppo.trunk == own", when="ppo.optimizer", because=_OWN),
-        Rule("ppo.trunk == own", when="ppo.steps_per_rollout", because=_OWN),
-        Rule("ppo.trunk == policy", when="ppo.value_loss_coef", because=_SHARED),
-        Rule("ppo.trunk == policy", when="ppo.detach_trunk", because=_SHARED),
-        Rule(
-            "ppo.lr_schedule != constant",
-            when="ppo.min_lr",
-            because="a constant learning rate of the critic does not decay (--critic-lr-decay-style)",
         ),
     ),
     review="miles_ppo.review:review",

@@ -29,6 +29,7 @@ class PpoConfig:
         flag="--critic-load",
         help="Hugging Face checkpoint from which the critic starts (default: the policy's)",
         metavar="DIR",
+        only_if="ppo.trunk == own",
     )
     lr: float = option(1e-5, flag="--critic-lr", help="learning rate of the critic", gt=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
@@ -38,10 +39,18 @@ class PpoConfig:
         0, flag="--critic-lr-warmup-iters", help="optimiser steps of linear warm-up of the critic's learning rate", ge=0
     )
     min_lr: float = option(
-        0.0, flag="--critic-min-lr", help="learning rate of the critic at the end of the decay", ge=0
+        0.0,
+        flag="--critic-min-lr",
+        help="learning rate of the critic at the end of the decay",
+        ge=0,
+        only_if="ppo.lr_schedule != constant",
     )
     optimizer: str | None = option(
-        None, flag="--critic-optimizer", help="optimizer of the critic (default: --optimizer)", metavar="NAME"
+        None,
+        flag="--critic-optimizer",
+        help="optimizer of the critic (default: --optimizer)",
+        metavar="NAME",
+        only_if="ppo.trunk == own",
     )
     weight_decay: float | None = option(
         None, flag="--critic-weight-decay", help="weight decay of the critic (default: --weight-decay)", ge=0
@@ -54,6 +63,7 @@ class PpoConfig:
         flag="--critic-steps-per-rollout",
         help=f"optimiser steps of the critic per rollout step (default: {CRITIC_STEPS}, or the policy's if it makes several)",
         ge=1,
+        only_if="ppo.trunk == own",
     )
     only_steps: int = option(
         0,
@@ -67,11 +77,13 @@ class PpoConfig:
         flag="--value-loss-coef",
         help=f"weight of the value loss next to the policy loss with --critic-trunk policy (default: {VALUE_LOSS_COEF:g})",
         gt=0,
+        only_if="ppo.trunk == policy",
     )
     detach_trunk: bool = option(
         False,
         flag="--critic-detach-trunk",
         help="with --critic-trunk policy, the value loss trains the head alone and leaves the trunk to the policy loss",
+        only_if="ppo.trunk == policy",
     )
 
     def overrides(self, several: bool) -> Mapping[str, Any]:

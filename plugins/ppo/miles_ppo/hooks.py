@@ -10,9 +10,9 @@ from torch import nn
 
 from miles_core.data import Batch, Sample, Unit
 from miles_core.plugin import Policy, Run, hookimpl
-from miles_core.trainer import Context, Learned, LearnerHandle, Loss, LossFunction, Output, value_loss
+from miles_core.trainer import Context, Learned, LearnerHandle, Loss, LossFunction, Output, ValueLoss
 from miles_ppo.config import VALUE_LOSS_COEF, PpoConfig
-from miles_ppo.critics import add_critics, critic_of
+from miles_ppo.critics import add_critics, check_estimators, critic_of
 from miles_ppo.metrics import derive, moments
 from miles_ppo.trunk import TrunkCritic, without_head
 
@@ -29,6 +29,7 @@ class Ppo:
 
     @hookimpl
     def on_start(self, run: Run) -> None:
+        check_estimators(run)
         add_critics(run)
 
     @hookimpl
@@ -53,7 +54,7 @@ class Ppo:
             return _report_moments
         if policy.name not in self.heads:
             return None
-        options, value = _options(run, policy), value_loss(run.config_of(policy).algorithm)
+        options, value = _options(run, policy), ValueLoss(run.config_of(policy).algorithm)
         coefficient = VALUE_LOSS_COEF if options.value_loss_coef is None else options.value_loss_coef
 
         def wrap(inner: LossFunction) -> LossFunction:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from miles_core.data import Batch
-from miles_ppo.advantage import RETURNS, VALUES
+from miles_ppo.ppo import RETURNS, VALUES
 
 _PREFIX = "ppo/"
 #: Moments over the trained tokens: of the returns R, and of the errors R - V.

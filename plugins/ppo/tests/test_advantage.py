@@ -6,8 +6,8 @@ import torch
 from miles_core.data import Sample, collate
 from miles_core.plugin import MilesError
 from miles_core.trainer import AdvantageInputs
-from miles_ppo.advantage import estimate, make_advantage
 from miles_ppo.metrics import derive, moments
+from miles_ppo.ppo import estimate, gae, make_advantage
 
 
 def inputs_of(masks, rewards, **options):
@@ -100,3 +100,21 @@ def test_returns_without_variance_have_none_to_explain():
     metrics = {"ppo/returns_mean": 1.0, "ppo/returns_square": 1.0, "ppo/errors_mean": 0.5, "ppo/errors_square": 0.25}
     derive(metrics)
     assert metrics == {"ppo/returns_std": 0.0, "ppo/value_error": 0.5}
+
+
+def test_gae_golden():
+    one = torch.ones(3, dtype=torch.float64)
+    advantages, returns = gae(
+        torch.tensor([0.0, 0, 1]).double(), torch.tensor([0.5, 0.4, 0.6]).double(), one, torch.tensor([3]), 1.0, 0.95
+    )
+    torch.testing.assert_close(advantages, torch.tensor([0.451, 0.58, 0.40]).double(), atol=1e-7, rtol=0)
+    torch.testing.assert_close(returns, torch.tensor([0.951, 0.98, 1.0]).double(), atol=1e-7, rtol=0)
+
+
+def test_gae_skips_masked_tokens_and_does_not_leak_between_samples():
+    reward = torch.tensor([9.0, 0, 9, 0, 1, 9, 1])
+    value = torch.tensor([9.0, 0.5, 9, 0.4, 0.6, 9, 0.25])
+    mask = torch.tensor([0, 1, 0, 1, 1, 0, 1])
+    advantages, returns = gae(reward, value, mask, torch.tensor([5, 2]), 1.0, 0.95)
+    torch.testing.assert_close(advantages, torch.tensor([0, 0.451, 0, 0.58, 0.40, 0, 0.75]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(returns, torch.tensor([0, 0.951, 0, 0.98, 1.0, 0, 1.0]), atol=1e-6, rtol=0)

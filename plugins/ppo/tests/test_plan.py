@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from miles_core.plugin import PlanError
+from miles_core.plugin import ConfigError, PlanError
 from miles_testing import plan
 
 PPO = {"advantage_estimator": "ppo"}
@@ -14,14 +14,8 @@ PPO = {"advantage_estimator": "ppo"}
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"advantage_estimator": "grpo"}, "other advantage estimators do not read the critic's values"),
+        ({"advantage_estimator": "grpo"}, "advantage estimators without a critic do not read its values"),
         ({**PPO, "critic_trunk": "policy", "trainer": "megatron"}, "only the embedded trainer hands to a value head"),
-        ({**PPO, "critic_trunk": "policy", "critic_load": "x"}, "only a critic that is a model of its own"),
-        ({**PPO, "critic_trunk": "policy", "critic_optimizer": "adam"}, "only a critic that is a model of its own"),
-        ({**PPO, "critic_trunk": "policy", "critic_steps_per_rollout": 2}, "only a critic that is a model of its own"),
-        ({**PPO, "value_loss_coef": 0.5}, "only a value head on the policy's trunk"),
-        ({**PPO, "critic_detach_trunk": True}, "only a value head on the policy's trunk"),
-        ({**PPO, "critic_min_lr": 1e-7}, "a constant learning rate of the critic does not decay"),
         ({**PPO, "steps": 3, "num_critic_only_steps": 3}, "at least one step in which the policy learns"),
         ({**PPO, "custom_rm_path": None}, "a critic predicts rewards; give --rm-type NAME"),
     ],
@@ -33,6 +27,22 @@ def test_refused(options, why):
     with pytest.raises(PlanError) as error:
         plan(["ppo"], **options)
     assert why in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "needs"),
+    [
+        ({"critic_trunk": "policy", "critic_load": "x"}, "ppo.trunk == own"),
+        ({"critic_trunk": "policy", "critic_optimizer": "adam"}, "ppo.trunk == own"),
+        ({"critic_trunk": "policy", "critic_steps_per_rollout": 2}, "ppo.trunk == own"),
+        ({"value_loss_coef": 0.5}, "ppo.trunk == policy"),
+        ({"critic_detach_trunk": True}, "ppo.trunk == policy"),
+        ({"critic_min_lr": 1e-7}, "ppo.lr_schedule != constant"),
+    ],
+)
+def test_options_without_effect_are_refused(options, needs):
+    with pytest.raises(ConfigError, match=f"it needs {needs}"):
+        plan(["ppo"], **PPO, **options)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from miles_core.plugin import ConfigError
 from miles_testing import HeadContract, LearnContract, WeightsContract, toy_run
 
 #: A runtime with trainer and engines in separate processes, loaded by its path.
-APART = str(files("miles_testing") / "doubles" / "apart.py")
+REMOTE = str(files("miles_testing") / "doubles" / "remote.py")
 OPTIONS = {"advantage_estimator": "ppo", "critic_lr": 1e-2, "lr": 1e-3, "normalize_advantages": True}
 SHARED = {**OPTIONS, "critic_trunk": "policy"}
 
@@ -59,7 +59,7 @@ def test_a_head_on_the_trunk_learns_with_its_policy(tmp_path):
 def test_workers_in_other_processes_learn_the_same():
     options = {**OPTIONS, "kl_coef": 0.1}
     here = toy_run(["ppo"], steps=3, **options)
-    there = toy_run(["ppo", APART], steps=3, runtime="apart", **options)
+    there = toy_run(["ppo", REMOTE], steps=3, runtime="remote", **options)
     for name in ("critic/train/value_loss", "critic/ppo/explained_variance", "train/grad_norm", "reward/mean"):
         assert [m[name] for m in here.metrics] == [m[name] for m in there.metrics]
 
@@ -166,3 +166,44 @@ def test_two_policies_have_a_critic_each(tmp_path):
 def test_without_the_plugin_the_estimator_names_who_provides_it():
     with pytest.raises(ConfigError, match="ppo"):
         toy_run(advantage_estimator="pppo")
+
+
+ESTIMATOR = """
+from miles_core.plugin import Plugin
+from miles_core.trainer import Needs, at_last_token, gae
+
+plugin = Plugin(
+    name="mc", summary="lambda 1", version="1", core=">=0", provides={"advantage": {"mc": "make", "blind": "blind"}}
+)
+
+
+def make():
+    def advantage(inputs):
+        rewards = at_last_token(inputs.rewards, inputs.mask, inputs.lengths)
+        return gae(rewards, inputs.batch.column("values").double(), inputs.mask, inputs.lengths, 1.0, 1.0)[0]
+
+    advantage.needs = Needs(old=False, whole_step=False, columns=("values",))
+    return advantage
+
+
+def blind():
+    return lambda inputs: inputs.mask
+"""
+
+
+@pytest.mark.parametrize("trunk", ["own", "policy"])
+def test_an_estimator_of_another_plugin_uses_the_critic(tmp_path, trunk):
+    (tmp_path / "mc.py").write_text(ESTIMATOR)
+    plugins = ["ppo", str(tmp_path / "mc.py")]
+    found, expected = (
+        toy_run(names, steps=2, lr=1e-2, critic_lr=1e-2, critic_trunk=trunk, advantage_estimator=estimator)
+        for names, estimator in ((plugins, "mc"), (["ppo"], "ppo"))
+    )
+    for name, tensor in weights(found).items():
+        torch.testing.assert_close(tensor, weights(expected)[name])
+
+
+def test_an_estimator_that_does_not_read_values_is_refused(tmp_path):
+    (tmp_path / "mc.py").write_text(ESTIMATOR)
+    with pytest.raises(ConfigError, match="--advantage-estimator blind: it does not declare the column 'values'"):
+        toy_run(["ppo", str(tmp_path / "mc.py")], advantage_estimator="blind")

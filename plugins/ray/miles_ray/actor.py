@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ray
 
 from miles_core.plugin import MilesError
-from miles_runtime import EngineWorker, Order, RankWorker, RolloutWorker, Worker, write_there
+from miles_workers import EngineWorker, RankWorker, RolloutWorker, Worker, WorkerSpec, write_there
 
 #: Thread switch interval in seconds; Python's default of 5 ms would delay every incoming call.
 SWITCH = 0.0005
@@ -53,11 +53,11 @@ class Actor:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="worker", daemon=True).start()
 
-    async def make(self, kind: str, order: Order, policy: str) -> None:
+    async def make(self, kind: str, spec: WorkerSpec, policy: str) -> None:
         """Create the worker. The constructor does not do it, because Ray reports errors in constructors as deaths."""
 
         async def construct() -> Worker:
-            return KINDS[kind](order, policy)
+            return KINDS[kind](spec, policy)
 
         self.worker = await self._run_in_loop(construct())
 

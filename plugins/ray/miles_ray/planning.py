@@ -1,4 +1,4 @@
-"""Placement for ``miles plan --search``: the entry point ``runtime.ray`` of ``miles_planning``."""
+"""Placement for ``miles plan --search``: the entry point ``runtime.ray`` of ``miles_planner``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def place(ranks: int, machine: int, rollout_gpus: int, per_engine: int) -> dict[str, Any] | None:
-    """Implements ``miles_planning.layout.RuntimePlanner``: whole machines for a trainer of several, and for an engine of several."""
+    """Implements ``miles_planner.layout.RuntimePlanner``: whole machines for a trainer of several, and for an engine of several."""
     each = min(ranks, machine)
     if ranks % each or (per_engine > machine and per_engine % machine) or rollout_gpus % per_engine:
         return None

@@ -1,4 +1,4 @@
-"""An actor on the driver's machine that reads blobs of Ray's object store for the driver (``miles_runtime.blob_reader``)."""
+"""An actor on the driver's machine that reads objects of Ray's object store for the driver (``miles_workers.object_reader``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from miles_core.plugin import MilesError
 from miles_ray.watch import RAYLET, raylet_lives
-from miles_runtime import BlobReader, ReaderEnded, load_function, make_answer
+from miles_workers import ObjectReader, ReaderEnded, load_function, make_answer
 
 
 class ReaderActor:
@@ -24,7 +24,7 @@ class ReaderActor:
         return make_answer(self._function, value)
 
 
-class RayReader(BlobReader):
+class RayReader(ObjectReader):
     """The driver's end."""
 
     def __init__(self, target: str) -> None:

@@ -13,7 +13,7 @@ from miles_core.plugin import ConfigError, Policy, Run
 from miles_ray.cluster import Cluster
 from miles_ray.watch import RAYLET, first_death
 from miles_ray.workers import Place, RayWorkers
-from miles_runtime import RemoteRuntime, Workers
+from miles_workers import RemoteRuntime, Workers
 
 #: Seconds to wait until the cluster's resources are free.
 PLACING = 300.0
@@ -132,11 +132,11 @@ class RayRuntime(RemoteRuntime):
             kind,
             names,
             places,
-            self.order,
+            self.spec,
             policy.name,
             environment(run),
             run.config.run.log_level,
-            patience=self.patience,
+            timeouts=self.timeouts,
             busy=self.busy,
         )
 

@@ -1,4 +1,4 @@
-"""Blobs in Ray's object store."""
+"""References in Ray's object store."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from ray import exceptions
 
 from miles_core.plugin import MilesError
 from miles_ray.reader import RayReader
-from miles_runtime import Blob, Stored
+from miles_workers import ObjectRef, Stored
 
 
-class StoredBlob:
-    """One of the blobs of an object; the object is freed when the last of them is dropped.
+class StoredRef:
+    """One element of a stored list; the list is freed when the last reference to it is dropped.
 
     Args:
-        blobs: reference to the object, a list of blobs.
+        refs: reference to the list.
         position: index in the list.
     """
 
-    def __init__(self, blobs: ray.ObjectRef[list[Blob]], position: int) -> None:
-        self._blobs, self._position = blobs, position
+    def __init__(self, refs: ray.ObjectRef[list[ObjectRef]], position: int) -> None:
+        self._refs, self._position = refs, position
 
     def read(self) -> Any:
-        """Fetch the object and return what the blob contains. Raises MilesError if the machine that stored it was lost."""
+        """Fetch the object and return what the element contains. Raises MilesError if the machine that stored it was lost."""
         try:
-            return ray.get(self._blobs)[self._position].read()
+            return ray.get(self._refs)[self._position].read()
         except exceptions.ObjectLostError as error:
             raise MilesError(
                 "samples were lost together with the machine on which they were generated; resume the run from its last checkpoint"
@@ -38,18 +38,18 @@ class StoredBlob:
         return RayReader(target)
 
 
-class StoredBlobs(Sequence[Stored]):
-    """The blobs of an object, which is not fetched."""
+class StoredRefs(Sequence[Stored]):
+    """The elements of a stored list, which is not fetched."""
 
-    def __init__(self, blobs: ray.ObjectRef[list[Blob]]) -> None:
-        self._blobs = blobs
+    def __init__(self, refs: ray.ObjectRef[list[ObjectRef]]) -> None:
+        self._refs = refs
 
     @overload
     def __getitem__(self, position: int) -> Stored: ...
     @overload
     def __getitem__(self, position: slice) -> Sequence[Stored]: ...
     def __getitem__(self, position: Any) -> Any:
-        return StoredBlob(self._blobs, position)
+        return StoredRef(self._refs, position)
 
     def __len__(self) -> int:
-        return len(ray.get(self._blobs))
+        return len(ray.get(self._refs))

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import ray
 
-from miles_runtime import process_state
+from miles_workers import process_state
 
 #: Seconds between two attempts to connect, and the number of refused attempts in a row after which a process counts as dead.
 LOOK, LOOKS = 0.1, 3

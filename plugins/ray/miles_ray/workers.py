@@ -17,9 +17,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from miles_core.plugin import ConfigError, MilesError, WorkerLost
 from miles_ray.actor import BEAT, Actor, Found
-from miles_ray.stored import StoredBlobs
+from miles_ray.stored import StoredRefs
 from miles_ray.watch import raylet_lives
-from miles_runtime import Order, Stored, Workers, last_lines, short_of_memory, uses_cpu
+from miles_workers import Stored, Workers, WorkerSpec, last_lines, short_of_memory, uses_cpu
 
 #: Maximum concurrent calls of an actor. Requests to a paused engine stay open until new weights arrive; with Ray's default of 1000, the
 #: call that sends the weights could queue behind them and deadlock.
@@ -57,7 +57,7 @@ class RayWorkers(Workers):
         kind: ``trainer``, ``engine`` or ``rollout``.
         names: name of each process.
         places: placement of each process.
-        order, policy: passed to each worker.
+        spec, policy: passed to each worker.
         environment: variables that are set before a process starts.
         level: log level.
         rest: arguments of ``Workers``.
@@ -68,14 +68,14 @@ class RayWorkers(Workers):
         kind: str,
         names: Sequence[str],
         places: Sequence[Place],
-        order: Order,
+        spec: WorkerSpec,
         policy: str,
         environment: Mapping[str, str],
         level: str,
         **rest: Any,
     ) -> None:
         super().__init__(names, trains=kind == "trainer", **rest)
-        self.kind, self.places, self.order, self.policy = kind, tuple(places), order, policy
+        self.kind, self.places, self.spec, self.policy = kind, tuple(places), spec, policy
         self.environment, self.level = dict(environment), level
         #: whether Ray can still kill processes
         self.reachable = True
@@ -93,10 +93,10 @@ class RayWorkers(Workers):
 
     async def send_stored(self, number: int, method: str, *args: Any) -> tuple[Any, Sequence[Stored]]:
         call = self.actors[number].answer.options(num_returns=2)
-        value, blobs = call.remote(method, *args)  # results belong to the caller, so they survive the actor
-        return await self._answer(number, value), StoredBlobs(blobs)
+        value, refs = call.remote(method, *args)  # results belong to the caller, so they survive the actor
+        return await self._answer(number, value), StoredRefs(refs)
 
-    async def renew(self, number: int) -> None:
+    async def restart(self, number: int) -> None:
         await self.kill(number)
         place, name = self.places[number], self.names[number]
         made, self.found[number] = await self._make(number, place, name)
@@ -108,7 +108,7 @@ class RayWorkers(Workers):
             self.parts[number].append(part)
             actors.append(part[0])
         await asyncio.gather(
-            *(self._answer(number, actor.make.remote(self.kind, self.order, self.policy)) for actor in actors)
+            *(self._answer(number, actor.make.remote(self.kind, self.spec, self.policy)) for actor in actors)
         )
         if place.parts:
             address = await self._answer(number, made.free_address.remote())
@@ -128,7 +128,7 @@ class RayWorkers(Workers):
             options["runtime_env"] = {"env_vars": self.environment}
         remote: Any = ray.remote  # its annotations lack concurrency groups
         actor = remote(concurrency_groups={BEAT: 1})(Actor)
-        made = actor.options(**options).remote(name, self.order.directory, self.level, place.devices)
+        made = actor.options(**options).remote(name, self.spec.directory, self.level, place.devices)
         return made, await self._await_location(number, made.where.remote(), group)
 
     async def _await_location(self, number: int, answer: Any, group: PlacementGroup | None) -> Any:
@@ -180,7 +180,7 @@ class RayWorkers(Workers):
         return tuple(gpu for number in numbers if (found := self.found[number]) is not None for gpu in found.gpus)
 
     def lines(self, number: int) -> tuple[str, ...]:
-        return last_lines(self.order.directory, self.names[number])
+        return last_lines(self.spec.directory, self.names[number])
 
     async def _answer(self, number: int, answer: Any) -> Any:
         try:
@@ -194,7 +194,7 @@ class RayWorkers(Workers):
                 raise cause from None
             raise
         except (exceptions.RayActorError, exceptions.OutOfMemoryError, exceptions.ObjectLostError) as error:
-            raise self.lost(number, _cause(error)) from None
+            raise self.lost_error(number, _cause(error)) from None
 
     async def kill(self, number: int) -> None:
         actor, self.actors[number] = self.actors[number], None

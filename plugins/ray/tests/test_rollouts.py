@@ -10,12 +10,12 @@ import pytest
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data import Sample
 from miles_core.errors import MilesError
-from miles_runtime import remote_sample
-from miles_runtime.remote_sample import heads, pack_samples, refer
-from miles_runtime.remote_tokens import StoredTokens, pack_tokens, refer_tokens
 from miles_testing import toy_run
 from miles_tools.samples.files import read_rollouts
 from miles_tools.samples.saver import SampleSaver
+from miles_workers import remote_sample
+from miles_workers.remote_sample import heads, pack_samples, refer
+from miles_workers.remote_tokens import StoredTokens, pack_tokens, refer_tokens
 
 #: The first worker that finishes a sample of the second step dies.
 FAULTS = """
@@ -61,7 +61,7 @@ def test_samples_are_those_of_one_process_although_a_worker_dies(cluster, tmp_pa
     assert all(f"busy/rollout-{number}" in m for m in there.metrics for number in range(2))
     log = (there.directory / "run.log").read_text()
     assert "was lost: its process died" in log and "it is replaced (1 of 3 times)" in log
-    assert "rollout-1: miles_runtime.output: process" in log
+    assert "rollout-1: miles_workers.output: process" in log
 
 
 class Letters:
@@ -74,14 +74,14 @@ class Letters:
 
 def test_samples_in_rays_store_are_saved_by_an_actor_until_it_dies(cluster, tmp_path, nothing_is_read):
     ray = pytest.importorskip("ray")
-    from miles_ray.stored import StoredBlobs
+    from miles_ray.stored import StoredRefs
 
     group = [Sample(f"question {n}", [65 + n] * 50_002, "answer", 50_000, index=n) for n in range(3)]
     values = [TrainedTokens(np.full(50_000, -0.5, np.float32), np.full(50_000, float(n), np.float32)) for n in range(3)]
 
     def step():
-        blobs = StoredBlobs(ray.put([pack_samples(group), pack_tokens(values)]))
-        return [(s, t, "") for s, t in zip(refer(heads(group), blobs[0]), refer_tokens(3, blobs[1]), strict=True)]
+        refs = StoredRefs(ray.put([pack_samples(group), pack_tokens(values)]))
+        return [(s, t, "") for s, t in zip(refer(heads(group), refs[0]), refer_tokens(3, refs[1]), strict=True)]
 
     async def run(saver):
         await saver.write_samples("train", 1, step())

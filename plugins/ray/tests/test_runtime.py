@@ -65,7 +65,7 @@ class TestTwoMachinesOfWhichOneDies(RuntimeContract):
         )
         assert "worker engine-0 was lost: its machine died" in log
         assert "trainer-0 was replaced at step 1; the run continues from step 1" in log
-        assert len(re.findall(r"engine-0: miles_runtime.output: process \d+ on", log)) == 2
+        assert len(re.findall(r"engine-0: miles_workers.output: process \d+ on", log)) == 2
         before, _, after = log.partition("a last word")
         assert "weights travel through shared memory\n" in before
         assert "weights travel through messages over the runtime's channel, because there is no shared memory" in after

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from miles_core.format import BYTES, Format, Parts, Quantizer, bounded
+from miles_formats import BYTES, Format, Parts, Quantizer, bounded
 from miles_sglang.link import Link
 
 

@@ -10,7 +10,7 @@ import torch
 from miles_core.data import Encoded
 from miles_sglang.buckets import Bucket, Flat, split_into_buckets
 from miles_sglang.weight_names import NameCheck
-from miles_transport import Arrival
+from miles_workers.transport import Arrival
 
 
 class Loading:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_core.format import Codec, make_codec
 from miles_core.plugin import CheckpointError, ConfigError, config_facts, model_facts, moe_layers
-from miles_runtime import Restarts, worker_name
+from miles_formats import Codec, make_codec
+from miles_formats.convert import Layout, layout
 from miles_sglang import HEADS, inside, loader, plugin, standby
 from miles_sglang.capture import graph_arguments
 from miles_sglang.config import server_arguments
@@ -25,7 +25,7 @@ from miles_sglang.settings import Settings
 from miles_sglang.shapes import check_blocks
 from miles_sglang.spawn import EARLY, Spawned
 from miles_sglang.weight_names import WeightNames
-from miles_tools.convert import Layout, layout
+from miles_workers import Restarts, worker_name
 
 #: Defaults that a user may override: no grammar backend; on a CPU, the backends that SGLang supports there.
 _DEFAULTS: dict[str, Any] = {"grammar_backend": "none", "log_level": "info"}

@@ -87,9 +87,13 @@ def _option(field: dict[str, Any]) -> tuple[str, Any, Any]:
 
 #: The option group: the fields of ``EngineOptions``, then every user-settable field of ServerArgs.
 SglangConfig: type = make_dataclass(
-    "SglangConfig", [_option(f) for f in server_fields()], bases=(EngineOptions,), frozen=True, kw_only=True
+    "SglangConfig",
+    [_option(f) for f in server_fields()],
+    bases=(EngineOptions,),
+    namespace={"__doc__": EngineOptions.__doc__},  # else dataclasses writes one, from a signature of hundreds of fields
+    frozen=True,
+    kw_only=True,
 )
-SglangConfig.__doc__ = EngineOptions.__doc__
 
 
 def server_arguments(options: Any) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from miles_core.plugin import hookimpl
-from miles_runtime import worker_name
 from miles_sglang.build import environment_of, log_file_of
 from miles_sglang.spawn import EARLY, WORKER, spawn
+from miles_workers import worker_name
 
 #: Names of the workers that have an engine; with several policies the policy's name comes first.
 _ENGINE = re.compile(r"(?:(.+)-)?engine-\d+")

@@ -14,8 +14,8 @@ import numpy as np
 
 from miles_core.data import Encoded
 from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response
-from miles_core.format import Format, FormatItself, Quantizer
 from miles_core.plugin import MilesError, SyncError, WorkerLost
+from miles_formats import Format, FormatItself, Quantizer
 from miles_sglang import buckets, weight_files
 from miles_sglang.activations import OwnActivations
 from miles_sglang.adapters import ADAPTER, ServedAdapter
@@ -26,7 +26,7 @@ from miles_sglang.renewal import Renewal
 from miles_sglang.settings import Settings
 from miles_sglang.update_result import check_accepted, check_coverage
 from miles_sglang.weight_names import NameCheck
-from miles_transport import Arrival, Arrivals
+from miles_workers.transport import Arrival, Arrivals
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Layouts of this engine for ``miles plan --search``: the entry point ``engine.sglang`` of ``miles_planning``. Imports no torch."""
+"""Layouts of this engine for ``miles plan --search``: the entry point ``engine.sglang`` of ``miles_planner``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from miles_core.plugin import Facts
 from miles_embedded import ModelSize, size_of
-from miles_planning import EngineLayout
+from miles_planner import EngineLayout
 from miles_sglang.memory import (
     GB,
     Server,
@@ -30,7 +30,7 @@ _SLOTS = 256
 
 
 def read(facts: Facts, model: Mapping[str, Any], gpus: int) -> EngineLayout | None:
-    """Implements ``miles_planning.layout.EnginePlanner``."""
+    """Implements ``miles_planner.layout.EnginePlanner``."""
     size = size_of(facts, model)
     gpu = free_memory(facts)
     if size is None or not gpu:
@@ -42,14 +42,15 @@ def read(facts: Facts, model: Mapping[str, Any], gpus: int) -> EngineLayout | No
 
 
 def find(facts: Facts, model: Mapping[str, Any], gpus: int, budget: float) -> Iterator[EngineLayout]:
-    """Implements ``miles_planning.layout.EnginePlanner``: for each size of an engine the largest share of a GPU that fits.
+    """Implements ``miles_planner.layout.EnginePlanner``: for each size of an engine the largest share of a GPU that fits, or the user's.
 
     Engines on several machines are proposed up to twice the size of the smallest that fits: one that is full of weights has little cache."""
     size = size_of(facts, model)
     gpu = free_memory(facts)
     if size is None or not gpu:
         return
-    machine, smallest = int(facts.value("gpu.count") or 8), 0
+    machine, smallest, share_set = int(facts.value("gpu.count") or 8), 0, facts.lookup("sglang.mem_fraction_static")
+    shares = [float(share_set.value)] if share_set.chosen else [n / 100 for n in _SHARES]
     for tp in (1 << n for n in range(12)):
         if smallest and tp > max(machine, 2 * smallest):
             return
@@ -62,24 +63,36 @@ def find(facts: Facts, model: Mapping[str, Any], gpus: int, budget: float) -> It
             continue
         for changes in _ways(model, size, tp):
             changed = _change(facts, changes)
-            share = next((s / 100 for s in _SHARES if _fits(changed, size, gpu, budget, s / 100)), None)
+            share = next((s for s in shares if _fits(changed, size, gpu, budget, s)), None)
             if share is None:
                 continue
             smallest = smallest or tp
             changes = {**changes, "sglang.mem_fraction_static": share}
             changed = _change(changed, {"sglang.mem_fraction_static": share})
+            if facts.value("plugin.ray") and facts.value("sglang.tp_size") is None:
+                changes.pop(
+                    "sglang.tp_size"
+                )  # it follows from --rollout-num-gpus-per-engine, which the runtime's placement sets
             yield _layout(changed, model, size, server_of(changed, gpu), gpus, changes)
 
 
 def explain(facts: Facts, model: Mapping[str, Any], gpus: int) -> str:
-    """Implements ``miles_planning.layout.EnginePlanner``."""
+    """Implements ``miles_planner.layout.EnginePlanner``."""
     size = size_of(facts, model)
     gpu = free_memory(facts)
     if size is None or not gpu:
         return "config.json does not determine the size of the model, or the GPU's memory is unknown"
     most = min(gpus, _MACHINES * int(facts.value("gpu.count") or 8))
     tp = max(n for n in (1 << i for i in range(12)) if n <= most and _divides(model, n))
-    server = server_of(_change(facts, {"sglang.tp_size": tp, "sglang.mem_fraction_static": _SHARES[0] / 100}), gpu)
+    share = facts.lookup("sglang.mem_fraction_static")
+    most_used = float(share.value) if share.chosen else _SHARES[0] / 100
+    server = server_of(_change(facts, {"sglang.tp_size": tp, "sglang.mem_fraction_static": most_used}), gpu)
+    if share.chosen:
+        needed, held = bytes_needed(facts, size, server), server.fraction * gpu
+        return (
+            f"on {tp} GPUs, the most that divide the model, weights and the cache of one sequence take {needed / GB:,.0f} GB on each, and "
+            f"--sglang-mem-fraction-static {share.value} gives them {held / GB:,.0f} of {gpu / GB:.0f} GB"
+        )
     return (
         f"on {tp} GPUs, the most that divide the model, weights and the cache of one sequence take "
         f"{bytes_needed(facts, size, server) / GB:,.0f} GB on each, and SGLang "

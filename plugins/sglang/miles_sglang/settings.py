@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_core.format import Codec
-from miles_runtime import Restarts
+from miles_formats import Codec
+from miles_formats.convert import Layout
 from miles_sglang.responses import Translator
 from miles_sglang.weight_names import WeightNames
-from miles_tools.convert import Layout
+from miles_workers import Restarts
 
 
 @dataclass(frozen=True)

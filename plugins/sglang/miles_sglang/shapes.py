@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_core.format import Codec
 from miles_core.plugin import ConfigError
+from miles_formats import Codec
 
 _BLOCK = 128
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_core.observe.bytecode import variables
 from miles_core.plugin import StashKey
-from miles_tools.bytecode import variables
 
 #: The module that the process runs.
 WORKER = "miles_sglang.worker"
@@ -56,7 +56,7 @@ class Spawned:
 def spawn(worker: str, changes: Mapping[str, str | None], log_file: Path) -> Spawned:
     """Start a process with changed environment variables; its output is appended to the log. Needs a running event loop.
 
-    It stores the bytecode of its imports even if the run's process does not (``miles_tools.bytecode``).
+    It stores the bytecode of its imports even if the run's process does not (``miles_core.observe.bytecode``).
     """
     all_changes = {**variables(("torch", "transformers", "sglang")), **changes}
     environment = {name: value for name, value in os.environ.items() if name not in all_changes}

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from miles_core.data import Encoded
-from miles_tools.convert import Layout
+from miles_formats.convert import Layout
 
 _SHARD_BYTES = 2 << 30
 

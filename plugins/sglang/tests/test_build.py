@@ -12,7 +12,7 @@ from miles_sglang import build
 
 @pytest.mark.parametrize(("worker", "below"), [("", "sglang"), ("engine-1", "sglang/engine-1")])
 def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, below):
-    monkeypatch.setattr("miles_runtime.output._worker", worker)
+    monkeypatch.setattr("miles_workers.output._worker", worker)
     monkeypatch.setattr(build, "make_codec", lambda run, policy: None)
     monkeypatch.setattr(build, "assemble", lambda checkpoint, codec, detokenize, directory, choices, early: directory)
     config = load(["--hf-checkpoint", str(tmp_path), "--engine", "sglang", "--device", "cpu"])

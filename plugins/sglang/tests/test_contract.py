@@ -16,7 +16,7 @@ import pytest
 
 from miles_core.data import Unit
 from miles_core.engine import Request, Sampling
-from miles_core.format import Codec
+from miles_formats import Codec, FormatCodec
 from miles_sglang import installed
 from miles_sglang.build import Choices, assemble
 from miles_sglang.engine import SglangEngine
@@ -168,7 +168,7 @@ def test_what_it_computes_with_are_the_codes_it_was_sent(family: str, tmp_path: 
 
     sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
     checkpoints = [tiny_checkpoint(family, tmp_path / str(seed), seed, **sizes) for seed in range(2)]
-    codec, sequence = Codec(Fp8()), list(range(5, 45))
+    codec, sequence = FormatCodec(Fp8()), list(range(5, 45))
 
     def encoded(checkpoint: Path) -> list[Any]:
         return list(codec.encode(Unit(dict(unit.parts)) for unit in stored_units(checkpoint)))

@@ -17,8 +17,8 @@ from sglang_double import DoubleLink, stand_in_for_sglang
 import miles_sglang
 from miles_core.data import Unit
 from miles_core.engine import Request, Sampling
-from miles_core.format import Codec
 from miles_core.plugin import WorkerLost
+from miles_formats import Codec, FormatCodec
 from miles_sglang import build
 from miles_sglang.build import Choices, assemble
 from miles_sglang.engine import SglangEngine
@@ -90,7 +90,7 @@ def test_a_format_that_sglang_packs_is_loaded_by_a_new_start(tmp_path: Path) -> 
     checkpoint = tiny_checkpoint(
         "qwen3", tmp_path / "model", hidden_size=128, intermediate_size=128, head_dim=32, num_key_value_heads=4
     )
-    codec = Codec(Int4())
+    codec = FormatCodec(Int4())
     engine = engine_for(checkpoint, codec=codec)
     found: dict[str, Any] = {}
 

@@ -16,8 +16,8 @@ import pytest
 
 from miles_core.data import Encoded
 from miles_core.engine import Request, Sampling
-from miles_core.format import Codec
 from miles_core.plugin import MilesError
+from miles_formats import Codec
 from miles_sglang.answers import Answer
 from miles_sglang.engine import SglangEngine
 from miles_sglang.link import SglangError

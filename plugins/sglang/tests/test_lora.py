@@ -25,4 +25,4 @@ def test_sglang_applies_the_adapters_that_are_trained(tmp_path):
     assert last["train/lora_delta_norm"] > first["train/lora_delta_norm"] > 0
     assert last["train/ref_kl"] > 1e-2, "the adapters change the policy"
     assert all(record["mismatch/abs_log_prob"] < 1e-3 for record in done.metrics)
-    assert last["sync/bytes"] < sum(p.nbytes for p in done.parts[0].learner.ranks.rank.trainer.model.parameters()) / 4
+    assert last["sync/bytes"] < sum(p.nbytes for p in done.parts[0].learner.rank.trainer.model.parameters()) / 4

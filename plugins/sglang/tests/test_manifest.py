@@ -192,14 +192,14 @@ def test_an_mtp_layer_is_trained_here_and_drafts_there(plan):
 
 
 def test_a_model_that_is_no_whole_blocks_is_refused_in_fp8():
-    from miles_core.format import Codec
+    from miles_formats import Codec, FormatCodec
     from miles_fp8.format import Fp8
 
     smol = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
     with pytest.raises(ConfigError, match=r"q_proj.weight is 576 x 576.*-hf gate_proj,k_proj,o_proj,q_proj\)"):
-        check_blocks(smol, Codec(Fp8()))
+        check_blocks(smol, FormatCodec(Fp8()))
     check_blocks(smol, Codec())
-    check_blocks({"hidden_size": 1024, "num_attention_heads": 8, "moe_intermediate_size": 512}, Codec(Fp8()))
+    check_blocks({"hidden_size": 1024, "num_attention_heads": 8, "moe_intermediate_size": 512}, FormatCodec(Fp8()))
 
 
 def test_the_architectures_are_those_of_the_installed_sglang():

@@ -1,7 +1,7 @@
 """Speculative decoding with a draft that is trained along with the policy, for miles-core."""
 
 from miles_core.plugin import Hint, Panel, Plugin, Rule, below
-from miles_speculative.config import FACTOR, MOST, SpeculativeConfig
+from miles_speculative.config import MOST, SpeculativeConfig
 
 __version__ = "0.1.0"
 
@@ -90,11 +90,6 @@ plugin = Plugin(
             f"speculative.eagle_topk <= {MOST})",
             when="engine == embedded",
             because=f"the embedded engine supports at most {MOST} draft tokens per step and {MOST} candidates per depth",
-        ),
-        Rule(
-            needs="speculative.mtp_training",
-            when=f"speculative.mtp_loss_scaling_factor != {FACTOR}",
-            because="--mtp-loss-scaling-factor scales the loss that --enable-mtp-training adds",
         ),
         Rule(
             needs="speculative.mtp_training",

@@ -62,7 +62,11 @@ class SpeculativeConfig:
         help="train the MTP layer in the policy's backward pass; the policy's gradient is bitwise unchanged",
     )
     mtp_loss_scaling_factor: float = option(
-        FACTOR, flag="--mtp-loss-scaling-factor", help="factor of the MTP loss, the mean over trained tokens", gt=0
+        FACTOR,
+        flag="--mtp-loss-scaling-factor",
+        help="factor of the MTP loss, the mean over trained tokens",
+        gt=0,
+        only_if="speculative.mtp_training",
     )
     profile: bool = option(
         False,

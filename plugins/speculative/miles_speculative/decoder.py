@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_embedded import Decoder, Emitted, Prompts, pick, to_emitted
+from miles_embedded import Decoder, Emitted, Prompts, Row, StepEngine, pick, to_emitted
 from miles_speculative.draft import Draft
 from miles_speculative.ledger import Ledger
 from miles_speculative.lookahead import Lookahead
@@ -41,37 +41,37 @@ class SpeculativeDecoder(Decoder):
         self.draft, self.lookahead, self.profile = draft, lookahead, profile
         self.ledger = Ledger(lookahead.most, profile)
         #: row -> hidden states [m, hidden] in pieces, for its last m tokens, which the draft has not processed yet
-        self._fresh: dict[Any, list[Tensor]] = {}
+        self._fresh: dict[Row, list[Tensor]] = {}
         #: for each step without drafts: the rows' lists in ``_fresh``, and the hidden states [rows, hidden] to append to them
         self._passed: deque[tuple[list[list[Tensor]], Tensor]] = deque()
         #: rows whose prompt the draft has not processed
-        self._blind: set[Any] = set()
-        #: static rounds, which replace ``_drafted`` and ``_plain`` where they are possible; see ``rounds_ahead.use_rounds``
+        self._blind: set[Row] = set()
+        #: static rounds, which replace ``_drafted`` and ``_plain`` where they are possible; see ``async_rounds.use_rounds``
         self.rounds: Any = None
         # on a CPU, thread time excludes other load on the same processor
         self._clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
 
-    def prompts(self, engine: Any, prompts: Prompts) -> None:
+    def prompts(self, engine: StepEngine, prompts: Prompts) -> None:
         if self.lookahead.idle:
             return
         before = torch.cat([torch.zeros_like(prompts.hidden[:1]), prompts.hidden[:-1]])
         before[prompts.positions == 0] = 0
         self.draft(prompts.tokens, before, prompts.positions, prompts.call)
 
-    def join(self, engine: Any, rows: Sequence[Any], hidden: Sequence[Tensor]) -> None:
+    def join(self, engine: StepEngine, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
         for row, state in zip(rows, hidden, strict=True):
             self._fresh[row] = [state.unsqueeze(0)]
             self.ledger.begin(row)
         if self.lookahead.idle:
             self._blind.update(rows)
 
-    def leave(self, rows: Sequence[Any]) -> None:
+    def leave(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._fresh.pop(row, None)
             self.ledger.end(row)
         self._blind.difference_update(rows)
 
-    def step(self, engine: Any, rows: list[Any]) -> Emitted:
+    def step(self, engine: StepEngine, rows: list[Row]) -> Emitted:
         if self.rounds is not None:
             emitted: Emitted | None = self.rounds.step(rows)
             if emitted is not None:
@@ -82,19 +82,19 @@ class SpeculativeDecoder(Decoder):
             k = min(k, max(map(room_of, rows)))
         return self._drafted(engine, rows, k) if k > 0 else self._plain(engine, rows)
 
-    def count_fresh(self, row: Any) -> int:
+    def count_fresh(self, row: Row) -> int:
         """Return the number of the last tokens of a row that the draft has not processed, as far as their hidden states are kept."""
         self._append_passed()
         return sum(map(len, self._fresh[row]))
 
-    def take_fresh(self, row: Any) -> Tensor:
+    def take_fresh(self, row: Row) -> Tensor:
         """Return the hidden states [n, hidden] that are kept for the last n tokens of a row, and keep them no longer."""
         self._append_passed()
         pieces, self._fresh[row] = self._fresh[row], []
         return torch.cat(pieces)
 
     def count_round(
-        self, rows: Sequence[Any], k: int, kept: Sequence[int], seconds: float, steady: bool, **parts: float
+        self, rows: Sequence[Row], k: int, kept: Sequence[int], seconds: float, steady: bool, **parts: float
     ) -> None:
         """Count a step with k drafts, or one without. Call it before the rows' tokens are extended.
 
@@ -115,7 +115,7 @@ class SpeculativeDecoder(Decoder):
         self.lookahead.record(len(rows), k, seconds, steady, tried, held)
         self.ledger.spend(rows, seconds, self.lookahead.plain_seconds(len(rows)), kept, **parts)
 
-    def _drafted(self, engine: Any, rows: list[Any], k: int) -> Emitted:
+    def _drafted(self, engine: StepEngine, rows: list[Row], k: int) -> Emitted:
         """Run a step with k drafts."""
         # after steps without drafts, the draft has more tokens to process than usual
         steady = not self._passed and max(len(piece) for row in rows for piece in self._fresh[row]) <= k + 1
@@ -135,7 +135,7 @@ class SpeculativeDecoder(Decoder):
             torch.cuda.synchronize()
         return self._clock()
 
-    def _plain(self, engine: Any, rows: list[Any]) -> Emitted:
+    def _plain(self, engine: StepEngine, rows: list[Row]) -> Emitted:
         """Run a step without drafts. Performance-critical: overhead beyond the policy's forward pass adds to every plain step."""
         start = self.now()
         fed = engine.forward(rows, [row.tokens[-1:] for row in rows])
@@ -154,7 +154,7 @@ class SpeculativeDecoder(Decoder):
                 pieces.append(state)
         self._passed.clear()
 
-    def _read(self, engine: Any, rows: list[Any]) -> Tensor:
+    def _read(self, engine: StepEngine, rows: list[Row]) -> Tensor:
         """Let the draft process each row's pending tokens; returns [rows, hidden], its output for the last token."""
         self._append_passed()
         fresh = torch.cat([piece for row in rows for piece in self._fresh[row]])
@@ -165,7 +165,7 @@ class SpeculativeDecoder(Decoder):
         out = self.draft(tokens, fresh, positions_of(call, device), call)
         return out.index_select(0, torch.tensor(counts, device=device).cumsum(0) - 1)
 
-    def _draft(self, engine: Any, rows: list[Any], k: int) -> Any:
+    def _draft(self, engine: StepEngine, rows: list[Row], k: int) -> Any:
         """Draft k tokens per row; returns the tokens [rows, k] and the draft distributions [rows, k, vocab]."""
         out, lengths = self._read(engine, rows), lengths_of(rows)
         device = out.device
@@ -179,7 +179,7 @@ class SpeculativeDecoder(Decoder):
                 out = self.draft(drafts[-1], out, positions_of(call, device), call)
         return torch.stack(drafts, 1), torch.stack(probs, 1)
 
-    def _verify(self, engine: Any, rows: list[Any], drafted: Any) -> Emitted:
+    def _verify(self, engine: StepEngine, rows: list[Row], drafted: Any) -> Emitted:
         """Verify what ``_draft`` returned, and truncate the cache to the accepted tokens."""
         drafts, q = drafted
         k, device = drafts.shape[1], drafts.device
@@ -215,12 +215,12 @@ class SpeculativeDecoder(Decoder):
         )
 
 
-def room_of(row: Any) -> int:
+def room_of(row: Row) -> int:
     """Return the maximum number of useful drafts for a row; the step emits one more token."""
     return int(row.limit - len(row.tokens) - 1)
 
 
-def lengths_of(rows: Sequence[Any]) -> Any:
+def lengths_of(rows: Sequence[Row]) -> Any:
     """Return [rows]: the number of tokens of each row."""
     return np.array([len(row.tokens) for row in rows])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from miles_core.plugin import CheckpointError
 from miles_speculative.vocabulary import difference
@@ -36,7 +36,11 @@ def misfits(path: str | Path, checkpoint: str | Path, trust_remote_code: bool = 
             "the policy's tokenizer"
         )
         return
-    names = tensor_names(Path(path))
+    try:
+        names = tensor_names(Path(path))
+    except CheckpointError as error:
+        yield f"{flag}: {error}"
+        return
     if is_eagle(path):
         if any(name.startswith("midlayer.") for name in names):
             yield (
@@ -83,9 +87,12 @@ def has_windows(config: Mapping[str, Any]) -> bool:
 
 
 def tensor_names(path: Path) -> set[str]:
-    """Return the tensor names in a directory's safetensors files."""
+    """Return the tensor names in a directory's safetensors files. Raises CheckpointError for a damaged file."""
     found: set[str] = set()
     for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, "np") as opened:
-            found.update(opened.keys())
+        try:
+            with safe_open(file, "np") as opened:
+                found.update(opened.keys())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file.name} is damaged or truncated ({error}); copy it again") from error
     return found

@@ -129,9 +129,29 @@ def new_eagle(source: Path | str, target: Path | str, layers: int) -> Path:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the (name, tensor) pairs of a directory's safetensors files, or of its torch files if there are none."""
-    for file in sorted(path.glob("*.safetensors")):
-        yield from load_file(file).items()
-    if not any(path.glob("*.safetensors")):
-        for file in sorted(path.glob("pytorch_model*.bin")):
-            yield from torch.load(file, map_location="cpu", mmap=True, weights_only=True).items()
+    """Yield the (name, tensor) pairs of a directory's safetensors files, or of its torch files if there are none.
+
+    Raises:
+        CheckpointError: a file cannot be read, or holds something other than tensors by name.
+    """
+    for file in sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin")):
+        try:
+            own = (
+                load_file(file)
+                if file.suffix == ".safetensors"
+                else torch.load(file, "cpu", mmap=True, weights_only=True)
+            )
+        except MemoryError:
+            raise
+        except (
+            Exception
+        ) as error:  # damaged files raise errors of many types: of pickle, zipfile, torch and safetensors
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise CheckpointError(
+                f"--draft-model-path: {file} is damaged or truncated ({first}); copy it again"
+            ) from error
+        if not isinstance(own, dict) or not all(isinstance(tensor, Tensor) for tensor in own.values()):
+            raise CheckpointError(
+                f"--draft-model-path: {file} does not hold tensors by name; give the head's own checkpoint"
+            )
+        yield from own.items()

@@ -38,12 +38,12 @@ class RoundShape:
 
     @property
     def appended(self) -> int:
-        """See ``Ahead``."""
+        """See ``AsyncScheduling``."""
         return self.drafts + 1
 
     @property
     def reach(self) -> int:
-        """See ``Ahead``."""
+        """See ``AsyncScheduling``."""
         return max(self.drafts + 1, self.read)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_embedded import Emitted
+from miles_embedded import Emitted, Row, StepEngine
 from miles_speculative.decoder import SpeculativeDecoder, lengths_of, positions_of
 from miles_speculative.draft import Draft
 from miles_speculative.lookahead import Lookahead
@@ -46,7 +46,7 @@ class TreeDecoder(SpeculativeDecoder):
         super().__init__(draft, lookahead, profile)
         self.width = width
 
-    def _draft(self, engine: Any, rows: list[Any], k: int) -> Tree:
+    def _draft(self, engine: StepEngine, rows: list[Row], k: int) -> Tree:
         """Draft k levels with a beam search over path probabilities (Li et al. 2024, arXiv 2406.16858)."""
         out, lengths, width = self._read(engine, rows).unsqueeze(1), lengths_of(rows), self.width
         count, device = len(rows), out.device
@@ -66,7 +66,7 @@ class TreeDecoder(SpeculativeDecoder):
                 out = fed.view(count, width, -1)
         return Tree(torch.cat(tokens, 1), torch.cat(parents, 1))
 
-    def _verify(self, engine: Any, rows: list[Any], drafted: Tree) -> Emitted:
+    def _verify(self, engine: StepEngine, rows: list[Row], drafted: Tree) -> Emitted:
         chains = [[row.tokens[-1], *tokens] for row, tokens in zip(rows, drafted.tokens.tolist(), strict=True)]
         # the row's last token is the root
         parents = np.pad(drafted.parents.cpu().numpy() + 1, ((0, 0), (1, 0)), constant_values=-1)

@@ -24,9 +24,7 @@ def make_engine(checkpoint, k=0, **settings):
     """An engine of the checkpoint; with ``k`` it drafts so many tokens with the checkpoint's MTP layer."""
     model = load_model(checkpoint)
     made = Settings(lambda tokens: "".join(chr(48 + t) for t in tokens), eos=[1], **settings)
-    if k:
-        made.decoder = SpeculativeDecoder(attach(model, checkpoint), Lookahead(k))
-    return EmbeddedEngine(model, made)
+    return EmbeddedEngine(model, made, SpeculativeDecoder(attach(model, checkpoint), Lookahead(k)) if k else None)
 
 
 def generate(engine, requests):

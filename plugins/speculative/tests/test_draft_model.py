@@ -126,6 +126,31 @@ def test_an_eagle_head_is_read_as_published(tmp_path):
     assert "EAGLE-3" in next(misfits(head, checkpoint))
 
 
+@pytest.mark.parametrize("damage", ["cut", "text", "empty", "list", "module"])
+def test_a_damaged_file_of_a_head_is_one_sentence(damage, tmp_path):
+    checkpoint = tiny_checkpoint("qwen3", tmp_path / "policy")
+    head = new_eagle(checkpoint, tmp_path / "head", 1)
+    tensors = load_file(head / "model.safetensors")
+    (head / "model.safetensors").unlink()
+    file = head / "pytorch_model.bin"
+    torch.save({"list": [1], "module": torch.nn.Linear(1, 1)}.get(damage, tensors), file)
+    if damage in ("cut", "text", "empty"):
+        file.write_bytes({"cut": file.read_bytes()[:-500], "text": b"<html>", "empty": b""}[damage])
+    with pytest.raises(
+        CheckpointError, match=r"--draft-model-path: .*pytorch_model\.bin (is damaged|does not hold)"
+    ) as caught:
+        attach_model(load_model(checkpoint), head)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_safetensors_of_a_draft_are_found_by_the_plan(tmp_path):
+    checkpoint = tiny_checkpoint("qwen3", tmp_path / "policy")
+    head = new_eagle(checkpoint, tmp_path / "head", 1)
+    file = head / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    assert "model.safetensors is damaged or truncated" in next(misfits(head, checkpoint))
+
+
 def test_a_draft_of_another_kind_is_refused(toy_run, small, tmp_path):
     policy = toy_files() / "model"
     assert "not a Hugging Face checkpoint" in next(misfits(tmp_path, policy))

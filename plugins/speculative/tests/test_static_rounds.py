@@ -14,10 +14,10 @@ from miles_embedded import StaticCall, active_context, load_model
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.graphs import Graphs
 from miles_embedded.engine.settings import Settings
+from miles_speculative.async_rounds import use_rounds
 from miles_speculative.decoder import SpeculativeDecoder
 from miles_speculative.head import attach
 from miles_speculative.lookahead import Auto, Lookahead
-from miles_speculative.rounds_ahead import use_rounds
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11, 12, 13, 14, 15]]
 
@@ -26,11 +26,9 @@ def make_engine(checkpoint, static, lookahead=None, draft=None, dtype="float32",
     """An engine that drafts with the checkpoint's MTP layer, by default three tokens per step."""
     model = load_model(checkpoint, dtype, device)
     engine = EmbeddedEngine(model, Settings(lambda tokens: "".join(chr(48 + t) for t in tokens), eos=[1], **settings))
-    decoder = SpeculativeDecoder(draft or attach(model, checkpoint), lookahead or Lookahead(3))
+    engine.decoder = SpeculativeDecoder(draft or attach(model, checkpoint), lookahead or Lookahead(3))
     if static:
-        use_rounds(engine, decoder, used=True)
-    else:
-        engine.decoder = decoder
+        use_rounds(engine, engine.decoder, used=True)
     return engine
 
 
@@ -68,7 +66,7 @@ def test_a_family_generates_the_same(mtp_checkpoint, family):
     expected = generate(make_engine(checkpoint, False, max_running_requests=5), requests())
     assert_same(got, expected)
     assert accepted(got) == accepted(expected) and 0 < sum(accepted(got)) < sum(r.metrics["drafted"] for r in got)
-    assert engine.ahead.used and not engine.ahead.refused
+    assert engine.async_steps.used and not engine.async_steps.refused
     assert engine.runner.cache.rows == engine.runner.cache.prefixes.size == 0
 
 
@@ -91,10 +89,10 @@ def test_greedy_and_truncated_rows_beside_others(mtp_checkpoint, caplog):
 
 def test_the_next_round_is_launched_before_the_last_is_read(mtp_checkpoint):
     engine = make_engine(mtp_checkpoint(), True)
-    order, run, read = [], engine.ahead.graphs.run, engine.ahead._read
-    engine.ahead._compared = True
-    engine.ahead.graphs.run = lambda shape: (order.append("launch"), run(shape))[1]
-    engine.ahead._read = lambda *given: (order.append("read"), read(*given))[1]
+    order, run, read = [], engine.async_steps.graphs.run, engine.async_steps._read
+    engine.async_steps._compared = True
+    engine.async_steps.graphs.run = lambda shape: (order.append("launch"), run(shape))[1]
+    engine.async_steps._read = lambda *given: (order.append("read"), read(*given))[1]
     generate(engine, [Request([3, 4], Sampling(20, ignore_eos=True), key=i) for i in range(3)])
     rounds = order.count("read")
     assert order[:5] == ["launch", "launch", "read", "launch", "read"] and 5 <= rounds <= 20
@@ -159,11 +157,11 @@ def test_rounds_that_are_recorded_first(mtp_checkpoint, monkeypatch, family, loo
     """A round waits for the tokens of the last one until it is recorded, so fewer rows may be left when its number of drafts is chosen."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", tuple)
     engine = make_engine(mtp_checkpoint(family), True, lookahead(3))
-    engine.ahead.graphs = Prepared(engine.ahead.graphs)
-    rounds, read = [], engine.ahead._read
-    engine.ahead._read = lambda launched, *more: (rounds.append(launched.shape), read(launched, *more))[1]
+    engine.async_steps.graphs = Prepared(engine.async_steps.graphs)
+    rounds, read = [], engine.async_steps._read
+    engine.async_steps._read = lambda launched, *more: (rounds.append(launched.shape), read(launched, *more))[1]
     got = generate(engine, requests(ignore_eos=True))
-    assert len(engine.ahead.graphs._recorded) > 1
+    assert len(engine.async_steps.graphs._recorded) > 1
     again = Replayed([shape.drafts for shape in rounds])
     expected = generate(make_engine(mtp_checkpoint(family), False, again), requests(ignore_eos=True))
     assert_same(got, expected)
@@ -184,7 +182,7 @@ def test_more_tokens_without_drafts_than_hidden_states_are_kept(mtp_checkpoint):
     sent = [Request([5, 9, 3 + i % 2], Sampling(60, temperature=0.0, ignore_eos=True), key=i) for i in range(4)]
     engine = make_engine(mtp_checkpoint(), True, Alternating((3, 2, 3, *[0] * 20)))
     got = generate(engine, sent)
-    assert engine.ahead.batch.waiting < 20 and all(r.metrics["drafted"] > 15 for r in got)
+    assert engine.async_steps.batch.waiting < 20 and all(r.metrics["drafted"] > 15 for r in got)
     assert_same(got, generate(make_engine(mtp_checkpoint(), False), sent))
 
 
@@ -265,7 +263,7 @@ def test_a_static_round_that_computes_something_else_is_not_used(mtp_checkpoint,
     engine = make_engine(mtp_checkpoint(), True)
     with caplog.at_level(logging.WARNING):
         got = generate(engine, requests())
-    assert "differs from a plain one" in engine.ahead.refused and engine.ahead.refused in caplog.text
+    assert "differs from a plain one" in engine.async_steps.refused and engine.async_steps.refused in caplog.text
     assert_same(got, generate(make_engine(mtp_checkpoint(), False), requests()))
 
 
@@ -299,14 +297,14 @@ def test_a_graph_computes_what_its_round_computes(mtp_checkpoint, family, lookah
 
     def run(replays):
         engine = make_engine(mtp_checkpoint(family), True, lookahead(3), dtype="bfloat16", device="cuda")
-        graphs = engine.ahead.graphs
+        graphs = engine.async_steps.graphs
         launch, shapes = graphs.run if replays else graphs.step, []
         graphs.run = lambda shape: (shapes.append(shape), launch(shape))[1]
         return engine, shapes, generate(engine, requests(ignore_eos=True))
 
     (engine, replayed, got), (_, launched, expected) = run(True), run(False)
     assert replayed == launched
-    assert not engine.ahead.refused and engine.ahead.graphs._recorded
+    assert not engine.async_steps.refused and engine.async_steps.graphs._recorded
     assert [(r.tokens, r.log_probs) for r in got] == [(r.tokens, r.log_probs) for r in expected]
     assert accepted(got) == accepted(expected) and sum(accepted(got)) > 0
 
@@ -319,6 +317,6 @@ def test_a_gpu_generates_the_same_with_graphs(mtp_checkpoint, family):
         make_engine(mtp_checkpoint(family), static, dtype="float32", device="cuda") for static in (True, False)
     )
     got, expected = (generate(e, requests()) for e in (engine, plain))
-    assert not engine.ahead.refused or family != "llama"  # float32 experts need the host, see test_ahead.py
+    assert not engine.async_steps.refused or family != "llama"  # float32 experts need the host, see test_async_steps.py
     assert_same(got, expected)
     assert accepted(got) == accepted(expected)

@@ -17,8 +17,15 @@ class TisConfig:
         help="bound weights to [min(T, 1/T), max(T, 1/T)]; truncate uses the upper end",
         gt=0,
     )
-    clip: float = option(2.0, flag="--tis-clip", help="upper bound of a weight", ge=1)
-    clip_low: float = option(0.0, flag="--tis-clip-low", help="lower bound of a weight", ge=0, le=1)
+    clip: float = option(2.0, flag="--tis-clip", help="upper bound of a weight", ge=1, only_if="not tis.threshold")
+    clip_low: float = option(
+        0.0,
+        flag="--tis-clip-low",
+        help="lower bound of a weight",
+        ge=0,
+        le=1,
+        only_if="not tis.threshold and tis.mode != truncate",
+    )
     level: Literal["token", "sequence", "geometric"] = option(
         "token",
         flag="--tis-level",
@@ -46,7 +53,11 @@ class TisConfig:
         enables=True,
     )
     opsm_delta: float = option(
-        1e-4, flag="--opsm-delta", help="a sequence is off-policy if mean(log p_old - log p) is above this", ge=0
+        1e-4,
+        flag="--opsm-delta",
+        help="a sequence is off-policy if mean(log p_old - log p) is above this",
+        ge=0,
+        only_if="tis.opsm",
     )
     metrics_only: bool = option(
         False,

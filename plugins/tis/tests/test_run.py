@@ -6,7 +6,7 @@ import torch
 from miles_core.config.groups import Algorithm
 from miles_core.data import Sample, collate
 from miles_core.plugin import ConfigError, DataError, PlanError, PluginError
-from miles_core.train.loss import policy_loss
+from miles_core.train.loss import PolicyLoss
 from miles_core.trainer import Output
 from miles_embedded.trainer.trainer import EmbeddedTrainer
 from miles_tis.config import TisConfig
@@ -214,6 +214,6 @@ def test_a_batch_that_trains_nothing_needs_no_log_probs():
     batch = collate([Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[0, 0])])
     batch.columns |= {"advantages": ones, "loss_weight": column}
     options = TisConfig(use=True)
-    loss = policy_loss(Algorithm(), lambda inputs: correct(inputs, options))
+    loss = PolicyLoss(Algorithm(), correct=lambda inputs: correct(inputs, options))
     found = loss(Output(log_probs=column.requires_grad_()), batch, None)
     assert float(found.value.detach()) == 0 and float(found.metrics["tis/ratio_mean"][1]) == 0

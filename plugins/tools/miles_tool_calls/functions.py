@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from miles_chat import import_code
+from miles_core.chat import import_code
 from miles_core.plugin import ConfigError
 from miles_tool_calls.schema import arguments_model, describe_arguments_error, make_schema
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from miles_core.data import valid_text
 from miles_core.plugin import DataError
 
 
@@ -13,7 +14,7 @@ class ToolFault(DataError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the model receives for a call.
+    """What the model receives for a call. The text of a tool becomes valid here (``valid_text``).
 
     Attributes:
         text: the result, or the description of the error.
@@ -24,6 +25,9 @@ class Outcome:
     text: str
     failed: bool = False
     broken: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", valid_text(self.text))
 
     @classmethod
     def error(cls, text: str) -> Outcome:

@@ -6,12 +6,12 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from miles_chat import Answer, Call, Dialect, drop_earlier_rows, find_dialect
-from miles_core.data import CannotExtend, Sample, Status
-from miles_core.plugin import Ask, Config, MilesError, RolloutFunction, Run, Turn
+from miles_core.chat import Answer, Call, Dialect, drop_earlier_rows, find_dialect, tokenize
+from miles_core.data import CannotExtend, Sample, Status, describe_error
+from miles_core.plugin import Config, DataError, GenerationClient, MilesError, RolloutFunction, Run, Turn
 from miles_tool_calls.budget import Budget
 from miles_tool_calls.config import ToolsConfig
 from miles_tool_calls.conversation import first_messages, result_messages
@@ -61,7 +61,7 @@ class ToolLoop(RolloutFunction):
     async def stop(self) -> None:
         await self.box.stop()
 
-    async def __call__(self, sample: Sample, ask: Ask) -> list[Sample]:
+    async def __call__(self, sample: Sample, ask: GenerationClient) -> list[Sample]:
         rollout = Rollout(self, sample, ask)
         fault = 0.0
         try:
@@ -89,7 +89,7 @@ class Rollout:
         record: the calls, for rewards and the report: turn, name, arguments, whether it failed, seconds.
     """
 
-    def __init__(self, loop: ToolLoop, sample: Sample, ask: Ask) -> None:
+    def __init__(self, loop: ToolLoop, sample: Sample, ask: GenerationClient) -> None:
         self.loop, self.sample, self.ask = loop, sample, ask
         self.budget = Budget(loop.options)
         self.record: list[dict[str, Any]] = []
@@ -103,7 +103,7 @@ class Rollout:
         mode = self.loop.options.prompt
         messages = first_messages(self.sample.prompt, self._schemas, mode, self.ask.renderer)
         tools = self._schemas if mode == "template" else None
-        tokens = self.ask.renderer.render(messages, tools)
+        tokens = await self._tokenize(lambda: self.ask.renderer.render(messages, tools), messages)
         turn: Turn | None = None
         for number in range(self.loop.options.turns):
             turn = await self._answer(tokens, turn)
@@ -122,11 +122,27 @@ class Rollout:
             texts = await self._carry_out(session, answer, names, number)
             new = result_messages(names, ids, texts, mode)
             messages += [self._message(answer, ids, names, mode), *new]
-            try:
-                tokens = self.ask.renderer.extend(turn.tokens, new, tools)
-            except CannotExtend as error:
-                log.debug("sample %s: a new branch, because %s", self.sample.index, error)
-                tokens, turn = self.ask.renderer.render(messages, tools), None
+            tokens, turn = await self._extend(turn, new, messages, tools)
+
+    async def _extend(
+        self, turn: Turn, new: list[dict[str, Any]], messages: list[dict[str, Any]], tools: Sequence[Any] | None
+    ) -> tuple[list[int], Turn | None]:
+        """Append ``new``, the last of ``messages``; returns the tokens and the turn that they continue."""
+        renderer = self.ask.renderer
+        try:
+            return await self._tokenize(lambda: renderer.extend(turn.tokens, new, tools), new), turn
+        except CannotExtend as error:
+            log.debug("sample %s: a new branch, because %s", self.sample.index, error)
+            return await self._tokenize(lambda: renderer.render(messages, tools), messages), None
+
+    async def _tokenize(self, function: Callable[[], list[int]], text: Any) -> list[int]:
+        """Call a function that tokenizes; a text that cannot be tokenized, or takes too long, fails the sample."""
+        try:
+            return await tokenize(function, text)
+        except CannotExtend:
+            raise
+        except Exception as error:  # tokenizers raise exceptions of any type
+            raise ToolFault(str(error) if isinstance(error, DataError) else describe_error(error)) from error
 
     async def _answer(self, tokens: list[int], after: Turn | None) -> Turn | None:
         """Request the next answer; None if the conversation has no room for one."""

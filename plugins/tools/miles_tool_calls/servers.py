@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from miles_core.data import describe_error
 from miles_core.plugin import ConfigError, DataError
 from miles_tool_calls.functions import cut
 from miles_tool_calls.outcome import Outcome, ToolFault
@@ -29,6 +30,37 @@ FLAG = "--mcp-servers"
 CONNECT = 60.0
 _KEYS = {"command", "args", "env", "cwd", "url", "headers", "tools", "type"}
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+class _Problems(logging.Handler):
+    """Receives what the package ``mcp`` logs: it writes a traceback for each line of a server that is no message of the protocol. Here each is
+    one line at the level debug, and the last one is part of the error if the server does not answer.
+
+    Attributes:
+        last: the last problem; empty if there was none since it was set so.
+    """
+
+    last = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        details = getattr(error, "errors", None)  # of pydantic
+        found = [f"{one.get('msg')}: {one.get('input')!r:.80}" for one in details()[:1]] if callable(details) else []
+        what = found[0] if found else describe_error(error) if error else ""
+        self.last = " ".join(f"{record.getMessage()} ({what})".removesuffix(" ()").split())[:400]
+        log.debug("%s: %s", record.name, self.last)
+
+
+_problems = _Problems(logging.WARNING)
+
+
+def _collect_problems() -> None:
+    """Route the log of the package to ``_problems``."""
+    package = logging.getLogger("mcp")
+    if _problems not in package.handlers:
+        package.addHandler(_problems)
+        package.propagate = False
+    _problems.last = ""
 
 
 def read_servers(path: Path) -> dict[str, dict[str, Any]]:
@@ -157,7 +189,7 @@ class Server:
             return Outcome.error(cut(str(error), limit))
         except Exception as error:  # the transport's own errors: the server has ended or closed the connection
             await self.stop()
-            return Outcome.error(f"the server {self.name} did not answer ({type(error).__name__}: {error})")
+            return Outcome.error(f"the server {self.name} did not answer ({describe_error(error)})")
         text = cut("\n".join(_text_of(block) for block in result.content), limit)
         return Outcome(f"Error: {text}", failed=True) if result.is_error else Outcome(text)
 
@@ -168,6 +200,7 @@ class Server:
                 await self._connect()
 
     async def _connect(self) -> None:
+        _collect_problems()
         self._end = asyncio.Event()
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(ready))
@@ -176,7 +209,14 @@ class Server:
                 self._client = await ready
         except TimeoutError:
             self._task.cancel()
-            raise ToolFault(f"the MCP server {self.name} did not answer within {CONNECT:g} seconds") from None
+            why = f": {_problems.last}" if _problems.last else ""
+            raise ToolFault(
+                f"the MCP server {self.name} ({self._where}) did not answer within {CONNECT:g} seconds{why}"
+            ) from None
+
+    @property
+    def _where(self) -> str:
+        return str(self.entry.get("command") or self.entry.get("url"))
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
         """Open the connection, keep it until ``stop``, and close it, all in one task, as the package requires."""
@@ -189,10 +229,11 @@ class Server:
             if ready.done():
                 log.debug("the MCP server %s closed with %r", self.name, error)
                 return
-            where = self.entry.get("command") or self.entry.get("url")
             ready.set_exception(
-                ToolFault(f"the MCP server {self.name} ({where}) cannot be reached: {_innermost(error)}")
+                ToolFault(f"the MCP server {self.name} ({self._where}) cannot be reached: {_innermost(error)}")
             )
+            if not isinstance(error, Exception):  # a stop of the run is not a fault of the server
+                raise
 
     async def _make(self, stack: AsyncExitStack) -> Any:
         from mcp import Client, StdioServerParameters
@@ -229,4 +270,4 @@ def _innermost(error: BaseException) -> str:
         error = error.exceptions[0]
     if isinstance(error, DataError):
         return str(error)
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+    return describe_error(error).splitlines()[0].rstrip(": ")

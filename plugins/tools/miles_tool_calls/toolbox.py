@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from miles_chat import call_in_thread
-from miles_core.data import Sample
-from miles_core.plugin import ConfigError
+from miles_core.chat import call_in_thread
+from miles_core.data import Sample, describe_error
+from miles_core.plugin import ConfigError, OutOfTime
 from miles_tool_calls.config import ToolsConfig
 from miles_tool_calls.functions import Function, cut, load_functions, to_text
 from miles_tool_calls.outcome import Outcome, ToolFault
@@ -159,8 +159,10 @@ class Session:
             if task is None or task.cancelling():
                 raise
             return Outcome.error("CancelledError")
-        except (Exception, SystemExit) as error:
-            return Outcome.error(cut(f"{type(error).__name__}: {error}".rstrip(": "), limit))
+        except (KeyboardInterrupt, OutOfTime, GeneratorExit):
+            raise
+        except BaseException as error:  # also sys.exit, and the panics of libraries in Rust
+            return Outcome.error(cut(describe_error(error), limit))
 
     async def _instance(self, owner: type) -> Any:
         if owner not in self._instances:
@@ -172,7 +174,7 @@ class Session:
             return await asyncio.shield(self._instances[owner])
         except Exception as error:
             raise ToolFault(
-                f"the tool class {owner.__name__} cannot be instantiated: {type(error).__name__}: {error}"
+                f"the tool class {owner.__name__} cannot be instantiated: {describe_error(error)}"
             ) from error
 
     async def close(self) -> None:

@@ -63,6 +63,7 @@ def _take_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _answer(function: Any, call: dict[str, Any]) -> dict[str, Any]:
+    from miles_core.data import describe_error
     from miles_tool_calls.functions import cut, to_text
 
     limit, process = int(call["limit"]), os.getpid()
@@ -73,7 +74,7 @@ def _answer(function: Any, call: dict[str, Any]) -> dict[str, Any]:
     try:
         answer = {"text": to_text(function.function(**arguments), limit)}
     except BaseException as error:  # also sys.exit of a tool
-        answer = {"error": cut(f"{type(error).__name__}: {error}".rstrip(": "), limit)}
+        answer = {"error": cut(describe_error(error), limit)}
     if os.getpid() != process:  # a fork of the tool came back; only the process itself answers
         os._exit(0)
     return answer

@@ -231,13 +231,70 @@ def test_runs_that_the_plan_refuses(plan, options, message):
 
 def test_tools_run_in_rollout_workers(run, tmp_path):
     """Conversations, tool calls, rewards and metrics are those of the driver alone."""
-    from miles_testing.doubles import apart
+    from miles_testing.doubles import remote
 
     rows = ({}, {}, {}, {})
     here = run(rows, rollout_batch_size=4)
-    there = run(rows, rollout_batch_size=4, plugins=[apart.__file__], runtime="apart", rollout_workers=2)
+    there = run(rows, rollout_batch_size=4, plugins=[remote.__file__], runtime="remote", rollout_workers=2)
     assert [(s["tokens"], s["reward"], s["metadata"]) for s in there.samples] == [
         (s["tokens"], s["reward"], s["metadata"]) for s in here.samples
     ]
     turns = [m["rollout/turns"] for m in here.metrics]
     assert [m["rollout/turns"] for m in there.metrics] == turns and turns[0] >= 1
+
+
+HALF = '''
+async def answer(text: str) -> str:
+    """Return half of a pair."""
+    return text + "\\ud83d\\x00"
+
+async def fail(text: str) -> str:
+    """Raise it."""
+    raise ValueError("\\udc00" + text)
+
+class Odd(BaseException):
+    def __str__(self):
+        raise KeyError
+
+async def panic(text: str) -> str:
+    """Raise no Exception."""
+    raise Odd
+
+def read(path: str) -> str:
+    """Read a file that is not UTF-8."""
+    return open(path, encoding="utf-8", errors="surrogateescape").read()
+
+async def number(text: str):
+    """Return no text."""
+    return {"a": float("nan"), "b": {1, 2}, 3: b"x"}
+'''
+
+
+@pytest.mark.parametrize("mode", ["template", "text"])
+def test_no_text_of_a_call_or_a_tool_ends_the_run(run, scripted, tmp_path, mode):
+    """Half a surrogate pair in arguments, answers, errors and files, and results that are no texts."""
+    (tmp_path / "half.py").write_text(HALF)
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    calls = [call(name, text="\ud800x") for name in ("answer", "fail", "panic", "number", "nothing\udfff")]
+    calls += [call("read", path=str(tmp_path / "latin")), call("answer", **{"k\ud800": 1})]
+    scripted(lambda text: "Done." if "<tool_response>" in text else "".join(calls))
+    limits = {"tool_calls_per_turn": 20} if mode == "template" else {"tool_prompt": "text"}
+    done = run(tools=f"{tmp_path}/half.py", rollout_max_response_len=900, **limits)
+    assert len(done.samples) == 4 and done.metrics[0]["tools/failed_samples"] == 0
+    for sample in done.samples:
+        assert sample["metadata"]["tool_calls"][0]["arguments"] == {"text": "\ufffdx"}
+        json.dumps(sample, ensure_ascii=False).encode()
+
+
+def test_a_text_that_cannot_be_tokenized_fails_its_sample(run, scripted, monkeypatch):
+    def refuse(self, tokens, messages, tools=None):
+        if "xx" in messages[0]["content"]:
+            raise RuntimeError("Already borrowed")
+        return extend(self, tokens, messages, tools)
+
+    extend = Renderer.extend
+    monkeypatch.setattr(Renderer, "extend", refuse)
+    answers = iter([call("shout", text="x", times=2), *[call("shout", text="x")] * 3, *["Done."] * 9])
+    scripted(lambda text: "Done." if "<tool_response>" in text else next(answers))
+    done = run()
+    assert len(done.samples) == 3 and done.metrics[0]["tools/failed_samples"] == 0.25

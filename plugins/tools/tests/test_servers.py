@@ -1,16 +1,20 @@
 """MCP servers: the file that lists them, and real servers over standard streams and HTTP (where the package ``mcp`` is installed)."""
 
 import asyncio
+import http.server
 import json
+import logging
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from miles_core.data import Sample
 from miles_core.plugin import ConfigError
+from miles_tool_calls import servers
 from miles_tool_calls.config import ToolsConfig
 from miles_tool_calls.servers import read_servers
 from miles_tool_calls.toolbox import Toolbox
@@ -151,3 +155,60 @@ def test_a_server_over_http(box, tmp_path):
 def test_servers_that_cannot_be_reached(box, entry, message):
     with pytest.raises(ConfigError, match=message):
         asyncio.run(call_all(box(**entry)))
+
+
+@pytest.fixture
+def logged():
+    """The records that reach the run's log."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger().addHandler(handler)
+    yield records
+    logging.getLogger().removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("print('Listening on port 3', flush=True); time.sleep(60)", "Invalid JSON: .*'Listening on port 3"),
+        ("sys.stdin.readline(); print('[1]', flush=True); time.sleep(60)", "Failed to parse"),
+        ("sys.stdout.buffer.write(bytes([255, 254, 0, 10])); sys.stdout.flush(); time.sleep(60)", "did not answer"),
+        ("time.sleep(60)", "did not answer within 2 seconds$"),
+    ],
+)
+def test_servers_that_print_no_json_are_one_sentence(box, monkeypatch, logged, code, words):
+    monkeypatch.setattr(servers, "CONNECT", 2.0)
+    with pytest.raises(ConfigError, match=rf"--mcp-servers: the MCP server demo \(.*{words}") as caught:
+        asyncio.run(call_all(box(command=sys.executable, args=["-c", f"import sys, time; {code}"])))
+    assert "\n" not in str(caught.value) and not [record for record in logged if record.exc_info]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("text/html", b"<html>"),
+        ("application/json", b"{nope"),
+        ("application/json", b"[1]"),
+        ("text/event-stream", b"data: x\n\n"),
+    ],
+)
+def test_addresses_that_are_no_mcp_servers_are_one_sentence(box, logged, kind, body):
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *rest):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as page:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        with pytest.raises(ConfigError, match="the MCP server demo .* cannot be reached: ") as caught:
+            asyncio.run(call_all(box(url=f"http://127.0.0.1:{page.server_port}/mcp")))
+        page.shutdown()
+    assert "\n" not in str(caught.value) and not [record for record in logged if record.exc_info]

@@ -55,6 +55,17 @@ plugin = Plugin(
             because="the engine would multiply by base plus adapters as one matrix, and the trainer by base and adapters apart",
         ),
         Rule(
+            needs="lora.dropout == 0",
+            when="plugin.lora",
+            because="the trainer would drop inputs of the adapters at random, and the engine drops none; leave --lora-dropout out",
+        ),
+        Rule(
+            needs="not experts.capacity_factor",
+            when="plugin.experts",
+            because="the trainer would drop tokens of experts above their capacity, and the engine drops none; leave --moe-capacity-factor "
+            "out, and balance the experts with --aux-loss-coef",
+        ),
+        Rule(
             needs="speculative.topk == 1 and (not speculative.eagle_topk or speculative.eagle_topk == 1)",
             when="plugin.speculative",
             because="trees of drafts have no attention here whose result is independent of the batch; --spec-topk 1 drafts a chain",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 #: A runtime with trainer and engines in separate processes, loaded by its path.
-APART = str(files("miles_testing") / "doubles" / "apart.py")
+REMOTE = str(files("miles_testing") / "doubles" / "remote.py")
 MXFP8 = {"moe_intermediate_size": 32}
 FORMATS = {
     "fp8": {},
@@ -113,7 +113,7 @@ def test_tokens_of_partial_rollouts_that_have_the_trained_weights(toy_run, on_de
 
 
 def test_engines_and_a_trainer_in_other_processes(toy_run, on_device):
-    run = toy_run([APART, "true_on_policy"], runtime="apart", apart_engines=2, **{"dtype": "bfloat16", **on_device})
+    run = toy_run([REMOTE, "true_on_policy"], runtime="remote", remote_engines=2, **{"dtype": "bfloat16", **on_device})
     assert gaps(run) == [0.0, 0.0]
 
 

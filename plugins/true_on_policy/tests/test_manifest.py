@@ -32,6 +32,8 @@ INT4 = {"int4_group_size": 16}
         ([], {"family": "deepseek_v32"}, [], "indexers choose"),
         (["speculative"], {"draft_model_path": "draft", "spec_topk": 2}, [], "trees of drafts have no attention"),
         (["speculative"], {"draft_model_path": "draft", "sglang_speculative_eagle_topk": 3}, [], "trees of drafts"),
+        (["lora"], {"lora_sync": "adapter", "lora_dropout": 0.1}, [], "leave --lora-dropout out"),
+        (["experts"], {"moe_capacity_factor": 1.5}, ["model.moe=true"], "leave --moe-capacity-factor out"),
     ],
 )
 def test_it_is_refused(plugins, options, facts, because):

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from miles_transport import Broadcast
+from miles_workers.transport import Broadcast
 from miles_zero_copy.limits import GPU_PROBE_BYTES, copy_speed
 from miles_zero_copy.segment import Segment
 from miles_zero_copy.slots import BroadcastSlot, DeviceSlot, MessageSlot, SegmentSlot, Slot

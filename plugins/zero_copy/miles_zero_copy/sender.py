@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from miles_core.data import Encoded
-from miles_core.format import Stored
 from miles_core.plugin import SyncError
-from miles_transport import BLOCK, Loan, room_of, round_to_blocks
+from miles_formats import Stored
+from miles_workers.transport import BLOCK, Loan, room_of, round_to_blocks
 from miles_zero_copy.paths import Path
 from miles_zero_copy.slots import Receive, Slot, StandingSlot
 from miles_zero_copy.versions import Versions

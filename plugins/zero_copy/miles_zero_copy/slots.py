@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from miles_core.plugin import SyncError
-from miles_transport import Broadcast, Bucket, DeviceMemory, difference
+from miles_workers.transport import Broadcast, Bucket, DeviceMemory, difference
 from miles_zero_copy.segment import Segment
 
 #: Calls the engine's ``receive`` with a message and whether it is the last one.

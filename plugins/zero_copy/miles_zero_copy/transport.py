@@ -14,9 +14,9 @@ from torch import Tensor
 
 from miles_core.data import Encoded
 from miles_core.engine import CopyTransport, Engine, SyncReport, Transport
-from miles_core.format import Stored
 from miles_core.plugin import Run, SyncError
 from miles_core.trainer import ALONE, World
+from miles_formats import Stored
 from miles_zero_copy.config import ZeroCopyConfig
 from miles_zero_copy.paths import paths
 from miles_zero_copy.sender import Sender
@@ -67,7 +67,7 @@ class BucketTransport(Transport):
     """Sends flat buckets from this rank to engines in other processes.
 
     Args:
-        engine: the receiver, possibly a front of several engines that read the same buckets.
+        engine: the receiver, possibly a pool of several engines that read the same buckets.
         world: this rank's position among those that send; each sends the units of its trainer, and the engine waits for all of them.
         bucket_size: maximum bytes of each of the two buckets.
         staging: send each version while the engine serves the previous one, and switch when it is pushed.

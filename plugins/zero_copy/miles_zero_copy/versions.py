@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from miles_transport import round_to_blocks
+from miles_workers.transport import round_to_blocks
 from miles_zero_copy import segment
 from miles_zero_copy.segment import NoSegmentError, Segment
 from miles_zero_copy.slots import StandingSlot

@@ -15,8 +15,8 @@ from miles_core.plugin import SyncError
 from miles_core.trainer import World
 from miles_embedded.testing import ProcessEngine
 from miles_testing.stored import stored_units
-from miles_transport import DeviceMemory, Inbox, Loan, device_memory
-from miles_transport.device_memory import attach
+from miles_workers.transport import DeviceMemory, Inbox, Loan, device_memory
+from miles_workers.transport.device_memory import attach
 from miles_zero_copy import sender
 from miles_zero_copy.transport import BucketTransport
 

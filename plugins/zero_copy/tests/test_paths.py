@@ -10,9 +10,9 @@ import torch
 from miles_core.data import Encoded
 from miles_core.plugin import SyncError
 from miles_core.trainer import World
-from miles_runtime import Workers
-from miles_runtime.engine_front import EngineFront
 from miles_testing.stored import stored_units
+from miles_workers import Workers
+from miles_workers.engine_pool import EnginePool
 from miles_zero_copy import limits
 from miles_zero_copy.paths import Path
 from miles_zero_copy.sender import Sender
@@ -80,20 +80,20 @@ class SentWorkers(Workers):
     async def send(self, number, method, *args):
         self.count += 1
 
-    async def renew(self, number): ...
+    async def restart(self, number): ...
 
     async def kill(self, number): ...
 
 
 def test_a_message_leaves_before_the_next_bucket_is_filled():
-    said = {"capabilities": frozenset(), "kv_cache_dtype": "", "native_products": False}
+    build_info = {"capabilities": frozenset(), "kv_cache_dtype": "", "native_products": False, "model_facts": {}}
     engines = SentWorkers(["engine-0", "engine-1"])
-    front = EngineFront(engines, said)
+    pool = EnginePool(engines, build_info)
     path = Path(lambda nbytes: MessageSlot(nbytes, {}), ahead=1)
     sender = Sender(path, 1 << 20, (0, 1))
 
     async def receive(message, last):
-        await front.receive(message, 0, last)
+        await pool.receive(message, 0, last)
 
     def units():
         for number in range(3):

@@ -10,7 +10,7 @@ import torch
 
 from miles_core.plugin import PlanError
 from miles_testing import plan
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 from miles_tools.commands import doctor
 from miles_zero_copy import segment
 
@@ -111,7 +111,7 @@ def test_a_failed_sync_is_made_again_then_by_the_plain_copy(toy_run, tmp_path, f
 def test_engines_elsewhere_get_what_changed(toy_run, monkeypatch, tmp_path):
     monkeypatch.setattr(segment, "DIRECTORY", tmp_path / "shm")
     options = {"dtype": "bfloat16", "lr": 1e-6, "steps": 3, "use_zero_copy_sync": True}
-    run = toy_run([apart.__file__], runtime="apart", apart_engines=2, **options)
+    run = toy_run([remote.__file__], runtime="remote", remote_engines=2, **options)
     here = toy_run(**options)
     assert [r["reward/mean"] for r in run.metrics] == [r["reward/mean"] for r in here.metrics]
     assert [r["train/grad_norm"] for r in run.metrics] == [r["train/grad_norm"] for r in here.metrics]

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from miles_core.contracts.engine import Request, Sampling
-from miles_embedded.engine.decoder import Decoder, Emitted
+from miles_embedded.engine.decoder import Decoder
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.sampling import pick
 from miles_embedded.engine.settings import Settings
+from miles_embedded.engine.step import Emitted
 from miles_embedded.model.load import load_model
 from miles_testing.tiny import tiny_checkpoint
 
@@ -76,9 +77,7 @@ def model(tmp_path_factory):
 
 def run(model, requests, decoder=None, **settings):
     made = Settings(lambda tokens: "".join(chr(48 + t) for t in tokens), eos=[1], **settings)
-    if decoder is not None:
-        made.decoder = decoder
-    engine = EmbeddedEngine(model, made)
+    engine = EmbeddedEngine(model, made, decoder)
 
     async def main():
         return await asyncio.gather(*[engine.generate(r) for r in requests])
@@ -134,7 +133,7 @@ def test_a_failing_decoder_fails_every_request_and_leaves_the_engine_usable(mode
         def step(self, engine, rows):
             raise ZeroDivisionError("no draft")
 
-    engine = EmbeddedEngine(model, Settings(str, eos=[1], decoder=Broken(ngram), max_running_requests=2))
+    engine = EmbeddedEngine(model, Settings(str, eos=[1], max_running_requests=2), Broken(ngram))
 
     async def main():
         requests = [Request([5, 9], Sampling(5), key=i) for i in range(5)]

@@ -16,7 +16,7 @@ from miles_core.precision.codec import Codec
 from miles_embedded.engine.build import end_tokens
 from miles_embedded.engine.decoder import Decoder
 from miles_embedded.engine.engine import EmbeddedEngine
-from miles_embedded.engine.scheduler import StopText
+from miles_embedded.engine.row import StopText
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_embedded.testing.families import family_checkpoint

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from miles_core.contracts.engine import Request, Sampling
 from miles_embedded import active_context, decoder_layers
+from miles_embedded.engine.decoder import PlainDecoder
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.prompt_graphs import most_tokens
 from miles_embedded.engine.settings import Settings
@@ -42,6 +43,18 @@ def generate(engine, prompts=PROMPTS, tokens=4):
         return await asyncio.gather(*[engine.generate(r) for r in asked])
 
     return asyncio.run(main())
+
+
+def test_a_decoder_that_reads_prompts_sees_every_prompt_where_static_passes_are_enabled(small):
+    class Reading(PlainDecoder):
+        def prompts(self, engine, prompts):
+            read.extend(prompts.tokens.tolist())
+
+    read: list[int] = []
+    engine = make(small, static=True)
+    engine.decoder = Reading()
+    generate(engine)
+    assert sorted(read) == sorted(token for prompt in PROMPTS for token in prompt)
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *ROUTER_FAMILIES])

@@ -6,9 +6,9 @@ from miles_core.config.load import load
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
+from miles_formats.convert.installed import format_class, providers
 from miles_testing.quantized_engine_contract import QuantizedEngineContract
 from miles_testing.tiny import tiny_tokenizer
-from miles_tools.convert.installed import format_class, providers
 
 
 class Embedded(QuantizedEngineContract):
@@ -52,12 +52,12 @@ def test_an_engine_that_keeps_old_weights_does_not_pass():
     import tempfile
     from pathlib import Path
 
-    from miles_core.precision.codec import Codec
+    from miles_formats.codec import FormatCodec
     from miles_testing.quantized_engine_contract import couple_units
     from miles_testing.tiny import tiny_checkpoint
 
     suite = Stale()
-    root, codec = Path(tempfile.mkdtemp()), Codec(suite.format())
+    root, codec = Path(tempfile.mkdtemp()), FormatCodec(suite.format())
     paths = [tiny_checkpoint(suite.family, root / str(seed), seed, **suite.sizes) for seed in range(3)]
     encoded = paths[0], [list(codec.encode(couple_units(path))) for path in paths]
     with asyncio.Runner() as runner, pytest.raises(AssertionError):

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from miles_core.contracts.engine import Request, Sampling
-from miles_embedded.engine.decoder import Decoder, Emitted
+from miles_embedded.engine.decoder import Decoder
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
+from miles_embedded.engine.step import Emitted
 from miles_embedded.model.load import load_model
 from miles_testing.tiny import tiny_checkpoint
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from miles_core.data.batch import Ragged
-from miles_embedded.model.logprobs import head_log_probs, logits_of, token_log_probs
+from miles_embedded.model.logprobs import head_log_probs, logits_of, token_log_probs, top_log_probs
 
 
 class Head(nn.Module):
@@ -111,3 +111,16 @@ def test_candidates_are_scored_over_the_whole_vocabulary_whatever_the_sampler_ch
         again = torch.autograd.grad(found[2].square().sum(), [hidden, model.lm_head.weight])
         for one, two in zip(grads, again, strict=True):
             torch.testing.assert_close(one, two)
+
+
+def test_the_most_probable_token_of_a_peaked_distribution_keeps_its_digits():
+    """Distillation reads the probability of all other tokens from it, which float32 cannot represent as a difference from 1."""
+    model, (hidden, tokens) = Head().float(), inputs()
+    weight = model.lm_head.weight.detach()
+    hidden = 40 * (weight[3] / weight[3].square().sum()).expand(9, 6)
+    exact = model.lm_head(hidden).detach().double().log_softmax(-1)
+    best, found = top_log_probs(model, hidden, 2)
+    assert bool((found[:, 0] < 0).all() and (found[:, 0] > -1e-6).all())
+    torch.testing.assert_close(found.double(), exact.gather(-1, best.long()), rtol=1e-5, atol=0)
+    others = head_log_probs(model, hidden, tokens, candidates=best)[2]
+    torch.testing.assert_close(others.detach().double(), exact.gather(-1, best.long()), rtol=1e-5, atol=0)

@@ -5,12 +5,12 @@ import torch
 
 from miles_core.contracts.trainer import Context
 from miles_core.errors import ConfigError
-from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format, Stored, store
 from miles_embedded.engine.attention import PromptCall
 from miles_embedded.model.load import load_model
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.weights import install
+from miles_formats.codec import FormatCodec
 from miles_testing.tiny import FAMILIES, tiny_checkpoint
 
 #: gpt-oss joins the experts of a layer in one tensor; test_joined_experts_same_bytes has it.
@@ -82,14 +82,14 @@ def test_a_format_of_weights_only_touches_no_input(checkpoints):
     assert Coarse().quantizes_activations and not WeightsOnly().quantizes_activations
     model = load_model(checkpoints["qwen3_moe"], "float32")
     before = run(model)
-    RoundedInputs(model, Codec(WeightsOnly()))
+    RoundedInputs(model, FormatCodec(WeightsOnly()))
     assert torch.equal(run(model), before)
 
 
 def test_a_linear_layer_reads_its_input_rounded_and_passes_the_gradient_on(checkpoints):
     model = load_model(checkpoints["llama"], "float32")
     layer = model.model.layers[0].mlp.down_proj
-    inputs = RoundedInputs(model, Codec(Coarse()))
+    inputs = RoundedInputs(model, FormatCodec(Coarse()))
     x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0), requires_grad=True)
     out = layer(x)
     assert torch.equal(out, torch.nn.functional.linear(rounded(x), layer.weight))
@@ -114,7 +114,7 @@ def test_a_linear_layer_reads_its_input_rounded_and_passes_the_gradient_on(check
 def test_experts_read_both_inputs_rounded_where_their_weights_are_quantised(checkpoints, skip, gate_up_of, down_of):
     model = load_model(checkpoints["qwen3_moe"], "float32")
     experts = model.model.layers[0].mlp.experts
-    RoundedInputs(model, Codec(Coarse(skip)))
+    RoundedInputs(model, FormatCodec(Coarse(skip)))
     hidden = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
     index = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [2, 1], [0, 2]])
     weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(2))
@@ -135,7 +135,7 @@ def test_the_gradient_passes_straight_through_the_experts(checkpoints):
     experts(fine, index, weights).square().sum().backward()
     expected = experts.gate_up_proj.grad.clone()
     experts.zero_grad()
-    RoundedInputs(model, Codec(Coarse(("*.down_proj.*",))))
+    RoundedInputs(model, FormatCodec(Coarse(("*.down_proj.*",))))
     experts(coarse, index, weights).square().sum().backward()
     torch.testing.assert_close(coarse.grad, fine.grad, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(experts.gate_up_proj.grad, expected, rtol=1e-5, atol=1e-4)
@@ -146,7 +146,7 @@ def test_engine_and_trainer_compute_the_same(checkpoints, family):
     from miles_embedded.model.load_units import load_units
     from miles_embedded.model.views import export
 
-    trainer, codec = load_model(checkpoints[family], "float32"), Codec(Coarse())
+    trainer, codec = load_model(checkpoints[family], "float32"), FormatCodec(Coarse())
     engine = copy.deepcopy(trainer)
     plain = run(trainer)
     quantizer = install(trainer, codec)
@@ -166,7 +166,7 @@ def test_a_recomputation_sees_the_same_rounding(checkpoints):
 
     plain, recomputed = (load_model(checkpoints["qwen3_moe"], "float32") for _ in range(2))
     for model in (plain, recomputed):
-        install(model, Codec(Coarse()))
+        install(model, FormatCodec(Coarse()))
     recompute_layers(recomputed)
     for model in (plain, recomputed):
         run(model).square().mean().backward()
@@ -177,7 +177,7 @@ def test_a_recomputation_sees_the_same_rounding(checkpoints):
 def test_a_tokens_result_does_not_depend_on_its_neighbours(checkpoints):
     model = load_model(checkpoints["qwen3_moe"], "float32")
     experts = model.model.layers[0].mlp.experts
-    RoundedInputs(model, Codec(Coarse()))
+    RoundedInputs(model, FormatCodec(Coarse()))
     random = torch.Generator().manual_seed(3)
     hidden, weights = torch.randn(40, 32, generator=random), torch.rand(40, 2, generator=random)
     index = torch.stack([torch.randperm(4, generator=random)[:2] for _ in range(40)])
@@ -189,4 +189,4 @@ def test_a_tokens_result_does_not_depend_on_its_neighbours(checkpoints):
 def test_gate_without_up_is_refused(checkpoints):
     model = load_model(checkpoints["qwen3_moe"], "float32")
     with pytest.raises(ConfigError, match=r"experts\.0\.up_proj\.weight is quantised and .*gate_proj.* common input"):
-        RoundedInputs(model, Codec(Coarse(("*.experts.0.gate_proj.*",))))
+        RoundedInputs(model, FormatCodec(Coarse(("*.experts.0.gate_proj.*",))))

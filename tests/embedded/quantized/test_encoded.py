@@ -7,8 +7,7 @@ import weakref
 import pytest
 import torch
 
-from miles_core.format import Codec
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_embedded import codes_of, encode_weights, full_values, load_model, mark_constant, share_weights
 from miles_embedded.engine.weights import Weights
 from miles_embedded.model.load_units import Update
@@ -16,6 +15,7 @@ from miles_embedded.model.views import export
 from miles_embedded.quantized.encoded import EncodedParameter
 from miles_embedded.quantized.weights import install
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_formats import Codec, FormatCodec
 from miles_testing.doubles.pair_format import PairFormat
 from miles_testing.tiny import tiny_checkpoint
 from miles_testing.yardstick import make_batch
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def encoded(checkpoint):
-    model = load_model(checkpoint, reduce=lambda model: encode_weights(model, Codec(PairFormat())))
+    model = load_model(checkpoint, reduce=lambda model: encode_weights(model, FormatCodec(PairFormat())))
     assert any(codes_of(p) for p in model.parameters())
     return model
 
@@ -43,7 +43,7 @@ def run(model):
 
 def test_it_computes_like_fake_quantised_weights(checkpoint, encoded):
     other = load_model(checkpoint)
-    install(other, Codec(PairFormat()))
+    install(other, FormatCodec(PairFormat()))
     ours, mine = run(encoded)
     theirs, its = run(other)
     ours.square().sum().backward()

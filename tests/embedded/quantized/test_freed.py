@@ -8,13 +8,14 @@ import torch
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.data.unit import Encoded
 from miles_core.precision.codec import Codec
-from miles_core.precision.product import Products
+from miles_core.precision.products import Products
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 from miles_embedded.model.storage import codes_of, mark_constant
 from miles_embedded.model.views import export
 from miles_embedded.quantized.activation import RoundedInputs
+from miles_formats.codec import FormatCodec
 from miles_fp8.format import Fp8
 from miles_testing.doubles.product import SIZES, ExactExperts
 from miles_testing.tiny import tiny_checkpoint
@@ -38,7 +39,7 @@ def checkpoints(tmp_path_factory):
 
 def engine_of(checkpoint, monkeypatch, product=ExactExperts, dtype="bfloat16"):
     monkeypatch.setattr(Fp8, "product", lambda self, device, kind: product(self, device, kind))
-    codec = Codec(Fp8())
+    codec = FormatCodec(Fp8())
     settings = Settings(
         str,
         codec=codec,
@@ -196,7 +197,7 @@ def test_a_freed_weight_without_codes_cannot_be_read(checkpoints, monkeypatch):
 
 
 def test_constant_weights_and_trainers_keep_their_values(checkpoints):
-    model, codec = load_model(checkpoints["qwen3"], "bfloat16"), Codec(FORMAT)
+    model, codec = load_model(checkpoints["qwen3"], "bfloat16"), FormatCodec(FORMAT)
     mark_constant(model.model.layers[0].parameters())
     native = ExactExperts(FORMAT, torch.device("cpu"), torch.bfloat16)
     engine, trainer = RoundedInputs(model, codec, native, codes_only=True), load_model(checkpoints["qwen3"], "bfloat16")

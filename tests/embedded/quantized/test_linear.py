@@ -7,7 +7,8 @@ from torch import nn
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.data.unit import Encoded
 from miles_core.precision.codec import Codec
-from miles_core.precision.product import Product, Products
+from miles_core.precision.product import Product
+from miles_core.precision.products import Products
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
@@ -16,7 +17,9 @@ from miles_embedded.model.views import export
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.weights import install
-from miles_fp8.format import CODES, SCALES, Fp8
+from miles_formats import FormatCodec
+from miles_fp8.format import Fp8
+from miles_fp8.layout import CODES, SCALES
 from miles_testing.doubles.product import ExactProduct
 from miles_testing.tiny import tiny_checkpoint
 
@@ -61,7 +64,7 @@ def x_for(layer, rows=5):
 
 def loaded(model, product):
     """The model as an engine that took one update."""
-    codec = Codec(FORMAT)
+    codec = FormatCodec(FORMAT)
     inputs = RoundedInputs(model, codec, product)
     load_units(model, inputs.take_each(codec.encode(export(model))), codec.decode)
     return inputs
@@ -73,7 +76,7 @@ def emulated(layer, x):
 
 def test_a_linear_layer_multiplies_codes_once_they_came(model):
     layer = model.model.layers[0].mlp.down_proj
-    RoundedInputs(model, Codec(FORMAT), doubling())
+    RoundedInputs(model, FormatCodec(FORMAT), doubling())
     x = x_for(layer)
     assert torch.equal(layer(x), emulated(layer, x))  # no codes yet
     model = load_model(model.name_or_path, "float32")
@@ -103,7 +106,7 @@ def test_which_layers_are_native(checkpoints):
             return shape[0] == 64
 
     narrow = RoundedInputs(
-        load_model(checkpoints["qwen3_moe"]), Codec(FORMAT), Narrow(FORMAT, torch.device("cpu"), torch.float32)
+        load_model(checkpoints["qwen3_moe"]), FormatCodec(FORMAT), Narrow(FORMAT, torch.device("cpu"), torch.float32)
     )
     assert {name.rpartition("self_attn.")[2] for name in narrow.layers} == {"k_proj.weight", "v_proj.weight"}
 
@@ -116,8 +119,8 @@ def test_the_shapes_that_are_probed_are_those_below_the_head(model):
 
 def test_the_backward_pass_is_that_of_the_emulated_product(model):
     native, plain = load_model(model.name_or_path, "float32"), model
-    install(native, Codec(FORMAT), doubling())
-    install(plain, Codec(FORMAT))
+    install(native, FormatCodec(FORMAT), doubling())
+    install(plain, FormatCodec(FORMAT))
     grads = []
     for one in (native, plain):
         layer = one.model.layers[1].self_attn.o_proj
@@ -133,7 +136,7 @@ def test_the_backward_pass_is_that_of_the_emulated_product(model):
 
 
 def test_frozen_weights_get_no_gradient(model):
-    install(model.requires_grad_(False), Codec(FORMAT), exact())
+    install(model.requires_grad_(False), FormatCodec(FORMAT), exact())
     layer = model.model.layers[0].mlp.up_proj
     x = x_for(layer).requires_grad_()
     layer(x).sum().backward()
@@ -141,7 +144,7 @@ def test_frozen_weights_get_no_gradient(model):
 
 
 def test_new_weights_are_new_codes_on_the_trainers_side(model):
-    install(model, Codec(FORMAT), exact())
+    install(model, FormatCodec(FORMAT), exact())
     layer = model.model.layers[0].mlp.up_proj
     x, optimizer = x_for(layer), torch.optim.SGD([layer.weight], lr=0.5)
     before = layer(x)
@@ -178,7 +181,7 @@ def test_the_engine_takes_codes_with_an_update_and_switches_with_its_precision(c
         return made[-1]
 
     monkeypatch.setattr(Fp8, "product", product)
-    codec = Codec(Fp8())
+    codec = FormatCodec(Fp8())
     settings = Settings(
         str,
         codec=codec,

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from miles_core.data.unit import Encoded
-from miles_core.precision.codec import Codec
 from miles_embedded.model.load import load_model
 from miles_embedded.model.load_units import load_units
 from miles_embedded.model.views import export, views
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.weights import install
-from miles_fp8.format import CODES, Fp8
+from miles_formats import FormatCodec
+from miles_fp8.format import Fp8
+from miles_fp8.layout import CODES
 from miles_testing.doubles.product import SIZES, ExactExperts
 from miles_testing.tiny import tiny_checkpoint
 
@@ -34,7 +35,7 @@ def wide():
 
 
 def loaded(model, product):
-    codec = Codec(FORMAT)
+    codec = FormatCodec(FORMAT)
     inputs = RoundedInputs(model, codec, product)
     load_units(model, inputs.take_each(codec.encode(export(model))), codec.decode)
     return inputs
@@ -120,8 +121,8 @@ def test_experts_multiply_codes_once_all_came(checkpoints):
 def test_the_gradients_of_experts_are_those_of_the_emulation(checkpoints):
     native, plain = (load_model(checkpoints["qwen3_moe"], "float32") for _ in range(2))
     product = wide()
-    install(native, Codec(FORMAT), product)
-    install(plain, Codec(FORMAT))
+    install(native, FormatCodec(FORMAT), product)
+    install(plain, FormatCodec(FORMAT))
     found = []
     for model in (native, plain):
         block, x = model.model.layers[1].mlp, normal(1, 6, 128).requires_grad_()

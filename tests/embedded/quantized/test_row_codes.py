@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from miles_core.data.unit import Encoded
-from miles_core.precision.codec import Codec
 from miles_embedded.model.load import load_model
 from miles_embedded.model.load_units import load_units
 from miles_embedded.model.operations import operations_of, use_operations
 from miles_embedded.model.row_readers import find_epilogue
 from miles_embedded.model.views import export
 from miles_embedded.quantized.activation import RoundedInputs
+from miles_formats.codec import FormatCodec
 from miles_fp8.format import Fp8
 from miles_testing.doubles.product import SIZES, ExactExperts
 from miles_testing.tiny import tiny_checkpoint
@@ -77,7 +77,7 @@ def gate(a, b, epilogue=None):
 def loaded(request, tmp_path):
     model = load_model(tiny_checkpoint(request.param, tmp_path, **SIZES), "float32")
     use_operations(model, replace(operations_of(model), norm=norm, gate=gate))
-    codec, product = Codec(FORMAT), Recorder()
+    codec, product = FormatCodec(FORMAT), Recorder()
     inputs = RoundedInputs(model, codec, product)
     load_units(model, inputs.take_each(codec.encode(export(model))), codec.decode)
     return model, inputs, product
@@ -130,7 +130,7 @@ def test_nothing_is_written_where_no_native_product_reads_it(loaded):
         inputs.remove()
         assert find_epilogue(model.model.layers[1].input_layernorm, (5, 128), torch.float32) is None
         again = Recorder()  # another precision
-        codec = Codec(FORMAT)
+        codec = FormatCodec(FORMAT)
         inputs = RoundedInputs(model, codec, again)
         load_units(model, inputs.take_each(codec.encode(export(model))), codec.decode)
         run(model, again)

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from miles_core.precision.codec import Codec
 from miles_embedded.model.load import load_model
 from miles_embedded.quantized.activation import RoundedInputs
 from miles_embedded.quantized.weights import install
+from miles_formats.codec import FormatCodec
 from miles_fp8.format import Fp8
 from miles_testing.tiny import tiny_checkpoint
 
@@ -32,7 +32,7 @@ def normal(*shape, seed=0):
 
 
 def test_layers_round_a_common_input_once_and_others_their_own(model):
-    inputs = RoundedInputs(model, Codec(Counting()))
+    inputs = RoundedInputs(model, FormatCodec(Counting()))
     layer, x = model.model.layers[0], normal(1, 5, 128)
     attention = layer.self_attn
     seen = []
@@ -58,7 +58,7 @@ def test_layers_round_a_common_input_once_and_others_their_own(model):
 def test_gradients_are_those_of_separate_roundings(model):
     other, found = copy.deepcopy(model), []
     for one, shared in ((model, True), (other, False)):
-        quantizer = install(one, Codec(Fp8()))
+        quantizer = install(one, FormatCodec(Fp8()))
         assert sum(s is not None for s in quantizer.inputs._emulated.values()) == 2 * 5
         if not shared:
             quantizer.inputs._emulated = {}

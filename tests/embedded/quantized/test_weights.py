@@ -12,6 +12,7 @@ from miles_embedded.model.load import load_model
 from miles_embedded.model.parts import decoder_layers
 from miles_embedded.model.views import Loader, export
 from miles_embedded.quantized.weights import install
+from miles_formats.codec import FormatCodec
 from miles_testing.tiny import FAMILIES, tiny_checkpoint
 
 #: gpt-oss joins the experts of a layer in one tensor; test_joined_experts_same_bytes has it.
@@ -70,8 +71,8 @@ def synced(model, codec):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_trainer_computes_what_the_engine_computes(checkpoints, family, dtype):
     model = load_model(checkpoints[family], dtype)
-    engine, plain = synced(model, Codec(Rows())), run(model)
-    quantizer = install(model, Codec(Rows()))
+    engine, plain = synced(model, FormatCodec(Rows())), run(model)
+    quantizer = install(model, FormatCodec(Rows()))
     assert torch.equal(run(model), run(engine))
     assert not torch.equal(run(model), plain)
     engines = dict(engine.named_parameters())
@@ -81,7 +82,7 @@ def test_the_trainer_computes_what_the_engine_computes(checkpoints, family, dtyp
 
 def test_experts_are_quantised_apart_and_gate_apart_from_up(checkpoints):
     model = load_model(checkpoints["qwen3_moe"], "float32")
-    quantizer = install(model, Codec(Rows(skip=("up_proj", "*.experts.2.*"))))
+    quantizer = install(model, FormatCodec(Rows(skip=("up_proj", "*.experts.2.*"))))
     source = "model.layers.0.mlp.experts.gate_up_proj"
     plain, value = quantizer.parameter(source), quantizer.value(source)
     half = plain.shape[1] // 2
@@ -93,7 +94,7 @@ def test_everybody_outside_of_a_forward_sees_the_plain_parameters(checkpoints):
     model = load_model(checkpoints["qwen3_moe"], "float32")
     before = {n: t.clone() for n, t in model.state_dict().items()}
     names = [n for n, _ in model.named_parameters()]
-    install(model, Codec(Rows()))
+    install(model, FormatCodec(Rows()))
     run(model).sum().backward()
     assert [n for n, _ in model.named_parameters()] == names
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
@@ -103,8 +104,8 @@ def test_everybody_outside_of_a_forward_sees_the_plain_parameters(checkpoints):
 
 def test_the_backward_pass_is_straight_through(checkpoints):
     model = load_model(checkpoints["qwen3_moe"], "float32")
-    engine = synced(model, Codec(Rows()))
-    install(model, Codec(Rows()))
+    engine = synced(model, FormatCodec(Rows()))
+    install(model, FormatCodec(Rows()))
     run(model).square().mean().backward()
     run(engine).square().mean().backward()
     expected = dict(engine.named_parameters())
@@ -116,7 +117,7 @@ def test_recomputed_activations_see_the_same_weights(checkpoints):
     gradients = []
     for recompute in (False, True):
         model = load_model(checkpoints["qwen3_moe"], "float32")
-        install(model, Codec(Rows()))
+        install(model, FormatCodec(Rows()))
         if recompute:
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
@@ -130,7 +131,7 @@ def test_recomputed_activations_see_the_same_weights(checkpoints):
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_weight_is_quantised_once_an_optimiser_step(checkpoints, fused):
     model, format = load_model(checkpoints["qwen3_moe"], "float32"), Rows()
-    install(model, Codec(format))
+    install(model, FormatCodec(format))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     outputs, calls = [], []
     for _ in range(2):
@@ -142,7 +143,7 @@ def test_a_weight_is_quantised_once_an_optimiser_step(checkpoints, fused):
         optimizer.zero_grad()
     assert calls[1] == 2 * calls[0]
     assert torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[2], outputs[3])
-    assert torch.equal(run(model), run(synced(model, Codec(Rows()))))
+    assert torch.equal(run(model), run(synced(model, FormatCodec(Rows()))))
 
 
 def test_all_weights_are_quantised_at_once_after_a_step(checkpoints, monkeypatch):
@@ -153,7 +154,7 @@ def test_all_weights_are_quantised_at_once_after_a_step(checkpoints, monkeypatch
         return encode(self, units, room)
 
     monkeypatch.setattr(Codec, "encode", count)
-    quantizer = install(model, Codec(Rows()))
+    quantizer = install(model, FormatCodec(Rows()))
     unused = quantizer.sources[-1]
     run(model)
     groups = len({id(group) for group in quantizer._groups.values()})
@@ -167,7 +168,7 @@ def test_all_weights_are_quantised_at_once_after_a_step(checkpoints, monkeypatch
     assert len(calls) == groups + 1 and unused not in quantizer._values
     run(model)
     assert len(calls) == groups + 2
-    fresh = install(copy.deepcopy(model), Codec(Rows()))
+    fresh = install(copy.deepcopy(model), FormatCodec(Rows()))
     assert all(torch.equal(quantizer.value(s), fresh.value(s)) for s in quantizer.sources)
     assert len(calls) == 2 * groups + 2
     monkeypatch.setattr("miles_embedded.quantized.weights._TOGETHER", 0)
@@ -178,7 +179,7 @@ def test_all_weights_are_quantised_at_once_after_a_step(checkpoints, monkeypatch
 
 def test_loading_weights_is_noticed(checkpoints):
     model = load_model(checkpoints["qwen3_moe"], "float32")
-    install(model, Codec(Rows()))
+    install(model, FormatCodec(Rows()))
     before = run(model)
     loader = Loader(model)
     for unit in export(copy.deepcopy(model)):
@@ -189,7 +190,7 @@ def test_loading_weights_is_noticed(checkpoints):
 
 def test_writing_through_data_needs_forget(checkpoints):
     model = load_model(checkpoints["qwen3_moe"], "float32")
-    quantizer = install(model, Codec(Rows()))
+    quantizer = install(model, FormatCodec(Rows()))
     run(model)
     source = "model.layers.0.self_attn.q_proj.weight"
     quantizer.parameter(source).data.mul_(2)
@@ -200,7 +201,7 @@ def test_writing_through_data_needs_forget(checkpoints):
 
 def test_a_copy_of_the_model_quantises_its_own_weights(checkpoints):
     model = load_model(checkpoints["qwen3_moe"], "float32")
-    install(model, Codec(Rows()))
+    install(model, FormatCodec(Rows()))
     before = run(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -210,7 +211,7 @@ def test_a_copy_of_the_model_quantises_its_own_weights(checkpoints):
 
 def test_without_gradient_nothing_is_recorded(checkpoints):
     model = load_model(checkpoints["qwen3_moe"], "float32")
-    install(model, Codec(Rows()))
+    install(model, FormatCodec(Rows()))
     with torch.no_grad():
         assert not run(model).requires_grad
     model.requires_grad_(False)
@@ -219,7 +220,7 @@ def test_without_gradient_nothing_is_recorded(checkpoints):
 
 def test_a_weight_that_went_wrong_stops_the_forward_by_name(checkpoints):
     model = load_model(checkpoints["qwen3_moe"], "float32")
-    install(model, Codec(Rows()))
+    install(model, FormatCodec(Rows()))
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[2, 0, 0] = float("nan")
     with pytest.raises(MilesError, match=r"layers\.1\.mlp\.experts\.2\.down_proj\.weight holds 1 values"):

@@ -6,7 +6,6 @@ import torch
 from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.trainer import Callbacks
 from miles_core.errors import CheckpointError
-from miles_core.precision.codec import Codec
 from miles_core.precision.snapshot import snapshot
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import load_model
@@ -14,6 +13,7 @@ from miles_embedded.quantized.activation import encoded_views
 from miles_embedded.quantized.weights import install
 from miles_embedded.trainer.build import data_parallel
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+from miles_formats.codec import FormatCodec
 from miles_testing.doubles.pair_format import PairFormat
 from miles_testing.ranked_trainer_contract import SHARES, WHOLE, RankedTrainerContract, part
 from miles_testing.tiny import tiny_checkpoint
@@ -33,7 +33,7 @@ def build(strategy, checkpoint, setup, dtype="float32", format=None, **changes):
     )
     model = load_model(checkpoint, dtype)
     if format is not None:
-        install(model, Codec(format))
+        install(model, FormatCodec(format))
     parallel = data_parallel(strategy, torch.device("cpu"))
     trainer = EmbeddedTrainer(model, config, lambda: load_model(checkpoint, dtype), None, parallel)
     trainer.bind(Callbacks(trainer.forward, weighted, trainer.optimizer_step))
@@ -121,7 +121,7 @@ def test_a_file_that_is_missing_is_named(ranks, tmp_path):
 
 def scored(checkpoint, share):
     """Log-probs with encoded weights, with those of an earlier version, and as before."""
-    trainer, batch, codec = build("full_shard", checkpoint, Setup()), part(share), Codec(PairFormat())
+    trainer, batch, codec = build("full_shard", checkpoint, Setup()), part(share), FormatCodec(PairFormat())
     encoded_views(trainer.model, codec)
     earlier = snapshot(trainer.units(everywhere=True), codec, 0)
     trainer.step(batch)

@@ -6,12 +6,12 @@ import torch
 from miles_core.contracts.trainer import Callbacks, Loss
 from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
+from miles_core.observe.standard_hints import HINTS
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.experts import routed_blocks
 from miles_embedded.model.load import load_model
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_testing.tiny import tiny_checkpoint
-from miles_tools.hints import HINTS
 
 NAME = "train/expert_imbalance"
 

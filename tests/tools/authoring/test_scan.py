@@ -7,7 +7,7 @@ from miles_core.errors import PluginError
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.render import chains
 from miles_core.plugin.resolve import resolve
-from miles_tools.authoring.scan import find_marked, hooks_of, scan_hooks
+from miles_core.plugin.scan import find_marked, hooks_of, scan_hooks
 
 MANIFEST = """
 from miles_core.plugin.manifest import Plugin

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from miles_core.cli import main as cli
 from miles_core.plugin import discovery
+from miles_formats.convert import installed
 from miles_testing.doubles.pair_format import PLUGIN
-from miles_tools.convert import installed
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_layers_and_globs_are_left_alone_as_in_a_run(source, tmp_path, capsys):
 
 def test_converting_imports_no_transformers(source):
     code = (
-        "import sys, miles_tools.convert.encode, miles_tools.convert.decode, miles_core.precision.options\n"
+        "import sys, miles_formats.convert.encode, miles_formats.convert.decode, miles_formats.options\n"
         "assert not {'transformers', 'pydantic'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

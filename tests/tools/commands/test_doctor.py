@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from miles_core.observe.environment import Environment, Gpu
 from miles_tools.commands import doctor
 from miles_tools.commands.doctor import Requirement, problems_of, requirements, run
-from miles_tools.environment import Environment, Gpu
 
 
 def machine(**changes):

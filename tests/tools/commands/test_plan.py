@@ -1,7 +1,7 @@
 import pytest
 
+from miles_core.cli import plan
 from miles_core.errors import MilesError
-from miles_tools.commands import plan
 
 
 def test_a_plan_is_printed_with_facts_origins_and_chains(f6, moe, capsys):

@@ -7,9 +7,9 @@ import pytest
 
 from miles_core.cli.main import main
 from miles_core.errors import ConfigError
-from miles_mismatch.layers import find_models
 from miles_testing.devices import DEVICES
 from miles_testing.toy import toy_files
+from miles_tools.verify.layers import find_models
 
 #: One module of the trainer's model returns a row that differs in its last bits.
 PLANTED = """

@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 import pytest
 
 from miles_core.errors import MilesError
+from miles_core.observe import environment
 from miles_core.plugin.panel import Panel
-from miles_tools import environment
 from miles_tools.commands.report import run as command
 from miles_tools.report.plots import PALETTE, draw, make_figure, panels, smooth
 from miles_tools.report.report import report

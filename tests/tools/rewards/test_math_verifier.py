@@ -89,4 +89,4 @@ def test_the_reward_named_math_scores_samples_without_starting_a_process():
     reward = make_reward(run=None)
     right, wrong = (Sample(label="4", response=text) for text in (r"\boxed{4}", r"\boxed{5}"))
     assert [asyncio.run(reward(None, sample)) for sample in (right, wrong)] == [1.0, 0.0]
-    assert make_reward.compares_label
+    assert make_reward.check_label

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from miles_core.data.sample import Sample
 from miles_core.errors import DataError
 from miles_core.reward.reward import RewardFunction, score
-from miles_tools.rewards.text_rules import boxed, exact, f1, last_boxed, make_boxed, make_exact, make_f1
+from miles_core.reward.text_rules import boxed, exact, f1, last_boxed, make_boxed, make_exact, make_f1
 
 
 def test_exact_ignores_white_space_only():
@@ -81,7 +81,7 @@ def test_no_response_scores_zero_and_no_label_is_an_error(rule):
 
 @pytest.mark.parametrize(("make", "scores"), [(make_exact, [1, 0, 0]), (make_boxed, [0, 1, 0]), (make_f1, [1, 0, 0])])
 def test_rewards_score_samples_and_need_labels(make, scores):
-    assert make.compares_label
+    assert make.check_label
     reward = RewardFunction(make(run=None), "rule", "--rm-type rule", "async")
     batch = [Sample(response=text, label="yes", index=10 + i) for i, text in enumerate(["yes", r"\boxed{yes}", ""])]
     asyncio.run(score(batch, reward, SimpleNamespace(reward_key=None)))

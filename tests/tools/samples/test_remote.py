@@ -13,13 +13,13 @@ import pytest
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import MilesError
-from miles_runtime import remote_sample
-from miles_runtime.remote_sample import RemoteSample, heads, pack_samples, refer
-from miles_runtime.remote_tokens import pack_tokens, refer_tokens
 from miles_tools.samples import remote
 from miles_tools.samples import saver as module
 from miles_tools.samples.files import read_rollouts, rollout_file
 from miles_tools.samples.saver import SampleSaver
+from miles_workers import remote_sample
+from miles_workers.remote_sample import RemoteSample, heads, pack_samples, refer
+from miles_workers.remote_tokens import pack_tokens, refer_tokens
 
 
 class Letters:

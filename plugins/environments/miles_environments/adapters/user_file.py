@@ -5,7 +5,7 @@ It is made as ``Class(seed=..., **options)``.
 
 from __future__ import annotations
 
-from miles_chat import import_code
+from miles_core.chat import import_code
 from miles_core.plugin import ConfigError
 from miles_environments.entry import Entry
 from miles_environments.environment import Environment

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from miles_core.format import make_codec
 from miles_core.plugin import Policy, Run
 from miles_core.trainer import OptimizerConfig, collect_mtp_layer, micro_batch_limits
+from miles_formats import make_codec
 from miles_megatron import families
 from miles_megatron.config import table
 from miles_megatron.recipes import RECIPES

@@ -4,55 +4,66 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from miles_core.data import Unit
 from miles_core.plugin import CheckpointError, Store
 from miles_core.trainer import World, get_rng, put_rng, record_files
 from miles_megatron.trainer.matrices import added_state
 from miles_megatron.trainer.moments import ParameterBlocks, load_moments, save_moments
+from miles_megatron.trainer.mtp import Mtp
 from miles_megatron.trainer.optimizer import Optimizer
-
-if TYPE_CHECKING:
-    from miles_megatron.trainer.trainer import MegatronTrainer
+from miles_megatron.trainer.weights import Weights
 
 STATE, STEP, RANDOM, MOMENTS = "state", "trainer.json", "random", "moments"
 #: Maximum bytes of one file of an export.
 SHARD = 4 << 30
 
 
-def save(trainer: MegatronTrainer, directory: Path) -> None:
+@dataclass(frozen=True)
+class TrainerState:
+    """What a checkpoint of one rank contains."""
+
+    chunks: Sequence[nn.Module]
+    weights: Weights
+    optimizer: Optimizer
+    mtp: Mtp | None
+    world: World
+
+
+def save(state: TrainerState, directory: Path) -> None:
     """Save weights, optimizer state, random-number states and the step number. A collective of all ranks.
 
     Weights are a distributed checkpoint of Megatron-Core, without data-parallel copies; see ``moments`` for the optimizer state.
     The caller provides a new directory and is responsible for atomicity."""
-    target, state, optimizers = directory / STATE, _sharded(trainer), _optimizers(trainer)
+    target, sharded, optimizers = directory / STATE, _sharded(state), _optimizers(state)
     if dist.get_rank() == 0:
         target.mkdir(parents=True, exist_ok=True)
         (directory / MOMENTS).mkdir(exist_ok=True)
         (directory / STEP).write_text(
             json.dumps(
                 {
-                    "step": trainer.optimizer.step_number,
-                    "moments": trainer.optimizer.steps,
+                    "step": state.optimizer.step_number,
+                    "moments": state.optimizer.steps,
                     "ranks": dist.get_world_size(),
                 }
             )
         )
     dist.barrier()
-    put_rng(Store(directory / RANDOM, trainer.world), sharded=True)
+    put_rng(Store(directory / RANDOM, state.world), sharded=True)
     save_moments(optimizers, directory / MOMENTS)
     _write_in_this_process()
-    dist_checkpointing.save(state, str(target))
+    dist_checkpointing.save(sharded, str(target))
     record_files(target.glob(f"__{dist.get_rank()}_*"))
 
 
@@ -62,7 +73,7 @@ def _write_in_this_process() -> None:
         filesystem_async._results_queue = SimpleQueue()
 
 
-def load(trainer: MegatronTrainer, directory: Path) -> None:
+def load(state: TrainerState, directory: Path) -> None:
     """Load what ``save`` wrote, also with other parallel sizes.
 
     Raises:
@@ -70,64 +81,64 @@ def load(trainer: MegatronTrainer, directory: Path) -> None:
     if not (directory / STEP).is_file():
         raise CheckpointError(f"{directory}: it has no {STEP}; is this a trainer checkpoint of --trainer megatron?")
     try:
-        found = dist_checkpointing.load(_sharded(trainer), str(directory / STATE))
+        found = dist_checkpointing.load(_sharded(state), str(directory / STATE))
     except Exception as error:  # Megatron-Core has no exception class for load errors
         why = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{directory}: {STATE} cannot be loaded into this model ({why})") from error
     noted = json.loads((directory / STEP).read_text())
-    load_moments(_optimizers(trainer), directory / MOMENTS, noted["moments"])
-    for number, chunk in enumerate(trainer.chunks):
+    load_moments(_optimizers(state), directory / MOMENTS, noted["moments"])
+    for number, chunk in enumerate(state.chunks):
         chunk.load_state_dict(found[f"model{number}"], strict=False)
-    if (mtp := trainer.mtp) is not None and mtp.layer.here:
+    if (mtp := state.mtp) is not None and mtp.layer.here:
         mtp.layer.load_state_dict(found["mtp"], strict=False)
     if dist.get_rank() < noted["ranks"]:
         get_rng(Store(directory / RANDOM, World(dist.get_rank(), noted["ranks"])))
-    trainer.optimizer.step_number = int(noted["step"])
+    state.optimizer.step_number = int(noted["step"])
 
 
-def _sharded(trainer: MegatronTrainer) -> dict[str, Any]:
+def _sharded(state: TrainerState) -> dict[str, Any]:
     """Return the sharded state of the weights."""
-    state: dict[str, Any] = {f"model{n}": _state_of(trainer, chunk) for n, chunk in enumerate(trainer.chunks)}
-    if (mtp := trainer.mtp) is not None and mtp.layer.here:
-        state["mtp"] = mtp.layer.sharded_state_dict()
-    return state
+    sharded: dict[str, Any] = {f"model{n}": _state_of(state, chunk) for n, chunk in enumerate(state.chunks)}
+    if (mtp := state.mtp) is not None and mtp.layer.here:
+        sharded["mtp"] = mtp.layer.sharded_state_dict()
+    return sharded
 
 
-def _optimizers(trainer: MegatronTrainer) -> dict[str, tuple[Optimizer, ParameterBlocks]]:
+def _optimizers(state: TrainerState) -> dict[str, tuple[Optimizer, ParameterBlocks]]:
     """Return the optimizers of this rank with allocated moments, and the blocks of their parameters."""
-    states = [_state_of(trainer, chunk) for chunk in trainer.chunks]
-    found = {"policy": (trainer.optimizer, ParameterBlocks({str(n): state for n, state in enumerate(states)}))}
-    if (mtp := trainer.mtp) is not None and mtp.layer.here:
+    sharded = {str(n): _state_of(state, chunk) for n, chunk in enumerate(state.chunks)}
+    found = {"policy": (state.optimizer, ParameterBlocks(sharded))}
+    if (mtp := state.mtp) is not None and mtp.layer.here:
         found["mtp"] = (mtp.optimizer, ParameterBlocks(mtp.layer.sharded_state_dict()))
     for optimizer, _ in found.values():
         optimizer.allocate()
     return found
 
 
-def _state_of(trainer: MegatronTrainer, chunk: Any) -> dict[str, Any]:
+def _state_of(state: TrainerState, chunk: Any) -> dict[str, Any]:
     """Return the sharded state of a chunk, without its own weights if plugins train nothing but the parameters that they added."""
-    added = added_state(trainer.weights, chunk)
+    added = added_state(state.weights, chunk)
     trained = sum(parameter.requires_grad for parameter in chunk.parameters())
     return added if added and trained == len(added) else {**chunk.sharded_state_dict(), **added}
 
 
-def export(trainer: MegatronTrainer, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
+def export(weights: Weights, units: Iterable[Unit], source: Path, directory: Path, tokenizer: Any) -> None:
     """Write a Hugging Face checkpoint: weight files of at most ``SHARD`` bytes, the source's configuration files, and the tokenizer.
 
-    A collective of all ranks; rank 0 writes. units: see ``Trainer.export``."""
-    writer, copies = _Writer(directory) if dist.get_rank() == 0 else None, trainer.weights.copies()
-    for unit in trainer.units(everywhere=trainer.s.pp * trainer.s.ep > 1) if units is None else units:
+    A collective of all ranks; rank 0 writes. units: see ``Trainer.export``; source: the checkpoint that the model was loaded from."""
+    writer, copies = _Writer(directory) if dist.get_rank() == 0 else None, weights.copies()
+    for unit in units:
         for name, tensor in unit.tensors.items() if writer else ():
             assert writer is not None
             for each in (name, *copies.get(name, ())):
                 writer.add(each, tensor)
     if writer is not None:
-        for name, tensor in trainer.weights.untrained():
+        for name, tensor in weights.untrained():
             writer.add(name, tensor)
         writer.finish()
         for file in ("config.json", "generation_config.json"):
-            if (trainer.source / file).is_file():
-                shutil.copy(trainer.source / file, directory / file)
+            if (source / file).is_file():
+                shutil.copy(source / file, directory / file)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
     dist.barrier()

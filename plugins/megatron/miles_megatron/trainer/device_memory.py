@@ -8,30 +8,28 @@ same), so nothing has to be rebuilt when the trainer wakes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from miles_core.trainer import TrainerPart
 from miles_embedded import Released
-
-if TYPE_CHECKING:
-    from miles_megatron.trainer.trainer import MegatronTrainer
+from miles_megatron.trainer.optimizer import Optimizer
 
 
 class DeviceMemory:
     """The device memory that one rank keeps between two calls.
 
     Args:
-        trainer: a fully constructed trainer; its optimizer state may be allocated later, with the first step.
+        wrapped: chunks in Megatron-Core's wrappers.
+        optimizers: their optimizers, whose state may be allocated later, with the first step.
+        others: further tensors, released with the weights.
     """
 
-    def __init__(self, trainer: MegatronTrainer) -> None:
-        mtp: list[Any] = [] if trainer.mtp is None else [trainer.mtp]
-        self._wrapped = [*trainer.wrapped, *(each.wrapped for each in mtp)]
-        self._inner = [part for each in (trainer, *mtp) for part in each.optimizer.inner.chained_optimizers]
-        self._others = [] if trainer.weights.copy is None else [trainer.weights.copy]
+    def __init__(self, wrapped: Sequence[Any], optimizers: Sequence[Optimizer], others: Sequence[Tensor]) -> None:
+        self._wrapped, self._others = wrapped, others
+        self._inner = [part for each in optimizers for part in each.inner.chained_optimizers]
         self._weights, self._optimizer = Released(keep=True), Released(keep=True)
         self._gradients = Released(keep=False)  # the next step zeroes them
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core.format import VALUES, Codec, Format, FormatItself, Parity, Quantizer, bounded
 from miles_core.plugin import ConfigError
+from miles_formats import VALUES, Codec, Format, FormatItself, Parity, Quantizer, bounded
 from miles_megatron.architecture import Architecture
 from miles_megatron.families.parts import Entry
 from miles_megatron.trainer.dequantised import dequantise_in_two_passes

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from miles_core.data import SAMPLING_SUPPORT, Batch, Ragged, Unit
-from miles_core.format import Codec, Format, Quantizer
 from miles_core.plugin import MilesError
 from miles_core.trainer import (
     Callbacks,
@@ -37,6 +36,7 @@ from miles_core.trainer import (
     trained_tokens,
     with_auxiliary,
 )
+from miles_formats import Codec, Format, Quantizer
 from miles_megatron.architecture import Architecture
 from miles_megatron.recipes import ROWS
 from miles_megatron.sizes import Sizes
@@ -147,11 +147,18 @@ class MegatronTrainer(Trainer):
         if self.mtp is not None:
             wrapped = self._wrap(self.mtp.layer, overlap_grad_reduce=False)
             self.mtp.wrap(wrapped, settings.adamw, settings.dtype, settings.optimizer)
-        self._memory = DeviceMemory(self)
+        self._memory = self._device_memory()
+        self._state = checkpoint.TrainerState(plain, self.weights, self.optimizer, self.mtp, self.world)
         self.config.finalize_model_grads_func = _finalize
         self.config.no_sync_func = [c.no_sync for c in self.wrapped] if s.virtual > 1 else self.wrapped[0].no_sync
         self.config.grad_scale_func = self.optimizer.inner.scale_loss
         self.callbacks = Callbacks(self.forward, _no_loss, self.optimizer_step)
+
+    def _device_memory(self) -> DeviceMemory:
+        both: list[Any] = [self] if self.mtp is None else [self, self.mtp]
+        wrapped = [] if self.mtp is None else [self.mtp.wrapped]
+        copied = [] if self.weights.copy is None else [self.weights.copy]
+        return DeviceMemory([*self.wrapped, *wrapped], [each.optimizer for each in both], copied)
 
     def _wrap(self, module: nn.Module, one_bucket: bool = True, **fixed: Any) -> Any:
         """Wrap a module so that its gradients are summed over replicas."""
@@ -364,16 +371,17 @@ class MegatronTrainer(Trainer):
     @_on_cpu_too
     def save(self, directory: Path) -> None:
         """See ``Trainer.save``."""
-        checkpoint.save(self, Path(directory))
+        checkpoint.save(self._state, Path(directory))
 
     @_on_cpu_too
     def load(self, directory: Path) -> None:
         """See ``Trainer.load``. Raises CheckpointError if ``directory`` contains another model."""
-        checkpoint.load(self, Path(directory))
+        checkpoint.load(self._state, Path(directory))
 
     def export(self, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
         """See ``Trainer.export``."""
-        checkpoint.export(self, Path(directory), tokenizer, units)
+        own = self.units(everywhere=self.s.pp * self.s.ep > 1) if units is None else units
+        checkpoint.export(self.weights, own, self.source, Path(directory), tokenizer)
 
 
 def _finalize(chunks: list[Any], num_tokens: Any = None, **groups: Any) -> None:

@@ -1,0 +1,159 @@
+"""Write the signatures of the public names into docs/api/*.md: python docs/write_api.py
+
+They are read from the sources, so nothing is imported. The site shows its own rendering of the modules instead (``site.py``).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- names: written by docs/write_api.py -->", "<!-- /names -->"
+#: The part of a page between the marks.
+BLOCK = re.compile(rf"{re.escape(BEGIN)}\n.*?{re.escape(END)}\n\n?", re.DOTALL)
+WIDTH = 120
+
+
+@cache
+def parse(module: str) -> ast.Module:
+    """Return the syntax tree of a module or package of the repository."""
+    path = ROOT.joinpath(*module.split("."))
+    file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def exports(module: str) -> dict[str, str]:
+    """Return public name -> module that defines it, from the imports of a public module and its own definitions."""
+    found: dict[str, str] = {}
+    for node in ast.walk(parse(module)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0].startswith("miles_"):
+            found |= {alias.asname or alias.name: node.module for alias in node.names}
+    own = {_name_of(node): module for node in parse(module).body if _name_of(node)}
+    listed = _listed(module)
+    every = found | own
+    return {name: every[name] for name in (listed or sorted(found)) if name in every}
+
+
+def _listed(module: str) -> list[str]:
+    """Return ``__all__`` of a module if it is a list of texts; names of lazy exports are those that it imports for type checkers."""
+    for node in parse(module).body:
+        if isinstance(node, ast.Assign) and _name_of(node) == "__all__" and isinstance(node.value, ast.List):
+            return [str(item.value) for item in node.value.elts if isinstance(item, ast.Constant)]
+    lazy = [
+        n for n in ast.walk(parse(module)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "make_lazy_exports"
+    ]
+    if not lazy:
+        return []
+    table = lazy[0].args[1]
+    assert isinstance(table, ast.Dict)
+    return sorted(name for value in table.values for name in str(ast.literal_eval(value)).split())
+
+
+def _name_of(node: ast.stmt) -> str:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id
+    return node.target.id if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else ""
+
+
+def describe(name: str, module: str) -> str:
+    """Return the signature of a name and the first paragraph of its docstring, as Markdown."""
+    for node in parse(module).body:
+        if _name_of(node) == name:
+            return _describe_node(node)
+    for node in ast.walk(parse(module)):  # a module that passes the name on
+        if isinstance(node, ast.ImportFrom) and node.module and any((a.asname or a.name) == name for a in node.names):
+            original = next(a.name for a in node.names if (a.asname or a.name) == name)
+            return describe(original, node.module)
+    return _code(name)
+
+
+def _describe_node(node: ast.stmt) -> str:
+    if isinstance(node, ast.ClassDef):
+        return _code("\n".join([_head(node), *(_indent(line) for line in _members(node))])) + _paragraph(node)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return _code(_head(node)) + _paragraph(node)
+    text = ast.unparse(node)
+    return _code(text if len(text) <= WIDTH else text[: WIDTH - 4] + " ...")
+
+
+def _members(node: ast.ClassDef) -> list[str]:
+    """Return the public attributes and methods of a class, in the order of the source; ``pass`` if there are none."""
+    lines = []
+    for inner in node.body:
+        if isinstance(inner, ast.AnnAssign) and not _name_of(inner).startswith("_"):
+            lines.append(ast.unparse(ast.AnnAssign(inner.target, inner.annotation, _short(inner.value), simple=1)))
+        elif isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and _is_public(inner.name):
+            lines += [f"@{ast.unparse(each)}" for each in inner.decorator_list if ast.unparse(each) == "property"]
+            lines.append(_head(inner))
+    return lines or ["..."]
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") or name in ("__init__", "__call__")
+
+
+def _short(value: ast.expr | None) -> ast.expr | None:
+    """Return a default value, or ``...`` for one that is a call, such as an option's declaration."""
+    return ast.Constant(...) if isinstance(value, ast.Call) else value
+
+
+def _head(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(map(ast.unparse, node.bases))
+        return f"class {node.name}{f'({bases})' if bases else ''}:"
+    start = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    end = f" -> {ast.unparse(node.returns)}" if node.returns is not None else ""
+    line = f"{start} {node.name}({ast.unparse(node.args)}){end}: ..."
+    if len(line) <= WIDTH:
+        return line
+    arguments = ",\n".join(f"    {part}" for part in _split_arguments(node.args))
+    return f"{start} {node.name}(\n{arguments},\n){end}: ..."
+
+
+def _split_arguments(arguments: ast.arguments) -> list[str]:
+    parts, depth, start = [], 0, 0
+    words = ast.unparse(arguments)
+    for at, letter in enumerate(words):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append(words[start:at].strip())
+            start = at + 1
+    return [*parts, words[start:].strip()]
+
+
+def _indent(text: str) -> str:
+    return textwrap.indent(text, "    ")
+
+
+def _code(text: str) -> str:
+    return f"```text\n{text}\n```\n"  # other tools run and format blocks of Python
+
+
+def _paragraph(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    text = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("``", "`")
+    return f"\n{text}\n" if text and not text.startswith(("Args:", "Attributes:", "Returns:")) else ""
+
+
+def render(module: str) -> str:
+    """Return the page of a module with the signatures of its names."""
+    page = (ROOT / "docs" / "api" / f"{module}.md").read_text(encoding="utf-8")
+    names = "\n".join(describe(name, home) for name, home in exports(module).items())
+    block = f"{BEGIN}\n\n{names}\n{END}\n\n"
+    directive = f"::: {module}\n"
+    return BLOCK.sub("", page).replace(directive, block + directive)
+
+
+def pages() -> list[str]:
+    """Return the modules that have a page."""
+    return sorted(path.stem for path in (ROOT / "docs" / "api").glob("*.md"))
+
+
+if __name__ == "__main__":
+    for name in pages():
+        (ROOT / "docs" / "api" / f"{name}.md").write_text(render(name), encoding="utf-8")

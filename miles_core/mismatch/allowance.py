@@ -1,0 +1,85 @@
+"""Declared limits on the differences that rounding can cause between two sides that compute the same function.
+
+Each side declares its precision: the dtype of its model, and with a number format the format's relative error (``Format.error``),
+whether it rounds inputs of products, and the dtype of cached keys and values. ``Side.rounding`` combines these errors as independent
+ones, and the differences are linear in the result. ``benchmarks/planted_defects.py`` measures the constants.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from miles_core.mismatch.agreement import FLOOR, RATIO
+
+#: dtype -> relative error of the output of a layer. In FP32 it comes from another order of summation; BF16 rounds each of about ten results
+#: per layer to 2^-9, FP16 to 2^-12.
+DTYPES = {"float32": 1e-5, "float16": 9e-4, "bfloat16": 7e-3}
+#: Dtype of cached keys and values -> relative error (root mean square of half a unit in the last place, for 3 and 2 mantissa bits).
+CACHES = {"": 0.0, "bfloat16": 2e-3, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06}
+#: Scale of the errors of log-probabilities, per unit of rounding. It depends on the weights, too: this one holds for random models of two
+#: layers. Core compares with the trainer's own errors wherever the trainer can measure them (``first_sync``).
+_SCALE = 4.0
+#: Fraction of the error of rounded inputs, keys and values that remains if both sides round in the same way: differences in the last place
+#: of the dtype move some values to the next code.
+_TIPPED = 0.5
+
+
+@dataclass(frozen=True)
+class Side:
+    """Declared precision of one side.
+
+    Attributes:
+        dtype: dtype of the model copy, a key of ``DTYPES``.
+        format: name of the number format, ``bf16`` for none.
+        error: relative error of the format, 0 for none.
+        rounds_inputs: whether the format also rounds the inputs of products.
+        cache: dtype of cached keys and values, a key of ``CACHES``.
+    """
+
+    dtype: str
+    format: str = "bf16"
+    error: float = 0.0
+    rounds_inputs: bool = False
+    cache: str = ""
+
+    def estimate_error(self, other: Side) -> float:
+        """Return the relative error of a layer's output compared with ``other``. Two sides with the same format have the same weight
+        codes, so their weights contribute no error."""
+        inputs = self.error * self.rounds_inputs
+        if self.format == other.format:
+            weights, inputs = 0.0, _TIPPED * inputs
+        else:
+            weights = self.error
+        cache = CACHES[self.cache] * (_TIPPED if self.cache == other.cache else 1.0)
+        return math.hypot(DTYPES[self.dtype], weights, inputs, cache)
+
+    def __str__(self) -> str:
+        parts = [self.dtype, *([self.format] if self.error else []), *([f"{self.cache} cache"] if self.cache else [])]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Declared differences of log-probabilities between two sides that compute the same function, in nats.
+
+    Attributes:
+        scale: scale of ``agreement.expected_errors``.
+    """
+
+    scale: float
+
+    @property
+    def median(self) -> float:
+        """The largest median of the absolute differences that rounding explains."""
+        return FLOOR + RATIO * self.scale * math.sqrt(2 / 3)
+
+    @property
+    def mean(self) -> float:
+        """The largest mean of the absolute differences that rounding explains."""
+        return FLOOR + RATIO * self.scale * math.sqrt(2)
+
+
+def allowance(engine: Side, trainer: Side) -> Allowance:
+    """Compute the declared differences of two sides."""
+    return Allowance(_SCALE * math.hypot(engine.estimate_error(trainer), trainer.estimate_error(engine)))

@@ -1,0 +1,29 @@
+"""Recorded fields of conversations with many turns: each row is kept once.
+
+An engine reports the rows of a field for all tokens of a request, those of earlier turns included. Kept like this, the rows of a conversation
+would grow with the square of its turns.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miles_core.rollout.transcript import Turn
+
+
+def drop_earlier_rows(turn: Turn) -> None:
+    """Remove from ``turn.response.extras`` the rows that an earlier turn of the same policy on its path reported.
+
+    Fields with one row per token of the conversation (``token`` and ``token-1``) keep the rows from the last token of that turn on; other fields
+    are unchanged. Samples are assembled from all turns of their path, so they are the same.
+    """
+    before = turn.path[:-1]
+    earlier = next((one for one in reversed(before) if one.policy == turn.policy), None)
+    if earlier is None:
+        return
+    extras = turn.response.extras
+    for name, rows in extras.items():
+        if len(rows) >= turn.end - 1 and name in earlier.response.extras:
+            extras[name] = copy.copy(rows[earlier.end - 1 :])  # a copy, so that the others are freed

@@ -1,0 +1,70 @@
+"""Text that enters a run from outside: answers of tools, observations, messages of agents, texts of users' functions.
+
+Such a text may be a ``str`` that is no valid Unicode: JSON writes half of a surrogate pair as ``"\\ud83d"``, and Python reads the bytes of
+file names and arguments that are not UTF-8 as surrogates. Tokenizers and encoders raise errors of various types for them. Every text passes
+``valid_text`` (or ``valid_data``) where it enters, so that one text never ends a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Levels of lists and objects that data from outside may have. Recursive code, such as chat templates and JSON writers, reaches its limit at
+#: a few hundred.
+MAX_DEPTH = 100
+#: Characters of an error message that are shown.
+_LONGEST = 2000
+
+
+def valid_text(text: str) -> str:
+    """Return ``text`` with both halves of a surrogate pair joined, and each half without the other replaced by U+FFFD. Valid text, which may
+    contain NUL and other control characters, is returned unchanged."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def valid_data(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Return a copy of JSON data with ``valid_text`` applied to all texts and keys. Values of other types are kept.
+
+    Raises:
+        ValueError: it has more than ``depth`` levels.
+    """
+    if isinstance(value, str):
+        return valid_text(value)
+    if isinstance(value, Mapping | list | tuple):
+        if not depth:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+        if isinstance(value, Mapping):
+            return {_valid_key(key): valid_data(item, depth - 1) for key, item in value.items()}
+        return [valid_data(item, depth - 1) for item in value]
+    return value
+
+
+def _valid_key(key: Any) -> Any:
+    return valid_text(key) if isinstance(key, str) else key
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type of an error of other code and its message, if it has one: valid text of limited length, whatever its ``__str__`` does."""
+    name = type(error).__name__
+    try:
+        message = valid_text(str(error))
+    except Exception:
+        return f"{name} (its message cannot be read)"
+    cut = f"{message[:_LONGEST]} [{len(message) - _LONGEST} more characters]" if len(message) > _LONGEST else message
+    return f"{name}: {cut}" if message else name
+
+
+def count_characters(value: Any) -> int:
+    """Return the number of characters of all texts in JSON data of at most ``MAX_DEPTH`` levels, without keys."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(count_characters, value.values()))
+    return sum(map(count_characters, value)) if isinstance(value, list | tuple) else 0

@@ -1,0 +1,204 @@
+"""Static steps that are launched before the host has read the results of the step in front of them.
+
+A step reads and writes device buffers (``StaticBatch``), so the GPU keeps working while the host appends tokens, checks stop conditions and
+answers requests. When rows leave, the others continue in their new slots. When rows join, the step in flight still counts for the rows that
+were there; the step after it is filled from the host again.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_core.errors import NonFiniteError, first_line
+from miles_embedded.engine.graphs import Graphs, check_gap
+from miles_embedded.engine.row import Row
+from miles_embedded.engine.static_attention import CannotBeStatic
+from miles_embedded.engine.static_batch import StaticBatch
+from miles_embedded.engine.step import Emitted, StepEngine
+
+log = logging.getLogger(__name__)
+
+#: New tokens per row to reserve cache room for at once. Rarer growth means fewer recordings of the graphs.
+_ROOM = 512
+
+
+class StepShape(Protocol):
+    """Properties that require a separate recording of a step. Hashable.
+
+    Attributes:
+        rows: rows of the batch, padding included.
+        appended: tokens that the step appends to the cache of a row, at most.
+        reach: columns after the cached tokens of a row that the step writes, at most.
+    """
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def appended(self) -> int: ...
+
+    @property
+    def reach(self) -> int: ...
+
+    def __hash__(self) -> int: ...
+
+
+S = TypeVar("S", bound=StepShape)
+
+
+@dataclass
+class Launched(Generic[S]):
+    """A step in flight.
+
+    Attributes:
+        rows: rows of the batch, in slot order.
+        shape: which variant of the step runs.
+        results: host buffer for the batch's results; valid once ``event`` has passed.
+        event: end of the copy to the host; None without a GPU.
+        waiting: rows that still need the result, with their index in the batch.
+    """
+
+    rows: list[Row]
+    shape: S
+    results: Tensor
+    event: torch.cuda.Event | None
+    waiting: dict[Row, int]
+
+    def wait(self) -> Tensor:
+        """Wait for the results of the rows, [..., rows]."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.results[:, : len(self.rows)]
+
+
+class AsyncScheduling(ABC, Generic[S]):
+    """Static steps of ``engine``'s model.
+
+    Args:
+        engine: the engine.
+        used: whether static steps are enabled.
+        batch: the rows in buffers.
+        step: one step over ``batch``.
+
+    Attributes:
+        used: whether static steps are enabled; otherwise every step is a plain forward.
+        refused: why they were disabled after the engine was configured to use them; "" otherwise.
+    """
+
+    def __init__(self, engine: StepEngine, used: bool, batch: Any, step: Callable[[S], Tensor]) -> None:
+        self.engine, self.runner, self.used = engine, engine.runner, used
+        self.batch: Any = batch
+        self.graphs: Graphs[S] = Graphs(engine.runner, step, engine.weight_tensors)
+        on_gpu = self.runner.device.type == "cuda"
+        shape, dtype = batch.results.shape, batch.results.dtype
+        self._hosts = [torch.zeros(shape, dtype=dtype, pin_memory=on_gpu) for _ in range(2)]
+        self._pending: Launched[S] | None = None
+        self._compared = False
+        self.refused = ""
+
+    @abstractmethod
+    def step(self, rows: list[Row]) -> Emitted | None:
+        """Advance all running rows; None when the step has to run without static buffers."""
+
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Drop rows that left the cache from the step in flight."""
+        if self._pending is not None:
+            for row in rows:
+                self._pending.waiting.pop(row, None)
+
+    def apply_moves(self, where: np.ndarray, sources: np.ndarray) -> None:
+        """Move the state of rows whose slots moved because other rows left."""
+        if self._pending is not None:
+            self.batch.move(where, sources, self.runner.cache.rows)
+
+    def settle(self) -> None:
+        """Discard the step in flight; it will be computed again with the weights in place at that time."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            slots = np.fromiter((row.slot for row in pending.waiting), np.int64, len(pending.waiting))
+            self.runner.cache.own.lengths[slots] -= pending.shape.appended
+
+    # -- for subclasses ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _fill(self, rows: list[Row]) -> None:
+        """Copy the state of the rows to the batch."""
+
+    @abstractmethod
+    def _compare(self, rows: list[Row], shape: S) -> None:
+        """Compute one step both ways, once per engine; raise CannotBeStatic if the results differ by more than rounding. The cache's
+        lengths are the same afterwards."""
+
+    def _make_ready(self, rows: list[Row], shape: S) -> bool:
+        """Reserve cache room, record missing graphs and fill the batch. Returns False, after a warning, where that fails."""
+        try:
+            self._make_room(rows, shape)
+            if not self._compared:
+                self._compare(rows, shape)
+                self._compared = True
+            self._fill(rows)
+            if not self.graphs.ready(shape):
+                self.graphs.prepare(shape)
+                self._fill(rows)
+        except NonFiniteError:
+            raise
+        except (CannotBeStatic, RuntimeError) as error:  # recording fails with RuntimeErrors of many kinds
+            self.used, self.refused = False, first_line(error)
+            self.graphs.clear()
+            log.warning(
+                "%s decodes without CUDA graphs, which is slower: %s", type(self.engine.model).__name__, self.refused
+            )
+            return False
+        return True
+
+    def _make_room(self, rows: list[Row], shape: S) -> None:
+        own = self.runner.cache.own
+        length = int(own.lengths[: len(rows)].max())
+        left = max(row.limit - len(row.tokens) for row in rows)
+        # room for the step in flight and the one after it
+        own.reserve(max(shape.rows, own.size), max(length + 2 * shape.reach, min(length + left + shape.reach, _ROOM)))
+
+    def _has_room(self, rows: Sequence[Row], shape: S) -> bool:
+        """Whether the cache has room for a step of these rows."""
+        own = self.runner.cache.own
+        return int(own.lengths[: len(rows)].max()) + shape.reach <= own.width
+
+    def _launch(self, rows: list[Row], shape: S) -> Launched[S]:
+        """Run one step on the current batch and start copying its results to the host."""
+        self.graphs.run(shape)
+        self.runner.cache.own.lengths[: len(rows)] += shape.appended
+        self._hosts.reverse()
+        host = self._hosts[0]
+        host.copy_(self.batch.results, non_blocking=True)
+        event = None
+        if host.is_pinned():
+            event = torch.cuda.Event()
+            event.record()
+        return Launched(list(rows), shape, host, event, {row: i for i, row in enumerate(rows)})
+
+    def _check_gap(self, static: Tensor, plain: Tensor) -> None:
+        """See ``graphs.check_gap``."""
+        check_gap(self.engine.model, static, plain)
+
+
+def fill_rows(batch: StaticBatch, cache: Any, rows: Sequence[Row], *more: Sequence[int]) -> None:
+    """Copy the state of ``rows``, which are the first in ``cache``, to ``batch``; ``more``: values of its further integers."""
+    samplings = [row.request.sampling for row in rows]
+    slots = cache.prefix_of[: len(rows)]
+    batch.fill(
+        [row.tokens[-1] for row in rows],
+        cache.own.lengths[: len(rows)],
+        slots,
+        cache.prefixes.lengths[slots],
+        [row.request.key for row in rows],
+        [sampling.temperature for sampling in samplings],
+        *more,
+    )

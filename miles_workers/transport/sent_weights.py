@@ -1,0 +1,91 @@
+"""Checksums of weights, with which a sync proves that the engine computes with what was sent.
+
+The sender computes a checksum of every tensor that it encodes, and the engine one of the same tensor in the memory that it computes with.
+Both refer to the decoded values in the dtype that the engine holds, so fused parameters, number formats and shared memory need no special
+case: every path from one side to the other preserves these bytes.
+
+Reading all weights once costs little next to a sync, which moves them. Per tensor, however, there is a fixed cost, and large models have
+ten thousands of them. A version of more than ``WHOLE`` bytes is therefore compared in ``PERIOD`` parts, one per sync; the first sync of a
+connection compares everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from miles_core.data.unit import Encoded
+from miles_core.precision.codec import Codec
+from miles_workers.transport.checksum import checksum_of
+
+#: Versions of up to this many bytes (per rank) are compared completely at every sync.
+WHOLE = 1 << 30
+#: Number of syncs within which every tensor of a larger version is compared.
+PERIOD = 8
+
+
+class Checksums:
+    """Collects checksums of named tensors; those on a GPU are read in one go."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, int | Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor, whose memory may change after this returns."""
+        self._found[name] = checksum_of(tensor)
+
+    def read(self) -> dict[str, int]:
+        """Return name -> checksum."""
+        pending = {name: value for name, value in self._found.items() if isinstance(value, Tensor)}
+        if pending:
+            values = torch.cat(list(pending.values())).tolist()
+            self._found |= {name: value % (1 << 64) for name, value in zip(pending, values, strict=True)}
+        return {name: int(value) for name, value in self._found.items()}
+
+
+class SentWeights:
+    """The checksums of what one rank sent last.
+
+    Args:
+        codec: decodes what it encoded.
+        dtypes: returns the dtype in which the engine holds each tensor of an update; tensors that it does not name are not compared.
+    """
+
+    def __init__(self, codec: Codec, dtypes: Callable[[], Mapping[str, torch.dtype]]) -> None:
+        self._codec, self._load_dtypes = codec, dtypes
+        self._dtypes: Mapping[str, torch.dtype] | None = None
+        self._sums = Checksums()
+        self._version: int | None = None
+        self._count = self._nbytes = 0
+        self._period = 1
+
+    def watch(self, units: Iterator[Encoded], version: int) -> Iterator[Encoded]:
+        """Yield ``units`` unchanged, and compute the checksums of those that are compared in this sync. A stream that is never read, as
+        that of a version that was staged before, leaves the checksums as they are."""
+        for number, unit in enumerate(units):
+            if number == 0:
+                self._begin(version)
+            self._nbytes += unit.nbytes
+            self._add(unit)
+            yield unit
+
+    def checksums(self) -> dict[str, int]:
+        """Return checkpoint name -> checksum, of the tensors of the last version that are compared."""
+        return self._sums.read()
+
+    def _begin(self, version: int) -> None:
+        if self._version is not None and self._version != version:
+            self._period = 1 if self._nbytes <= WHOLE else PERIOD
+            self._count += 1
+        self._version, self._nbytes, self._sums = version, 0, Checksums()
+
+    @torch.no_grad()
+    def _add(self, unit: Encoded) -> None:
+        if self._dtypes is None:
+            self._dtypes = self._load_dtypes()
+        dtype = self._dtypes.get(unit.name)
+        if dtype is not None and (crc32(unit.name.encode()) + self._count) % self._period == 0:
+            self._sums.add(unit.name, self._codec.decode(unit).to(dtype))

@@ -1,0 +1,164 @@
+"""An option that cannot have an effect is refused, or is a line of the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import suppress
+
+import pytest
+
+from miles_core.config.config import plain
+from miles_core.config.effects import find_idle
+from miles_core.config.load import load
+from miles_core.config.schema import collect
+from miles_core.errors import ConfigError
+from miles_core.plugin.discovery import discover
+from miles_core.plugin.facts import Fact, Facts
+from miles_core.plugin.rule import Compare, RuleError, Truth, evaluate, names, parse
+from miles_testing import plan
+
+SCHEMA = collect(discover())
+CONDITIONAL = [option for option in SCHEMA.options.values() if option.info.only_if]
+
+
+def other_value(option):
+    """A value of an option that is not its default and switches it on."""
+    for choice in (*option.choices, *((True,) if option.is_bool else ())):
+        if choice != option.default and not (option.is_list and choice in option.default):
+            return choice
+    if option.is_list:
+        return "x"
+    number = (option.default or 0) + 1 if option.inner in (int, float) else "x"
+    bound = option.info.le or option.info.lt
+    return number if bound is None or not isinstance(number, (int, float)) or number <= bound else bound * 0.9
+
+
+def compared(condition):
+    """The values that a condition compares facts with."""
+    if isinstance(condition, Compare):
+        return condition.values
+    return [value for part in getattr(condition, "parts", None) or (condition.part,) for value in compared(part)]
+
+
+def facts_without(option):
+    """Facts with which the condition of an option is false: one value for all facts that it names."""
+    condition = parse(option.info.only_if)
+    base = [Fact(o.fact, plain(o.default), "default", flag=o.flag) for o in SCHEMA.options.values()]
+    for value in (None, 0, 1, False, "bf16", "other", *compared(condition)):
+        named = [Fact(name, value, "default", flag=f"--{name}") for name in names(condition)]
+        found = Facts([*base, *named])
+        with suppress(RuleError):  # a text has no order
+            if evaluate(condition, found.lookup) is Truth.FALSE:
+                return found
+    raise AssertionError(f"no facts make {option.info.only_if} false")
+
+
+@pytest.mark.parametrize("option", CONDITIONAL, ids=lambda option: option.path)
+def test_every_option_with_a_condition_is_refused_without_it(option):
+    shared = SCHEMA.flag_of(option.path).options
+    if not all(each.info.only_if for each in shared):
+        pytest.skip("another owner of the flag always uses it")
+    value = other_value(option)
+    facts = facts_without(option)
+    given = Fact(option.fact, value, f"{option.flag} {value}", flag=option.flag, chosen=True)
+    (idle,) = find_idle(SCHEMA, facts.with_facts([given]), plugins=(option.owner,))
+    assert not idle.harmless and "\n" not in idle.message
+    assert idle.message.startswith(f"{option.flag} {value}: it needs {parse(option.info.only_if)}, and ")
+    assert idle.message.endswith(f"change that, or leave {option.flag} out")
+    unset = dataclasses.replace(given, chosen=False)
+    assert not list(find_idle(SCHEMA, facts.with_facts([unset]), plugins=(option.owner,)))
+    as_default = dataclasses.replace(given, value=plain(option.default))
+    assert all(each.harmless for each in find_idle(SCHEMA, facts.with_facts([as_default]), plugins=(option.owner,)))
+
+
+def test_conditions_name_facts_that_exist():
+    known = {option.fact for option in SCHEMA.options.values()}
+    for option in CONDITIONAL:
+        for name in names(parse(option.info.only_if)):
+            assert name in known or name.startswith("model."), f"{option.path}: {name}"
+
+
+def refused(*argv):
+    with pytest.raises(ConfigError) as error:
+        load(argv, manifests=[], environment={})
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--kl-loss-type", "k1"], "it needs algorithm.kl_loss_coef > 0, and --kl-loss-coef is 0.0 (default)"),
+        (["--eval-temperature", "0"], "it needs evaluation.prompt_data"),
+        (["--overlong-penalty-factor", "2"], "it needs reward.overlong_buffer_len"),
+        (["--wandb-group", "a"], "it needs use_wandb"),
+        (["--lambd", "0.9"], "it needs algorithm.advantage_estimator not in"),
+        (["--sft-lr", "1e-4"], "it needs sft.data"),
+        (["--async-save"], "it needs save_interval"),
+    ],
+)
+def test_an_option_without_its_condition(argv, says):
+    assert refused(*argv).startswith(f"{' '.join(argv)}: {says}")
+
+
+@pytest.mark.parametrize("size", [3, 5, 16])
+def test_a_batch_size_that_does_not_divide_a_rollout_is_refused(size):
+    words = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--global-batch-size"]
+    message = refused(*words, str(size))
+    assert f"--global-batch-size {size}: a rollout step has 8 samples" in message
+    fits = message.rpartition("give ")[2].split(" or ")
+    assert fits == {3: ["2", "4"], 5: ["4", "8"], 16: ["8"]}[size]
+    for number in fits:
+        load([*words, number], manifests=[], environment={})
+    assert "give at most 8" in refused(*words[:4], "--num-steps-per-rollout", "9")
+
+
+def test_a_rollout_function_may_return_any_number_of_samples():
+    words = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--global-batch-size", "3"]
+    load([*words, "--custom-generate-function-path", "f.py"], manifests=[], environment={})
+
+
+@pytest.mark.parametrize("words", [["--kl-loss-coef", "0"], ["--kl-loss-type", "low_var_kl"]])
+def test_what_the_user_switched_off_or_left_as_it_is_is_a_line_of_the_plan(words):
+    options = {"kl_loss_type": "k1"} | {words[0][2:].replace("-", "_"): words[1]}
+    advice = plan(**options).advice
+    assert any(line.startswith("no effect: ") and "algorithm.kl_loss_coef > 0" in line for line in advice)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lr_warmup_iters": 8, "num_rollout": 2}, "the learning rate only reaches 25% of --lr"),
+        ({"save_interval": 9, "num_rollout": 2}, "the only checkpoint is the one at its end"),
+        (
+            {"micro_batch_size": 2, "use_dynamic_batch_size": True},
+            "--micro-batch-size has no effect with --use-dynamic-batch-size",
+        ),
+        ({"emulate_precision": True}, "--emulate-precision has no effect without a number format"),
+    ],
+)
+def test_options_that_change_nothing_in_this_run_are_lines_of_the_plan(options, says):
+    assert any(says in line for line in plan(**options).advice)
+
+
+def test_a_condition_about_the_model_is_decided_by_the_plan():
+    with pytest.raises(ConfigError, match=r"--aux-loss-coef 0\.1: it needs model\.moe, and model\.moe is false"):
+        plan(aux_loss_coef=0.1, facts=["model.moe=false"])
+
+
+def continued(tmp_path, *words):
+    """The message for a run that continues one of 10 steps with a cosine schedule; empty if it may start."""
+    (tmp_path / "checkpoints").mkdir(exist_ok=True)
+    first = load(["--lr-decay-style", "cosine", "--num-rollout", "10"], manifests=[], environment={})
+    (tmp_path / "config.yaml").write_text(first.to_yaml())
+    try:
+        load(["--load", str(tmp_path), *words], manifests=[], environment={})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_longer_run_does_not_silently_raise_a_decayed_learning_rate(tmp_path):
+    message = continued(tmp_path, "--num-rollout", "20")
+    assert "20 optimiser steps instead of the 10" in message and "--lr-decay-iters 10 keeps the decay" in message
+    assert continued(tmp_path) == continued(tmp_path, "--num-rollout", "20", "--lr-decay-iters", "10") == ""
+    assert continued(tmp_path, "--num-rollout", "20", "--lr-decay-style", "constant") == ""

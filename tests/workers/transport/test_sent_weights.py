@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from miles_core.data.unit import Encoded
+from miles_core.precision.codec import Codec
+from miles_workers.transport import Checksums, SentWeights, sent_weights
+from miles_workers.transport.checksum import PIECE, checksum, checksum_of
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, PIECE // 4, PIECE // 4 + 1, PIECE // 2 + 300])
+def test_a_checksum_covers_every_element_whatever_the_strides(size):
+    tensor = torch.randn(size)
+    found = checksum_of(tensor)
+    padded = torch.zeros(-(-size * 4 // 1024) * 256)
+    padded[:size] = tensor
+    assert found == checksum(padded.view(torch.uint8))
+    for index in (0, size // 2, size - 1):
+        changed = tensor.clone()
+        changed[index] += 1
+        assert checksum_of(changed) != found
+    assert checksum_of(torch.stack([tensor, tensor], 1)[:, 1]) == found
+    assert checksum_of(torch.zeros(0)) == 0
+
+
+def test_dtypes_and_shapes_count_by_their_bytes():
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.int64):
+        values = torch.tensor([[0, 1], [1, 0]]).to(dtype)
+        assert checksum_of(values) != checksum_of(torch.tensor([[1, 0], [0, 1]]).to(dtype))
+        assert checksum_of(values) == checksum_of(values.view(-1))
+
+
+def units(count, value=0.0):
+    return [Encoded(f"w{i}", {f"w{i}": torch.full((4,), value + i)}) for i in range(count)]
+
+
+def sent(dtypes):
+    return SentWeights(Codec(), lambda: dtypes)
+
+
+def test_values_are_compared_in_the_dtype_of_the_engine():
+    found = sent({"w0": torch.bfloat16, "w1": torch.float32})
+    passed = list(found.watch(iter(units(3, 1.001)), 0))
+    assert [unit.name for unit in passed] == ["w0", "w1", "w2"]
+    expected = Checksums()
+    expected.add("w0", torch.full((4,), 1.001).bfloat16())
+    expected.add("w1", torch.full((4,), 2.001))
+    assert found.checksums() == expected.read()
+
+
+def test_a_stream_that_is_not_read_keeps_the_checksums_of_the_staged_version():
+    found = sent({"w0": torch.float32})
+    list(found.watch(iter(units(1)), 1))
+    before = found.checksums()
+    found.watch(iter(units(1, 5.0)), 1)
+    assert found.checksums() == before
+
+
+def test_every_tensor_of_a_large_version_is_compared_within_the_period(monkeypatch):
+    monkeypatch.setattr(sent_weights, "WHOLE", 100)
+    names = [f"w{i}" for i in range(40)]
+    found = sent(dict.fromkeys(names, torch.float32))
+    list(found.watch(iter(units(40)), 0))
+    assert list(found.checksums()) == names  # the first sync compares everything
+    parts = []
+    for version in range(2, 2 + 2 * sent_weights.PERIOD, 2):  # some policies have every other version only
+        list(found.watch(iter(units(40)), version))
+        parts.append(found.checksums())
+        list(found.watch(iter(units(40)), version))  # a push that is repeated compares the same part
+        assert found.checksums() == parts[-1]
+    assert sorted(name for part in parts for name in part) == sorted(names)
