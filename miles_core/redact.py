@@ -1,4 +1,4 @@
-"""Remove credentials from everything that a run writes.
+"""Remove credentials from everything that a run writes, and show control characters on terminals and pages.
 
 Only ``redact`` decides what a credential is. All writers call it: files of the run directory, log handlers, metrics services and
 error messages.
@@ -152,6 +152,23 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     return _replace(text, secrets(os.environ if environment is None else environment))
 
 
+#: Control characters except tab and line feed, those that change the direction of text, and halves of surrogate pairs.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def show_controls(text: str) -> str:
+    """Return ``text`` with control characters made visible, for terminals and pages. Texts of models, tools and data may contain any character:
+    raw escape sequences would clear a terminal or change its title, and a page would hide them."""
+    return _CONTROLS.sub(_show_control, text)
+
+
+def _show_control(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code < 0x20:
+        return chr(0x2400 + code)  # the picture of the character
+    return "\u2421" if code == 0x7F else "\ufffd" if 0xD800 <= code < 0xE000 else f"\\u{code:04x}"
+
+
 class RedactingStream(io.TextIOWrapper):
     """A text stream for a process's output that redacts every line. What is written in parts is redacted when its line is complete, or at
     ``flush``. Writes of other languages to the same file descriptor are not seen."""
@@ -178,7 +195,7 @@ class RedactingStream(io.TextIOWrapper):
 
 def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print a redacted traceback to standard error; for ``sys.excepthook``."""
-    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    print(show_controls(redact("".join(traceback.format_exception(kind, error, trace)))), end="", file=sys.stderr)
 
 
 def redact_values(value: Any) -> Any:
@@ -266,7 +283,7 @@ def _holds_credential(name: str) -> bool:
 
 
 class RedactingFormatter(logging.Formatter):
-    """A formatter whose lines, tracebacks included, hold no credentials."""
+    """A formatter whose lines, tracebacks included, hold no credentials and no control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return show_controls(redact(super().format(record)))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from miles_core.cli.commands import Commands
 from miles_core.errors import MilesError
-from miles_core.redact import redact, show_exception
+from miles_core.redact import redact, show_controls, show_exception
 from miles_core.version import __version__
 
 DEBUG = "MILES_DEBUG"
@@ -44,14 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MilesError as error:
         if os.environ.get(DEBUG, "0") not in ("", "0"):
             raise
-        message = redact(str(error))
+        message = show_controls(redact(str(error)))
         print(message if message.startswith("error:") else f"error: {message}", file=sys.stderr)
         return _print_notes(error)
     except OSError as error:
         message = _explain_path_error(error)
         if not message or os.environ.get(DEBUG, "0") not in ("", "0"):
             raise  # a defect
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {show_controls(message)}", file=sys.stderr)
         return _print_notes(error)
 
 
@@ -74,7 +74,7 @@ def _explain_path_error(error: OSError) -> str:
 def _print_notes(error: BaseException) -> int:
     """Print the notes of an error after its message, and return the exit code of a user error."""
     for note in getattr(error, "__notes__", ()):
-        print(redact(str(note)), file=sys.stderr)
+        print(show_controls(redact(str(note))), file=sys.stderr)
     return 2
 
 
