@@ -114,15 +114,11 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
                         parts = _run_coroutine(stopped.deadline.limit(train(run, run_log, inputs, resume_from)))
                     finally:
                         run_log.close()
-            except OutOfTime as error:
-                log.warning("%s", error)
+            except OutOfTime as late:
+                log.warning("%s", late)
                 parts = []
             except (Exception, SystemExit) as caught:
-                error = _as_error(caught)
-                log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
-                if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
-                    run.hooks.name_suspects(error, _CHANGING)
-                _report_ending(record_ending(run, error=error), error)
+                error = _record_error(run, caught)
                 if error is caught:
                     raise
                 raise error from caught
@@ -246,15 +242,21 @@ def _write_start(run: Run) -> None:
         ) from error
 
 
-def _as_error(error: Exception | SystemExit) -> Exception:
-    """Return the error that ends a run. The command line gives a meaning of its own to some exceptions, which is not that of a run: an exit
-    with the status of ``sys.exit``, or status 0 because the reader of its output is gone."""
-    if isinstance(error, SystemExit):
-        return PluginError(
-            f"code of the run called sys.exit({error.code!r}) ({locate_error(error)}); raise an error instead"
-        )
-    if isinstance(error, BrokenPipeError):
-        return PluginError(f"the other end of a pipe or connection is closed ({locate_error(error)})")
+def _record_error(run: Run, caught: Exception | SystemExit) -> Exception:
+    """Log and record the error that ended the run; returns the error to raise. The command line gives ``SystemExit`` and ``BrokenPipeError``
+    a meaning that they do not have here: an exit with any status, or with status 0 because the reader of its output is gone."""
+    error: Exception
+    if isinstance(caught, SystemExit):
+        what = f"code of the run called sys.exit({caught.code!r})"
+        error = PluginError(f"{what} ({locate_error(caught)}); raise an error instead")
+    elif isinstance(caught, BrokenPipeError):
+        error = PluginError(f"the other end of a pipe or connection is closed ({locate_error(caught)})")
+    else:
+        error = caught
+    log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
+    if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
+        run.hooks.name_suspects(error, _CHANGING)
+    _report_ending(record_ending(run, error=error), error)
     return error
 
 

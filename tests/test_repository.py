@@ -166,7 +166,7 @@ def test_core_stays_small(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from code_lines import count_packages
 
-    assert count_packages(ROOT)["miles_core"] <= 14_000
+    assert count_packages(ROOT)["miles_core"] <= 14_250
 
 
 def test_no_file_is_called_utils():

@@ -127,7 +127,9 @@ def test_nothing_that_a_model_wrote_becomes_markup(tmp_path):
 def test_control_characters_are_visible(tmp_path):
     """ANSI sequences, NUL, C1 controls and directions of text, in texts of samples and in what the page says about the run."""
     odd = "a\x1b]0;title\x07\x1b[2J\x00\x9b31m\u202eb\x7f\r\tc\n"
-    rows = [sample(0, prompt=odd, pieces=[odd, "b"], label=odd, status=odd, metadata={"turns": [{"start": 0, "end": 1}]})]
+    rows = [
+        sample(0, prompt=odd, pieces=[odd, "b"], label=odd, status=odd, metadata={"turns": [{"start": 0, "end": 1}]})
+    ]
     keep(tmp_path, 3, rows)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 1.0}) + "\n")
     (tmp_path / "config.yaml").write_text(json.dumps({"run": {"model_name": odd}}))
