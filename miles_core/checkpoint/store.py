@@ -154,7 +154,9 @@ def _read(base: Path) -> tuple[dict[str, Tensor], Any]:
             f"checkpoint file {error.filename or base} is missing; use an earlier checkpoint"
         ) from error
     except OSError as error:
-        raise CheckpointError(f"checkpoint entry {base} cannot be read ({error.strerror or error}); check its file system") from error
+        raise CheckpointError(
+            f"checkpoint entry {base} cannot be read ({error.strerror or error}); check its file system"
+        ) from error
     except MemoryError:
         raise
     except Exception as error:

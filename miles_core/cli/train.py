@@ -46,6 +46,7 @@ def _run(argv: Sequence[str]) -> int:
     config, plan, catalogue = plan_run(requested)
     if DRY_RUN in argv:
         from miles_core.plugin.render import describe
+
         # otherwise a name on the hub; a dry run does not download weights
         is_local = config.model.hf_checkpoint == requested.model.hf_checkpoint
         run = check_start(config, plan, catalogue, weights=is_local)

@@ -70,7 +70,9 @@ def test_full_disk_while_writing_says_bytes_and_keeps_earlier(tmp_path, error):
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1, "x" * 1000)
     with (
-        pytest.raises(CheckpointError, match=r"disk is full: saving step 2 .*an earlier checkpoint has 1,\d\d\d bytes") as caught,
+        pytest.raises(
+            CheckpointError, match=r"disk is full: saving step 2 .*an earlier checkpoint has 1,\d\d\d bytes"
+        ) as caught,
         checkpoints.save(2) as directory,
     ):
         (directory / "part.bin").write_bytes(b"x" * 10)

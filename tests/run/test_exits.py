@@ -25,7 +25,7 @@ with report_exits(lambda what: print("ended by", what)):
     [
         ("os._exit(0)", 1, "ended by os._exit(0) at <string>:5"),
         ("os._exit(7)", 7, "ended by os._exit(7) at <string>:5"),
-        ("os.execv('/bin/true', ['true'])", 1, "ended by os.execv('/bin/true', ...) at <string>:5"),
+        ("os.execv('/bin/true', ['true'])", 1, "ended by os.execv('/bin/true') at <string>:5"),
         ("os.execlp('true', 'true')", 1, "ended by os.exec"),
         ("os.waitpid(os.fork() or os._exit(0), 0)", 0, "goes on"),
         ("os.waitpid(os.fork() or os.execv('/bin/true', ['true']), 0)", 0, "goes on"),
@@ -33,16 +33,22 @@ with report_exits(lambda what: print("ended by", what)):
     ],
 )
 def test_functions_that_end_the_process_at_once(call, status, words):
-    done = subprocess.run([sys.executable, "-uc", GUARDED.format(call=call)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-uc", GUARDED.format(call=call)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == status and words in done.stdout, done.stderr
 
 
 def test_a_reward_that_ends_the_process_does_not_end_as_success(tmp_path):
     (tmp_path / "judge.py").write_text(
-        "import os\ndef reward(args, sample):\n    if sample.index == 5:\n        os._exit(0)\n    return 1.0\n"
+        "import os\ndef reward(args, sample):\n    if sample.index == 10:\n        os._exit(0)\n    return 1.0\n"
     )
-    words = toy_arguments(directory=tmp_path / "run", steps=3, save_interval=1, custom_rm_path=tmp_path / "judge.py", log_level="info")
-    done = subprocess.run([sys.executable, "-m", "miles_core", "train", *words], capture_output=True, text=True, timeout=120)
+    words = toy_arguments(
+        directory=tmp_path / "run", steps=3, save_interval=1, custom_rm_path=tmp_path / "judge.py", log_level="info"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "miles_core", "train", *words], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
     why = "code of the run ended the process: os._exit(0) at "
     assert why in done.stderr and "judge.py:4" in done.stderr and "to continue: miles train --load" in done.stderr

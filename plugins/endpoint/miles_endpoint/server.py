@@ -185,9 +185,7 @@ class Server:
         try:
             reply = _INTERFACES[path](body, session, self.models)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ApiError(
-                400, f"the request is malformed ({describe_error(error)})", "invalid_request"
-            ) from error
+            raise ApiError(400, f"the request is malformed ({describe_error(error)})", "invalid_request") from error
         idempotency = _header(scope, b"idempotency-key")
         retried = _header(scope, b"x-stainless-retry-count")
         digest = blake2b(path.encode() + idempotency.encode() + raw, digest_size=16).digest()
@@ -243,7 +241,11 @@ def _check_lengths(scope: Mapping[str, Any]) -> None:
     """Refuse a request with two headers that say where its body ends: a proxy may believe the other one (RFC 9112, 6.3)."""
     names = [key for key, _ in scope["headers"] if key in (b"content-length", b"transfer-encoding")]
     if len(names) > 1:
-        raise ApiError(400, f"the request has two length headers ({', '.join(map(bytes.decode, names))}); send one", "invalid_request")
+        raise ApiError(
+            400,
+            f"the request has two length headers ({', '.join(map(bytes.decode, names))}); send one",
+            "invalid_request",
+        )
 
 
 def _header(scope: Mapping[str, Any], name: bytes) -> str:

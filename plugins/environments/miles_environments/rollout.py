@@ -136,7 +136,9 @@ class Play:
         try:
             done = bool(step.done)
         except Exception as error:  # an array of several values
-            raise EnvironmentFault(f"{self._name}: step returned done={step.done!r:.40}; it is True or False") from error
+            raise EnvironmentFault(
+                f"{self._name}: step returned done={step.done!r:.40}; it is True or False"
+            ) from error
         self.rewards.append(reward)
         return Step("" if done else self._check_text(step.text), reward, done)
 

@@ -136,12 +136,22 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """
     for file in sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin")):
         try:
-            own = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", mmap=True, weights_only=True)
+            own = (
+                load_file(file)
+                if file.suffix == ".safetensors"
+                else torch.load(file, "cpu", mmap=True, weights_only=True)
+            )
         except MemoryError:
             raise
-        except Exception as error:  # damaged files raise errors of many types: of pickle, zipfile, torch and safetensors
+        except (
+            Exception
+        ) as error:  # damaged files raise errors of many types: of pickle, zipfile, torch and safetensors
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise CheckpointError(f"--draft-model-path: {file} is damaged or truncated ({first}); copy it again") from error
+            raise CheckpointError(
+                f"--draft-model-path: {file} is damaged or truncated ({first}); copy it again"
+            ) from error
         if not isinstance(own, dict) or not all(isinstance(tensor, Tensor) for tensor in own.values()):
-            raise CheckpointError(f"--draft-model-path: {file} does not hold tensors by name; give the head's own checkpoint")
+            raise CheckpointError(
+                f"--draft-model-path: {file} does not hold tensors by name; give the head's own checkpoint"
+            )
         yield from own.items()

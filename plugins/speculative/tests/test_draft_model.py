@@ -136,7 +136,9 @@ def test_a_damaged_file_of_a_head_is_one_sentence(damage, tmp_path):
     torch.save({"list": [1], "module": torch.nn.Linear(1, 1)}.get(damage, tensors), file)
     if damage in ("cut", "text", "empty"):
         file.write_bytes({"cut": file.read_bytes()[:-500], "text": b"<html>", "empty": b""}[damage])
-    with pytest.raises(CheckpointError, match=r"--draft-model-path: .*pytorch_model\.bin (is damaged|does not hold)") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"--draft-model-path: .*pytorch_model\.bin (is damaged|does not hold)"
+    ) as caught:
         attach_model(load_model(checkpoint), head)
     assert "\n" not in str(caught.value)
 

@@ -186,7 +186,12 @@ def test_servers_that_print_no_json_are_one_sentence(box, monkeypatch, logged, c
 
 @pytest.mark.parametrize(
     ("kind", "body"),
-    [("text/html", b"<html>"), ("application/json", b"{nope"), ("application/json", b"[1]"), ("text/event-stream", b"data: x\n\n")],
+    [
+        ("text/html", b"<html>"),
+        ("application/json", b"{nope"),
+        ("application/json", b"[1]"),
+        ("text/event-stream", b"data: x\n\n"),
+    ],
 )
 def test_addresses_that_are_no_mcp_servers_are_one_sentence(box, logged, kind, body):
     class Page(http.server.BaseHTTPRequestHandler):
@@ -203,7 +208,7 @@ def test_addresses_that_are_no_mcp_servers_are_one_sentence(box, logged, kind, b
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as page:
         threading.Thread(target=page.serve_forever, daemon=True).start()
-        with pytest.raises(ConfigError, match="the MCP server demo .* cannot be reached: ") as caught:
+        with pytest.raises(ConfigError, match=r"the MCP server demo .* cannot be reached: ") as caught:
             asyncio.run(call_all(box(url=f"http://127.0.0.1:{page.server_port}/mcp")))
         page.shutdown()
     assert "\n" not in str(caught.value) and not [record for record in logged if record.exc_info]
