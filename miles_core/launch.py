@@ -111,18 +111,14 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
                         parts = _run_coroutine(stopped.deadline.limit(train(run, run_log, inputs, resume_from)))
                     finally:
                         run_log.close()
-            except OutOfTime as error:
-                log.warning("%s", error)
+            except OutOfTime as late:
+                log.warning("%s", late)
                 parts = []
             except (Exception, SystemExit) as caught:
-                ending = _as_error(caught)
-                log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
-                if not isinstance(ending, MilesError) or isinstance(ending, _OF_THE_MODEL):
-                    run.hooks.name_suspects(ending, _CHANGING)
-                ending.add_note(_record_error(run, f"{type(ending).__name__}: {ending}"))
-                if ending is caught:
+                error = _record_error(run, caught)
+                if error is caught:
                     raise
-                raise ending from caught
+                raise error from caught
         end = _log_ending(run, f"stopped by {stopped.name}" if stopped.name else "finished")
         return Launched(run, parts, end, stopped.signals[-1] if stopped.signals else 0)
 
@@ -133,7 +129,7 @@ def _open_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, sta
         return make_log(run, manifests, progress, start)
     except MilesError as error:
         run.step = start or 0
-        error.add_note(_record_error(run, f"{type(error).__name__}: {error}"))
+        _record_error(run, error)
         raise
 
 
@@ -142,9 +138,11 @@ def _run_coroutine(coroutine: Coroutine[Any, Any, list[PolicyParts]]) -> list[Po
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
+        pass
+    else:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, coroutine).result()
+    return asyncio.run(coroutine)
 
 
 class StopSignals:
@@ -242,32 +240,33 @@ def _write_start(run: Run) -> None:
         ) from error
 
 
+def _record_error(run: Run, caught: Exception | SystemExit) -> Exception:
+    """Log and record the error that ended the run; returns the error to raise. The command line gives ``SystemExit`` and ``BrokenPipeError``
+    a meaning that they do not have here: an exit with any status, or with status 0 because the reader of its output is gone."""
+    error: Exception
+    if isinstance(caught, SystemExit):
+        what = f"code of the run called sys.exit({caught.code!r})"
+        error = PluginError(f"{what} ({locate_error(caught)}); raise an error instead")
+    elif isinstance(caught, BrokenPipeError):
+        error = PluginError(f"the other end of a pipe or connection is closed ({locate_error(caught)})")
+    else:
+        error = caught
+    log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
+    if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
+        run.hooks.name_suspects(error, _CHANGING)
+    first, *rest = record_ending(run, f"ended by {type(error).__name__}: {error}").lines()
+    for line in (first, *rest):
+        log.error("%s", line, extra=logs.FILE_ONLY)
+    error.add_note("\n".join(rest))
+    return error
+
+
 def _log_ending(run: Run, why: str) -> Ending:
     """Record the end of a run and log its last lines."""
     end = record_ending(run, why)
     for line in end.lines():
         log.info("%s", line)
     return end
-
-
-def _record_error(run: Run, error: str) -> str:
-    """Record that an error ended the run: log the last lines of the run to its file only, and return those that follow the message."""
-    first, *rest = record_ending(run, f"ended by {error}").lines()
-    for line in (first, *rest):
-        log.error("%s", line, extra=logs.FILE_ONLY)
-    return "\n".join(rest)
-
-
-def _as_error(error: Exception | SystemExit) -> Exception:
-    """Return the error that ends a run. The command line gives a meaning of its own to some exceptions, which is not that of a run: an exit
-    with the status of ``sys.exit``, or status 0 because the reader of its output is gone."""
-    if isinstance(error, SystemExit):
-        return PluginError(
-            f"code of the run called sys.exit({error.code!r}) ({locate_error(error)}); raise an error instead"
-        )
-    if isinstance(error, BrokenPipeError):
-        return PluginError(f"the other end of a pipe or connection is closed ({locate_error(error)})")
-    return error
 
 
 def _report_exit(run: Run, what: str) -> None:

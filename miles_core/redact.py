@@ -1,4 +1,4 @@
-"""Remove credentials from everything that a run writes.
+"""Remove credentials from everything that a run writes, and show control characters on terminals and pages.
 
 Only ``redact`` decides what a credential is. All writers call it: files of the run directory, log handlers, metrics services and
 error messages.
@@ -17,7 +17,7 @@ import string
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -58,28 +58,18 @@ _PARAMETER = re.compile(r"([?&;#])([\w.\-\[\]%]+)=(?!\${)([^&;#\s\"'<>]+)")
 _NO_SECRET = re.compile(r"\d{1,6}|true|false|none|null", re.I)
 _WORD = re.compile(r"[A-Za-z]?[a-z]{1,20}(?:[\-/'][a-z]+)*[.,;:)]*")
 #: Words that follow the name of a flag or entry in a sentence, where a value would be.
-_IN_SENTENCES = frozenset(
-    "a an and are as at be but by can cannot does for from has have here holds if in instead is it its may must needs no not of on only or "
-    "says set should takes that the there to too was when where which will with without".split()
+_IN_SENTENCE = re.compile(
+    r"(?:an?|and|are|as|at|be|but|by|can|cannot|does|for|from|has|have|here|holds|if|in|instead|is|its?|may|must|needs|not?|of|on|only|or|says"
+    r"|set|should|takes|that|the|there|to|too|was|when|where|which|will|with|without)[.,;:]*"
 )
 
 
-def _redact_url(found: re.Match[str]) -> str:
-    return _PARAMETER.sub(_redact_parameter, found[0])
-
-
-def _redact_parameter(found: re.Match[str]) -> str:
-    """Redact the value of a parameter of a URL by its name, or because it looks random."""
+def _redact_parameter(found: re.Match[str], in_url: bool) -> str:
+    """Redact the value of a parameter because of its name; in a URL, also because it looks random. Outside of one, text of other kinds has the
+    same form, such as ``gym:task?key=value``."""
     mark, name, value = found.groups()
-    named = _PARAMETER_NAME.search(name) is not None and _NO_SECRET.fullmatch(value) is None
-    return f"{mark}{name}={MARK}" if named or is_random(value) else found[0]
-
-
-def _redact_loose_parameter(found: re.Match[str]) -> str:
-    """Redact the value of a parameter outside of a URL, where text of other kinds has the same form (``gym:task?key=value``)."""
-    mark, name, value = found.groups()
-    secret = _PARAMETER_NAME.search(name) and not _WORD.fullmatch(value) and not _NO_SECRET.fullmatch(value)
-    return f"{mark}{name}={MARK}" if secret else found[0]
+    named = _PARAMETER_NAME.search(name) and not _NO_SECRET.fullmatch(value) and (in_url or not _WORD.fullmatch(value))
+    return f"{mark}{name}={MARK}" if named or (in_url and is_random(value)) else found[0]
 
 
 def _redact_scheme(found: re.Match[str]) -> str:
@@ -89,24 +79,22 @@ def _redact_scheme(found: re.Match[str]) -> str:
 
 def _redact_entry(found: re.Match[str]) -> str:
     """Redact the value of an entry, unless it is part of a sentence ("password: must be set")."""
-    value, follows = found[2], found.string[found.end() : found.end() + 2]
-    sentence = re.search(r":\s+$", found[1]) and (
-        value in _IN_SENTENCES or (_WORD.fullmatch(value) and re.fullmatch(r" [a-z]", follows))
-    )
-    return found[0] if sentence or _NO_SECRET.fullmatch(value) else f"{found[1]}{MARK}"
+    words = _WORD.fullmatch(found[2]) and re.match(" [a-z]", found.string[found.end() :][:2])
+    sentence = re.search(r":\s+$", found[1]) and (words or _IN_SENTENCE.fullmatch(found[2]))
+    return found[0] if sentence or _NO_SECRET.fullmatch(found[2]) else f"{found[1]}{MARK}"
 
 
 def _redact_flag(found: re.Match[str]) -> str:
     """Redact the value after a flag, unless a sentence goes on there ("--wandb-key is missing", "--wandb-key KEY")."""
-    value = found[2]
-    return found[0] if value.strip(".,;:") in _IN_SENTENCES or re.fullmatch(r"[A-Z_]+", value) else f"{found[1]}{MARK}"
+    sentence = _IN_SENTENCE.fullmatch(found[2]) or re.fullmatch("[A-Z]{1,8}[.,;:)]*", found[2])
+    return found[0] if sentence else f"{found[1]}{MARK}"
 
 
 _Replacement = str | Callable[[re.Match[str]], str]
 _PATTERNS: tuple[tuple[re.Pattern[str], _Replacement], ...] = (
     (re.compile(r"(?i)\b([a-z][a-z0-9+.\-]*://)[^\s/?#@\"'<>]+@"), rf"\1{MARK}@"),  # http://user:password@host
-    (_URL, _redact_url),
-    (_PARAMETER, _redact_loose_parameter),
+    (_URL, lambda url: _PARAMETER.sub(partial(_redact_parameter, in_url=True), url[0])),
+    (_PARAMETER, partial(_redact_parameter, in_url=False)),
     (
         re.compile(r"(?i)((?<!\w)authorization[\"']?\s*[=:]\s*[\"']?(?:bearer|basic)(?:\s+|%20))[A-Za-z0-9+/_.~\-=]+"),
         rf"\1{MARK}",
@@ -150,6 +138,23 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
     return _replace(text, secrets(os.environ if environment is None else environment))
 
 
+#: Control characters except tab and line feed, those that change the direction of text, and halves of surrogate pairs.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def show_controls(text: str) -> str:
+    """Return ``text`` with control characters made visible, for terminals and pages. Texts of models, tools and data may contain any character:
+    raw escape sequences would clear a terminal or change its title, and a page would hide them."""
+    return _CONTROLS.sub(_show_control, text)
+
+
+def _show_control(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code < 0x20:
+        return chr(0x2400 + code)  # the picture of the character
+    return "\u2421" if code == 0x7F else "\ufffd" if 0xD800 <= code < 0xE000 else f"\\u{code:04x}"
+
+
 class RedactingStream(io.TextIOWrapper):
     """A text stream for a process's output that redacts every line. What is written in parts is redacted when its line is complete, or at
     ``flush``. Writes of other languages to the same file descriptor are not seen."""
@@ -176,7 +181,7 @@ class RedactingStream(io.TextIOWrapper):
 
 def show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print a redacted traceback to standard error; for ``sys.excepthook``."""
-    print(redact("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    print(show_controls(redact("".join(traceback.format_exception(kind, error, trace)))), end="", file=sys.stderr)
 
 
 def redact_values(value: Any) -> Any:
@@ -264,7 +269,7 @@ def _holds_credential(name: str) -> bool:
 
 
 class RedactingFormatter(logging.Formatter):
-    """A formatter whose lines, tracebacks included, hold no credentials."""
+    """A formatter whose lines, tracebacks included, hold no credentials and no control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return show_controls(redact(super().format(record)))

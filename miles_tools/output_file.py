@@ -7,19 +7,19 @@ import tempfile
 from pathlib import Path
 
 from miles_core.errors import MilesError
-from miles_core.redact import redact
+from miles_core.redact import redact, show_controls
 
 
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a file in one piece. A symbolic or hard link of that name is replaced: what it leads to keeps its content.
 
     Args:
-        content: bytes, or text from which credentials are removed.
+        content: bytes, or text from which credentials are removed and whose control characters are made visible.
 
     Raises:
         MilesError: the file cannot be written.
     """
-    data = redact(content).encode() if isinstance(content, str) else content
+    data = show_controls(redact(content)).encode() if isinstance(content, str) else content
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=".miles-", dir=path.parent)
         with os.fdopen(descriptor, "wb") as file:

@@ -125,6 +125,7 @@ ROOMS: list[dict[str, str]] = [
         "memory": "core: miles_core.plugin miles_core.trainer",
         "manifest": "core: miles_core miles_core.plugin",
         "speed": "",
+        "known": "",
     },
     {
         "kernels": "core: errors",
@@ -177,37 +178,6 @@ PUBLIC = (
 PLUGINS = {
     p.name: p for where in ("plugins", "examples") for p in sorted((ROOT / where).glob("*/miles_*")) if p.is_dir()
 }
-
-#: Files that import each other, and why they are one idea.
-CIRCLES: dict[tuple[str, ...], str] = {
-    ("transport.checksum", "transport.checksum_kernel"): "a sum and its kernel on a GPU",
-    ("format", "product"): "a plugin's format offers its product",
-    ("activation_form", "format", "product"): "a format, its product and the form of the inputs that the product reads",
-    (
-        "trainer.checkpoint",
-        "trainer.device_memory",
-        "trainer.trainer",
-    ): "the trainer's own checkpoints, on a page of their own, and the memory that it gives back",
-    ("precision.format", "precision.product"): "a format offers its product, a product multiplies a format's codes",
-    (
-        "engine.ahead",
-        "engine.decoder",
-        "engine.engine",
-        "engine.scheduler",
-        "engine.settings",
-    ): "a decoder is one step of the engine over its rows",
-    (
-        "trainer.emulate",
-        "trainer.nonfinite",
-        "trainer.trainer",
-    ): "two rare passes of the trainer, on pages of their own",
-    (
-        "quantized.activation",
-        "quantized.joint_codes",
-        "quantized.linear",
-    ): "inputs are rounded for a product, or by a product that reads codes, alone or with its siblings",
-}
-
 
 @dataclass(frozen=True)
 class Import:
@@ -333,29 +303,31 @@ def test_a_plugin_imports_no_other_plugin(root):
     assert not against, "\n".join(against)
 
 
-def circles(root: str) -> set[tuple[str, ...]]:
-    """Groups of files that import each other, directly or through more files."""
-    edges: dict[str, set[str]] = defaultdict(set)
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The files of one circle of imports, if there is any."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.mark.parametrize("root", [*TABLES, *PLUGINS])
+def test_no_files_import_each_other_in_a_circle(root):
+    graph: dict[str, set[str]] = defaultdict(set)
     for each in imports(root):
         if each.imported.partition(".")[0] == root:
-            edges[each.importer].add(each.imported)
-
-    def reached(start: str) -> set[str]:
-        seen: set[str] = set()
-        todo = [start]
-        while todo:
-            todo += (new := edges[todo.pop()] - seen)
-            seen |= new
-        return seen
-
-    after = {module: reached(module) for module in modules(root)}
-    return {
-        tuple(sorted({m for m in after[module] if module in after[m]} | {module}))
-        for module in modules(root)
-        if module in after[module]
-    }
+            graph[each.importer].add(each.imported)
+    assert not circle_in(graph)
 
 
-def test_files_import_each_other_only_where_two_are_one_idea():
-    found = {group for root in (*TABLES, *PLUGINS) for group in circles(root)}
-    assert {tuple(module.partition(".")[2] for module in group) for group in found} == set(CIRCLES)
+def test_no_benchmarks_import_each_other_in_a_circle():
+    files = {file.stem: file for file in sorted((ROOT / "benchmarks").rglob("*.py"))}
+    graph: dict[str, set[str]] = defaultdict(set)
+    for name, file in files.items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                graph[name] |= files.keys() & {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                graph[name] |= files.keys() & {str(node.module)}
+    assert not circle_in(graph)

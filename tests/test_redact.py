@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import miles_core
+from miles_core.cli.main import main
 from miles_core.errors import ConfigError, MilesError
 from miles_core.observe import log as logs
 from miles_core.redact import (
@@ -57,8 +58,11 @@ def test_headers_flags_and_entries(secret):
         f"--wandb-key {secret} --lr 1",
         f"--judge-api-key={secret}",
         f"password: {secret}",
+        f"password: {secret.upper()}",
+        f"valid_api_key={secret} myApiKey={secret} dbpassword={secret} GET /x?a=1&token={secret}",
     ):
-        assert secret not in redact(text, {})
+        assert secret not in redact(text, {}) and secret.upper() not in redact(text, {})
+    assert "HUNTER" not in redact("password: HUNTERHUNTER and more", {})
     assert redact_values(
         {"api_key": secret, "nested": [{"password": secret}], "command": ["x", "--wandb-key", secret]}
     ) == {
@@ -183,6 +187,18 @@ def test_logs_and_their_tracebacks(tmp_path, monkeypatch, secret):
         logging.getLogger("miles_core.launch").exception("failed with %s", secret)
     written = (tmp_path / "run.log").read_text() + shown.getvalue()
     assert "failed with" in written and secret not in written
+
+
+def test_control_characters_reach_no_terminal(tmp_path, capsys):
+    from rich.console import Console
+
+    shown = io.StringIO()
+    logs.configure(run_dir=tmp_path, console=Console(file=shown))
+    logging.getLogger("miles_core.launch").error("answer %s", "\x1b[2J\x1b]0;x\x07\r\x9b1m\ud800\ttab")
+    for text in (shown.getvalue(), (tmp_path / "run.log").read_text()):
+        assert "answer ␛[2J␛]0;x␇␍\\u009b1m\ufffd\ttab" in text
+    assert main(["train", "--load", "/no/such\x1b[2J"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def test_no_file_of_a_run_holds_a_secret(toy_run, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from miles_core.cli.commands import Commands
 from miles_core.errors import MilesError
-from miles_core.redact import redact, show_exception
+from miles_core.redact import redact, show_controls, show_exception
 from miles_core.version import __version__
 
 DEBUG = "MILES_DEBUG"
@@ -71,7 +71,7 @@ def _explain_path_error(error: OSError) -> str:
 def _print_lines(message: str, notes: Sequence[str]) -> int:
     """Print the message and the notes of an error, and return the exit code of a user error."""
     for text in (f"error: {message}", *notes):
-        print(redact(str(text)), file=sys.stderr)
+        print(show_controls(redact(str(text))), file=sys.stderr)
     return 2
 
 

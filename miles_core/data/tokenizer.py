@@ -21,7 +21,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any:
     if not Path(path).is_dir():
         raise CheckpointError(f"--hf-checkpoint {path}: no such directory; give a local Hugging Face checkpoint")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # Transformers also reads and validates config.json here
         raise CheckpointError(
             f"--hf-checkpoint {path}: its tokenizer cannot be loaded ({first_line(error)})"
@@ -33,7 +33,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any:
             f"--hf-checkpoint {path}: its tokenizer has no end-of-sequence token; set eos_token there"
         )
     if hasattr(tokenizer, "_encode_plus"):
-        tokenizer._encode_plus = _EncodeValid(tokenizer._encode_plus)  # type: ignore[method-assign, assignment]
+        tokenizer._encode_plus = _EncodeValid(tokenizer._encode_plus)
     return tokenizer
 
 

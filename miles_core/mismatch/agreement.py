@@ -26,7 +26,7 @@ STRETCH = 64
 #: Errors below this size (nats) are never judged, and neither are smaller slopes.
 FLOOR = 1e-3
 #: Standard errors that count as chance, of the fractions over all tokens, of those of any stretch, and of the slope.
-_CHANCE, _CHANCE_OF_ANY, _CHANCE_OF_SLOPE = 4.0, 5.0, 5.0
+_CHANCE, _CHANCE_OF_ANY, _CHANCE_OF_SLOPE = 4.0, 5.0, 4.0
 #: Fractions of the trainer's errors below the sizes at which both sides are compared, and the multiple of the first size at which the mean
 #: cuts errors off.
 _SIZES, _CUT = (0.9, 0.97, 1.0), 2.0
@@ -125,7 +125,10 @@ def find_larger(errors: np.ndarray, own: np.ndarray, chance: float) -> str:
     mean, other = float(sides[0].mean()), RATIO * float(sides[1].mean())
     deviation = math.sqrt(sides[0].var() / len(errors) + RATIO**2 * sides[1].var() / len(own))
     if mean > other + chance * deviation:
-        return f"the engine is wrong by {mean:.2g} nats on average of {len(errors)} tokens, where rounding explains {other:.2g}"
+        return (
+            f"the engine is wrong by {errors.mean():.2g} nats on average of {len(errors)} tokens, where rounding explains "
+            f"{RATIO * np.maximum(own, FLOOR / RATIO).mean():.2g}"
+        )
     for size in sizes:
         beyond, expected = float((errors > RATIO * size).mean()), float((own > size).mean())
         both = (beyond * len(errors) + expected * len(own)) / (len(errors) + len(own))

@@ -106,6 +106,11 @@ class FirstSync:
         engine, temperature = parts.serving, self._run.config.rollout.temperature
         needed = {"score"} if temperature == 1 else {"score", "score_temperature"}
         if not needed <= engine.capabilities:
+            log.info(
+                "the engine %s cannot score a given text at temperature %g: only tokens that it generates are checked",
+                self._run.config.run.engine,
+                temperature,
+            )
             return []
         if text.beyond:
             reached = max(map(len, text.sequences))

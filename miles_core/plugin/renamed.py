@@ -25,7 +25,7 @@ PUBLIC = (
         "miles_formats",
         "miles_core.api",
     ),
-    *("miles_workers", "miles_workers.transport", "miles_core.chat", "miles_planner", "miles_testing"),
+    *("miles_workers", "miles_workers.transport", "miles_core.chat", "miles_testing"),
     *("miles_formats.convert", "miles_tools.http_client", "miles_core.observe.bytecode", "miles_formats.native"),
 )
 _FROM = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")

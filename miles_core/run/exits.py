@@ -12,16 +12,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any
 
-_exit = os._exit
-#: The functions to which the other members of the family ``os.exec*`` lead.
-_EXEC = ("execv", "execve")
-
-
-def leave(status: int) -> NoReturn:
-    """End the process at once."""
-    _exit(status)
+#: Ends the process at once.
+leave = os._exit
+#: The functions to which the others of these families lead.
+_ENDING = ("_exit", "execv", "execve")
 
 
 @contextmanager
@@ -34,31 +30,22 @@ def report_exits(report: Callable[[str], None]) -> Iterator[None]:
         report: called in the thread of the call, with such as ``os._exit(0) at judge.py:3``.
     """
     process = os.getpid()
-    previous = {name: getattr(os, name) for name in ("_exit", *_EXEC)}
+    previous = {name: getattr(os, name) for name in _ENDING}
 
-    def end(what: str, status: int) -> NoReturn:
-        caller = sys._getframe(2)
-        with suppress(BaseException):
-            report(f"{what} at {caller.f_code.co_filename}:{caller.f_lineno}")
-            sys.stderr.flush()
-        _exit(status or 1)
-
-    def exit_at_once(status: int) -> NoReturn:
-        if os.getpid() != process:
-            _exit(status)
-        end(f"os._exit({status!r})", status)
-
-    def refuse(name: str) -> Callable[..., Any]:
-        def execute(path: Any, *arguments: Any) -> Any:
+    def replace(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
             if os.getpid() != process:
-                return previous[name](path, *arguments)
-            return end(f"os.{name}({path!r}, ...)", 1)
+                return previous[name](*arguments)
+            caller = sys._getframe(1)
+            with suppress(BaseException):
+                report(f"os.{name}({arguments[0]!r}) at {caller.f_code.co_filename}:{caller.f_lineno}")
+                sys.stderr.flush()
+            leave((name == "_exit" and arguments[0]) or 1)
 
-        return execute
+        return call
 
-    os._exit = exit_at_once
-    for name in _EXEC:
-        setattr(os, name, refuse(name))
+    for name in previous:
+        setattr(os, name, replace(name))
     try:
         yield
     finally:

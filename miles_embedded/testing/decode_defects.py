@@ -28,7 +28,7 @@ def _logits(change: Callable[[Tensor, Any], Tensor]) -> Callable[[Any], None]:
     return plant
 
 
-def _drawn(change: Callable[[Tensor], Tensor]) -> Callable[[Any], None]:
+def _draw_defect(change: Callable[[Tensor], Tensor]) -> Callable[[Any], None]:
     """Change the logits that tokens are sampled from; they are reported with the right ones."""
 
     def plant(engine: Any) -> None:
@@ -142,7 +142,7 @@ NAMED = (
     Defect("generated: one token's logit + 2", "qwen3", _logits(_one_token), generating=True),
     Defect("generated: rotary position + 1", "qwen3", _while_decoding(lambda run, ids, at, call: run(ids, at + 1, call)), generating=True),
     Defect("generated: temperature applied twice", "qwen3", _logits(lambda logits, rows: logits / 0.7), {}, True, _COLD),
-    Defect("generated: temperature applied twice in draws only", "qwen3", _drawn(lambda logits: logits / 0.7), {}, True, _COLD),
+    Defect("generated: temperature applied twice in draws only", "qwen3", _draw_defect(lambda logits: logits / 0.7), {}, True, _COLD),
 )  # fmt: skip
 
 #: Defects of the tokens that an engine generates.
@@ -151,11 +151,11 @@ GENERATING = (
     Defect("generated: attention scale x 1.05", "llama", _scaled_attention, generating=True),
     Defect("generated: last norm without its factors", "llama", _without_last_norm, generating=True),
     Defect("generated: repetition penalty 1.1", "qwen3", _logits(_repetition), generating=True),
-    Defect("generated: improbable tokens cut off", "qwen3", _drawn(_minimum), generating=True),
-    Defect("generated: temperature ignored in draws", "qwen3", _drawn(lambda logits: logits * 0.7), {}, True, _COLD),
+    Defect("generated: improbable tokens cut off", "qwen3", _draw_defect(_minimum), generating=True),
+    Defect("generated: temperature ignored in draws", "qwen3", _draw_defect(lambda logits: logits * 0.7), {}, True, _COLD),
     Defect("generated: reported at another temperature", "qwen3", _reported(lambda p: p * 0.7), generating=True),
     Defect("generated: greedy takes the second", "qwen3", _second_best, generating=True),
     Defect("generated: the last row has another's logits", "llama", _other_rows, generating=True),
-    Defect("generated: one token's logit + 2 in draws", "qwen3", _drawn(lambda logits: _one_token(logits, ())), generating=True),
+    Defect("generated: one token's logit + 2 in draws", "qwen3", _draw_defect(lambda logits: _one_token(logits, ())), generating=True),
     Defect("generated: with top-p, reported x 1.1", "qwen3", _reported(lambda p: p * 1.1), {}, True, _TRUNCATED),
 )  # fmt: skip

@@ -29,7 +29,7 @@ from miles_core.observe.terminal import is_graded
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.panel import Panel
 from miles_core.plugin.plan import Plan
-from miles_core.redact import redact
+from miles_core.redact import redact, show_controls
 from miles_core.run.ending import ENDING
 from miles_core.version import __version__
 from miles_tools.output_file import make_folder, write_file
@@ -119,7 +119,7 @@ def _page(
         version=__version__,
         made=time.strftime("%Y-%m-%d %H:%M"),
     )
-    return redact(page)
+    return show_controls(redact(page))
 
 
 def _insert_images(page: str, images: Mapping[str, bytes]) -> bytes:

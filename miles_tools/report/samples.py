@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from miles_core.redact import show_controls
 from miles_tools.report.conversation import turns_of
 from miles_tools.samples.files import KINDS, read_file, rollout_files
 
@@ -72,12 +73,21 @@ def _within(entries: list[dict[str, Any]], budget: int) -> list[str]:
     first += [max(order, key=lambda i: entries[i]["gap"] or 0.0)] if order else []
     taken: dict[int, str] = {}
     for i in dict.fromkeys((*first, *order)):
-        text = json.dumps(entries[i], separators=(",", ":"), allow_nan=False)
+        text = json.dumps(_show(entries[i]), separators=(",", ":"), allow_nan=False)
         budget -= len(text) + 1
         if budget < 0 and taken:
             break
         taken[i] = text
     return [taken[i] for i in sorted(taken)]
+
+
+def _show(value: Any) -> Any:
+    """Make the control characters of all texts visible: as JSON they would come back raw in the page."""
+    if isinstance(value, str):
+        return show_controls(value)
+    if isinstance(value, dict):
+        return {show_controls(key): _show(item) for key, item in value.items()}
+    return [_show(item) for item in value] if isinstance(value, list) else value
 
 
 def _entry(row: Mapping[str, Any], kind: str, reward_key: str | None) -> dict[str, Any]:

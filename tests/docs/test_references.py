@@ -14,7 +14,7 @@ def folders():
     for folder, inner, names in os.walk(ROOT):
         inner[:] = sorted(name for name in inner if not name.startswith(".") and name not in ("build", "dist"))
         texts = [Path(folder, name) for name in sorted(names) if name.endswith((".py", ".md", ".toml"))]
-        if texts := [text for text in texts if text.name not in ("CHANGELOG.md", "test_references.py")]:
+        if texts := [text for text in texts if text.name not in ("CHANGELOG.md", "test_references.py", "renamed.toml")]:
             yield Path(folder).relative_to(ROOT).as_posix(), texts
 
 

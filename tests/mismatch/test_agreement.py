@@ -1,56 +1,95 @@
 """Statistics that tell another function from rounding."""
 
-import math
-
 import numpy as np
 import pytest
 
-from miles_core.mismatch.agreement import STRETCH, compare
+from miles_core.mismatch.agreement import FLOOR, RATIO, STRETCH, compare, expected_errors
+from miles_core.mismatch.generated import judge_draws, judge_greedy
+
+TOKENS = 640
 
 
-def scores(tokens=320, seed=0):
-    draw = np.random.default_rng(seed)
-    return draw.normal(-6, 3, tokens)
+def scores(seed=0):
+    return np.random.default_rng(seed).normal(-6, 3, TOKENS)
 
 
-def test_equal_scores():
-    found = compare([scores()], [scores()])
-    assert (found.median, found.stretch, found.slope) == (0, 0, 0) and found.tokens == 320
+def noise(size, seed=0):
+    return np.random.default_rng(100 + seed).normal(0, size, TOKENS)
 
 
-def test_a_scale_shows_in_the_slope_though_the_mean_is_the_same():
-    trainer = scores()
-    engine = 0.97 * trainer + 0.03 * trainer.mean()
-    found = compare([engine], [trainer])
-    assert abs((engine - trainer).mean()) < 1e-9
-    assert found.slope == pytest.approx(-0.03, abs=1e-3)
+def judged(engine, own, reference=None):
+    reference = scores() if reference is None else reference
+    return compare([reference + engine], [reference + own], [reference]).find_excess()
 
 
-def test_noise_has_no_slope_beyond_its_error():
+def test_errors_as_large_as_the_trainers_are_rounding_whatever_their_size():
     for seed in range(20):
-        noise = np.random.default_rng(100 + seed).normal(0, 0.1, 320)
-        found = compare([scores(seed=seed) + noise], [scores(seed=seed)])
-        assert abs(found.slope) < 4 * found.slope_error < 0.05
+        size = 0.01 * 10 ** (seed % 3)
+        assert not judged(noise(size, seed), noise(size, 50 + seed))
 
 
-def test_a_difference_behind_a_position_shows_in_a_stretch():
+def test_larger_errors_are_named_with_both_numbers():
+    (phrase,) = judged(noise(0.1), noise(0.03, 1))
+    assert "wrong by 0.0" in phrase and "on average of 640 tokens" in phrase and "rounding explains 0.03" in phrase
+
+
+def test_routes_that_both_sides_change_are_rounding():
+    """One token of 20 is routed to other experts, on other tokens of either side."""
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        sides = [noise(0.02, seed + 40 * n) + (draw.random(TOKENS) < 0.05) * draw.normal(0, 2, TOKENS) for n in (0, 1)]
+        assert not judged(*sides)
+
+
+def test_some_wrong_tokens_are_found_though_the_median_is_zero():
+    wrong = np.where(np.arange(TOKENS) % 20 == 0, 0.5, 0.0)
+    (phrase,) = judged(wrong, np.zeros(TOKENS))
+    assert "at 5% of 640 tokens, where rounding explains 0%" in phrase or "on average" in phrase
+
+
+def test_an_effect_behind_a_position_is_found_there():
+    draw = np.random.default_rng(0)
+    tokens = 80 * STRETCH
+    behind = draw.normal(0, 0.03, tokens) + 0.07 * (np.arange(tokens) >= tokens - STRETCH)
+    (phrase,) = judged(behind, draw.normal(0, 0.03, tokens), draw.normal(-6, 3, tokens))
+    assert phrase.startswith(f"from position {tokens - STRETCH} of sequence 0 on")
+
+
+def test_a_scale_shows_in_the_slope():
     trainer = scores()
-    engine = trainer + 0.5 * (np.arange(320) >= 256)
-    found = compare([trainer[:20], engine], [trainer[:20], trainer])
-    assert found.median == 0 and found.stretch == pytest.approx(0.5)
-    assert (found.sequence, found.position) == (1, 256)
+    found = judged(-0.03 * (trainer - trainer.mean()) + noise(0.05), noise(0.05, 1))
+    assert any("times as far apart" in phrase for phrase in found)
 
 
-def test_the_few_tokens_whose_route_flipped_do_not_count():
-    trainer = scores()
-    engine = trainer + 3.0 * (np.arange(320) % 10 == 0)
-    found = compare([engine], [trainer])
-    assert found.median == 0 and found.stretch == 0 and abs(found.slope) < 1e-9
+def test_what_is_no_number_is_named():
+    engine = scores()
+    engine[3] = np.nan
+    assert compare([engine], [scores()], [scores()]).find_excess() == ["some log-probabilities are not finite numbers"]
+    assert compare([], []).find_excess() == []
 
 
-def test_numbers_that_are_not_finite_and_no_tokens():
-    assert not compare([np.array([np.nan, 1.0])], [np.zeros(2)]).finite
-    assert compare([], []).tokens == 0
-    short = compare([np.ones(3)], [np.zeros(3)])
-    assert short.stretch == 1 and math.isinf(short.slope_error)
-    assert compare([np.zeros(STRETCH)], [np.zeros(STRETCH)]).stretch == 0
+def test_without_a_reference_the_declared_errors_are_allowed():
+    expected = expected_errors(TOKENS, 0.04)
+    assert not compare([scores() + expected], [scores()], own=0.04).find_excess()
+    assert compare([scores() + 2 * RATIO * expected], [scores()], own=0.04).find_excess()
+    assert not compare([scores() + FLOOR / 2], [scores()], own=0.0).find_excess()
+
+
+@pytest.mark.parametrize(("power", "word"), [(1.0, ""), (1 / 0.7, "likely"), (0.7, "unlikely")])
+def test_draws_of_another_temperature_are_implausible(power, word):
+    draw = np.random.default_rng(0)
+    logits = draw.normal(0, 2, (500, 50))
+    log_probs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    drawn = np.exp(power * log_probs)
+    drawn /= drawn.sum(1, keepdims=True)
+    tokens = [draw.choice(50, p=row) for row in drawn]
+    chosen = log_probs[np.arange(500), tokens]
+    found = judge_draws([chosen], [-(np.exp(log_probs) * log_probs).sum(1)])
+    assert bool(found) == bool(word) and (not word or f"too {word}" in found[0])
+
+
+def test_a_greedy_token_may_be_second_within_rounding():
+    own = noise(0.02)
+    assert not judge_greedy([np.abs(noise(0.02, 1))[:100]], own)
+    (phrase,) = judge_greedy([np.where(np.arange(100) % 4 == 0, 0.5, 0.0)], own)
+    assert "not the most likely" in phrase

@@ -12,11 +12,11 @@ from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.trainer.trainer import EmbeddedTrainer
 from miles_speculative.checkpoint import with_mtp
 from miles_testing import toy_files
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 FP8 = {"rollout_precision": "fp8", "emulate_precision": True}
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}
-APART = {"plugins": [apart.__file__], "runtime": "apart"}
+APART = {"plugins": [remote.__file__], "runtime": "remote"}
 LONG = {"rollout_max_response_len": 24, "rollout_temperature": 0.5}
 
 

@@ -1,8 +1,9 @@
 """The text that both sides score is longer than what a model changes at."""
 
+import numpy as np
 import pytest
 
-from miles_core.mismatch.probe_text import BEHIND, FEWEST, MOST_ON_CPU, probe_text
+from miles_core.mismatch.probe_text import BEHIND, FEWEST, MOST_ON_CPU, TOTAL, probe_text
 from miles_core.plugin.boundaries import boundaries
 
 
@@ -42,5 +43,14 @@ def test_tokens_are_the_runs_prompts_and_ordinary_ids():
     made = probe_text({"eos_token_id": [1, 2], "image_token_id": 3}, [[7, 8], [9]], 12, 4096, on_cpu=True)
     assert made.sequences[0][:3] == [7, 8, 9]
     drawn = {token for sequence in made.sequences for token in sequence[3:]}
-    assert drawn <= set(range(12)) - {1, 2, 3} and len(drawn) == 9
+    assert drawn == set(range(12)) - {1, 2, 3}
     assert made == probe_text({"eos_token_id": [1, 2], "image_token_id": 3}, [[7, 8], [9]], 12, 4096, on_cpu=True)
+
+
+def test_random_tokens_come_from_all_parts_of_the_vocabulary_and_are_enough_for_all_experts():
+    made = probe_text({}, [], 150_000, 4096, on_cpu=True)
+    tokens = np.sort([token for sequence in made.sequences for token in sequence])
+    assert TOTAL <= len(tokens) < 2 * TOTAL and np.diff(tokens).max() < 2.1 * 150_000 / len(tokens)
+    many = probe_text({}, [], 150_000, 4096, on_cpu=True, groups=128)
+    assert sum(map(len, many.sequences)) >= 16 * 128
+    assert probe_text({}, [], 150_000, 4096, on_cpu=True, attempt=1) != made

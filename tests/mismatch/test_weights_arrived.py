@@ -8,7 +8,7 @@ from miles_core.errors import MismatchError
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.weights import Weights
 from miles_embedded.manifest import plugin as EMBEDDED
-from miles_testing.doubles import apart
+from miles_testing.doubles import remote
 
 FP8 = {"rollout_precision": "fp8", "train_precision": "fp8", "emulate_precision": True}
 STALE = "layers.1.self_attn.k_proj"
@@ -52,14 +52,14 @@ SOUND = {
     "fp8 rollout": (["fp8"], {"rollout_precision": "fp8", "emulate_precision": True, "dtype": "bfloat16"}),
     "int4": (["int4"], {"rollout_precision": "int4", "int4_group_size": 16}),
     "shared": ([], {"use_zero_copy_sync": True}),
-    "worker": ([apart.__file__], {"runtime": "apart"}),
+    "worker": ([remote.__file__], {"runtime": "remote"}),
     "staged": (
-        [apart.__file__],
-        {"runtime": "apart", "use_zero_copy_sync": True, "async_weight_sync": True, "schedule": "async"},
+        [remote.__file__],
+        {"runtime": "remote", "use_zero_copy_sync": True, "async_weight_sync": True, "schedule": "async"},
     ),
     "delta": (
-        [apart.__file__],
-        {"runtime": "apart", "use_zero_copy_sync": True, "dtype": "bfloat16", "lr": 1e-6, "apart_engines": 2},
+        [remote.__file__],
+        {"runtime": "remote", "use_zero_copy_sync": True, "dtype": "bfloat16", "lr": 1e-6, "remote_engines": 2},
     ),
     "lora": (["lora"], {"lora_rank": 2, "lr": 1e-2}),
     "colocated": ([], {"colocate": True}),
@@ -71,7 +71,7 @@ def test_every_tensor_of_a_sound_run_arrives(case, toy_run, monkeypatch):
     asked = watch(monkeypatch)
     plugins, options = SOUND[case]
     toy_run(plugins, steps=2, self_check=True, **options)
-    assert len(asked) == 3 * options.get("apart_engines", 1)  # one question per sync and engine
+    assert len(asked) == 3 * options.get("remote_engines", 1)  # one question per sync and engine
     assert len({len(names) for names in asked}) == 1 and len(asked[0]) > 10
 
 
@@ -104,7 +104,7 @@ def unknown_layout(monkeypatch):
     monkeypatch.setattr(EmbeddedEngine, "capabilities", UNKNOWN)
 
 
-@pytest.mark.parametrize("plugins", [[], [apart.__file__]])
+@pytest.mark.parametrize("plugins", [[], [remote.__file__]])
 def test_an_engine_of_unknown_layout_is_judged_by_how_its_scores_move(plugins, toy_run, unknown_layout, monkeypatch):
     begin = Weights.begin_update
 
@@ -115,7 +115,7 @@ def test_an_engine_of_unknown_layout_is_judged_by_how_its_scores_move(plugins, t
             update.take = lambda units: take(u for u in units if update._loader._find_view(u.name) is None)
         return update
 
-    runtime = {"runtime": "apart"} if plugins else {}
+    runtime = {"runtime": "remote"} if plugins else {}
     toy_run(plugins, self_check=True, steps=3, lr=1e-2, **runtime)
     monkeypatch.setattr(Weights, "begin_update", keep)
     with pytest.raises(MismatchError, match=r"stale weights: version 1 .* still serves the previous weights"):

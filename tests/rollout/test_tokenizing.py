@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from miles_core.chat import tokenizing
+from miles_core.rollout import tokenizing
 from miles_core.plugin import DataError
 from miles_core.rollout.tokenizing import tokenize
 

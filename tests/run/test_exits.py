@@ -25,7 +25,7 @@ with report_exits(lambda what: print("ended by", what)):
     [
         ("os._exit(0)", 1, "ended by os._exit(0) at <string>:5"),
         ("os._exit(7)", 7, "ended by os._exit(7) at <string>:5"),
-        ("os.execv('/bin/true', ['true'])", 1, "ended by os.execv('/bin/true', ...) at <string>:5"),
+        ("os.execv('/bin/true', ['true'])", 1, "ended by os.execv('/bin/true') at <string>:5"),
         ("os.execlp('true', 'true')", 1, "ended by os.exec"),
         ("os.waitpid(os.fork() or os._exit(0), 0)", 0, "goes on"),
         ("os.waitpid(os.fork() or os.execv('/bin/true', ['true']), 0)", 0, "goes on"),
@@ -41,7 +41,7 @@ def test_functions_that_end_the_process_at_once(call, status, words):
 
 def test_a_reward_that_ends_the_process_does_not_end_as_success(tmp_path):
     (tmp_path / "judge.py").write_text(
-        "import os\ndef reward(args, sample):\n    if sample.index == 5:\n        os._exit(0)\n    return 1.0\n"
+        "import os\ndef reward(args, sample):\n    if sample.index == 10:\n        os._exit(0)\n    return 1.0\n"
     )
     words = toy_arguments(
         directory=tmp_path / "run", steps=3, save_interval=1, custom_rm_path=tmp_path / "judge.py", log_level="info"

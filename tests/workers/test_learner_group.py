@@ -82,7 +82,7 @@ def test_groups_are_divided_over_replicas_and_one_rank_of_each_is_counted(group)
 
 
 def test_log_probs_come_back_in_the_order_of_the_samples(group):
-    made = group({"log_probs": lambda number, mine, emulation: [np.full(2, s.index) for s in mine]})
+    made = group({"columns": lambda number, mine, *more: [{"log_probs": np.full(2, s.index)} for s in mine]})
     found = asyncio.run(made.log_probs(samples()))
     assert [row[0] for row in found] == list(range(8))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from miles_core.chat import tokenize
@@ -89,7 +90,8 @@ async def _place(prompt: str | list[int], session: Session) -> tuple[Turn | None
             and turn.response.finish == "stop"
             and turn.response.tokens[-1] not in session.ask.tokenizer.all_special_ids
         ):
-            return turn, await tokenize(lambda: session.ask.tokenizer.encode(rest, add_special_tokens=False), rest)
+            encode = partial(session.ask.tokenizer.encode, rest, add_special_tokens=False)
+            return turn, await tokenize(encode, rest)
         session.counts["branch_stop_token" if rest else "branch_prefill"] += 1
         break
     else:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from miles_core.chat import tokenizing
+from miles_core.rollout import tokenizing
 from miles_core.data import Renderer
 from miles_endpoint import testing as C
 from miles_endpoint.rollout import _find_fault as reward_fault

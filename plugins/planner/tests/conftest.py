@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PUBLISHED = Path(__file__).parents[1] / "published"
+PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
 
 
 @pytest.fixture

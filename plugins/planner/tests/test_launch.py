@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from miles_core.plugin import ConfigError, PlanError
-from miles_planner.commands import plan
+from miles_core.cli.plan import run as plan
 from miles_planner.launch.command import paths_outside, run
 from miles_planner.launch.job import Job
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RUN = [
     "--runtime",
     "ray",

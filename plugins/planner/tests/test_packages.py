@@ -4,7 +4,7 @@ import pytest
 
 from miles_core.plugin import ConfigError
 from miles_planner import packages
-from miles_planner.commands import plan
+from miles_core.cli.plan import run as plan
 from miles_planner.launch.command import run
 
 
@@ -16,7 +16,7 @@ def without_parts(monkeypatch):
 
 
 def test_a_search_names_one_command_that_installs_all_missing_plugins(without_parts, monkeypatch):
-    monkeypatch.chdir(packages.Path(packages.__file__).parents[1])
+    monkeypatch.chdir(packages.Path(packages.__file__).parents[3])
     with pytest.raises(ConfigError) as caught:
         plan(["--search", "--hardware", "256xH200", "--hf-checkpoint", "x", "--trainer", "embedded"])
     assert str(caught.value).endswith("pip install --no-deps ./plugins/ray ./plugins/sglang")

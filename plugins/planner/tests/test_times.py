@@ -17,7 +17,7 @@ from miles_planner.step_time import step_time, sync_seconds
 from miles_planner.training_time import stage_seconds, training_time
 from miles_planner.workload import Workload, response_lengths
 
-ROOT, BUCKETS = Path(__file__).parents[2], "buckets"
+ROOT, BUCKETS = Path(__file__).parents[3], "buckets"
 H200 = rates_of("H200")
 
 

@@ -170,7 +170,8 @@ def test_without_the_plugin_the_estimator_names_who_provides_it():
 
 ESTIMATOR = """
 from miles_core.plugin import Plugin
-from miles_core.trainer import Needs, at_last_token, gae
+from miles_core.trainer import Needs, Objective
+from miles_ppo.ppo import estimate
 
 plugin = Plugin(
     name="mc", summary="lambda 1", version="1", core=">=0", provides={"advantage": {"mc": "make", "blind": "blind"}}
@@ -179,11 +180,9 @@ plugin = Plugin(
 
 def make():
     def advantage(inputs):
-        rewards = at_last_token(inputs.rewards, inputs.mask, inputs.lengths)
-        return gae(rewards, inputs.batch.column("values").double(), inputs.mask, inputs.lengths, 1.0, 1.0)[0]
+        return estimate(inputs, inputs.batch.column("values"))[0]
 
-    advantage.needs = Needs(old=False, whole_step=False, columns=("values",))
-    return advantage
+    return Objective(advantage, needs=Needs(old=False, whole_step=False, columns=("values",)))
 
 
 def blind():

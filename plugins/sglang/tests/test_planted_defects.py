@@ -10,8 +10,10 @@ import pytest
 from sglang_scheduler_double import SchedulerModel
 
 from miles_core.plugin import MismatchError
-from miles_embedded.testing.defects import DEFECTS, Defect
+from miles_embedded.testing.decode_defects import NAMED
+from miles_embedded.testing.defects import DEFECTS, Defect, planted
 
+GENERATED = [defect for defect in NAMED if not defect.options]
 OPTIONS = {"engine": "sglang", "device": "cpu", "self_check": True, "steps": 0}
 
 
@@ -34,6 +36,13 @@ def test_a_planted_defect_stops_the_run(defect: Defect, toy_run: Any, sglang_wit
     words = "did not reach lm_head.weight of SGLang's SchedulerModel" if "head" in defect.name else "compute different"
     with pytest.raises(MismatchError, match=words):
         toy_run(family=defect.family, sizes=dict(defect.sizes), **OPTIONS)
+
+
+@pytest.mark.parametrize("defect", GENERATED, ids=lambda defect: defect.name)
+def test_a_defect_of_generated_tokens_stops_the_run(defect: Defect, toy_run: Any, sglang_with: Any) -> None:
+    sglang_with(SchedulerModel)
+    with planted(defect), pytest.raises(MismatchError, match="generated with the same weights"):
+        toy_run(family=defect.family, **OPTIONS, **defect.options)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
@@ -77,4 +86,4 @@ def test_the_benchmark_tries_the_defect_and_watches_sound_runs(monkeypatch: Any)
     defect = next(d for d in DEFECTS if d.name == "logit scale .97")
     assert "engine sglang and trainer embedded compute different" in planted_defects.stopped_by("sglang", defect)
     found = planted_defects.sound(steps=0, family="llama")
-    assert found["stopped"] == "" and 0 <= found["share"] < 0.5 and found["seconds"] > 0
+    assert found["stopped"] == "" and len(found["errors"]) == 2 and found["seconds"] > 0

@@ -208,7 +208,7 @@ def test_addresses_that_are_no_mcp_servers_are_one_sentence(box, logged, kind, b
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as page:
         threading.Thread(target=page.serve_forever, daemon=True).start()
-        with pytest.raises(ConfigError, match="the MCP server demo .* cannot be reached: ") as caught:
+        with pytest.raises(ConfigError, match=r"the MCP server demo .* cannot be reached: ") as caught:
             asyncio.run(call_all(box(url=f"http://127.0.0.1:{page.server_port}/mcp")))
         page.shutdown()
     assert "\n" not in str(caught.value) and not [record for record in logged if record.exc_info]

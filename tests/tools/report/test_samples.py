@@ -120,4 +120,22 @@ def test_nothing_that_a_model_wrote_becomes_markup(tmp_path):
     assert not [attrs for _, attrs in Tags.tags if "onerror" in attrs or attrs.get("src") == "x"]
     assert not [attrs for _, attrs in Tags.tags if "http" in str(attrs.get("src")) + str(attrs.get("href"))]
     (entry,) = json.loads(Tags.data)
-    assert entry["prompt"] == entry["label"] == entry["pieces"][0] == EVIL and list(entry["parts"]) == [EVIL]
+    shown = EVIL.replace("\ud800", "\ufffd")
+    assert entry["prompt"] == entry["label"] == entry["pieces"][0] == shown and list(entry["parts"]) == [shown]
+
+
+def test_control_characters_are_visible(tmp_path):
+    """ANSI sequences, NUL, C1 controls and directions of text, in texts of samples and in what the page says about the run."""
+    odd = "a\x1b]0;title\x07\x1b[2J\x00\x9b31m\u202eb\x7f\r\tc\n"
+    rows = [
+        sample(0, prompt=odd, pieces=[odd, "b"], label=odd, status=odd, metadata={"turns": [{"start": 0, "end": 1}]})
+    ]
+    keep(tmp_path, 3, rows)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 1.0}) + "\n")
+    (tmp_path / "config.yaml").write_text(json.dumps({"run": {"model_name": odd}}))
+    (tmp_path / "ending.json").write_text(json.dumps({"why": f"ended by {odd}", "step": 1, "of": 2}))
+    page = report(tmp_path).read_text()
+    raw = [c for c in page if (ord(c) < 32 and c not in "\t\n") or 127 <= ord(c) < 160 or c == "\u202e"]
+    assert not raw
+    found = json.loads(browser(tmp_path, None)["data"])[0]
+    assert found["pieces"][0] == "a␛]0;title␇␛[2J␀\\u009b31m\\u202eb␡␍\tc\n" == found["prompt"] == found["label"]

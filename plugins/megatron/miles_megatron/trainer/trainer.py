@@ -121,9 +121,7 @@ class MegatronTrainer(Trainer):
         plain = build_chunks(a, s, self.config, settings.longest)
         self.mtp = None if mtp is None else Mtp(mtp, a, s, self.config, plain)
         modules: list[nn.Module] = plain if self.mtp is None else [*plain, self.mtp.layer]
-        if (
-            a.qk_norm == "whole"
-        ):  # norm weights are sharded by head, but Megatron-Core would sum their gradients by name
+        if a.qk_norm == "whole":  # sharded by head, but Megatron-Core would sum the gradients by name
             self.config.qk_layernorm = False
         sort_once(modules, s)
         if has_transformer_engine():

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from miles_core.cli.plan import collect_facts
 from miles_core.plugin import ConfigError, redact
-from miles_planner.hardware import check_hardware
+from miles_core.cli.plan import check_hardware
 from miles_planner.launch.job import Job
 from miles_planner.packages import check_packages
 
