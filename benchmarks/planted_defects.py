@@ -9,13 +9,15 @@ runs that were stopped. The exit code is 1 when a defect passed or a sound run w
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,11 @@ import sglang_double
 import sglang_scheduler_double
 
 import miles_sglang
+from miles_core.config.load import load
 from miles_core.errors import MilesError, PlanError
+from miles_core.run.make import make_run
+from miles_core.run.parts import build_parts
+from miles_core.run.prepare import apply_plan, prepare
 from miles_embedded.engine import build as engine_build
 from miles_embedded.testing.decode_defects import GENERATING
 from miles_embedded.testing.defects import Defect, planted
@@ -38,6 +44,7 @@ from miles_embedded.testing.more_defects import INVISIBLE, MODELS
 from miles_mismatch import first_sync
 from miles_sglang import build as sglang_build
 from miles_testing import tiny, toy_run
+from miles_testing.toy import toy_arguments
 
 FORMATS = ("fp8", "mxfp8", "int4", "nvfp4")
 #: Families whose models the double of SGLang's schedulers holds.
@@ -62,6 +69,21 @@ def double(make: Callable[[Path], Any] = sglang_scheduler_double.SchedulerModel)
         yield
 
 
+def start(plugins: Sequence[str] = (), **flags: Any) -> None:
+    """Build the parts of a toy run, sync once, and compare both sides as a run does before its first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = load(toy_arguments(plugins, Path(folder) / "run", **flags))
+        plan, catalogue = prepare(config)
+        run = make_run(apply_plan(config, plan), plan, catalogue, Path(folder))
+
+        async def compare() -> None:
+            async with build_parts(run) as (parts,):
+                run.policy.version = (await parts.learner.push(0)).version
+                await first_sync.FirstSync(run)(parts)
+
+        asyncio.run(compare())
+
+
 def own_head(checkpoint: Path) -> Any:
     return sglang_scheduler_double.SchedulerModel(checkpoint, own_head=True, takes_head=False)
 
@@ -81,7 +103,9 @@ def stopped_by(engine: str, defect: Defect, sizes: Mapping[str, Any] | None = No
         checkpoint = defect.checkpoint(Path(folder) / "model", **(sizes or {}))
         try:
             with nullcontext() if by_update and engine == "sglang" else planted(defect):
-                toy_run(steps=0, self_check=True, hf_checkpoint=checkpoint, **defect.options, **flags)
+                # what an update has to reach is checked by the run
+                begin = partial(toy_run, steps=0, self_check=True) if by_update else start
+                begin(hf_checkpoint=checkpoint, **defect.options, **flags)
         except PlanError:
             raise
         except MilesError as error:
@@ -127,7 +151,7 @@ def sound(**flags: Any) -> dict[str, Any]:
         patch.setattr(first_sync.FirstSync, "_judge", watched)
         patch.setattr(first_sync.FirstSync, "__call__", timed)
         try:
-            toy_run(self_check=True, **flags)
+            toy_run(self_check=True, **flags) if "schedule" in flags else start(**flags)
         except PlanError:
             return {"refused": True}
         except MilesError as error:
@@ -148,26 +172,26 @@ def sound_runs() -> Iterator[tuple[str, dict[str, Any]]]:
                 checkpoint = tiny.random_checkpoint(config, Path(folder) / "model", seed, biases=0.3 * seed)
                 for dtype in ("float32", "bfloat16"):
                     label = f"{family}{', changed' if change else ''}, seed {seed}, {dtype}"
-                    yield label, sound(steps=0, hf_checkpoint=checkpoint, dtype=dtype)
+                    yield label, sound(hf_checkpoint=checkpoint, dtype=dtype)
     for family in DOUBLED:
         with double():
-            yield f"sglang, {family}, float32", sound(steps=0, family=family, engine="sglang", device="cpu")
+            yield f"sglang, {family}, float32", sound(family=family, engine="sglang", device="cpu")
     for rollout in FORMATS:
         for train in ("bf16", rollout):
             for family in ("qwen3", "qwen3_moe"):
                 precision = {"rollout_precision": rollout, "train_precision": train, "emulate_precision": True}
                 for dtype in ("float32", "bfloat16"):
                     label = f"{family}, {rollout} x {train}, {dtype}"
-                    yield label, sound(plugins=[rollout], steps=0, family=family, sizes=SIZES, dtype=dtype, **precision)
+                    yield label, sound(plugins=[rollout], family=family, sizes=SIZES, dtype=dtype, **precision)
     for cache in ("float8_e4m3fn", "float8_e5m2"):
-        yield f"cache {cache}", sound(steps=0, kv_cache_dtype=cache, dtype="bfloat16")
-    for options in (
+        yield f"cache {cache}", sound(kv_cache_dtype=cache, dtype="bfloat16")
+    for sampling in (
         {"rollout_temperature": 0.7},
         {"rollout_top_p": 0.8},
         {"rollout_top_k": 5},
         {"rollout_temperature": 1.3},
     ):
-        yield f"{options}", sound(steps=0, dtype="bfloat16", **options)
+        yield f"{sampling}", sound(dtype="bfloat16", **sampling)
     for schedule in ("sync", "ahead", "async"):
         yield f"schedule {schedule}", sound(steps=2, schedule=schedule)
 
@@ -177,7 +201,11 @@ def main() -> int:
     torch.set_num_threads(given.threads)
     logging.disable(logging.CRITICAL)
     engine_build.self_check = lambda model: None  # it is judged by its own tests
-    runs = {label: result for label, result in sound_runs() if "refused" not in result}
+    runs: dict[str, dict[str, Any]] = {}
+    for label, result in sound_runs():
+        if "refused" not in result:
+            runs[label] = result
+            print(f"{label}: {result}", flush=True)
     false = [label for label, result in runs.items() if result["stopped"]]
     slowest = max(result["seconds"] for result in runs.values())
     print(

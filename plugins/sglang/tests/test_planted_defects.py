@@ -85,5 +85,5 @@ def test_the_benchmark_tries_the_defect_and_watches_sound_runs(monkeypatch: Any)
 
     defect = next(d for d in DEFECTS if d.name == "logit scale .97")
     assert "engine sglang and trainer embedded compute different" in planted_defects.stopped_by("sglang", defect)
-    found = planted_defects.sound(steps=0, family="llama")
+    found = planted_defects.sound(family="llama")
     assert found["stopped"] == "" and len(found["errors"]) == 2 and found["seconds"] > 0
