@@ -21,6 +21,7 @@ from miles_core.run.model_check import check_model
 from miles_core.run.prepare import apply_plan, localise, prepare
 from miles_core.run.problems import Problems
 
+
 def plan_run(given: Config) -> tuple[Config, Plan, Catalogue]:
     """Resolve a user's configuration: download the models it names, resolve its plan and apply the plan's settings.
 
