@@ -64,7 +64,10 @@ plugin = Plugin(
         },
         "prompt_file": {"parquet": "miles_tools.parquet:ParquetFile"},
         "help": {"train": "miles_tools.help:help_text"},
-        "correction": {"command_line": "miles_tools.command_line:correct"},
+        "correction": {
+            "command_line": "miles_tools.command_line:correct",
+            "foreign_option": "miles_tools.command_line:explain",
+        },
         "samples": {"read": "miles_tools.samples.files:read_rollouts"},
         "record": {"environment": "miles_tools.environment:write_environment"},
         "report": {"html": "miles_tools.report.report:report"},

@@ -39,7 +39,9 @@ def _examine_formats(config: Config, manifests: Mapping[str, Plugin]) -> None:
     formats = {config.rollout.precision, config.train.precision} - {_PLAIN}
     if directory is None or not formats or not any(Path(directory).glob("*.safetensors")):
         return
-    announce_import("torch", f"to check that the weights of {directory} can be stored in {' and '.join(sorted(formats))}")
+    announce_import(
+        "torch", f"to check that the weights of {directory} can be stored in {' and '.join(sorted(formats))}"
+    )
     from miles_tools.convert import storable
 
     storable.examine(config, manifests)

@@ -92,9 +92,10 @@ TOOLS: list[dict[str, str]] = [
         "http_client": "core: errors redact",
         "hints": "core: miles_core.plugin",
         "help": "core: errors nearest config",
-        "command_line": "core: config",
+        "foreign": "core: nearest config",
     },
     {
+        "command_line": "foreign core: config",
         "rewards": "http_client core: errors redact data reward contracts",
         "convert": "core: errors nearest lookup data plugin config checkpoint precision",
         "report": "environment output_file progress samples core: errors version redact plugin observe run "
@@ -177,6 +178,7 @@ ROOMS: list[dict[str, str]] = [
         "model": "manifest kernels core: errors data plugin checkpoint precision contracts tools: environment convert transformers_import",
     },
     {
+        "known": "model core: errors checkpoint plugin",
         "quantized": "model core: errors data precision contracts sync",
     },
     {

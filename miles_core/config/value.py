@@ -20,7 +20,10 @@ from miles_core.errors import ConfigError
 from miles_core.nearest import did_you_mean
 
 #: Numbers that every reader of numbers reads alike.
-_WHOLE, _DECIMAL = re.compile(r"-?[0-9]{1,18}"), re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?|-?\.[0-9]{1,30}")
+_WHOLE, _DECIMAL = (
+    re.compile(r"-?[0-9]{1,18}"),
+    re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?|-?\.[0-9]{1,30}"),
+)
 NONE = "none"  # clears an optional value
 
 

@@ -79,7 +79,12 @@ def _unknown_plugin(name: str, why: str, manifests: Mapping[str, Plugin]) -> Pro
         return Problem(why, "'core'", "core is always active: leave it out", verb="must not name")
     names = [n for n, plugin in manifests.items() if n != "core" and not plugin.standard]
     hint = did_you_mean(name, names) or COMES_WITH
-    return Problem(why, f"{name!r}", f"installed plugins are: {', '.join(names) or 'none'}; {hint}", verb="names no installed plugin:")
+    return Problem(
+        why,
+        f"{name!r}",
+        f"installed plugins are: {', '.join(names) or 'none'}; {hint}",
+        verb="names no installed plugin:",
+    )
 
 
 def derive(
