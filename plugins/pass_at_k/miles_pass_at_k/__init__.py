@@ -1,6 +1,6 @@
 """pass@k, majority@k, subsets and early stopping in evaluations, for miles-core."""
 
-from miles_core.plugin import Panel, Plugin, Rule
+from miles_core.plugin import Panel, Plugin
 from miles_pass_at_k.config import PassAtKConfig
 
 __version__ = "0.1.0"
