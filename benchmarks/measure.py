@@ -156,7 +156,9 @@ def finish(
         "benchmark": name,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
-        "command": " ".join(["python", f"benchmarks/{name}.py", *map(shorten_path, sys.argv[1:])]),
+        "command": " ".join(
+            ["python", shorten_path(str(Path(sys.argv[0]).resolve())), *map(shorten_path, sys.argv[1:])]
+        ),
         "hardware": hardware(),
         "python": platform.python_version(),
         "versions": versions(),

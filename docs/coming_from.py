@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from miles_core.config.elsewhere import describe_program, foreign_options
+from miles_tools.foreign import programs
 
-INTRODUCTION = """# Coming from TRL, verl, slime or miles
+INTRODUCTION = """# Coming from TRL, verl, prime-rl, slime or miles
 
 Written by `python docs/coming_from.py`; do not edit. The command line uses the same tables: an option of another program
-produces an error that names the option to use here.
+produces an error that names the option to use here, and a command line of another program (with the words that start it, or a
+TOML file of prime-rl) one with the complete line.
 
 Differences from all of these programs: an invalid run is rejected before anything is built, with all reasons at once (`--dry-run`). One
 seed determines everything random. Log-probabilities are those of the sampling distribution, including temperature, top-k and top-p.
@@ -24,9 +25,9 @@ RECIPES = Path(__file__).parents[1] / "recipes" / "qwen3-30b-a3b-one-node.md"
 def page() -> str:
     """Return the Markdown page: recipes, then one table per program."""
     parts = [INTRODUCTION, RECIPES.read_text(encoding="utf-8").strip()]
-    for program, names in foreign_options().items():
-        rows = "\n".join(f"| `{theirs}` | {_format_flags(here)} |" for theirs, here in names.items())
-        parts.append(f"## {program}\n\n{describe_program(program)}\n\n| there | here |\n|---|---|\n{rows}")
+    for program in programs():
+        rows = "\n".join(f"| `{theirs}` | {_format_flags(here)} |" for theirs, here in program.names.items())
+        parts.append(f"## {program.name}\n\n{program.about}\n\n| there | here |\n|---|---|\n{rows}")
     return "\n\n".join(parts) + "\n"
 
 

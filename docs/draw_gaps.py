@@ -1,4 +1,5 @@
-"""Writes ``exact.md`` from the newest results of ``benchmarks/true_on_policy.py``, ``sglang_exact.py``, ``collapse.py`` and ``collapse_search.py``.
+"""Writes ``exact.md`` from the newest results of ``benchmarks/mismatch/true_on_policy.py``, ``sglang_exact.py``, ``collapse.py`` and
+``collapse_search.py``.
 
 Run ``python docs/draw_gaps.py``; a test fails while the page is older than the results.
 """
@@ -18,13 +19,13 @@ INTRODUCTION = """\
 The largest difference of a token's log-probability between the embedded engine and trainer, in nats, without and with
 [`true_on_policy`](../plugins/true_on_policy/README.md). Engine and trainer have the same weights; the engine samples seven requests at
 different batch sizes, and the trainer scores them in micro-batches of 1, 3 and all samples, with and without shared prompts
-(`benchmarks/true_on_policy.py`). The models are tiny and random. "0" is exactly 0: every token, bit for bit.
+(`benchmarks/mismatch/true_on_policy.py`). The models are tiny and random. "0" is exactly 0: every token, bit for bit.
 """
 TIMES = """\
 ## Time of a step
 
 Whole GRPO steps of random BF16 models on an H200, 32 prompts of 64 tokens with 8 samples of 256 tokens each, micro-batches of 36,000 tokens
-(part `time` of `benchmarks/true_on_policy.py`). Both sides take turns; the ratio is the median over pairs of turns, with an interval that
+(part `time` of `benchmarks/mismatch/true_on_policy.py`). Both sides take turns; the ratio is the median over pairs of turns, with an interval that
 contains the median in 95 % of samples. From fewer than six pairs the interval is only the range of the pairs. Columns "rollout" and "training"
 are ratios of medians.
 """
@@ -33,7 +34,7 @@ SGLANG = """\
 
 Means of |Δ log p| in nats per token between SGLang 0.5.17 and the embedded trainer, for a random BF16 model on an H100. "Alone and together" is
 what depends on the batch, "sampled and scored" is decoding against a prompt, and the columns with FP32 are the rounding errors of each side.
-`benchmarks/sglang_exact.py` explains the variants.
+`benchmarks/mismatch/sglang_exact.py` explains the variants.
 """
 SWITCHES = """\
 By cause: scores of a sequence alone and together with 31 others were equal, even without deterministic inference. Decoding differs from scoring
@@ -42,8 +43,8 @@ them is from FP32.
 
 SGLang's own switches do not close the gap. Deterministic inference makes SGLang repeatable. `on_policy_target` imitates another trainer's
 operations and keeps residuals in FP32: it is nearer to FP32 and further from this trainer. The gap is exactly 0 only where both sides run the
-same kernels: `shared_kernels` (`benchmarks/sglang_shared_kernels.py` inside SGLang) with `true_on_policy` in the trainer. Against the trainer
-without the plugin, that variant keeps a gap of two BF16 computations.
+same kernels: `shared_kernels` (`benchmarks/mismatch/sglang_shared_kernels.py` inside SGLang) with `true_on_policy` in the trainer. Against the
+trainer without the plugin, that variant keeps a gap of two BF16 computations.
 
 SGLang 0.5.17 cannot run Qwen3's mixtures of experts with `on_policy_target`. The switch selects the rotary embedding written in plain PyTorch, and
 the model's attention asks the embedding to write keys and values into the cache too, which only the fused kernel does. The assertion above
@@ -56,17 +57,17 @@ Other sizes of decode batches were not compared. The shared kernels belong to th
 UNKNOWN = """\
 ## Does the gap matter?
 
-No result yet. `benchmarks/collapse.py` trains a small mixture of experts at the edge of stability with seven arms (BF16; an FP8 rollout plain,
-with `tis`, with `r3` and with both; FP8 on both sides; `true_on_policy`) and three seeds. No complete set of runs exists, so this page cannot
+No result yet. `benchmarks/mismatch/collapse.py` trains a small mixture of experts at the edge of stability with seven arms (BF16; an FP8 rollout
+plain, with `tis`, with `r3` and with both; FP8 on both sides; `true_on_policy`) and three seeds. No complete set of runs exists, so this page cannot
 say whether a gap of exactly 0 prevents a collapse, or whether `tis` and `r3` suffice.
 """
 COLLAPSE = """\
 ## Does the gap matter?
 
 A small mixture of experts learns running sums, first from a careless teacher and then by GRPO without a KL term, with eight optimizer steps per
-rollout (`benchmarks/collapse.py`). Arms differ in the number formats of engine and trainer, and in the correction; FP8 is emulated, and `bf16`
-has no number format. Rewards are means over seeds with 95 % t-intervals, and "minus bf16" is the mean difference of the last tenth from that of
-`bf16` with the same seed. A seed collapsed if its last tenth is below half of its best tenth.
+rollout (`benchmarks/mismatch/collapse.py`). Arms differ in the number formats of engine and trainer, and in the correction; FP8 is emulated, and
+`bf16` has no number format. Rewards are means over seeds with 95 % t-intervals, and "minus bf16" is the mean difference of the last tenth from
+that of `bf16` with the same seed. A seed collapsed if its last tenth is below half of its best tenth.
 
 **No arm collapsed, and the arms cannot be told apart.** With the plain FP8 rollout the median KL divergence is 40 times that of `bf16` and
 the mean reward at the end is the lowest, but its interval contains all other means; with `true_on_policy` the gap is 0 in every step and
@@ -80,7 +81,7 @@ in which it does decide.
 SEARCH = """\
 ### Where only FP8 is unstable
 
-The first experiment found no learning rate at which FP8 alone decides. `benchmarks/collapse_search.py` looks for a setting with harder
+The first experiment found no learning rate at which FP8 alone decides. `benchmarks/mismatch/collapse_search.py` looks for a setting with harder
 conditions for the rollout: answers of 24 digits, a weaker warm start, deeper models, and learning rates that go up. Two changes let `bf16` be
 stable at these rates: more prompts make the gradient less noisy, and a larger epsilon of AdamW keeps steps small where gradients vanish.
 Neither reduces the error that a gap causes. Each setting trains `bf16` and `plain` with one seed. The rule was fixed before the runs: a setting

@@ -6,6 +6,7 @@ traceback and exits with status 2. Any other exception is a defect and keeps its
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 
@@ -102,3 +103,21 @@ def first_line(error: Exception) -> str:
     """
     first, *rest = (str(error).strip() or type(error).__name__).splitlines()
     return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first
+
+
+def describe(value: Any) -> str:
+    """Describe a value of a plugin or a user by its type and its shape, length or beginning."""
+    if value is None:
+        return "None"
+    if inspect.iscoroutine(value):
+        value.close()  # it is never awaited, and Python would warn
+        return "a coroutine (from an async function)"
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        return "a generator (from a function with yield)"
+    kind = type(value).__name__
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a {kind} of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, (list, tuple, dict, set)):
+        inside = sorted({type(item).__name__ for item in value})
+        return f"a {kind} of {len(value)}" + (f" ({', '.join(inside)})" if inside else "")
+    return f"a {kind}, {value!r:.60}"

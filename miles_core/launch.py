@@ -33,7 +33,6 @@ from miles_core.errors import (
 from miles_core.loop import train
 from miles_core.observe import log as logs
 from miles_core.observe.environment import write_environment
-from miles_core.observe.progress import Progress
 from miles_core.observe.terminal import TerminalProgress
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.render import list_notices
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 
     from miles_core.config.config import Config
     from miles_core.plugin.plan import Plan
-    from miles_core.run.log import RunLog
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +100,12 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
         _log_start(plan, directory, resume_from)
         start = checkpoint_step(resume_from) if resume_from else None
         progress = TerminalProgress(config.rollout.num_rollout, console, start or 0)
-        run_log = _open_log(run, manifests, progress, start)
+        with _record_error(run, start or 0):  # a sink that cannot be reached
+            run_log = make_log(run, manifests, progress, start)
         seed_generators(config.train.seed)
         with handle_signals(run) as stopped, report_exits(lambda what: _report_exit(run, what)):
             try:
-                with run_log.progress:
+                with _record_error(run), run_log.progress:
                     try:
                         parts = _run_coroutine(stopped.deadline.limit(train(run, run_log, inputs, resume_from)))
                     finally:
@@ -114,23 +113,8 @@ def launch(config: Config, plan: Plan, manifests: Mapping[str, Plugin], console:
             except OutOfTime as late:
                 log.warning("%s", late)
                 parts = []
-            except (Exception, SystemExit) as caught:
-                error = _record_error(run, caught)
-                if error is caught:
-                    raise
-                raise error from caught
         end = _log_ending(run, f"stopped by {stopped.name}" if stopped.name else "finished")
         return Launched(run, parts, end, stopped.signals[-1] if stopped.signals else 0)
-
-
-def _open_log(run: Run, manifests: Mapping[str, Plugin], progress: Progress, start: int | None) -> RunLog:
-    """``make_log``; an error (a sink that cannot be reached) is recorded as the end of the run."""
-    try:
-        return make_log(run, manifests, progress, start)
-    except MilesError as error:
-        run.step = start or 0
-        _record_error(run, error)
-        raise
 
 
 def _run_coroutine(coroutine: Coroutine[Any, Any, list[PolicyParts]]) -> list[PolicyParts]:
@@ -240,25 +224,33 @@ def _write_start(run: Run) -> None:
         ) from error
 
 
-def _record_error(run: Run, caught: Exception | SystemExit) -> Exception:
-    """Log and record the error that ended the run; returns the error to raise. The command line gives ``SystemExit`` and ``BrokenPipeError``
-    a meaning that they do not have here: an exit with any status, or with status 0 because the reader of its output is gone."""
-    error: Exception
-    if isinstance(caught, SystemExit):
-        what = f"code of the run called sys.exit({caught.code!r})"
-        error = PluginError(f"{what} ({locate_error(caught)}); raise an error instead")
-    elif isinstance(caught, BrokenPipeError):
-        error = PluginError(f"the other end of a pipe or connection is closed ({locate_error(caught)})")
-    else:
-        error = caught
-    log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
-    if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
-        run.hooks.name_suspects(error, _CHANGING)
-    first, *rest = record_ending(run, f"ended by {type(error).__name__}: {error}").lines()
-    for line in (first, *rest):
-        log.error("%s", line, extra=logs.FILE_ONLY)
-    error.add_note("\n".join(rest))
-    return error
+@contextmanager
+def _record_error(run: Run, step: int | None = None) -> Iterator[None]:
+    """Log and record an error that ends the run, after ``step`` steps if ``run`` does not count yet. The command line gives ``SystemExit`` and
+    ``BrokenPipeError`` a meaning that they do not have here: an exit with any status, or with status 0 because the reader of its output is
+    gone."""
+    try:
+        yield
+    except (Exception, SystemExit) as caught:
+        error: Exception
+        if isinstance(caught, SystemExit):
+            what = f"code of the run called sys.exit({caught.code!r})"
+            error = PluginError(f"{what} ({locate_error(caught)}); raise an error instead")
+        elif isinstance(caught, BrokenPipeError):
+            error = PluginError(f"the other end of a pipe or connection is closed ({locate_error(caught)})")
+        else:
+            error = caught
+        run.step = run.step if step is None else step
+        log.error("the run ended", exc_info=caught, extra=logs.FILE_ONLY)
+        if not isinstance(error, MilesError) or isinstance(error, _OF_THE_MODEL):
+            run.hooks.name_suspects(error, _CHANGING)
+        first, *rest = record_ending(run, f"ended by {type(error).__name__}: {error}").lines()
+        for line in (first, *rest):
+            log.error("%s", line, extra=logs.FILE_ONLY)
+        error.add_note("\n".join(rest))
+        if error is caught:
+            raise
+        raise error from caught
 
 
 def _log_ending(run: Run, why: str) -> Ending:

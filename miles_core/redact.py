@@ -52,7 +52,7 @@ _PARAMETER_NAME = re.compile(
     r"(?=$|[_.\-\[\]%\d]|(?-i:[A-Z]))|^(?:code|pass|pw|sas|jwt|sid|hmac|sign|passphrase)$",
     re.I,
 )
-_URL = re.compile(r"(?i)\b[a-z][a-z0-9+.\-]*://[^\s\"'<>]+")
+_URL = re.compile(r"(?i)\b[a-z][a-z0-9+.\-]{0,20}://[^\s\"'<>]+")
 _PARAMETER = re.compile(r"([?&;#])([\w.\-\[\]%]+)=(?!\${)([^&;#\s\"'<>]+)")
 #: Values that are none: numbers, and words for no value.
 _NO_SECRET = re.compile(r"\d{1,6}|true|false|none|null", re.I)
@@ -92,7 +92,7 @@ def _redact_flag(found: re.Match[str]) -> str:
 
 _Replacement = str | Callable[[re.Match[str]], str]
 _PATTERNS: tuple[tuple[re.Pattern[str], _Replacement], ...] = (
-    (re.compile(r"(?i)\b([a-z][a-z0-9+.\-]*://)[^\s/?#@\"'<>]+@"), rf"\1{MARK}@"),  # http://user:password@host
+    (re.compile(r"(?i)\b([a-z][a-z0-9+.\-]{0,20}://)[^\s/?#@\"'<>]+@"), rf"\1{MARK}@"),  # http://user:password@host
     (_URL, lambda url: _PARAMETER.sub(partial(_redact_parameter, in_url=True), url[0])),
     (_PARAMETER, partial(_redact_parameter, in_url=False)),
     (

@@ -23,7 +23,7 @@ from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.hooks import Purpose
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
-from miles_core.plugin.chain import compose
+from miles_core.plugin.boundary import compose
 from miles_testing.run_contract import RunContract
 from miles_testing.toy import ToyRun, toy_arguments
 

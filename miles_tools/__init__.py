@@ -35,6 +35,10 @@ plugin = Plugin(
             "profile": "miles_tools.profiler:make_profiler",
             "samples": "miles_tools.samples.saver:make_saver",
         },
+        "correction": {
+            "command_line": "miles_tools.command_line:correct",
+            "foreign_option": "miles_tools.command_line:explain",
+        },
         "samples": {"read": "miles_tools.samples.files:read_rollouts"},
         "report": {"html": "miles_tools.report.report:report"},
     },

@@ -39,8 +39,3 @@ class InlineRolloutRuntime(InlineRuntime):
     async def close(self) -> None:
         await self.output.close()
         await super().close()
-
-
-def make_runtime(run: Run) -> InlineRuntime:
-    """The runtime named ``inline``; with ``--rollout-workers`` only rollouts run in other processes."""
-    return InlineRuntime(run) if run.config.rollout.workers is None else InlineRolloutRuntime(run)

@@ -1,4 +1,4 @@
-"""The manifest of this package: the runtime ``inline``, instead of core's, with ``--rollout-workers``; checksums of sent weights."""
+"""The manifest of this package: rollouts in other processes for the runtime ``inline``; checksums of sent weights."""
 
 from miles_core.plugin.manifest import Plugin
 from miles_core.version import __version__
@@ -10,8 +10,7 @@ plugin = Plugin(
     core=f"=={__version__}",
     standard=True,
     provides={
-        "runtime": {"inline": "miles_workers.inline_rollouts:make_runtime"},
+        "inline_rollouts": {"processes": "miles_workers.inline_rollouts:InlineRolloutRuntime"},
         "sent_weights": {"checksums": "miles_workers.transport.sent_weights:SentWeights"},
     },
-    capabilities={"runtime": ("rollout_workers",)},
 )

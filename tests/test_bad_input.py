@@ -318,3 +318,22 @@ def test_what_a_generate_function_must_not_return(refused, file, line, expected)
     )
     text = refused(custom_generate_function_path=path)
     assert expected in text and str(path) in text, text
+
+
+def test_texts_of_users_functions_that_are_no_valid_unicode(tmp_path, capsys):
+    """Half a surrogate pair and NUL in what a generate function tokenizes, returns and keeps, and in the names of a reward."""
+    (tmp_path / "mine.py").write_text(
+        "async def generate(args, sample, sampling_params):\n"
+        "    tokens = args.tokenizer.encode('1 \\ud800 \\x00') + sample.tokens\n"
+        "    answer = await args.generate(tokens)\n"
+        "    sample.tokens, sample.response_length = tokens + answer.tokens, len(answer.tokens)\n"
+        "    sample.response, sample.metadata = '\\udc00\\x1b[2J', {'k\\ud800': 'v\\udfff'}\n"
+        "    return sample\n\n"
+        "def reward(args, sample):\n"
+        "    return {'a\\ud800': 1.0, 'b': float(sample.index % 2)}\n"
+    )
+    mine = tmp_path / "mine.py"
+    options = {"custom_generate_function_path": mine, "custom_rm_path": mine, "reward_key": "b", "save_interval": 1}
+    assert main(["train", *toy_arguments(directory=tmp_path / "run", steps=1, **options)]) == 0
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "reward/part/a\ufffd" in (tmp_path / "run/metrics.jsonl").read_text().encode().decode("unicode-escape")

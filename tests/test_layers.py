@@ -6,7 +6,7 @@ import ast
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -98,6 +98,7 @@ WORKERS: list[dict[str, str]] = [
 #: What a user runs besides training.
 TOOLS: list[dict[str, str]] = [
     {
+        "foreign": "core: config nearest",
         "output_file": "core: errors redact",
         "sinks": "core: contracts errors redact",
         "profiler": "core: contracts",
@@ -105,6 +106,7 @@ TOOLS: list[dict[str, str]] = [
         "http_client": "core: errors redact",
     },
     {
+        "command_line": "foreign core: config",
         "rewards": "http_client core: contracts data errors redact reward",
         "report": "output_file samples core: errors mismatch observe plugin redact run version",
         "authoring": "core: config errors nearest plugin version",
@@ -125,7 +127,6 @@ ROOMS: list[dict[str, str]] = [
         "memory": "core: miles_core.plugin miles_core.trainer",
         "manifest": "core: miles_core miles_core.plugin",
         "speed": "",
-        "known": "",
     },
     {
         "kernels": "core: errors",
@@ -134,11 +135,12 @@ ROOMS: list[dict[str, str]] = [
         "model": "manifest kernels core: checkpoint contracts data errors observe plugin formats: formats",
     },
     {
+        "known": "model core: checkpoint errors plugin",
         "quantized": "model core: contracts data errors precision sync formats: formats",
     },
     {
         "engine": "manifest kernels model quantized core: contracts data errors precision sync workers: workers",
-        "trainer": "kernels model quantized core: checkpoint contracts data errors plugin precision train",
+        "trainer": "kernels model quantized core: checkpoint contracts data errors precision train",
     },
     {
         "testing": "manifest model quantized engine trainer core: contracts data errors lookup plugin train formats: formats testing: testing",
@@ -178,6 +180,7 @@ PUBLIC = (
 PLUGINS = {
     p.name: p for where in ("plugins", "examples") for p in sorted((ROOT / where).glob("*/miles_*")) if p.is_dir()
 }
+
 
 @dataclass(frozen=True)
 class Import:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from miles_core.algorithm.objective import NOTHING, Needs, local_sum
+from miles_core.data.batch import find_column_fault, find_pair_fault, find_value_fault
+from miles_core.errors import describe
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,19 @@ class Correction:
     def factor(self) -> Tensor:
         """[tokens] ``weight`` of kept tokens, 0 for others; core multiplies the token loss by it."""
         return torch.where(self.keep, self.weight, 0.0)
+
+    def find_fault(self, mask: Tensor) -> str:
+        """Describe the first entry that is not one weight and one keep flag per token of ``mask`` [tokens]; "" if there is none. Values are
+        checked only on a CPU, so that the host does not wait for a GPU."""
+        if fault := find_column_fault("Correction.weight", self.weight, mask):
+            return fault
+        if not isinstance(self.keep, Tensor) or self.keep.dtype != torch.bool or self.keep.shape != mask.shape:
+            return f"Correction.keep is {describe(self.keep)}; expected a bool Tensor [tokens] = {list(mask.shape)}"
+        if self.weight.requires_grad:
+            return "Correction.weight has a gradient; detach it"
+        if self.weight.device.type == "cpu" and (fault := find_value_fault("Correction.weight", self.weight, least=0)):
+            return fault
+        return find_pair_fault(self.metrics)
 
     def times(self, other: Correction) -> Correction:
         """Combine two corrections: multiply weights, keep a token if both keep it, merge metrics.

@@ -1,4 +1,5 @@
-"""Explain unknown names: name the option to use instead, or the plugin that provides it. The table is ``elsewhere.toml``."""
+"""Explain unknown names: name the option to use instead, or the plugin that provides it. The table is ``elsewhere.toml``; a part knows the
+options of other programs."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from miles_core.config.schema import CORE, Option, Schema
 from miles_core.config.value import format_choices
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import COMES_WITH
+from miles_core.plugin.load import find_part
 
+#: Flags of the command itself, which no option declares.
+_COMMAND = ("--help", "--help-all", "--dry-run")
+#: Tables of facts that no option sets.
+_FACTS = ("gpu", "plugin", "package", "env")
 _OFF = ("", "0", "false", "off", "no", "f", "n")
 #: Kinds of parts that usually have the name of the plugin that provides them.
 _NAMED_AFTER_PLUGINS = ("engine", "trainer", "runtime", "format")
@@ -35,12 +41,23 @@ def explain_flag(flag: str, schema: Schema) -> str:
     for pattern, sentence in _table()["flags"].items():
         if fnmatchcase(spelling, pattern):
             return f"{flag} does not exist here: {sentence}"
-    if known := explain_foreign_option(flag):
+    if said := _explain_path(flag.lstrip("-"), schema):
+        return f"{flag}: {said}"
+    if known := _explain_foreign(flag):
         return known
-    if spelling in translations():
-        return f"{flag} does not exist here: {_describe_replacement(translations()[spelling])}"
-    nearest = did_you_mean(flag, schema.spellings(), "; ") or "; miles train --help lists all flags"
+    nearest = did_you_mean(flag, [*schema.spellings(), *_COMMAND], "; ") or "; miles train --help lists all flags"
     return f"unknown flag {flag}{nearest} (the flags of a plugin exist once it is installed)"
+
+
+def _explain_path(name: str, schema: Schema) -> str:
+    """Return what to type for a name with dots: the path of an option, or a fact; empty for other names."""
+    option = schema.find(name.replace("-", "_")) if "." in name else None
+    if option is not None:
+        return f"this option is typed {option.flag}"
+    head, dot, _ = name.partition(".")
+    if dot and head in _FACTS:
+        return f"this is a fact and no option: miles plan --fact {name}=VALUE plans with another value"
+    return ""
 
 
 def _describe_replacement(table: str | Mapping[str, str]) -> str:
@@ -60,39 +77,16 @@ def _describe_replacement(table: str | Mapping[str, str]) -> str:
     )
 
 
-def translations() -> dict[str, dict[str, str]]:
-    """Return flag of another program -> its translation table; see ``translate``."""
-    tables: dict[str, dict[str, str]] = _table()["translate"]
-    return tables
-
-
 def explain_word(word: str) -> str:
     """Return an error message for a word that is neither a flag nor a flag's value."""
-    known = explain_foreign_option(word.partition("=")[0]) if "=" in word else ""
+    known = _explain_foreign(word.partition("=")[0]) if "=" in word else ""
     return known or f"unexpected argument {word!r}; values of a list are separated by commas, without spaces"
 
 
-def explain_foreign_option(name: str) -> str:
+def _explain_foreign(name: str) -> str:
     """Return an error message for an option of another program, with or without leading dashes; empty if the option is unknown."""
-    for program, names in foreign_options().items():
-        for theirs, here in names.items():
-            if _plain(theirs) == _plain(name):
-                return f"{name}, an option of {program}; here: {here}"
-    return ""
-
-
-def foreign_options() -> dict[str, dict[str, str]]:
-    """Return program -> its option -> the equivalent here."""
-    return {program: table["names"] for program, table in _table()["from"].items()}
-
-
-def describe_program(program: str) -> str:
-    """Return a short description of the options that ``foreign_options`` lists for a program."""
-    return str(_table()["from"][program]["about"])
-
-
-def _plain(name: str) -> str:
-    return name.lstrip("-").replace("_", "-").lower()
+    explain = find_part("correction", "foreign_option")
+    return str(explain(name)) if explain else ""
 
 
 def explain_environment(environment: Mapping[str, str], schema: Schema) -> list[str]:

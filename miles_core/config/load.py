@@ -21,6 +21,7 @@ from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
 from miles_core.errors import ConfigError
 from miles_core.plugin.activate import BACKENDS
 from miles_core.plugin.facts import Facts
+from miles_core.plugin.load import find_part
 from miles_core.plugin.manifest import Plugin
 from miles_core.redact import MARK
 
@@ -78,9 +79,9 @@ def _explain_problems(
             return again.problems, dict(again.missing)
         return [], {}
 
-    from miles_core.config.command_line import correct
-
-    return correct(argv, invalid.schema, invalid.problems, attempt) or _message(invalid.problems)
+    correct = find_part("correction", "command_line")
+    corrected = correct(argv, invalid.schema, invalid.problems, attempt) if correct else ""
+    return corrected or _message(invalid.problems)
 
 
 def _load(

@@ -250,7 +250,7 @@ def _apply_defaults(options: list[Option], plugins: list[Plugin]) -> list[Option
 def _choices(
     info: OptionInfo, annotation: Any, plugins: list[Plugin]
 ) -> tuple[tuple[Any, ...], dict[str, tuple[str, ...]]]:
-    """Return the declared choices (or those of ``Literal``), with ``"*"`` replaced by the names that plugins provide, and
+    """Return the declared choices (or those of ``Literal``), with ``"*"`` replaced by the names that core and plugins provide, and
     choice -> plugins that provide it."""
     choices = info.choices or tuple(
         value
@@ -260,7 +260,7 @@ def _choices(
     )
     providers: dict[str, tuple[str, ...]] = {}
     if "*" in choices:
-        choices = tuple(choice for choice in choices if choice != "*")
+        choices = tuple(dict.fromkeys([*(c for c in choices if c != "*"), *MANIFEST.provides.get(info.part, {})]))
         for plugin in plugins:
             for name in plugin.formats if info.part == "format" else plugin.provides.get(info.part, {}):
                 providers[name] = (*providers.get(name, ()), plugin.name)

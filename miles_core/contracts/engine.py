@@ -10,11 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from miles_core.data.column import FLOATS, TOKENS, ColumnField, as_column
+from miles_core.data.column import FLOATS, TOKENS, Column, ColumnField, as_column, find_token_fault
+from miles_core.errors import describe
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 PauseMode = Literal["abort", "retract", "in_place"]
 #: Parts of an engine's device memory that ``sleep`` can release independently.
 EnginePart = Literal["weights", "cache"]
+#: Largest log-probability that rounding explains.
+_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,19 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = as_column(self.tokens, TOKENS)
 
+    def find_fault(self, vocabulary: int, declared: Collection[str]) -> str:
+        """Describe the first invalid value; "" if the request has a prompt, valid sampling, and extras that are ``declared`` fields."""
+        self.tokens = as_column(self.tokens, TOKENS)  # a plugin may have set a list
+        if not self.tokens or not isinstance(self.tokens, (list, Column)):
+            return f"tokens that are {describe(self.tokens)}; expected a list of token ids"
+        if fault := find_token_fault(self.tokens, vocabulary):
+            return fault
+        if not isinstance(self.sampling, Sampling) or self.sampling.max_new_tokens < 1:
+            return f"sampling {self.sampling!r:.80}; expected a Sampling with max_new_tokens of at least 1"
+        if not isinstance(self.extras, set) or not self.extras <= set(declared):
+            return f"extras {self.extras!r:.80}; expected a set with some of {', '.join(sorted(declared))}"
+        return ""
+
 
 @dataclass
 class Response:
@@ -103,6 +120,44 @@ class Response:
 
     def __post_init__(self) -> None:
         self.tokens, self.log_probs = as_column(self.tokens, TOKENS), as_column(self.log_probs, FLOATS)
+
+    def find_fault(self, request: Request, vocabulary: int) -> str:
+        """Describe the first value that is invalid as a response to ``request``; "" if there is none."""
+        self.__post_init__()  # an engine may have set a list
+        for name, kind in ("tokens", Column), ("log_probs", Column), ("weight_versions", list):
+            if not isinstance(getattr(self, name), (list, kind)):
+                return f"{name} that are {describe(getattr(self, name))}; expected a list"
+        count, most = len(self.tokens), request.sampling.max_new_tokens
+        if count > most:
+            return f"{count} tokens; the request allows max_new_tokens {most}"
+        if fault := find_token_fault(self.tokens, vocabulary):
+            return fault
+        if len(self.log_probs) != count:
+            return f"{count} tokens and {len(self.log_probs)} log_probs; expected one per token"
+        if not isinstance(self.log_probs, Column):
+            return f"log_probs that are {describe(self.log_probs)}; expected a list of numbers"
+        log_probs = np.asarray(self.log_probs)
+        if (
+            count and not -inf < np.minimum.reduce(log_probs) <= np.maximum.reduce(log_probs) <= _ROUNDING
+        ):  # NaN included
+            worst = next(p for p in self.log_probs if not (isfinite(p) and p <= _ROUNDING))
+            return f"the log-probability {worst}; expected finite values of at most 0"
+        if self.finish not in ("stop", "length", "abort"):
+            return f"finish {self.finish!r}; expected stop, length or abort"
+        if not count and self.finish != "abort":
+            return f"no tokens and finish {self.finish!r}; a finished response has at least one"
+        return self._find_version_fault(count)
+
+    def _find_version_fault(self, count: int) -> str:
+        pairs = self.weight_versions
+        if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+            return f"weight_versions {pairs!r:.80}; expected pairs (first token, version)"
+        starts, versions = [start for start, _ in pairs], [version for _, version in pairs]
+        if versions != sorted(versions) or len(set(starts)) < len(starts) or starts != sorted(starts):
+            return f"weight_versions {pairs}; expected (first token, version) with both in ascending order"
+        if pairs and (starts[0] != 0 or starts[-1] > count):
+            return f"weight_versions {pairs} for {count} tokens; expected the first to begin at token 0"
+        return ""
 
 
 class Engine(ABC):

@@ -3,7 +3,8 @@
 Each name below is a hook, listed next to the phase of the run that calls it::
 
     start            on_start make_sink                         every process, driver
-      build          make_runtime make_model make_head on_model on_mtp_layers make_trainer make_optimizer make_engine make_decoder make_transport make_codec
+      build          make_runtime make_inline_rollouts make_model make_head on_model on_mtp_layers make_trainer make_optimizer
+                     make_engine make_decoder make_transport make_codec make_sent_weights
                      wrap_forward wrap_loss wrap_correction wrap_optimizer_step      (called once; they return plain functions)
                      make_prompts make_schedule wrap_rollout wrap_generate
       first sync     wrap_weights -> encode -> transport -> on_weights_synced -> make_check
@@ -107,10 +108,16 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "check": (("run",), "async f(PolicyParts) -> metrics, or None", "driver"),
     "sink": (("run",), "miles_core.observe.metrics.Sink, or None", "driver"),
     "codec": (("format", "config", "checkpoint"), "miles_core.precision.codec.Codec", "every trainer rank, engine"),
+    "inline_rollouts": (("run",), "miles_core.contracts.runtime.Runtime", "driver"),
+    "sent_weights": (("codec", "dtypes"), "miles_core.train.rank.SentWeights", "every trainer rank"),
 }
 #: Kinds of parts that work without a run, which commands find in any installed plugin: kind -> (arguments, result).
 WITHOUT_A_RUN: dict[str, tuple[tuple[str, ...], str]] = {
     "search": (("argv",), "exit code of miles plan --search"),
+    "correction": (
+        ("argv", "schema", "problems", "attempt"),
+        "message of a corrected command line (command_line), or about an option of another program (foreign_option: name)",
+    ),
     "samples": (("run_dir", "kind", "step"), "iterator of stored samples, each a mapping"),
     "report": (("run_dir",), "path of the report"),
 }
@@ -272,6 +279,6 @@ def load_hooks(
             return None
         return plugin.config() if config is None or isinstance(config, Mapping) else config.plugin(plugin.name)
 
-    from miles_core.contracts.returned import BOUNDARIES  # imports torch, which planning does not need
+    from miles_core.contracts.boundaries import BOUNDARIES  # imports torch, which planning does not need
 
     return register(plan, manifests, HookSpecs, options, facts=facts, boundaries=BOUNDARIES)

@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
-from miles_core.data.batch import Batch
+from miles_core.data.batch import Batch, find_column_fault, find_pair_fault, is_pair
 from miles_core.data.unit import Unit
 from miles_core.data.world import ALONE, World
-from miles_core.errors import MilesError
+from miles_core.errors import MilesError, describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,6 +135,20 @@ class Output:
     hidden: Tensor | None = None
     aux: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    def find_fault(self, batch: Batch, ctx: Context) -> str:
+        """Describe the first column without the micro-batch's shape and device, or another invalid entry; "" if there is none."""
+        for name in ("log_probs", "entropy"):
+            column = getattr(self, name)
+            if column is not None and (fault := find_column_fault(name, column, batch.tokens)):
+                return fault
+        trains = ctx.kind == "train" and torch.is_grad_enabled()
+        if trains and self.log_probs is not None and not self.log_probs.requires_grad:
+            return "log_probs has no gradient; return what the inner function computed, without detach()"
+        for name, pair in self.aux.items():
+            if not is_pair(pair):
+                return f"aux[{name!r}] is {describe(pair)}; expected (sum, weight), two 0-d tensors"
+        return find_pair_fault(ctx.metrics)
+
 
 @dataclass
 class Loss:
@@ -146,6 +161,14 @@ class Loss:
 
     value: Tensor
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def find_fault(self) -> str:
+        """Describe what is not a 0-d value with a gradient, or an invalid metric; "" if the loss is valid."""
+        if not isinstance(self.value, Tensor) or self.value.dim():
+            return f"Loss.value is {describe(self.value)}; expected a 0-d Tensor, the micro-batch's share of the loss"
+        if torch.is_grad_enabled() and not self.value.requires_grad:
+            return "Loss.value has no gradient; compute it from output.log_probs, without detach() or item()"
+        return find_pair_fault(self.metrics)
 
 
 class Forward(Protocol):

@@ -15,8 +15,10 @@ ends in ``_max``, the first number is a maximum of values that are never negativ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from torch import Tensor
 from miles_core.data.column import are_columns
 from miles_core.data.field import CORE_FIELDS, Field
 from miles_core.data.sample import Sample
+from miles_core.errors import describe
 
 #: Columns of core -> attributes of a sample.
 _OWN = {"loss_mask": "mask", "rollout_log_probs": "rollout_log_probs"}
@@ -154,6 +157,55 @@ class Batch:
             self, **moved, columns=columns, scalars={k: to_device(v, device) for k, v in self.scalars.items()}
         )
 
+    def find_fault(self, vocabulary: int) -> str:
+        """Describe the first invalid value; "" if every column has one valid row per token and every scalar one per sample."""
+        tokens, own = len(self.tokens), self.tokens
+        if not isinstance(own, Tensor) or own.dtype != torch.int64:
+            return f"batch.tokens is {describe(own)}; expected a Tensor of int64 token ids"
+        low, high = (int(bound) for bound in own.aminmax()) if tokens else (0, 0)
+        if low < 0 or high >= vocabulary:
+            return (
+                f"batch.tokens has the token {low if low < 0 else high}; expected token ids from 0 to {vocabulary - 1}"
+            )
+        for name, column in (self.columns | self.scalars).items():
+            if isinstance(column, Tensor) and column.device != own.device:
+                return f"batch has {name!r} on {column.device}; expected {own.device}, the device of batch.tokens"
+            if isinstance(column, Tensor) and column.is_floating_point() and not bool(column.isfinite().all()):
+                return f"batch has {name!r} with {float(column[~column.isfinite()][0])}; expected finite values"
+        for name, column in self.columns.items():
+            if not isinstance(column, (Tensor, Ragged)):
+                return f"batch.columns[{name!r}] is {describe(column)}; expected a Tensor [tokens, ...]"
+            if (rows := len(column.offsets) - 1 if isinstance(column, Ragged) else _count_rows(column)) != tokens:
+                return f"batch.columns[{name!r}] has {rows} rows; expected {tokens}, one per token"
+        for name, scalar in self.scalars.items():
+            if not isinstance(scalar, Tensor) or _count_rows(scalar) != len(self):
+                return f"batch.scalars[{name!r}] is {describe(scalar)}; expected a Tensor of {len(self)} rows, one per sample"
+        if (total := int(self.lengths.sum())) != tokens:
+            return f"batch.lengths add up to {total}; expected {tokens}, the number of tokens"
+        return ""
+
+
+def _count_rows(tensor: Tensor) -> int:
+    return len(tensor) if tensor.dim() else 0
+
+
+def find_column_fault(name: str, value: Any, like: Tensor) -> str:
+    """Describe a value that is not a floating-point tensor of the shape [tokens] and device of ``like``; "" if it is."""
+    if not isinstance(value, Tensor) or value.shape != like.shape or not value.is_floating_point():
+        return f"{name} is {describe(value)}; expected a float Tensor [tokens] = {list(like.shape)}"
+    return "" if value.device == like.device else f"{name} is on {value.device}; the batch is on {like.device}"
+
+
+def find_value_fault(name: str, value: Tensor, least: float = -math.inf) -> str:
+    """Describe the first value [tokens] that is not finite or less than ``least``; "" if there is none."""
+    wrong = ~(torch.isfinite(value) & (value >= least))
+    if not bool(wrong.any()):
+        return ""
+    at, expected = int(wrong.nonzero()[0]), "finite" if least == -math.inf else f"finite and at least {least}"
+    return (
+        f"{name}[{at}] is {float(value[at])} ({int(wrong.sum())} of {len(value)} tokens are wrong); expected {expected}"
+    )
+
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor to a device; from a CPU to a GPU through pinned memory, so that the host does not wait for the GPU."""
@@ -278,6 +330,33 @@ class Unmasked:
         values = matrix.new_zeros(len(self.mask))
         values[self.mask] = matrix[self.row, self.column]
         return values
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is a number or a 0-d tensor."""
+    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, Real)
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a value is a (sum, weight) pair of two numbers or 0-d tensors."""
+    return isinstance(value, tuple) and len(value) == 2 and all(map(is_scalar, value))
+
+
+def find_metric_fault(metrics: Mapping[Any, Any], is_valid: Callable[[Any], bool], expected: str, prefix: bool) -> str:
+    """Describe the first metric whose value is not valid or, with ``prefix``, whose name has no prefix; "" if there is none."""
+    for name, value in metrics.items():
+        if not is_valid(value):
+            return f"the metric {name!r} is {describe(value)}; expected {expected}"
+        if prefix and (not isinstance(name, str) or "/" not in name):
+            return f"the metric {name!r} has no prefix; name it <plugin>/{name}"
+    return ""
+
+
+def find_pair_fault(pairs: Any) -> str:
+    """Describe metrics that are not a dict of name -> (sum, weight) with a prefix in every name; "" if they are."""
+    if not isinstance(pairs, dict):
+        return f"its metrics are {describe(pairs)}; expected a dict of name -> (sum, weight)"
+    return find_metric_fault(pairs, is_pair, "(sum, weight), two numbers or 0-d tensors", prefix=True)
 
 
 def add(into: dict[str, tuple[Any, Any]], more: Mapping[str, tuple[Any, Any]]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from miles_core.errors import describe
+
 #: Type of an attribute that is read as a column (or None) and set to any sequence of numbers: type checkers know no such type.
 ColumnField = Any
 #: Type codes of ``array`` and numpy: int32, float64 and int8.
@@ -88,3 +90,14 @@ def as_column(values: Any, typecode: str) -> Any:
         return Column(typecode, values)
     except (TypeError, OverflowError):
         return values
+
+
+def find_token_fault(tokens: Sequence[Any], vocabulary: int) -> str:
+    """Describe tokens that are not all token ids below ``vocabulary``; "" if they are."""
+    size = min(vocabulary, 1 << 31)
+    if isinstance(tokens, Column):
+        ids = np.asarray(tokens).view(np.uint32)  # negative numbers are large ones
+        if not len(ids) or np.maximum.reduce(ids) < size:
+            return ""
+    wrong = next(t for t in tokens if not isinstance(t, int) or not 0 <= t < size)
+    return f"the token {wrong!r} in {describe(tokens)}; expected token ids, integers from 0 to {size - 1}"

@@ -15,7 +15,7 @@ from typing import Any
 
 from miles_core.data.column import FLOATS, MASK, TOKENS, Column, ColumnField, as_column
 from miles_core.data.field import Field
-from miles_core.errors import DataError
+from miles_core.errors import DataError, describe
 
 #: Largest absolute reward: rewards are squared and summed (standard deviations, returns) in float64 and stored in float32.
 LARGEST = 1e30
@@ -54,6 +54,19 @@ def number(reward: Any, reward_key: str | None) -> float:
             f"is {reward!r}; a reward must be between -{LARGEST:g} and {LARGEST:g}, or its square is infinite"
         )
     return found
+
+
+def find_reward_fault(reward: Any) -> str:
+    """Describe a reward that is neither a finite number nor a dict of them; "" if it is one."""
+    entries = reward if isinstance(reward, Mapping) else {"": reward}
+    if not entries:
+        return f"it returned {describe(reward)}; expected a number, or a dict of numbers"
+    for name, entry in entries.items():
+        try:
+            number(entry, None)
+        except DataError as error:
+            return f"the reward{f' {name!r}' if name else ''} {error}"
+    return ""
 
 
 def reward_value(sample: Any, reward_key: str | None = None) -> float:
@@ -158,6 +171,12 @@ class Sample:
     def reward_value(self, key: str | None = None) -> float:
         """Return the scalar reward; ``key`` selects an entry of a dict reward. Raises DataError if there is none."""
         return reward_value(self, key)
+
+    def find_reward_fault(self) -> str:
+        """Describe an invalid reward; "" if there is none or it is valid. A dict may hold entries that are no reward."""
+        if self.reward is None or isinstance(self.reward, Mapping):
+            return ""
+        return f"sample {self.index}: {fault}" if (fault := find_reward_fault(self.reward)) else ""
 
     def validate(self, declared: tuple[Field, ...] = ()) -> None:
         """Check the length invariants; raises DataError naming the sample and the numbers."""

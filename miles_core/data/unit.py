@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from miles_core.errors import describe
+
 
 @dataclass
 class Unit:
@@ -20,6 +22,20 @@ class Unit:
 
     tensors: dict[str, Tensor]
     lasting: bool = False
+
+    def find_fault(self) -> str:
+        """Describe what is not a named tensor; "" if the unit holds only named tensors, at least one."""
+        if not isinstance(self.tensors, dict) or not self.tensors:
+            return f"Unit.tensors is {describe(self.tensors)}; expected a dict of checkpoint name -> Tensor"
+        for name, tensor in self.tensors.items():
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                return f"Unit.tensors[{name!r}] is {describe(tensor)}; expected a Tensor under its checkpoint name"
+        return ""
+
+    def describe_shapes(self) -> dict[str, str]:
+        """Return checkpoint name -> kind of number and shape, as in "float [4, 8]"."""
+        kinds = {True: "float", False: "integer"}
+        return {name: f"{kinds[t.is_floating_point()]} {list(t.shape)}" for name, t in self.tensors.items()}
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 Each side declares its precision: the dtype of its model, and with a number format the format's relative error (``Format.error``),
 whether it rounds inputs of products, and the dtype of cached keys and values. ``Side.rounding`` combines these errors as independent
-ones, and the differences are linear in the result. ``benchmarks/planted_defects.py`` measures the constants.
+ones, and the differences are linear in the result. ``benchmarks/mismatch/planted_defects.py`` measures the constants.
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 #: Largest difference of a token, in nats.
 MOST = 1.0
+#: Bound, relative to the mean that the declared precisions explain: few tokens of a step are compared, and some of them change experts.
+FACTOR = 1.5
 #: Number of steps after which the median decides.
 STEPS = 3
 #: Number of samples and of tokens, prompts included, that are compared at most; at least one sample is.
@@ -79,7 +81,7 @@ class FirstSteps:
         means = self._means.setdefault(key, [])
         means.append(float(found.mean()))
         declared = precisions(self._run, parts)
-        bound = allowance(*declared).mean
+        bound = FACTOR * allowance(*declared).mean
         chance = _CHANCE * float(found.std()) / math.sqrt(len(found))
         beyond = means[-1] - chance > bound or (len(means) == STEPS and median(means) > bound)
         if beyond:

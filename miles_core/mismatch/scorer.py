@@ -90,7 +90,7 @@ class Scorer:
         """Say what the errors of the engine were compared with."""
         engine, trainer = self.declared
         if self.wider:
-            return f"The errors are those against a pass of the trainer in a wider type, whose own rounding ({trainer}) is smaller"
+            return f"The reference is the trainer's model computed in a wider type, and rounding is what the trainer's errors in {trainer} are"
         return f"The precisions (engine {engine}; trainer {trainer}) do not explain that"
 
     async def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:

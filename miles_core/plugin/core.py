@@ -93,6 +93,7 @@ CORE = Plugin(
             "verify_logprobs": "miles_core.defaults:make_sync_check",
         },
     },
+    capabilities={"runtime": ("rollout_workers",)},
     pairs=(Pair("bf16", "bf16"),),
     aliases={"--bf16": {"model.dtype": "bfloat16"}, "--fully-async": {"run.schedule": "async"}},
 )

@@ -17,12 +17,22 @@ import pluggy
 
 from miles_core.errors import MilesError, PluginError
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.chain import ErrorNote, Wrapper, add_checks, add_error_notes, compose, names_plugin
+from miles_core.plugin.boundary import (
+    UNCHECKED,
+    Boundary,
+    ErrorNote,
+    Wrapper,
+    call_event,
+    compose,
+    guard,
+    names_plugin,
+    refuse,
+)
 from miles_core.plugin.core import CORE
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.failure import describe_import_failure
-from miles_core.plugin.guard import UNCHECKED, Boundary, check_implementation, describe, read_specs, refuse
+from miles_core.plugin.implementation import check_implementation, read_specs
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.marker import PROJECT
 from miles_core.plugin.plan import Plan
@@ -63,21 +73,7 @@ class Hooks:
         """Call every implementation of an ``on_*`` hook in plan order, and check the arguments after each call."""
         boundary = self._boundaries.get(name, UNCHECKED)
         for plugin, function, taken in self._implementations(name, arguments):
-            state = boundary.before(arguments) if boundary.before is not None else None
-            with ErrorNote(plugin, name):
-                value = function(*[arguments[a] for a in taken])
-            if value is not None:
-                raise refuse(
-                    plugin,
-                    name,
-                    f"it returned {describe(value)}; an event returns nothing: change its arguments in place",
-                )
-            try:
-                wrong = boundary.after(state, arguments) if boundary.after is not None else ""
-            except (MilesError, TypeError) as error:
-                wrong = f"its changes cannot be used: {error}"
-            if wrong:
-                raise refuse(plugin, name, wrong)
+            call_event(function, taken, arguments, plugin, name, boundary)
 
     def name_suspects(self, error: BaseException, hooks: Sequence[str]) -> None:
         """Name plugins in an error that names none: one in its traceback, or those that implement one of ``hooks``.
@@ -132,12 +128,11 @@ class Hooks:
         hook, boundary = f"make_{kind} ({name})", self._boundaries.get(f"make_{kind}", UNCHECKED)
         with ErrorNote("" if plugin is CORE or plugin.standard else plugin.name, hook):
             made = build(**select_arguments(build, arguments))
-        if boundary.part is not None and (wrong := boundary.part(made)):
+        if boundary.part is not None and (wrong := boundary.part(made, ())):
             raise refuse(plugin.name, hook, wrong)
-        if boundary.call is not None and made is not None:
-            return add_checks(made, plugin.name, hook, boundary)
         # only functions are wrapped; objects have too many entry points
-        return add_error_notes(made, plugin.name, hook) if inspect.isfunction(made) else made
+        wraps = made is not None and (boundary.call is not None or inspect.isfunction(made))
+        return guard(made, plugin.name, hook, boundary) if wraps else made
 
     def builder(self, kind: str, name: str) -> tuple[Plugin, Callable[..., Any]]:
         """Return the plugin that provides the part ``name`` of a kind, and the callable that builds it.
@@ -232,11 +227,11 @@ def register(
     return Hooks(plan, manifests, manager, specs, boundaries or {})
 
 
-def find_part(kind: str, name: str, package: str) -> Any:
+def find_part(kind: str, name: str, package: str = "") -> Any:
     """Import a part that works without a run (``contracts.hooks.WITHOUT_A_RUN``), from any installed plugin.
 
     Args:
-        package: what to install if there is none.
+        package: what to install if there is none. Without it, a missing part is None.
 
     Raises:
         PluginError: no installed plugin provides it.
@@ -244,7 +239,9 @@ def find_part(kind: str, name: str, package: str) -> Any:
     for plugin in discover().values():
         if target := plugin.provides.get(kind, {}).get(name):
             return import_target(plugin.name, target)
-    raise PluginError(f"no installed plugin provides the part {kind}: {name}; pip install {package}")
+    if package:
+        raise PluginError(f"no installed plugin provides the part {kind}: {name}; pip install {package}")
+    return None
 
 
 def announce_import(package: str, why: str) -> None:

@@ -146,7 +146,7 @@ class Plugin:
         environment: environment variable -> path of the option that it sets.
         elsewhere: flags of other software that users may expect, flag -> what to use instead, e.g.
             ``{"--server-model": "give --hf-checkpoint"}``. A mapping translates the flag's value, e.g.
-            ``{"--server-size": {"*": "--size {}"}}``; see ``miles_core.config.command_line``.
+            ``{"--server-size": {"*": "--size {}"}}``; see ``miles_tools.command_line``.
         defaults: default values of options, fact -> value, for backends that ship with an installation. Two installed manifests
             with different values for one option are an error.
         facts: facts that the plugin defines in addition to its options, name -> one-line description.

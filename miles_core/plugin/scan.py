@@ -15,7 +15,7 @@ from pathlib import Path
 
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.guard import MARK
+from miles_core.plugin.implementation import MARK
 from miles_core.plugin.load import import_target
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import HookTarget, Plan

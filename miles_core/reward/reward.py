@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from miles_core.data.sample import number
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import UserFunction, load_function
-from miles_core.text import describe_error
+from miles_core.text import describe_error, valid_data
 
 DEFAULT_CONCURRENCY = 64
 
@@ -202,4 +202,4 @@ def _keep(sample: Any, value: Any, who: str, args: Any) -> None:
         checked = number(value, getattr(args, "reward_key", None))
     except DataError as error:
         raise DataError(f"the reward of sample {sample.index}, from {who}, {error}") from error
-    sample.reward = value if isinstance(value, dict) else checked
+    sample.reward = valid_data(value) if isinstance(value, dict) else checked

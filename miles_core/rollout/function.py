@@ -18,8 +18,7 @@ from miles_core.chat.renderer import Message, Renderer
 from miles_core.contracts.engine import Response, Sampling
 from miles_core.data.column import TOKENS, Column, as_column
 from miles_core.data.sample import Sample
-from miles_core.errors import ConfigError, DataError, PluginError
-from miles_core.plugin.guard import describe
+from miles_core.errors import ConfigError, DataError, PluginError, describe
 from miles_core.rollout.continuation import merge_sampling
 from miles_core.rollout.transcript import Transcript, Turn
 

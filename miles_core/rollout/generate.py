@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.contracts.engine import Request, Response, Sampling
-from miles_core.contracts.exchanged import check_response
 from miles_core.contracts.runtime import Producer
 from miles_core.data.batch import add
 from miles_core.data.column import TOKENS, Column, as_column, join_columns
 from miles_core.data.sample import Sample, Status
-from miles_core.errors import DataError, MilesError
-from miles_core.plugin.chain import compose
+from miles_core.errors import DataError, MilesError, describe
+from miles_core.plugin.boundary import compose, refuse
 from miles_core.rollout.collect import Score
 from miles_core.rollout.continuation import (
     can_continue,
@@ -195,7 +194,7 @@ class EngineRequests:
             request = Request(context, rest, key=key, group=group, extras=set(self.extras), policy=policy)
             self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
             response = await engine.generate(request)
-            check_response(self.run, request, response, self.vocabulary)
+            self._check_response(request, response)
             add(self.answers, {f"{prefix}/{name}": (value, 1.0) for name, value in response.metrics.items()})
             if response.finish == "abort" and len(response.tokens) == request.sampling.max_new_tokens:
                 response.finish = "length"
@@ -220,6 +219,16 @@ class EngineRequests:
             f"the engine aborted the request of sample {number} {FRUITLESS} times in a row without a token to continue from; "
             "see the engine's log"
         )
+
+    def _check_response(self, request: Request, response: Any) -> None:
+        """Check an engine's response; raises PluginError, which names the plugin that provides the engine."""
+        wrong = f"it returned {describe(response)}; expected a Response from Engine.generate"
+        if isinstance(response, Response):
+            fault = response.find_fault(request, self.vocabulary)
+            wrong = f"the response has {fault}" if fault else ""
+        if wrong:
+            name = self.run.config.run.engine
+            raise refuse(self.run.hooks.provider("engine", name), f"make_engine ({name})", wrong)
 
     def _engine(self, number: int, policy: str) -> Engine:
         if policy not in self.engines:

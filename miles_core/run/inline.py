@@ -57,6 +57,9 @@ class InlineRuntime(Runtime):
             rank.close()
 
 
-def make_runtime(run: Run) -> InlineRuntime:
-    """Create the runtime named ``inline``."""
-    return InlineRuntime(run)
+def make_runtime(run: Run) -> Runtime:
+    """Create the runtime named ``inline``; with ``--rollout-workers``, the part that has rollouts in other processes."""
+    if run.config.rollout.workers is None:
+        return InlineRuntime(run)
+    made: Runtime = run.hooks.make("inline_rollouts", "processes", run=run)
+    return made

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
-from miles_core.plugin.chain import compose
+from miles_core.plugin.boundary import compose
 from miles_core.rollout.collect import Collector, Group, Rollout
 from miles_core.rollout.continuation import partial_rollout
 from miles_core.rollout.versions import staleness

@@ -18,7 +18,7 @@ class TrainedPrecision:
     warm-up.
 
     With ``--quantized-product auto`` the products of all passes are emulated: the backward pass needs dequantised weights and rounded inputs
-    in any case, and a native forward pass in addition to them makes a step slower (``benchmarks/embedded_training.py``)."""
+    in any case, and a native forward pass in addition to them makes a step slower (``benchmarks/training/embedded_training.py``)."""
 
     def __init__(self, run: Run, policy: Policy | None = None) -> None:
         config = run.config if policy is None else run.config_of(policy)

@@ -1,7 +1,7 @@
 """Models and engines with small defects, which comparisons of engine and trainer have to detect.
 
 Each defect modifies one instance of a model, or of an engine, after it was built, without changing names or shapes of weights.
-``benchmarks/planted_defects.py`` and the tests apply them to an engine. ``more_defects`` and ``decode_defects`` have further ones.
+``benchmarks/mismatch/planted_defects.py`` and the tests apply them to an engine. ``more_defects`` and ``decode_defects`` have further ones.
 """
 
 from __future__ import annotations

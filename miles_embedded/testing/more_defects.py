@@ -1,4 +1,4 @@
-"""Further defects for ``benchmarks/planted_defects.py``: those of public bug reports about engines, most of them small."""
+"""Further defects for ``benchmarks/mismatch/planted_defects.py``: those of public bug reports about engines, most of them small."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from miles_core.contracts.run import Policy
-from miles_core.errors import PluginError
-from miles_core.plugin.guard import describe
+from miles_core.errors import PluginError, describe
 from miles_core.train.micro_batches import micro_batch_limits
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.free_memory import check_free_memory

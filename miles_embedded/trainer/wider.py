@@ -1,8 +1,8 @@
 """Compute a forward pass in a wider type: a 16-bit model in float32, a float32 model in float64.
 
 The values of the weights do not change. Each module computes with wide copies of its own parameters while it runs, which hide the
-parameters as ``quantized.weights`` does, so that a wide copy of the whole model never exists. Tables of embeddings are not copied: their
-rows are widened. Steps that a model always computes in float32 (softmax of a router, norms) stay in float32.
+parameters as ``quantized.weights`` does, so that a wide copy of the whole model never exists. Of the table of an
+embedding only the rows that are read are copied. Steps that a model always computes in float32 (softmax of a router, norms) stay in float32.
 """
 
 from __future__ import annotations
@@ -14,23 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miles_core.errors import MilesError, first_line
+
 #: Type of a model -> wider type.
 _WIDER = {torch.float32: torch.float64, torch.float64: torch.float64}
+#: Stands for an attribute that a module does not have.
+_GONE = object()
 
 
 @contextmanager
 def wider_arithmetic(model: nn.Module) -> Iterator[None]:
-    """Make forwards of ``model`` without gradient compute in the wider type inside this context."""
+    """Make forwards of ``model`` without gradient compute in the wider type inside this context.
+
+    Raises:
+        MilesError: a module, for example a plugin's, does not compute in that type, or the memory for its wide parameters is missing.
+    """
     hooks = _Wide(_WIDER.get(next(model.parameters()).dtype, torch.float32))
     handles = []
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            handles.append(module.register_forward_hook(hooks.widen_output))
-        elif module._parameters:
-            handles.append(module.register_forward_pre_hook(hooks.enter))
+        if module._parameters:
+            enter = hooks.enter_embedding if isinstance(module, nn.Embedding) else hooks.enter
+            handles.append(module.register_forward_pre_hook(enter))
             handles.append(module.register_forward_hook(hooks.leave, always_call=True))
     try:
         yield
+    except RuntimeError as error:
+        raise MilesError(f"{type(model).__name__} does not compute in {hooks.wide}: {first_line(error)}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -55,16 +64,19 @@ class _Wide:
         for name in module._parameters:
             value = getattr(module, name)
             if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != self.wide:
-                before[name] = module.__dict__.get(name)
+                before[name] = module.__dict__.get(name, _GONE)
                 module.__dict__[name] = value.detach().to(self.wide)
         return tuple(x.to(self.wide) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Show them again. Hooks that ran earlier have already removed what they had put there."""
-        for name, value in self._hidden.pop(module, {}).items():
-            if module.__dict__.pop(name, None) is not None and value is not None:
-                module.__dict__[name] = value
+    def enter_embedding(self, module: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Hide the table behind a wide copy of the rows that are read."""
+        ids, places = args[0].unique(return_inverse=True)
+        self._hidden[module] = {name: module.__dict__.get(name, _GONE) for name in ("padding_idx", "weight")}
+        module.__dict__.update(padding_idx=None, weight=module.weight.detach()[ids].to(self.wide))
+        return places, *args[1:]
 
-    def widen_output(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Widen the rows of an embedding."""
-        return output.to(self.wide)
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Show them again. A hook that ran earlier has already removed what had hidden a parameter before."""
+        for name, value in self._hidden.pop(module, {}).items():
+            if module.__dict__.pop(name, _GONE) is not _GONE and value is not _GONE:
+                module.__dict__[name] = value

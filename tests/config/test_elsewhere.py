@@ -12,6 +12,7 @@ from miles_core.config.load import load
 from miles_core.config.schema import collect
 from miles_core.errors import ConfigError
 from miles_core.plugin.manifest import Plugin
+from miles_tools.foreign import programs
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,6 @@ def test_every_flag_that_a_sentence_recommends_exists():
     table = tomllib.loads(Path(elsewhere.__file__).with_suffix(".toml").read_text())
     known = {*collect([]).spellings(), *table["flags"]}
     sentences = [*table["flags"].values(), *(text for values in table["values"].values() for text in values.values())]
-    sentences += [here for names in elsewhere.foreign_options().values() for here in names.values()]
     for sentence in sentences:
         assert sentence.strip() and not sentence.endswith(".")
         for flag in re.findall(r"--[a-z0-9-]+", sentence):
@@ -81,9 +81,9 @@ def test_an_option_of_another_program_is_translated():
     with pytest.raises(ConfigError, match="3 problems") as raised:
         load(given, manifests=[])
     message = str(raised.value)
-    assert "actor_rollout_ref.actor.optim.lr, an option of verl; here: --lr X" in message
-    assert "--num_generations, an option of TRL; here: --n-samples-per-prompt N" in message
-    assert "unexpected argument 'word'" in message
+    assert "actor_rollout_ref.actor.optim.lr=1e-6 -> --lr 1e-6" in message
+    assert "-> --n-samples-per-prompt 4" in message and "not known, and left out:\n  word" in message
+    assert message.endswith("miles train --lr 1e-6 --n-samples-per-prompt 4")
     page = Path(__file__).parents[2] / "docs/coming-from.md"
     written = runpy.run_path(str(page.with_name("coming_from.py")))
     assert page.read_text() == written["page"](), "run: python docs/coming_from.py > docs/coming-from.md"
@@ -92,8 +92,8 @@ def test_an_option_of_another_program_is_translated():
 def test_an_option_that_has_another_meaning_here_is_told_apart():
     """There is no hint on the command line, where core's option applies."""
     core = set(collect([]).spellings())
-    for names in elsewhere.foreign_options().values():
-        for theirs, here in names.items():
+    for program in programs():
+        for theirs, here in program.names.items():
             flag = "--" + theirs.lstrip("-").replace("_", "-")
             assert flag not in core or flag in here, theirs
 

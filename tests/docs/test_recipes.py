@@ -48,8 +48,8 @@ def test_slime_s_own_command_line_is_answered_with_the_one_that_works(model):
     with pytest.raises(ConfigError) as error:
         load(with_model(SLIME, model))
     text = str(error.value)
-    assert "the command line below solves all of them" in text
-    line = shlex.split(text.rsplit("all plugins that they need:\n", 1)[1])
+    assert "the command line below solves all of them" in text and "what is left" not in text
+    line = shlex.split(text.rsplit("the complete command line:\n", 1)[1])[2:]
     config = load(line)
     ported = load(with_model(HERE[0][2:], model))
     theirs = {fact.name: fact.value for fact in config.facts()}

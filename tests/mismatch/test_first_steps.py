@@ -5,9 +5,10 @@ import logging
 import numpy as np
 import pytest
 
+from miles_core import defaults
 from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
-from miles_core.mismatch import allowance, first_steps, first_sync
+from miles_core.mismatch import allowance, first_steps
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.trainer.trainer import EmbeddedTrainer
 from miles_speculative.checkpoint import with_mtp
@@ -23,7 +24,7 @@ LONG = {"rollout_max_response_len": 24, "rollout_temperature": 0.5}
 @pytest.fixture(autouse=True)
 def nothing_else(monkeypatch):
     """Other checks do not look at the engine, so that this one has to."""
-    monkeypatch.setattr(first_sync, "make_check", lambda run: None)
+    monkeypatch.setattr(defaults, "make_first_sync_check", lambda run: None)
     for side in ("engine", "trainer"):
         monkeypatch.setattr(f"miles_embedded.{side}.build.self_check", lambda model: None)
 

@@ -65,7 +65,7 @@ def test_allow_mismatch_warns(run_with, caplog):
 
 @pytest.mark.parametrize("family", TRIED)
 def test_no_family_is_stopped(family, toy_run, caplog):
-    """In turn in either dtype; ``benchmarks/planted_defects.py`` tries all families in both."""
+    """In turn in either dtype; ``benchmarks/mismatch/planted_defects.py`` tries all families in both."""
     dtype = ("float32", "bfloat16")[TRIED.index(family) % 2]
     toy_run(family=family, dtype=dtype, steps=0, self_check=True, log_level="info")
     assert "engine embedded and trainer embedded agree" in caplog.text

@@ -1,6 +1,6 @@
 """A hundred mistakes that authors of plugins make, each as a single-file plugin, and what the error must name.
 
-Used by ``test_mistakes.py`` and by ``benchmarks/mistakes.py``, which counts the answers.
+``test_mistakes.py`` installs each of them in turn.
 """
 
 from __future__ import annotations

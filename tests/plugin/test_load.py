@@ -8,7 +8,7 @@ from miles_core.contracts.trainer import Loss
 from miles_core.errors import PluginError
 from miles_core.plugin.core import CORE
 from miles_core.plugin.facts import Fact, Facts, State
-from miles_core.plugin.guard import read_specs
+from miles_core.plugin.implementation import read_specs
 from miles_core.plugin.load import compose
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.marker import hookimpl

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from miles_core.contracts.boundaries import BOUNDARIES
 from miles_core.contracts.hooks import HOOKS, MAKERS
-from miles_core.contracts.returned import BOUNDARIES
 from miles_testing import toy_run
 
 MISTAKES, HEAD = (runpy.run_path(str(Path(__file__).with_name("mistakes.py")))[n] for n in ("MISTAKES", "HEAD"))

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from miles_core.rollout import tokenizing
 from miles_core.plugin import DataError
+from miles_core.rollout import tokenizing
 from miles_core.rollout.tokenizing import tokenize
 
 LONG = "x" * tokenizing.LONG

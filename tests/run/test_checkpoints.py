@@ -58,7 +58,7 @@ class Schedule:
 
 def make(directory, resume_from=None, async_save=False):
     options = SimpleNamespace(save_interval=1, async_save=async_save, keep=1)
-    policy = SimpleNamespace(name="policy", trained=3)
+    policy = SimpleNamespace(name="policy", trained=3, version=3)
     run = SimpleNamespace(
         directory=directory,
         step=1,

@@ -18,11 +18,11 @@ LEARN = (
     "local_learner.LocalLearner.learn",
     "share.optimiser_steps",
     "batch.collate",
-    "advantage.grpo",
-    "policy_loss.loss_weights",
+    "grpo.advantage",
+    "choices.loss_weights",
     "packing.split",
     "trainer.EmbeddedTrainer.forward",
-    "loss.policy_loss.loss",
+    "grpo.policy_loss",
 )
 #: From the prompt file to the loss: a row becomes token ids, pending samples, responses, finished and rewarded samples of a step.
 SAMPLE = (
@@ -37,13 +37,13 @@ SAMPLE = (
     "collect.Collector.pop",
     "local_learner.LocalLearner.learn",
     "batch.collate",
-    "advantage.grpo",
-    "loss.policy_loss.loss",
+    "grpo.advantage",
+    "grpo.policy_loss",
 )
 #: From the optimizer to the engine: weights are exported and encoded while the engine's loader reads them.
-WEIGHT = ("optimizer.Optimizer.step", "views.export", "codec.Codec._encode_all")
+WEIGHT = ("optimizer.Optimizer.step", "views.export", "codec.Codec.encode_unit")
 #: Files of our packages in which one step calls a function, at most.
-FILES = 74
+FILES = 82
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ class Odd:
                     for sample in samples:
                         sample.rollout_log_probs = [0.0] * sample.response_length
                 if self.mistake == "inside":
-                    trainer = getattr(getattr(handles[policy.name].ranks, "rank", None), "trainer", None)
+                    trainer = getattr(getattr(handles[policy.name], "rank", None), "trainer", None)
                     if trainer is not None:
                         for parameter in trainer.model.parameters():
                             parameter.data *= 1.01

@@ -124,10 +124,9 @@ def test_prompts_that_the_driver_sends_are_counted():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("routes", [0, 48])
-def test_a_run_with_two_workers_handles_less_than_50_bytes_per_sample(monkeypatch, routes):
+def test_a_run_with_two_workers_handles_less_than_50_bytes_per_sample(routes):
     """Everything that passes through the sockets of a whole run with real processes, two ranks, and saved samples."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from rollout_workers import measure
+    from benchmarks.scale.rollout_workers import measure
 
     found = measure(2, 32, 256, routes, 0.0)["driver_bytes_per_sample"]
     assert {"to_workers", "from_workers", "to_ranks", "to_savers"} <= found.keys()

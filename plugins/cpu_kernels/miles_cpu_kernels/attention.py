@@ -1,6 +1,6 @@
 """Attention over few keys, for packed micro-batches of the trainer and decode steps of the engine.
 
-With more keys, torch's matrix products are faster (benchmarks/cpu_kernels.py). Other attention than plain causal attention has no kernel
+With more keys, torch's matrix products are faster (benchmarks/training/cpu_kernels.py). Other attention than plain causal attention has no kernel
 here and also uses torch.
 """
 

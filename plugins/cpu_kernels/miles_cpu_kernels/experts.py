@@ -16,7 +16,7 @@ from miles_cpu_kernels import kernels
 from miles_embedded import Experts, available
 
 #: Maximum number of elements of an expert's three matrices together: one MB, so that they fit into a core's cache
-#: (benchmarks/cpu_kernels.py).
+#: (benchmarks/training/cpu_kernels.py).
 LARGEST = 1 << 18
 
 

@@ -21,7 +21,6 @@ class DistillationConfig:
         help="weight of each teacher's divergence (default: equal); divided by their sum",
         metavar="W",
         ge=0,
-        only_if="distillation.teacher",
     )
     teacher_key: str = option(
         "",

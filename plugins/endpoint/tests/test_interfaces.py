@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from miles_core.rollout import tokenizing
 from miles_core.data import Renderer
+from miles_core.rollout import tokenizing
 from miles_endpoint import testing as C
 from miles_endpoint.rollout import _find_fault as reward_fault
 from miles_endpoint.testing import CALL, RESULT

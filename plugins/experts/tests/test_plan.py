@@ -27,7 +27,6 @@ def test_a_capacity_warns_of_the_mismatch_that_it_creates(plan):
 @pytest.mark.parametrize(
     ("given", "plugins", "why"),
     [
-        ({"moe_token_drop_policy": "position"}, ["experts"], "nothing is dropped without a capacity"),
         ({"offload_experts": True, "colocate": True}, [], "where the experts are already"),
         ({"offload_experts": True, "offload_optimizer": True}, [], "both move optimizer states"),
         ({"offload_experts": True}, ["zero_copy"], "share"),

@@ -9,11 +9,15 @@ _MODEL = (
     "moe-ffn-hidden-size moe-router-topk moe-layer-freq moe-router-score-function moe-router-num-groups moe-router-group-topk "
     "moe-router-topk-scaling-factor moe-router-pre-softmax moe-shared-expert-intermediate-size moe-router-dtype "
     "moe-router-load-balancing-type q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim "
-    "make-vocab-size-divisible-by"
+    "make-vocab-size-divisible-by mscale mscale-all-dim beta-fast beta-slow original-max-position-embeddings rope-type softmax-type "
+    "window-size window-attn-skip-freq moe-latent-size linear-attention-freq attention-dropout-rate activation-func-clamp-value "
+    "experimental-attention-variant dsa-indexer-topk dsa-indexer-n-heads dsa-indexer-head-dim original-vocab-size"
 )
 _SWITCHES = (
     "disable-bias-linear add-bias-linear add-qkv-bias qk-layernorm group-query-attention swiglu untie-embeddings-and-output-weights "
-    "multi-latent-attention moe-router-enable-expert-bias no-rope-fusion"
+    "multi-latent-attention moe-router-enable-expert-bias no-rope-fusion use-rotary-position-embeddings use-rope-scaling "
+    "no-position-embedding rotary-interleaved post-self-attn-layernorm post-mlp-layernorm use-gated-attention attention-output-gate "
+    "apply-layernorm-1p moe-shared-expert-gate no-activation-func-clamp-shared-expert"
 )
 _DROPPED = {"**": ""}
 

@@ -60,7 +60,6 @@ def test_the_coefficient_rises_is_applied_and_resumed(tmp_path, options):
     [
         ({"kl_target": 0.1}, "which needs a first value"),
         ({**REWARD, "kl_target": 0.1, "kl_coef": 0.1, "kl_loss_coef": 0.1}, "one measured KL adapts one coefficient"),
-        ({"plugins": ["objectives"], "kl_horizon": 5, "kl_loss_coef": 0.1}, "only --kl-target has a horizon"),
         (
             {"preset": "dapo", "kl_target": 0.1, "kl_loss_coef": 0.1},
             "--preset dapo takes this value from arXiv 2503.14476",

@@ -67,7 +67,6 @@ def test_gdpo_reads_several_rewards(tmp_path):
     ("options", "why"),
     [
         ({"advantage_estimator": "gdpo"}, "--gdpo-rewards NAME"),
-        ({"gdpo_rewards": "a", "advantage_estimator": "sapo"}, "only GDPO normalises several rewards"),
         ({"advantage_estimator": "sapo", "n_samples_per_prompt": 1}, "with a single sample they are all 0"),
         ({"advantage_estimator": "dro", "kl_coef": 0.1}, "use --kl-loss-coef"),
         ({"advantage_estimator": "gmpo", "gamma": 0.9}, "which no discount changes"),

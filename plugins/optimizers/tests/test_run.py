@@ -71,9 +71,6 @@ def test_a_critic_may_have_another_optimizer():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"muon_lr": 1e-3}, "only Muon has this setting"),
-        ({"optimizer": "adamw8bit", "muon_momentum": 0.5}, "only Muon has this setting"),
-        ({"optimizer": "adamw-offload", "muon_adjust_lr": "original"}, "only Muon has this setting"),
         ({"optimizer": "muon", "muon_lr": 1e-3, "lr": 0}, "follows the schedule of --lr"),
         ({"optimizer": "muon", "runtime": "ray", "actor_num_gpus_per_node": 2}, "orthogonalizes whole matrices"),
         ({"optimizer": "adamw8bit", "trainer": "megatron"}, "--use-precision-aware-optimizer"),

@@ -1,6 +1,6 @@
 """pass@k, majority@k, subsets and early stopping in evaluations, for miles-core."""
 
-from miles_core.plugin import Panel, Plugin, Rule
+from miles_core.plugin import Panel, Plugin
 from miles_pass_at_k.config import PassAtKConfig
 
 __version__ = "0.1.0"
@@ -11,28 +11,6 @@ plugin = Plugin(
     version=__version__,
     core="~=0.1",
     config=PassAtKConfig,
-    requires=(
-        Rule(
-            "evaluation.prompt_data",
-            when="pass_at_k.pass_at or pass_at_k.majority_at or pass_at_k.subset_key or pass_at_k.patience or pass_at_k.keep_best",
-            because="its metrics are those of evaluations (--eval-prompt-data, --eval-interval)",
-        ),
-        Rule(
-            "pass_at_k.majority_at",
-            when="pass_at_k.answer_key",
-            because="only majority@k compares answers (--eval-majority-at)",
-        ),
-        Rule(
-            "pass_at_k.patience",
-            when="pass_at_k.metric != eval/accuracy",
-            because="only early stopping reads that metric (--early-stop-after)",
-        ),
-        Rule(
-            "pass_at_k.keep_best",
-            when="pass_at_k.keep_best_mode != max",
-            because="only the best checkpoint has a best value (--keep-best METRIC)",
-        ),
-    ),
     aliases={"--eval-only": {"rollout.num_rollout": 0, "evaluation.interval": 1}},
     review="miles_pass_at_k.review:review",
     hooks={"": "miles_pass_at_k.hooks:PassAtK", "pass_at_k.keep_best": "miles_pass_at_k.best:BestCheckpoint"},

@@ -33,7 +33,7 @@ FORMATS, SMALLER = (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")), (("int4"
 _COMBINED = 12
 #: A layout outside these bounds is proposed only if no other one fits: share of a training pass in which the stages of a pipeline wait,
 #: layers of a stage, and for a mixture of experts its expert-parallel size, also in comparison with the pipeline's. All trainers of
-#: ``recipes*.json`` of the benchmarks with experts stay within the last two.
+#: the recipes of ``benchmarks/planning`` with experts stay within the last two.
 MOST_BUBBLE, FEWEST_LAYERS, MOST_EXPERT_PARALLEL, MOST_STAGES_PER_EXPERT_RANK = 0.25, 4, 64, 4
 #: Bytes that a sleeping process keeps on its GPU: the CUDA context and NCCL's buffers.
 _ASLEEP = 2.0 * GB

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from miles_core.plugin import ConfigError, PlanError
 from miles_core.cli.plan import run as plan
+from miles_core.plugin import ConfigError, PlanError
 from miles_planner.launch.command import paths_outside, run
 from miles_planner.launch.job import Job
 
@@ -225,7 +225,7 @@ def test_a_run_that_the_plan_refuses_is_not_launched(launch, tmp_path):
 def test_a_command_with_a_credential_is_not_written(launch, tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "Q7zSecretOfThisTest99")
     with pytest.raises(ConfigError, match="looks like a credential, and the file would keep it"):
-        launch("slurm", "--wandb-group", "Q7zSecretOfThisTest99")
+        launch("slurm", "--use-wandb", "--wandb-group", "Q7zSecretOfThisTest99")
     assert not (tmp_path / "file").exists()
 
 

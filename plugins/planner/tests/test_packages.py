@@ -2,9 +2,9 @@
 
 import pytest
 
+from miles_core.cli.plan import run as plan
 from miles_core.plugin import ConfigError
 from miles_planner import packages
-from miles_core.cli.plan import run as plan
 from miles_planner.launch.command import run
 
 

@@ -1,8 +1,6 @@
-"""Published recipes (``benchmarks/recipes.json``): which the plan accepts, and how far estimates are from what was published."""
+"""Published recipes (``benchmarks/planning/recipes.json``): which the plan accepts, and how far estimates are from what was published."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,16 +10,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def benchmark():
-    path = ROOT / "benchmarks"
-    sys.path.insert(0, str(path))
-    try:
-        spec = importlib.util.spec_from_file_location("recipes_plan", path / "recipes_plan.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path))
-    return module
+    from benchmarks.planning import recipes_plan
+
+    return recipes_plan
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from miles_core.cli.plan import run as plan
 from miles_core.config.load import load
 from miles_core.plugin import ConfigError
 from miles_core.run.prepare import prepare
-from miles_core.cli.plan import run as plan
 
 ROOT = Path(__file__).parents[3]
 BATCH = ["--rollout-batch-size", "64", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "8192"]

@@ -120,22 +120,27 @@ def test_a_file_that_is_missing_is_named(ranks, tmp_path):
 
 
 def scored(checkpoint, share):
-    """Log-probs with encoded weights, with those of an earlier version, and as before."""
+    """Log-probs with encoded weights, with those of an earlier version, in a wider type, and as before."""
     trainer, batch, codec = build("full_shard", checkpoint, Setup()), part(share), FormatCodec(PairFormat())
     encoded_views(trainer.model, codec)
     earlier = snapshot(trainer.units(everywhere=True), codec, 0)
     trainer.step(batch)
     found = []
-    for emulation in (Emulation(encoded=True), Emulation(snapshot=True), Emulation()):
+    for emulation in (
+        Emulation(encoded=True),
+        Emulation(snapshot=True),
+        Emulation(encoded=True, wider=True),
+        Emulation(),
+    ):
         with trainer.emulate(emulation, codec, earlier):
-            found.append(trainer.log_probs(batch, "verify")["log_probs"])
+            found.append(trainer.log_probs(batch, "verify")["log_probs"].float())
     return found
 
 
 def test_emulation_is_that_of_one_process(ranks, tmp_path):
     checkpoint = tiny_checkpoint("gpt_oss", tmp_path / "checkpoint")
     one = scored(checkpoint, WHOLE)
-    assert not torch.allclose(one[0], one[2]) and not torch.allclose(one[0], one[1])
+    assert not torch.allclose(one[0], one[3]) and not torch.allclose(one[0], one[1])
     batch = make_batch()
     batch.columns |= {str(i): column for i, column in enumerate(one)}
     for share, found in zip(

@@ -9,9 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from miles_core.cli.plan import collect_facts
+from miles_core.cli.plan import check_hardware, collect_facts
 from miles_core.plugin import ConfigError, redact
-from miles_core.cli.plan import check_hardware
 from miles_planner.launch.job import Job
 from miles_planner.packages import check_packages
 

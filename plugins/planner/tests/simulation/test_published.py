@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,18 +13,9 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture(scope="module")
 def published():
-    path = ROOT / "benchmarks"
-    sys.path.insert(0, str(path))
-    try:
-        spec = importlib.util.spec_from_file_location("simulate_published", path / "simulate_published.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # its dataclasses look up their module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path))
-    yield module
-    del sys.modules[spec.name]
+    from benchmarks.planning import simulate_published
+
+    return simulate_published
 
 
 def find(published, family, name):

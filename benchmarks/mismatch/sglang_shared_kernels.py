@@ -1,0 +1,164 @@
+"""The kernels of ``true_on_policy`` inside SGLang: a plugin of SGLang for the variant ``shared_kernels`` of ``sglang_exact.py``.
+
+SGLang runs the model's Transformers code (``model_impl=transformers``) and keeps its scheduler, cache and sampler. This module replaces what
+decides the last bit of a log-probability: matrix products, norms, rotations, gates, attention, the output layer and the log-softmax are the
+functions of the embedded trainer with ``--true-on-policy-mode``, and so are experts, with the weights of SGLang's fused layers. Keys and
+values are read from SGLang's cache.
+
+SGLang calls ``install`` in each of its processes through the entry point ``sglang.srt.plugins``, which ``register`` writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Environment variable of an SGLang that shares the kernels.
+VARIABLE = "MILES_SHARED_KERNELS"
+_LOADS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
+
+
+def register(directory: Path) -> None:
+    """Write the entry point into ``directory``, and put it on the path of the processes that this one starts."""
+    folder = directory / "miles_shared_kernels-0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: miles-shared-kernels\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text(
+        f"[sglang.srt.plugins]\nmiles_shared_kernels = {Path(__file__).stem}:install\n"
+    )
+    paths = [str(directory), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    os.environ[VARIABLE] = "1"
+
+
+def install() -> None:
+    """Register ``share_kernels`` to be called when a model has its weights."""
+    if VARIABLE not in os.environ:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_LOADS, share_kernels, HookType.AFTER)
+
+
+def share_kernels(_: None, model: Any, *more: Any) -> None:
+    """Make SGLang's model compute with the trainer's functions.
+
+    Args:
+        model: SGLang's ``TransformersForCausalLM``.
+        more: further arguments of SGLang's loader.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        _replace_steps(model.model)
+    finally:
+        torch.set_default_dtype(default)
+    _replace_functions()
+
+
+def _replace_steps(backbone: Any) -> None:
+    """Replace the steps of Transformers' model."""
+    from miles_embedded import use_operations
+    from miles_true_on_policy.hooks import make_operations
+    from miles_true_on_policy.mode import compute_inside
+
+    device = next(backbone.parameters()).device
+    table = make_operations(device)
+    done = use_operations(backbone, replace(table, norm=None))  # SGLang's norms are no modules of Transformers
+    norms = [module for module in backbone.modules() if type(module).__name__.endswith("RMSNorm")]
+    for module in norms:
+        assert table.norm is not None
+        module.forward = partial(_normalize, table.norm, module)
+    rotary = backbone.rotary_emb
+    with torch.device("cpu"):
+        rotary.inv_freq = type(rotary)(rotary.config).inv_freq.to(device)  # the trainer computes them on the CPU
+    experts = [module for module in backbone.modules() if type(module).__name__ == "TransformersFusedMoE"]
+    for module in experts:
+        module.forward = partial(_mix, table.experts, module.experts)
+    compute_inside(backbone)
+    print(f"shared kernels: {done}, {len(norms)} norms, {len(experts)} layers of experts", flush=True)
+
+
+def _mix(compute: Callable[..., Tensor], layer: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Experts of a fused layer: ``w13_weight`` holds gate and up [experts, 2 * inner, hidden], ``w2_weight`` [experts, hidden, inner]."""
+    return compute(hidden, index.long(), weights, layer.w13_weight.data, layer.w2_weight.data)
+
+
+def _normalize(norm: Callable[[Tensor, Tensor, float], Tensor], module: Any, x: Tensor) -> Tensor:
+    return norm(x, module.weight.data, module.variance_epsilon)
+
+
+def _replace_functions() -> None:
+    """Replace SGLang's attention, output layer and log-softmax in this process."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from miles_true_on_policy.log_probs import log_softmax
+    from miles_true_on_policy.products import multiply_rows
+
+    plain = torch.nn.functional.log_softmax
+
+    def normalize(x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        simple = x.is_cuda and x.dtype == torch.float32 and dim in (-1, x.dim() - 1) and not args and not kwargs
+        return log_softmax(x) if simple else plain(x, dim, *args, **kwargs)
+
+    def compute_logits(_: Any, hidden: Tensor, head: Any, bias: Tensor | None = None) -> Tensor:
+        return multiply_rows(hidden.to(head.weight.dtype), head.weight, bias)
+
+    torch.nn.functional.log_softmax = normalize
+    LogitsProcessor._compute_lm_head = compute_logits
+    ALL_ATTENTION_FUNCTIONS["sglang"] = attend
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    forward_batch: Any,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attend [1, heads, rows, dim] with the trainer's kernel; keys and values of earlier tokens are in SGLang's cache. Returns
+    [rows, heads * dim]."""
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    from miles_true_on_policy.attention_kernel import Place, attend_tiles, choose_tile, queries_of
+
+    backend, layer = get_attn_backend(), module.layer_idx
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    pool = backend.token_to_kv_pool
+    keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+    keys[forward_batch.out_cache_loc], values[forward_batch.out_cache_loc] = k, v
+    tile = choose_tile(q.dtype, q.shape[2], v.shape[2], forward_batch.forward_mode.is_decode())
+    found = getattr(forward_batch, "miles_tiles", None)
+    if found is None:
+        found = forward_batch.miles_tiles = locate(
+            forward_batch, backend.req_to_token, queries_of(tile, q.shape[1], k.shape[1])
+        )
+    slots, tiles = found
+    places = [(Place.of_rows(x[slots]),) * 2 for x in (keys, values)]
+    out = attend_tiles(q, places[0], places[1], tiles, scaling, tile, None, k.shape[1])
+    return out.flatten(1), None
+
+
+def locate(batch: Any, req_to_token: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Slots of all tokens of a batch's sequences, one sequence after the other, and the records of ``attend_tiles``."""
+    after = batch.seq_lens.tolist()
+    count = [1] * len(after) if batch.forward_mode.is_decode() else batch.extend_seq_lens.tolist()
+    table = req_to_token[batch.req_pool_indices]
+    records, row, start = [], 0, 0
+    for own, total in zip(count, after, strict=True):
+        for offset in range(0, own, step):
+            records.append((row + offset, min(step, own - offset), total - own + offset, 0, start, start))
+        row, start = row + own, start + total
+    slots = torch.cat([table[i, :total] for i, total in enumerate(after)]).long()
+    return slots, torch.tensor(records, dtype=torch.int64, device=slots.device)

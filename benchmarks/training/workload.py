@@ -1,0 +1,83 @@
+"""What the scripts here work on: a random 1.8 M-parameter Qwen3-MoE, addition prompts, and a reward that always varies."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_tools.demo.model import BENCHMARK, make_checkpoint
+from miles_tools.demo.task import LABEL_KEY, PROMPT_KEY, write_task
+
+RESPONSE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A checkpoint directory, a prompt file, and the prompts in it."""
+
+    checkpoint: Path
+    prompt_file: Path
+    prompts: list[str]
+
+
+def make_workload(directory: Path, shots: int = 0) -> Workload:
+    """Checkpoint and prompts in ``directory``. A prompt is 6 tokens (``37+58=``); each of ``shots`` worked examples
+    before it adds about 9."""
+    make_checkpoint(directory / "model", seed=0, size=BENCHMARK)
+    files = write_task(directory / "data", seed=0)
+    rows = [json.loads(line) for line in files.train.read_text().splitlines()]
+    examples = "".join(f"{row[PROMPT_KEY]}{row[LABEL_KEY]}\n" for row in rows[:shots])
+    rows = [{PROMPT_KEY: examples + row[PROMPT_KEY], LABEL_KEY: row[LABEL_KEY]} for row in rows[shots:]]
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Workload(directory / "model", path, [row[PROMPT_KEY] for row in rows])
+
+
+def questions_for(directory: Path, model: Path, count: int = 512) -> Workload:
+    """A real chat model and sums of two numbers to ask it for, as texts of its own chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer, draw = AutoTokenizer.from_pretrained(model), random.Random(0)
+    prompts = []
+    for _ in range(count):
+        question = f"What is {draw.randint(10, 99)} + {draw.randint(10, 99)}? Answer with the number only."
+        message = [{"role": "user", "content": question}]
+        prompts.append(str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)))
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps({PROMPT_KEY: text, LABEL_KEY: ""}) + "\n" for text in prompts))
+    return Workload(model, path, prompts)
+
+
+def letters(text: str) -> float:
+    """Fraction of ASCII letters; samples of a random model differ in it, so every group has advantages."""
+    return sum(c.isascii() and c.isalpha() for c in text) / RESPONSE_TOKENS
+
+
+def random_words(directory: Path, kind: str, count: int = 512) -> Workload:
+    """A random BF16 model of ``sglang_engine.py`` and prompts of 64 random words, one token each."""
+    from benchmarks.engine.sglang_engine import VOCABULARY, make_model
+
+    draw = random.Random(0)
+    prompts = [" ".join(f"w{draw.randrange(2, VOCABULARY)}" for _ in range(64)) for _ in range(count)]
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps({PROMPT_KEY: text, LABEL_KEY: ""}) + "\n" for text in prompts))
+    return Workload(make_model(kind, directory / "model"), path, prompts)
+
+
+def odd(tokens: Sequence[int]) -> float:
+    """Fraction of odd token ids, which differs within a group of random samples of any length."""
+    return sum(token % 2 for token in tokens) / max(len(tokens), 1)
+
+
+async def rm_odd(args: Any, sample: Any) -> float:
+    """``odd`` as a custom reward."""
+    return odd(sample.tokens[len(sample.tokens) - sample.response_length :])
+
+
+async def rm(args: Any, sample: Any) -> float:
+    """``letters`` as a custom reward."""
+    return letters(sample.response)
