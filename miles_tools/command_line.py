@@ -5,6 +5,7 @@ Translations are in ``miles_tools/foreign`` and in manifests (``Plugin.elsewhere
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,12 +19,17 @@ __all__ = ["correct", "explain"]
 #: What stands above the corrected command line.
 COMPLETE = "the complete command line:"
 
+#: Loads a command line; returns its problems, and flags that would enable missing plugins.
+Attempt = Callable[[Sequence[str]], tuple[list[str], dict[str, str]]]
+#: The problem of a flag without effect.
+_IDLE = re.compile(r"(--[\w-]+)\b.*otherwise it has no effect")
+
 
 def correct(
     argv: Sequence[str],
     schema: Schema,
     problems: Sequence[str],
-    attempt: Callable[[Sequence[str]], tuple[list[str], dict[str, str]]],
+    attempt: Attempt,
 ) -> str:
     """Return the error message for a command line that a translation, a correction or missing plugins improve; "" if nothing does.
 
@@ -47,6 +53,7 @@ def correct(
         line = _enable_plugins(line, missing)
     else:
         rest, _ = attempt(line)
+    line, rest = _drop_without_effect(line, rest, attempt, given=argv)
     if not line or list(line) == list(argv) or (len(rest) >= len(problems) and not found.is_whole):
         return ""
     complete = f"{COMPLETE}\n  {shlex.join(['miles', 'train', *line])}"
@@ -59,6 +66,20 @@ def correct(
         head = f"{len(problems)} problems in the configuration; the command line below solves {solved}"
     left = "; what is left:\n" + "\n".join(f"  - {problem}" for problem in rest) if rest else ""
     return f"{head}{left}\n\n{_list_changes(found)}{complete}"
+
+
+def _drop_without_effect(
+    line: list[str], problems: list[str], attempt: Attempt, given: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Drop translated flags that have no effect with the others, such as the name of a record that is not kept."""
+    idle = {match[1] for problem in problems if (match := _IDLE.match(problem))} - {*given}
+    if not idle:
+        return line, problems
+    kept: list[str] = []
+    for word, following in zip(["", *line], [*line, ""], strict=True):
+        if following and following not in idle and (word not in idle or following.startswith("--")):
+            kept.append(following)
+    return kept, attempt(kept)[0]
 
 
 def _list_changes(found: Translation) -> str:

@@ -227,14 +227,14 @@ def test_a_checkpoint_and_the_report_hold_no_secret_and_the_run_goes_on(toy_run,
     monkeypatch.setenv("MILES_RM_TOKEN", secret)
     url = "9fK2xQ7zB81mP0vL3nT5"  # of an address, under an ordinary name
     toy_run(
-        steps=1, save=tmp_path / "run", save_interval=1, wandb_group=secret, model_name=f"https://host/judge?code={url}"
+        steps=1, save=tmp_path / "run", save_interval=1, reward_key=secret, model_name=f"https://host/judge?code={url}"
     )
     report(tmp_path / "run")
     files = [p for p in (tmp_path / "run").rglob("*") if p.is_file()]
     assert any(p.name == "manifest.json" for p in files) and any(p.suffix == ".html" for p in files)
     assert not [p for p in files if secret.encode() in p.read_bytes() or url.encode() in p.read_bytes()]
     with pytest.raises(
-        ConfigError, match=r"a run directory does not keep credentials; give the value of run.wandb_group again"
+        ConfigError, match=r"a run directory does not keep credentials; give the value of reward.reward_key again"
     ):
         from miles_core.config.load import load
 

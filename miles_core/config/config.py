@@ -187,7 +187,8 @@ class Config:
         where = f"{policies.TABLE}.{name}"
         own = {path: item for path, item in self.policies.get(name, {}).items() if path in self._schema.options}
         for key, item in (options or {}).items():
-            own[policies.option_of(self._schema, key, where).path] = item
+            # a program may keep one policy's model on another device; the key of a file may not
+            own[key if key == policies.DEVICE else policies.option_of(self._schema, key, where).path] = item
         if hf_checkpoint:
             own[policies.CHECKPOINT] = hf_checkpoint
         return self.replace(own, origin=where)

@@ -193,7 +193,7 @@ class Data:
 class Reward:
     """The reward of a response."""
 
-    rm_type: str | None = option(None, help="built-in reward", choices=("*",), part="reward")
+    rm_type: str | None = option(None, help="built-in reward", choices=("exact", "boxed", "f1", "*"), part="reward")
     custom_rm_path: str | None = option(
         None, help="async rm(args, sample) -> float or dict; instead of --rm-type", metavar="FILE.py:FN"
     )

@@ -33,8 +33,10 @@ _ROLLOUT = (
     *("max_response_len", "max_context_len", "max_running_requests", "kv_cache_dtype", "precision"),
 )
 _OPTIONS = frozenset(f"rollout.{name}" for name in _ROLLOUT)
+#: The device of all models.
+DEVICE = "model.device"
 #: Options of these tables that apply to the whole run.
-_SHARED = frozenset({"train.seed", "model.device", "model.model_name"})
+_SHARED = frozenset({"train.seed", DEVICE, "model.model_name"})
 
 
 def is_own(option: Option) -> bool:

@@ -47,8 +47,16 @@ def _instance(kind: type, expected: str = "", find_fault: Check | None = None) -
     return _returns(lambda value: isinstance(value, kind), expected, find_fault)
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
 def _is_sample_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(s, Sample) for s in value)
+    return _is_list(value) and all(isinstance(s, Sample) for s in value)
+
+
+def _is_check(part: Any) -> bool:
+    return part is None or callable(part)
 
 
 def _is_sink(part: Any) -> bool:
@@ -59,12 +67,19 @@ def _find_groups_fault(groups: list[list[Sample]], _: tuple[Any, ...]) -> str:
     for group in groups:
         if not _is_sample_list(group):
             return f"it returned {describe(group)}; expected {_GROUPS}; this is one of its entries"
-        for sample in group:
-            if sample.reward is None:
-                return f"sample {sample.index} has no reward"
-            if fault := sample.find_reward_fault():
-                return fault
+        if without := [sample.index for sample in group if sample.reward is None]:
+            return f"sample {without[0]} has no reward"
+        if fault := _find_samples_fault(group):
+            return fault
     return ""
+
+
+def _find_samples_fault(samples: list[Sample], _: tuple[Any, ...] = ()) -> str:
+    return next(filter(None, (sample.find_reward_fault() for sample in samples)), "")
+
+
+def _find_unit_fault(unit: Any, _: tuple[Any, ...]) -> str:
+    return unit.find_fault() if isinstance(unit, Unit) else f"the stream holds {describe(unit)}; expected Unit(tensors)"
 
 
 def _find_reward_fault(reward: Any, arguments: tuple[Any, ...]) -> str:
@@ -85,7 +100,7 @@ def _find_advantage_fault(advantages: Any, arguments: tuple[Any, ...]) -> str:
     return find_value_fault("the advantage", advantages)
 
 
-def _find_number_fault(metrics: Mapping[str, Any], _: tuple[Any, ...] = ()) -> str:
+def _find_number_fault(metrics: Mapping[str, Any], _: tuple[Any, ...]) -> str:
     return find_metric_fault(metrics, is_scalar, "a number", prefix=False)
 
 
@@ -160,7 +175,8 @@ def _find_added_fault(before: dict[str, Any], arguments: Mapping[str, Any]) -> s
     return find_metric_fault(added, is_scalar, "a number", prefix=True)
 
 
-_GROUPS = "a list of groups, each a list of Sample"
+_GROUPS, _SAMPLES = "a list of groups, each a list of Sample", "a list of at least one Sample"
+_LEARNED = "what learn returned, or Learned({}, 0) if nothing was trained"
 _NUMBERS = _instance(dict, "a dict of metrics, name -> number", _find_number_fault)
 _METRICS = Boundary(before=lambda arguments: dict(arguments["metrics"]), after=_find_added_fault)
 
@@ -169,44 +185,20 @@ BOUNDARIES: dict[str, Boundary] = {
     "on_start": Boundary(after=_find_policy_fault),
     "on_model": Boundary(before=_record_model, after=_find_model_fault),
     "on_mtp_layers": UNCHECKED,  # the trainer checks the requests against its model
-    "wrap_rollout": Boundary(
-        call=_returns(lambda v: isinstance(v, list) and bool(v), _GROUPS, _find_groups_fault), kind="async"
-    ),
-    "wrap_generate": Boundary(
-        call=_returns(
-            _is_sample_list,
-            "a list of at least one Sample",
-            lambda samples, _: next(filter(None, (s.find_reward_fault() for s in samples)), ""),
-        ),
-        kind="async",
-    ),
+    "wrap_rollout": Boundary(call=_returns(_is_list, _GROUPS, _find_groups_fault), kind="async"),
+    "wrap_generate": Boundary(call=_returns(_is_sample_list, _SAMPLES, _find_samples_fault), kind="async"),
     "on_request": Boundary(after=_find_request_fault),
     "on_sample": Boundary(before=lambda arguments: dict(arguments["sample"].fields), after=_find_sample_fault),
     "on_evaluation": _METRICS,
-    "wrap_learn": Boundary(
-        call=_instance(
-            Learned,
-            "what learn returned, or Learned({}, 0) if nothing was trained",
-            lambda learned, _: _NUMBERS(learned.metrics, ()),
-        ),
-        kind="async",
-    ),
+    "wrap_learn": Boundary(call=_instance(Learned, _LEARNED, lambda it, _: _NUMBERS(it.metrics, ())), kind="async"),
     "wrap_export": Boundary(call=_returns(lambda value: value is None, "nothing")),
     "on_batch": Boundary(after=lambda _, given: given["batch"].find_fault(_vocabulary(given["run"]))),
-    "wrap_forward": Boundary(call=_instance(Output, "an Output", lambda output, given: output.find_fault(*given[1:]))),
+    "wrap_forward": Boundary(call=_instance(Output, "an Output", lambda it, given: it.find_fault(*given[1:]))),
     "wrap_correction": Boundary(
-        call=_instance(Correction, "a Correction", lambda found, given: found.find_fault(given[0].mask))
+        call=_instance(Correction, "a Correction", lambda it, given: it.find_fault(given[0].mask))
     ),
-    "wrap_loss": Boundary(call=_instance(Loss, "a Loss", lambda loss, _: loss.find_fault())),
-    "wrap_weights": Boundary(
-        call=lambda unit, _: (
-            unit.find_fault()
-            if isinstance(unit, Unit)
-            else f"the stream holds {describe(unit)}; expected Unit(tensors)"
-        ),
-        kind="stream",
-        shapes=Unit.describe_shapes,
-    ),
+    "wrap_loss": Boundary(call=_instance(Loss, "a Loss", lambda it, _: it.find_fault())),
+    "wrap_weights": Boundary(call=_find_unit_fault, kind="stream", shapes=Unit.describe_shapes),
     "wrap_optimizer_step": Boundary(call=_NUMBERS),
     "on_weights_synced": UNCHECKED,
     "on_step": _METRICS,
@@ -226,9 +218,7 @@ BOUNDARIES: dict[str, Boundary] = {
     "make_prompts": Boundary(part=_instance(PromptSource)),
     "make_codec": Boundary(part=_instance(Codec)),
     "make_inline_rollouts": Boundary(part=_instance(Runtime)),
-    "make_check": Boundary(
-        part=_returns(lambda part: part is None or callable(part), "a function"), call=_NUMBERS, kind="async"
-    ),
+    "make_check": Boundary(part=_returns(_is_check, "a function"), call=_NUMBERS, kind="async"),
     # Core checks the results of the following hooks where it uses them.
     "make_generate": UNCHECKED,
     "make_sent_weights": UNCHECKED,

@@ -83,9 +83,9 @@ class Request:
 
     def find_fault(self, vocabulary: int, declared: Collection[str]) -> str:
         """Describe the first invalid value; "" if the request has a prompt, valid sampling, and extras that are ``declared`` fields."""
-        self.tokens = as_column(self.tokens, TOKENS)  # a plugin may have set a list
         if not self.tokens or not isinstance(self.tokens, (list, Column)):
             return f"tokens that are {describe(self.tokens)}; expected a list of token ids"
+        self.tokens = as_column(self.tokens, TOKENS)  # a plugin may have set a list
         if fault := find_token_fault(self.tokens, vocabulary):
             return fault
         if not isinstance(self.sampling, Sampling) or self.sampling.max_new_tokens < 1:

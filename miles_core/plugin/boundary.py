@@ -8,25 +8,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Literal, TypeVar, cast
 
 from miles_core.errors import MilesError, PluginError, describe
 
 F = TypeVar("F", bound=Callable[..., Any])
+Function = Callable[..., Any]
 #: Returns what is wrong with a value, given the arguments of the call that returned it; "" if nothing is.
 Check = Callable[[Any, tuple[Any, ...]], str]
 
@@ -64,7 +55,7 @@ def refuse(plugin: str, hook: str, wrong: str) -> PluginError:
 
 
 class ErrorNote(AbstractContextManager[None]):
-    """Names a plugin in an exception that leaves the body, unless a body inside has named one.
+    """Names a plugin in an exception that leaves the body, unless one inside was named before.
 
     The message of a ``PluginError``, a mistake in the plugin's code, then begins with the plugin; other errors get a note. An error of core
     (empty ``plugin``) gets no note, but is marked so that no plugin around it is named.
@@ -83,6 +74,111 @@ class ErrorNote(AbstractContextManager[None]):
             error.args = (f"plugin {self.plugin}, hook {self.hook}: {error}",)
 
 
+class Guard:
+    """Calls functions of one hook of one plugin, checks their results, and names the plugin in their exceptions."""
+
+    def __init__(self, plugin: str, hook: str, boundary: Boundary = UNCHECKED) -> None:
+        self.plugin, self.hook, self.boundary = plugin, hook, boundary
+        self._shapes: dict[str, Any] = {}  # of the inner stream's items so far, by name
+
+    def accept(self, wrong: str) -> None:
+        """Raise PluginError with what is ``wrong`` with a result, unless that is empty."""
+        if wrong:
+            raise refuse(self.plugin, self.hook, wrong)
+
+    def wrap(self, function: Function) -> Function:
+        """Wrap ``function`` so that its exceptions name the plugin and its results are checked.
+
+        The returned function raises PluginError if a result violates the hook's contract; the error names plugin, hook and result. If
+        the boundary has no check, ``function`` may be a plain, ``async`` or generator function, or return a coroutine or generator.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with ErrorNote(self.plugin, self.hook):  # made here, or torch.compile could not trace it
+                value = function(*args, **kwargs)
+            return self._follow(value, args)
+
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            return await call(*args, **kwargs)
+
+        waits = self.boundary.kind == "async" or (self.boundary.call is None and inspect.iscoroutinefunction(function))
+        return functools.update_wrapper(call_async if waits else call, function)
+
+    def record_shapes(self, inner: Function) -> Function:
+        """Wrap the ``inner`` stream of a ``wrap_*`` hook, whose shapes the items of the wrapper must have."""
+        shapes = self.boundary.shapes
+        assert shapes is not None
+
+        def recording(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            self._shapes.clear()
+            for item in inner(*args, **kwargs):
+                self._shapes.update(shapes(item))
+                yield item
+
+        return recording
+
+    def call_event(self, function: Function, taken: Sequence[str], arguments: Mapping[str, Any]) -> None:
+        """Call an implementation of an ``on_*`` hook with the arguments that it takes, and check all ``arguments`` after it.
+
+        Raises:
+            PluginError: it returned a value, or left an invalid argument.
+        """
+        before, after = self.boundary.before, self.boundary.after
+        state = before(arguments) if before is not None else None
+        with ErrorNote(self.plugin, self.hook):
+            value = function(*[arguments[name] for name in taken])
+        if value is not None:
+            self.accept(f"it returned {describe(value)}; an event returns nothing: change its arguments in place")
+        try:
+            wrong = after(state, arguments) if after is not None else ""
+        except (MilesError, TypeError) as error:
+            wrong = f"its changes cannot be used: {error}"
+        self.accept(wrong)
+
+    def _follow(self, value: Any, args: tuple[Any, ...]) -> Any:
+        """Check a returned value, or return a coroutine or iterator that checks what ``value`` yields."""
+        kind, unchecked = self.boundary.kind, self.boundary.call is None
+        if kind == "async" and not isinstance(value, Awaitable):
+            self.accept(f"the function returned {describe(value)} at once; write `async def`")
+        if kind == "stream" and not isinstance(value, Iterable):
+            self.accept(f"the function returned {describe(value)}; expected an iterator")
+        if kind == "async" or (unchecked and isinstance(value, CoroutineType)):
+            return self._await(value, args)
+        if kind == "stream" or (unchecked and isinstance(value, GeneratorType)):
+            return self._iterate(value, args)
+        if unchecked and isinstance(value, AsyncGeneratorType):
+            return self._iterate_async(value)
+        return self._check(value, args)
+
+    def _check(self, value: Any, args: tuple[Any, ...]) -> Any:
+        if self.boundary.call is not None:
+            self.accept(self.boundary.call(value, args))
+        return value
+
+    async def _await(self, value: Awaitable[Any], args: tuple[Any, ...]) -> Any:
+        with ErrorNote(self.plugin, self.hook):
+            value = await value
+        return self._check(value, args)
+
+    def _iterate(self, items: Iterable[Any], args: tuple[Any, ...]) -> Iterator[Any]:
+        sent, shapes = set[str](), self.boundary.shapes
+        with ErrorNote(self.plugin, self.hook):
+            for item in items:
+                self._check(item, args)
+                for name, shape in shapes(item).items() if shapes is not None and self._shapes else ():
+                    if self._shapes.get(name, shape) != shape:
+                        self.accept(f"{name} is {shape}; expected {self._shapes[name]}")
+                    if name in sent:
+                        self.accept(f"the stream has {name} twice; yield each tensor once")
+                    sent.add(name)
+                yield item
+
+    async def _iterate_async(self, items: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        with ErrorNote(self.plugin, self.hook):
+            async for item in items:
+                yield item
+
+
 def names_plugin(error: BaseException) -> bool:
     """Whether ``ErrorNote`` added the name of a plugin to ``error``, or its message has one."""
     return bool(getattr(error, "plugin", "")) or isinstance(error, PluginError)
@@ -94,140 +190,27 @@ class Wrapper:
 
     plugin: str
     hook: str
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    wrap: Callable[[Function], Function]
     boundary: Boundary = UNCHECKED
 
-    def __call__(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, inner: Function) -> Function:
         """Wrap ``inner``. Exceptions raised in the wrapper carry a note that names plugin and hook."""
-        seen: dict[str, Any] = {}
-        if self.boundary.shapes is not None:
-            inner = _record_shapes(inner, self.boundary.shapes, seen)
+        guard = Guard(self.plugin, self.hook, self.boundary)
         with ErrorNote(self.plugin, self.hook):
-            function = self.wrap(inner)
+            function = self.wrap(inner if self.boundary.shapes is None else guard.record_shapes(inner))
         if not callable(function):
             raise PluginError(
                 f"plugin {self.plugin}: {self.hook} wrapped with something that returned {function!r}; "
                 "it takes the inner function and returns a function with the same arguments"
             )
-        return guard(function, self.plugin, self.hook, self.boundary, seen)
+        return guard.wrap(function)
 
 
 def compose(inner: F, wrappers: Sequence[Wrapper]) -> F:
     """Wrap ``inner`` with ``wrappers``; the first becomes the outermost. Without wrappers, return ``inner`` itself."""
     if not wrappers:
         return inner
-    function = guard(inner, "", "")
+    function = Guard("", "").wrap(inner)
     for wrapper in reversed(wrappers):
         function = wrapper(function)
     return cast(F, function)
-
-
-def guard(
-    function: Callable[..., Any],
-    plugin: str,
-    hook: str,
-    boundary: Boundary = UNCHECKED,
-    seen: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
-    """Wrap ``function`` so that its exceptions name the plugin and its results are checked.
-
-    The returned function raises PluginError if a result violates the hook's contract; the error names plugin, hook and result. If the
-    boundary has no check, ``function`` may be a plain, ``async`` or generator function, or return a coroutine or generator.
-
-    Args:
-        seen: for streams, name -> shape of the inner stream's items so far.
-    """
-    check, kind, shapes = boundary.call, boundary.kind, boundary.shapes
-    known = {} if seen is None else seen
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        with ErrorNote(plugin, hook):
-            value = function(*args, **kwargs)
-        if kind == "async" and not isinstance(value, Awaitable):
-            raise refuse(plugin, hook, f"the function returned {describe(value)} at once; write `async def`")
-        if kind == "stream" and not isinstance(value, Iterable):
-            raise refuse(plugin, hook, f"the function returned {describe(value)}; expected an iterator")
-        if kind == "async" or (check is None and isinstance(value, Coroutine)):
-            return _await(value, args)
-        if kind == "stream" or (check is None and isinstance(value, Generator)):
-            return _iterate(value, args)
-        if check is None and isinstance(value, AsyncGenerator):
-            return _iterate_async(value)
-        return checked(value, args)
-
-    def checked(value: Any, args: tuple[Any, ...]) -> Any:
-        if check is not None and (wrong := check(value, args)):
-            raise refuse(plugin, hook, wrong)
-        return value
-
-    async def _await(value: Awaitable[Any], args: tuple[Any, ...]) -> Any:
-        with ErrorNote(plugin, hook):
-            value = await value
-        return checked(value, args)
-
-    def _iterate(items: Iterable[Any], args: tuple[Any, ...]) -> Iterator[Any]:
-        sent = set[str]()
-        with ErrorNote(plugin, hook):
-            for item in items:
-                checked(item, args)
-                for name, shape in shapes(item).items() if shapes is not None and known else ():
-                    if known.get(name, shape) != shape:
-                        raise refuse(plugin, hook, f"{name} is {shape}; expected {known[name]}")
-                    if name in sent:
-                        raise refuse(plugin, hook, f"the stream has {name} twice; yield each tensor once")
-                    sent.add(name)
-                yield item
-
-    async def _iterate_async(items: AsyncGenerator[Any, Any]) -> AsyncIterator[Any]:
-        with ErrorNote(plugin, hook):
-            async for item in items:
-                yield item
-
-    if kind != "async" and not (check is None and inspect.iscoroutinefunction(function)):
-        return functools.update_wrapper(guarded, function)
-
-    async def guarded_async(*args: Any, **kwargs: Any) -> Any:
-        return await guarded(*args, **kwargs)
-
-    return functools.update_wrapper(guarded_async, function)
-
-
-def _record_shapes(
-    inner: Callable[..., Any], shapes: Callable[[Any], Mapping[str, Any]], seen: dict[str, Any]
-) -> Callable[..., Iterator[Any]]:
-    """Wrap ``inner`` so that it stores the shapes of its items in ``seen``."""
-
-    def recording(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        seen.clear()
-        for item in inner(*args, **kwargs):
-            seen.update(shapes(item))
-            yield item
-
-    return recording
-
-
-def call_event(
-    function: Callable[..., Any],
-    taken: Sequence[str],
-    arguments: Mapping[str, Any],
-    plugin: str,
-    hook: str,
-    boundary: Boundary,
-) -> None:
-    """Call an implementation of an ``on_*`` hook with the arguments that it takes, and check all ``arguments`` after it.
-
-    Raises:
-        PluginError: it returned a value, or left an invalid argument.
-    """
-    state = boundary.before(arguments) if boundary.before is not None else None
-    with ErrorNote(plugin, hook):
-        value = function(*[arguments[name] for name in taken])
-    if value is not None:
-        wrong = f"it returned {describe(value)}; an event returns nothing: change its arguments in place"
-        raise refuse(plugin, hook, wrong)
-    try:
-        wrong = boundary.after(state, arguments) if boundary.after is not None else ""
-    except (MilesError, TypeError) as error:
-        wrong = f"its changes cannot be used: {error}"
-    if wrong:
-        raise refuse(plugin, hook, wrong)

@@ -17,17 +17,7 @@ import pluggy
 
 from miles_core.errors import MilesError, PluginError
 from miles_core.nearest import did_you_mean
-from miles_core.plugin.boundary import (
-    UNCHECKED,
-    Boundary,
-    ErrorNote,
-    Wrapper,
-    call_event,
-    compose,
-    guard,
-    names_plugin,
-    refuse,
-)
+from miles_core.plugin.boundary import UNCHECKED, Boundary, ErrorNote, Guard, Wrapper, compose, names_plugin
 from miles_core.plugin.core import CORE
 from miles_core.plugin.discovery import discover
 from miles_core.plugin.facts import Facts
@@ -73,7 +63,7 @@ class Hooks:
         """Call every implementation of an ``on_*`` hook in plan order, and check the arguments after each call."""
         boundary = self._boundaries.get(name, UNCHECKED)
         for plugin, function, taken in self._implementations(name, arguments):
-            call_event(function, taken, arguments, plugin, name, boundary)
+            Guard(plugin, name, boundary).call_event(function, taken, arguments)
 
     def name_suspects(self, error: BaseException, hooks: Sequence[str]) -> None:
         """Name plugins in an error that names none: one in its traceback, or those that implement one of ``hooks``.
@@ -128,11 +118,12 @@ class Hooks:
         hook, boundary = f"make_{kind} ({name})", self._boundaries.get(f"make_{kind}", UNCHECKED)
         with ErrorNote("" if plugin is CORE or plugin.standard else plugin.name, hook):
             made = build(**select_arguments(build, arguments))
-        if boundary.part is not None and (wrong := boundary.part(made, ())):
-            raise refuse(plugin.name, hook, wrong)
+        guard = Guard(plugin.name, hook, boundary)
+        if boundary.part is not None:
+            guard.accept(boundary.part(made, ()))
         # only functions are wrapped; objects have too many entry points
         wraps = made is not None and (boundary.call is not None or inspect.isfunction(made))
-        return guard(made, plugin.name, hook, boundary) if wraps else made
+        return guard.wrap(made) if wraps else made
 
     def builder(self, kind: str, name: str) -> tuple[Plugin, Callable[..., Any]]:
         """Return the plugin that provides the part ``name`` of a kind, and the callable that builds it.

@@ -23,7 +23,7 @@ from miles_core.data.batch import add
 from miles_core.data.column import TOKENS, Column, as_column, join_columns
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError, describe
-from miles_core.plugin.boundary import compose, refuse
+from miles_core.plugin.boundary import Guard, compose
 from miles_core.rollout.collect import Score
 from miles_core.rollout.continuation import (
     can_continue,
@@ -222,13 +222,12 @@ class EngineRequests:
 
     def _check_response(self, request: Request, response: Any) -> None:
         """Check an engine's response; raises PluginError, which names the plugin that provides the engine."""
-        wrong = f"it returned {describe(response)}; expected a Response from Engine.generate"
-        if isinstance(response, Response):
-            fault = response.find_fault(request, self.vocabulary)
-            wrong = f"the response has {fault}" if fault else ""
-        if wrong:
-            name = self.run.config.run.engine
-            raise refuse(self.run.hooks.provider("engine", name), f"make_engine ({name})", wrong)
+        name = self.run.config.run.engine
+        guard = Guard(self.run.hooks.provider("engine", name), f"make_engine ({name})")
+        if not isinstance(response, Response):
+            guard.accept(f"it returned {describe(response)}; expected a Response from Engine.generate")
+        fault = response.find_fault(request, self.vocabulary)
+        guard.accept(f"the response has {fault}" if fault else "")
 
     def _engine(self, number: int, policy: str) -> Engine:
         if policy not in self.engines:

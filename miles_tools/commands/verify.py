@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     from miles_core.config.load import load
     from miles_core.run.prepare import apply_plan, localise, prepare
 
-    config = localise(load(rest))
+    config = localise(load(["--verify-logprobs", *rest]))  # which --verify-logprobs-tolerance needs
     plan, catalogue = prepare(config, collect_facts(options))
     config = apply_plan(config, plan)
     import asyncio

@@ -95,8 +95,7 @@ def compare_rows(engine: Rows, trainer: Rows) -> LayerComparison:
 
 def find_models(parts: PolicyParts) -> tuple[Any, Any]:
     """Return the models of engine and trainer. ConfigError if one of them is in another process or has no such model."""
-    learner: Any = parts.learner
-    rank = getattr(getattr(learner, "ranks", None), "rank", None)
+    rank = getattr(parts.learner, "rank", None)
     chunks: Any = getattr(getattr(rank, "trainer", None), "chunks", ())
     if not in_this_process(parts.serving) or len(chunks) != 1:
         raise ConfigError(

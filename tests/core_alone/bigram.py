@@ -85,7 +85,7 @@ class BigramTrainer(Trainer):
         return Output(log_probs=log_probs.index_put((targets,), predicted))
 
     def context(self, batch, kind):
-        return Context(kind, (), torch.arange(len(batch.tokens)), targets=batch.loss_mask.nonzero().squeeze(-1))
+        return Context(kind, (), torch.arange(len(batch.tokens)), targets=batch.mask.nonzero().squeeze(-1))
 
     def log_probs(self, batch, kind, entropy=False):
         with torch.no_grad():

@@ -60,19 +60,19 @@ def test_a_format_without_a_product_says_so():
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("options", "sentence"),
     [
-        (["--quantized-product", "native"], "without a number format there is no product of codes"),
-        (["--quantized-product", "emulated"], "without a number format there is no product of codes"),
+        ({"quantized_product": "native"}, "--quantized-product native: it needs rollout.precision != bf16 or"),
+        ({"quantized_product": "emulated"}, "--quantized-product emulated: it needs rollout.precision != bf16 or"),
         (
-            ["--quantized-product", "native", "--emulate-precision", "--train-precision", "fp8"],
+            {"quantized_product": "native", "emulate_precision": True, "train_precision": "fp8"},
             "a native product needs the tensor cores",
         ),
     ],
 )
-def test_a_choice_without_effect_is_refused(flags, sentence):
+def test_a_choice_without_effect_is_refused(plan, options, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        load(flags)
+        plan(**options)
 
 
 @pytest.mark.parametrize(

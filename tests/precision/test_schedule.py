@@ -84,9 +84,9 @@ def test_a_resumed_run_continues_in_its_phase_bit_for_bit(toy_run, tmp_path, sto
     assert [s for s in whole.samples if s["step"] > stop] == second.samples
 
 
-def test_a_warm_up_without_a_format_is_refused():
-    with pytest.raises(ConfigError, match=r"--warmup-steps.*a warm-up ends with quantisation switched on"):
-        load(["--warmup-steps", "3"])
+def test_a_warm_up_without_a_format_is_refused(plan):
+    with pytest.raises(ConfigError, match=r"--warmup-steps 3: it needs rollout.precision != bf16 or"):
+        plan(warmup_steps=3)
 
 
 FIXED = """

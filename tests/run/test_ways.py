@@ -31,7 +31,7 @@ SAMPLE = (
     "queue.Prompt.samples",
     "generate.LocalProducer.produce",
     "engine.EmbeddedEngine.generate",
-    "exchanged.check_response",
+    "engine.Response.find_fault",
     "transcript.Transcript.fill",
     "reward.score",
     "collect.Collector.pop",

@@ -11,7 +11,7 @@ import pytest
 
 from miles_core.config.load import load
 from miles_core.contracts.run import Policy
-from miles_core.contracts.runtime import TrainedTokens
+from miles_core.contracts.runtime import TopLogProbs, TrainedTokens
 from miles_core.contracts.transport import SyncReport
 from miles_core.data.sample import Sample
 from miles_core.data.world import World
@@ -225,12 +225,13 @@ def test_a_frozen_policy_does_not_learn(group):
 def test_values_and_top_log_probs_come_back_in_the_order_of_the_samples(group):
     made = group(
         {
-            "values": lambda number, mine: [np.full(2, s.index) for s in mine],
-            "top_log_probs": lambda number, mine, k: [(s.index, k) for s in mine],
+            "columns": lambda number, mine, wanted, k, *more: [
+                {"values": np.full(2, s.index), "top_tokens": s.index, "top_log_probs": k} for s in mine
+            ]
         }
     )
     assert [row[0] for row in asyncio.run(made.values(samples()))] == list(range(8))
-    assert asyncio.run(made.top_log_probs(samples(), 3)) == [(n, 3) for n in range(8)]
+    assert asyncio.run(made.top_log_probs(samples(), 3)) == [TopLogProbs(n, 3) for n in range(8)]
 
 
 def test_weights_that_are_sent_between_steps_are_called_what_they_will_be(group):

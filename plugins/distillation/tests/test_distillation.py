@@ -113,7 +113,11 @@ def test_the_step_follows_the_gradient_of_the_divergence(run):
             {"distillation_score_with": "engine", "distillation_top_k": 2},
             "an engine scores",
         ),
-        ("student: {{}}, a: {{role: frozen}}", {"distillation_weights": "1,2"}, "has 2 values for a"),
+        (
+            "student: {{}}, a: {{role: frozen}}",
+            {"distillation_teacher": "a", "distillation_weights": "1,2"},
+            "has 2 values for a",
+        ),
         (
             "student: {{}}, a: {{role: frozen, hf_checkpoint: '{}'}}",
             {"distillation_refresh_interval": 1},

@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from miles_core.plugin import PlanError
+from miles_core.plugin import ConfigError, PlanError
 from miles_testing import tiny_checkpoint
 
 FLAGS = {"moe_capacity_factor": 1.25, "moe_router_bias_update_rate": 0.001, "offload_experts": True}
@@ -36,6 +36,11 @@ def test_a_capacity_warns_of_the_mismatch_that_it_creates(plan):
 def test_combinations_without_a_meaning_are_refused(plan, given, plugins, why):
     with pytest.raises(PlanError, match=why):
         plan(plugins, **given)
+
+
+def test_a_drop_policy_without_a_capacity_is_refused(plan):
+    with pytest.raises(ConfigError, match=r"--moe-token-drop-policy position: it needs experts.capacity_factor"):
+        plan(["experts"], moe_token_drop_policy="position")
 
 
 def test_several_ranks_do_not_offload(plan):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles_core.plugin import PlanError
+from miles_core.plugin import ConfigError, PlanError
 from miles_objectives.adaptive_kl import next_coefficient
 from miles_testing import LearnContract, plan, toy_run
 
@@ -71,3 +71,8 @@ def test_refused(options, why):
     with pytest.raises(PlanError) as error:
         plan(**options)
     assert why in str(error.value)
+
+
+def test_a_horizon_without_a_target_is_refused():
+    with pytest.raises(ConfigError, match=r"--kl-horizon 5: it needs objectives.kl_target"):
+        plan(["objectives"], kl_horizon=5, kl_loss_coef=0.1)

@@ -76,3 +76,8 @@ def test_refused(options, why):
     with pytest.raises(PlanError) as error:
         plan(["objectives"], **options)
     assert why in str(error.value)
+
+
+def test_several_rewards_without_gdpo_are_refused():
+    with pytest.raises(ConfigError, match=r"--gdpo-rewards a: it needs algorithm.advantage_estimator == gdpo"):
+        plan(["objectives"], gdpo_rewards="a", advantage_estimator="sapo")

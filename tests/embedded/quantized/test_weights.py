@@ -5,7 +5,6 @@ import torch
 
 from miles_core.contracts.trainer import Context
 from miles_core.errors import MilesError
-from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format, Stored, store
 from miles_embedded.engine.attention import PromptCall
 from miles_embedded.model.load import load_model
@@ -147,13 +146,13 @@ def test_a_weight_is_quantised_once_an_optimiser_step(checkpoints, fused):
 
 
 def test_all_weights_are_quantised_at_once_after_a_step(checkpoints, monkeypatch):
-    model, encode, calls = load_model(checkpoints["qwen3_moe"]), Codec.encode, []
+    model, encode, calls = load_model(checkpoints["qwen3_moe"]), FormatCodec.encode, []
 
     def count(self, units, room=None):
         calls.append(self)
         return encode(self, units, room)
 
-    monkeypatch.setattr(Codec, "encode", count)
+    monkeypatch.setattr(FormatCodec, "encode", count)
     quantizer = install(model, FormatCodec(Rows()))
     unused = quantizer.sources[-1]
     run(model)

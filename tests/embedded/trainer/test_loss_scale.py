@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from miles_core.errors import NonFiniteError, PlanError
+from miles_core.errors import ConfigError, NonFiniteError, PlanError
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.trainer.loss_scale import LossScale
 from miles_embedded.trainer.optimizer import Optimizer
@@ -108,8 +108,6 @@ def test_a_run_in_fp16_skips_learns_and_resumes(tmp_path):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"initial_loss_scale": 8}, "only FP16 training scales the loss"),
-        ({"dtype": "bfloat16", "loss_scale_window": 8}, "only FP16 training scales the loss"),
         ({"fp16": True, "train_precision": "fp8", "rollout_precision": "fp8"}, "would round FP16 weights"),
         ({"fp16": True, "trainer": "megatron"}, "scales no loss"),
     ],
@@ -118,3 +116,9 @@ def test_refused(options, why):
     with pytest.raises(PlanError) as error:
         plan(**options)
     assert why in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"initial_loss_scale": 8}, {"dtype": "bfloat16", "loss_scale_window": 8}])
+def test_only_fp16_training_scales_the_loss(options):
+    with pytest.raises(ConfigError, match=r"it needs model.dtype == float16, and --dtype is"):
+        plan(**options)

@@ -6,11 +6,12 @@ import torch
 from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.trainer import Callbacks
 from miles_core.errors import MilesError
+from miles_core.precision.codec import Codec
 from miles_embedded.model.load import load_model
 from miles_embedded.quantized.weights import install
 from miles_embedded.testing.families import family_checkpoint, lacking
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
-from miles_formats.codec import Codec
+from miles_formats.codec import FormatCodec
 from miles_testing.doubles.pair_format import PairFormat
 from miles_testing.yardstick import make_batch
 
@@ -54,7 +55,7 @@ def test_a_pass_of_a_float32_model_is_one_in_float64(tmp_path):
 def test_quantised_values_are_those_of_the_narrow_type(tmp_path):
     checkpoint = family_checkpoint("qwen3", tmp_path)
     model = load_model(checkpoint, "bfloat16")
-    install(model, Codec(PairFormat()))
+    install(model, FormatCodec(PairFormat()))
     trainer = make(model)
     narrow, wide = scored(trainer), scored(trainer, WIDER)
     plain = scored(make(load_model(checkpoint, "bfloat16")), WIDER)
