@@ -67,21 +67,21 @@ def test_the_handler_is_gone_after_the_run(toy_run, reward, tmp_path):
 
 
 def test_an_interrupted_warm_start_leaves_nothing_and_can_be_started_again(toy_run, tmp_path, monkeypatch):
-    from miles_workers.learner_group import LearnerGroup
+    from miles_core.train.local_learner import LocalLearner
 
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"input": "a", "response": "bb"}) + "\n")
     options = {"directory": tmp_path / "run", "sft_data": pairs, "sft_steps": 5, "steps": 1}
-    plain = LearnerGroup.supervise
+    plain = LocalLearner.supervise
 
     async def supervise(self, samples, lr):
         os.kill(os.getpid(), signal.SIGINT)
         return await plain(self, samples, lr)
 
-    monkeypatch.setattr(LearnerGroup, "supervise", supervise)
+    monkeypatch.setattr(LocalLearner, "supervise", supervise)
     stopped = toy_run(**options)
     assert stopped.run.stop_requested and stopped.metrics == [] and not (tmp_path / "run/checkpoints").exists()
-    monkeypatch.setattr(LearnerGroup, "supervise", plain)
+    monkeypatch.setattr(LocalLearner, "supervise", plain)
     assert [record["step"] for record in toy_run(**options).metrics] == [0, 1]
 
 

@@ -63,14 +63,14 @@ def planted(defect: Defect) -> Iterator[None]:
     """Give every ``EmbeddedEngine`` that is made inside this context the defect."""
     make = EmbeddedEngine.__init__
 
-    def made(engine: Any, model: Any, settings: Any) -> None:
+    def make_defective(engine: Any, model: Any, settings: Any) -> None:
         if not defect.generating:
             defect.plant(model)
         make(engine, model, settings)
         if defect.generating:
             defect.plant(engine)
 
-    EmbeddedEngine.__init__ = made  # type: ignore
+    EmbeddedEngine.__init__ = make_defective  # type: ignore
     try:
         yield
     finally:

@@ -31,7 +31,6 @@ SAMPLE = (
     "queue.Prompt.samples",
     "generate.LocalProducer.produce",
     "engine.EmbeddedEngine.generate",
-    "engine.Response.find_fault",
     "transcript.Transcript.fill",
     "reward.score",
     "collect.Collector.pop",

@@ -81,7 +81,7 @@ def rates_of(gpu: str, machine: int = 8) -> Rates:
     row = table["gpu"].get(gpu)
     if row is None:
         raise ConfigError(
-            f"plugins/planner/miles_planner/rates.toml has no rates for the GPU {gpu}, so its time cannot be estimated; it has {', '.join(known_gpus())}"
+            f"rates.toml of the planner has no rates for the GPU {gpu}, so its time cannot be estimated; it has {', '.join(known_gpus())}"
         )
     units = {"bf16": 1e12, "fp8": 1e12, "memory": 1e12, "nvlink": 1e9, "network": 1e9, "host": 1e9}
     sync: dict[str, float] = table["sync"]  # type: ignore[assignment]
