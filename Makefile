@@ -13,7 +13,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	&& { command -v $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# One line per download, which takes minutes on a slow connection; pip's bar shows how far a large one is.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on
+comma := ,
+SAY = @echo "installing, $(1)"
 # The examples are installed as well: distributions by somebody else, tested with core and plugins.
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml))
 # Those whose manifest has a `demo`.
@@ -45,9 +48,12 @@ install: $(STAMP)
 $(STAMP): $(PROJECTS) Makefile
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; give one with make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call SAY,1 of 3: $(TORCH))
 	$(PIP) "$(TORCH)" $(BUILDERS)
 	$(BIN)/python tests/packaging/third_party.py $(PLUGINS) > $(VENV)/third-party.txt
+	$(call SAY,2 of 3: miles-core and the packages that it and the tools need)
 	$(PIP) --no-build-isolation -e ".[dev]" -r $(VENV)/third-party.txt
+	$(call SAY,3 of 3: the plugins)
 	$(PIP) --no-deps --no-build-isolation $(foreach p,$(PLUGINS),-e ./$(p))
 	@touch $(STAMP)
 
@@ -58,7 +64,9 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.demo-installed)
 $(VENV)/.demo-installed: pyproject.toml $(addsuffix /pyproject.toml,$(DEMO_PLUGINS))
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; give one with make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call SAY,1 of 2: $(TORCH))
 	$(PIP) "$(TORCH)" $(BUILDERS)
+	$(call SAY,2 of 2: miles-core$(comma) Transformers and the plugins of the demo)
 	$(PIP) --no-build-isolation -e . $(foreach p,$(DEMO_PLUGINS),-e ./$(p))
 	@touch $@
 

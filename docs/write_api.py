@@ -66,10 +66,14 @@ def describe(name: str, module: str) -> str:
     for node in parse(module).body:
         if _name_of(node) == name:
             return _describe_node(node)
-    for node in ast.walk(parse(module)):  # a module that passes the name on
-        if isinstance(node, ast.ImportFrom) and node.module and any((a.asname or a.name) == name for a in node.names):
-            original = next(a.name for a in node.names if (a.asname or a.name) == name)
-            return describe(original, node.module)
+    for inner in ast.walk(parse(module)):  # a module that passes the name on
+        if (
+            isinstance(inner, ast.ImportFrom)
+            and inner.module
+            and any((a.asname or a.name) == name for a in inner.names)
+        ):
+            original = next(a.name for a in inner.names if (a.asname or a.name) == name)
+            return describe(original, inner.module)
     return _code(name)
 
 

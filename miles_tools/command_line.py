@@ -16,7 +16,7 @@ from miles_tools.foreign.translation import Translation
 
 __all__ = ["correct", "explain"]
 
-#: What stands above the corrected command line.
+#: The line before the corrected command line.
 COMPLETE = "the complete command line:"
 
 #: Loads a command line; returns its problems, and flags that would enable missing plugins.

@@ -89,6 +89,7 @@ def test_no_file_holds_a_secret(toy_run, tmp_path_factory, where, secret):
             save_interval=1,
             custom_rm_path=folder / "code.py",
             reward_key="score",
+            use_wandb=False,
             wandb_group=secret,
             **{name: value for name, value in where.items() if name != "plugins"},
         )

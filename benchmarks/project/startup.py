@@ -1,6 +1,7 @@
 """Start-up time of the command line: wall-clock medians of whole processes; the last line is one JSON object.
 
-It measures ``miles --help``, ``miles train --help`` and ``miles plan``; with ``--parsers`` also what other ways to
+It measures ``miles --help``, ``miles train --help`` and ``miles plan``, without and with a model; ``tests/cli/test_imports.py`` counts what these
+import. With ``--parsers`` also what other ways to
 parse the same options cost (tyro must be installed for that).
 """
 
@@ -10,19 +11,23 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MILES = "import sys; from miles_core.cli.main import main; sys.exit(main({words!r}))"
+CHECKPOINT = ROOT / "tests" / "published" / "qwen3-4b.json"
 COMMANDS = {
     "miles --help": MILES.format(words=["--help"]),
     "miles train --help": MILES.format(words=["train", "--help"]),
     "miles plan": MILES.format(words=["plan"]),
+    "miles plan --hf-checkpoint": MILES.format(words=["plan", "--hf-checkpoint", "MODEL"]),
 }
 TYRO = """
 import dataclasses, tyro
@@ -75,10 +80,12 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=9)
     arguments.add_argument("--parsers", action="store_true")
     given = arguments.parse_args()
+    folder = tempfile.TemporaryDirectory()
+    shutil.copy(CHECKPOINT, Path(folder.name) / "config.json")
     measured = {**COMMANDS, **(PARSERS if given.parsers else {})}
     seconds = {}
     for name, code in measured.items():
-        seconds[name] = seconds_of(code, given.repeats)
+        seconds[name] = seconds_of(code.replace("MODEL", folder.name), given.repeats)
         print(f"{seconds[name]['median']:7.3f} s (best {seconds[name]['best']:.3f})  {name}", flush=True)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT

@@ -18,8 +18,6 @@ from miles_core.plugin.load import find_part
 
 #: Flags of the command itself, which no option declares.
 _COMMAND = ("--help", "--help-all", "--dry-run")
-#: Tables of facts that no option sets.
-_FACTS = ("gpu", "plugin", "package", "env")
 _OFF = ("", "0", "false", "off", "no", "f", "n")
 #: Kinds of parts that usually have the name of the plugin that provides them.
 _NAMED_AFTER_PLUGINS = ("engine", "trainer", "runtime", "format")
@@ -41,23 +39,10 @@ def explain_flag(flag: str, schema: Schema) -> str:
     for pattern, sentence in _table()["flags"].items():
         if fnmatchcase(spelling, pattern):
             return f"{flag} does not exist here: {sentence}"
-    if said := _explain_path(flag.lstrip("-"), schema):
-        return f"{flag}: {said}"
-    if known := _explain_foreign(flag):
+    if known := _explain_foreign(flag, schema):
         return known
     nearest = did_you_mean(flag, [*schema.spellings(), *_COMMAND], "; ") or "; miles train --help lists all flags"
     return f"unknown flag {flag}{nearest} (the flags of a plugin exist once it is installed)"
-
-
-def _explain_path(name: str, schema: Schema) -> str:
-    """Return what to type for a name with dots: the path of an option, or a fact; empty for other names."""
-    option = schema.find(name.replace("-", "_")) if "." in name else None
-    if option is not None:
-        return f"this option is typed {option.flag}"
-    head, dot, _ = name.partition(".")
-    if dot and head in _FACTS:
-        return f"this is a fact and no option: miles plan --fact {name}=VALUE plans with another value"
-    return ""
 
 
 def _describe_replacement(table: str | Mapping[str, str]) -> str:
@@ -83,10 +68,10 @@ def explain_word(word: str) -> str:
     return known or f"unexpected argument {word!r}; values of a list are separated by commas, without spaces"
 
 
-def _explain_foreign(name: str) -> str:
-    """Return an error message for an option of another program, with or without leading dashes; empty if the option is unknown."""
+def _explain_foreign(name: str, schema: Schema | None = None) -> str:
+    """Return an error message for an option of another program or a path in place of a flag; empty for other names."""
     explain = find_part("correction", "foreign_option")
-    return str(explain(name)) if explain else ""
+    return str(explain(name, schema)) if explain else ""
 
 
 def explain_environment(environment: Mapping[str, str], schema: Schema) -> list[str]:

@@ -108,10 +108,7 @@ class Run:
         False, help="compare the log-probs of engine and trainer after every weight sync; stop if they disagree"
     )
     verify_logprobs_tolerance: float = option(
-        0.1,
-        help="mean |difference of log-probs| per token, in nats, at which --verify-logprobs stops the run",
-        gt=0,
-        only_if="verify_logprobs",
+        0.1, help="mean |difference of log-probs| per token, in nats, at which --verify-logprobs stops the run", gt=0
     )
     allow_mismatch: bool = option(
         False,

@@ -120,6 +120,7 @@ _LENGTH = (
 
 #: Condition -> line of the plan about options that change nothing together.
 REMARKS = {
+    "verify_logprobs_tolerance != 0.1 and not verify_logprobs": "--verify-logprobs-tolerance has no effect in training without --verify-logprobs",
     "train.use_dynamic_batch_size and train.micro_batch_size": "--micro-batch-size has no effect with --use-dynamic-batch-size, which "
     "fills micro-batches by tokens",
     "precision.emulated and rollout.precision == bf16 and train.precision == bf16": "--emulate-precision has no effect without a number "

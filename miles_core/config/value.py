@@ -19,11 +19,12 @@ from miles_core.config.schema import Option
 from miles_core.errors import ConfigError
 from miles_core.nearest import did_you_mean
 
-#: Numbers that every reader of numbers reads alike.
-_WHOLE, _DECIMAL = (
-    re.compile(r"-?[0-9]{1,18}"),
-    re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?|-?\.[0-9]{1,30}"),
-)
+#: Texts that every reader converts to the same value.
+_CERTAIN: dict[Any, re.Pattern[str]] = {
+    str: re.compile(r"[ -~]*"),
+    int: re.compile(r"-?[0-9]{1,18}"),
+    float: re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,2})?|-?\.[0-9]{1,30}"),
+}
 NONE = "none"  # clears an optional value
 
 
@@ -144,22 +145,14 @@ def _convert(option: Option, raw: Any, origin: str) -> Any:
 
 def _convert_plain(kind: Any, raw: Any) -> Any:
     """Convert a raw value whose meaning is certain, without pydantic, whose import takes as long as a third of a plan; None if it is not."""
-    if isinstance(raw, str) and not raw.isascii():
-        return None
-    if kind in (bool, int, str):
-        if type(raw) is kind:
-            return raw
-        return int(raw) if kind is int and isinstance(raw, str) and _WHOLE.fullmatch(raw) else None
-    if kind is float:
-        certain = type(raw) in (int, float) or (isinstance(raw, str) and _DECIMAL.fullmatch(raw))
-        value = float(raw) if certain else math.inf
-        return value if math.isfinite(value) else None
-    if typing.get_origin(kind) is typing.Literal:
-        return raw if isinstance(raw, str) and raw in typing.get_args(kind) else None
     if typing.get_origin(kind) is tuple and isinstance(raw, list):
         items = [_convert_plain(typing.get_args(kind)[0], item) for item in raw]
         return None if None in items else tuple(items)
-    return None
+    if isinstance(raw, str):
+        chosen = typing.get_origin(kind) is typing.Literal and raw in typing.get_args(kind)
+        certain = kind in _CERTAIN and _CERTAIN[kind].fullmatch(raw)
+        return raw if chosen else kind(raw) if certain else None
+    return raw if type(raw) is kind and raw == raw and abs(raw) != math.inf else None
 
 
 @cache

@@ -23,7 +23,7 @@ import numpy as np
 RATIO = 1.25
 #: Number of consecutive tokens in a stretch.
 STRETCH = 64
-#: Errors below this size (nats) are never judged, and neither are smaller slopes.
+#: Errors below this size (nats) are never judged, larger ones with formats that round inputs, and neither are smaller slopes.
 FLOOR = 1e-3
 #: Standard errors that count as chance, of the fractions over all tokens, of those of any stretch, and of the slope.
 _CHANCE, _CHANCE_OF_ANY, _CHANCE_OF_SLOPE = 4.0, 5.0, 4.0
@@ -44,11 +44,13 @@ class Errors:
         engine: log-probabilities of the engine minus the reference.
         own: those of the trainer minus the reference.
         scores: the reference.
+        floor: size of errors that are never judged.
     """
 
     engine: Sequence[np.ndarray]
     own: Sequence[np.ndarray]
     scores: Sequence[np.ndarray]
+    floor: float = FLOOR
 
     @property
     def tokens(self) -> int:
@@ -66,7 +68,7 @@ class Errors:
             return []
         if not (np.isfinite(engine).all() and np.isfinite(scores).all()):
             return ["some log-probabilities are not finite numbers"]
-        larger = find_larger(engine, own, _CHANCE) or self._find_stretch()
+        larger = find_larger(engine, own, _CHANCE, self.floor) or self._find_stretch()
         found = [larger] if larger else []
         slope, error = _slope(engine, scores)
         allowed = FLOOR + RATIO * abs(_slope(own, scores)[0]) + _CHANCE_OF_SLOPE * error
@@ -82,7 +84,7 @@ class Errors:
             starts = range(0, max(len(engine) - STRETCH, 0) + 1, STRETCH // 2)
             for start in starts:
                 part = slice(start, None if start == starts[-1] else start + STRETCH)
-                if larger := find_larger(engine[part], own[part], _CHANCE_OF_ANY):
+                if larger := find_larger(engine[part], own[part], _CHANCE_OF_ANY, self.floor):
                     return f"from position {start} of sequence {number} on, {larger}"
         return ""
 
@@ -92,6 +94,7 @@ def compare(
     trainer: Sequence[np.ndarray],
     reference: Sequence[np.ndarray] | None = None,
     own: float = 0.0,
+    floor: float = FLOOR,
 ) -> Errors:
     """Make the errors of two sides from their log-probabilities of the same sequences.
 
@@ -100,12 +103,13 @@ def compare(
         reference: the same in a wider type. None takes the trainer as the reference, and errors of the size ``own`` as its own
             (``expected_errors``).
         own: scale of the declared errors in nats.
+        floor: size of errors that are never judged.
     """
     sides = [[np.asarray(row, np.float64) for row in side] for side in (engine, trainer, reference or trainer)]
     errors = [[row - right for row, right in zip(side, sides[2], strict=True)] for side in sides[:2]]
     if reference is None:
         errors[1] = [expected_errors(len(row), own) for row in errors[0]]
-    return Errors(errors[0], errors[1], sides[2])
+    return Errors(errors[0], errors[1], sides[2], floor)
 
 
 def expected_errors(tokens: int, scale: float) -> np.ndarray:
@@ -115,19 +119,19 @@ def expected_errors(tokens: int, scale: float) -> np.ndarray:
     return scale * u * np.sqrt(2 / (1 - u**2)) * (-1.0) ** np.arange(tokens)
 
 
-def find_larger(errors: np.ndarray, own: np.ndarray, chance: float) -> str:
+def find_larger(errors: np.ndarray, own: np.ndarray, chance: float, floor: float) -> str:
     """Describe the errors [n] if they are more than ``RATIO`` times as large as ``own`` [m], beyond ``chance`` standard errors; else ""."""
     if min(len(errors), len(own)) < FEWEST:
         return ""
     errors, own = np.abs(errors), np.sort(np.abs(own))
-    sizes = [max(float(own[math.ceil(part * len(own)) - 1]), FLOOR / RATIO) for part in _SIZES]
-    sides = [np.minimum(side, RATIO * _CUT * sizes[0]) for side in (errors, np.maximum(own, FLOOR / RATIO))]
+    sizes = [max(float(own[math.ceil(part * len(own)) - 1]), floor / RATIO) for part in _SIZES]
+    sides = [np.minimum(side, RATIO * _CUT * sizes[0]) for side in (errors, np.maximum(own, floor / RATIO))]
     mean, other = float(sides[0].mean()), RATIO * float(sides[1].mean())
     deviation = math.sqrt(sides[0].var() / len(errors) + RATIO**2 * sides[1].var() / len(own))
     if mean > other + chance * deviation:
         return (
             f"the engine is wrong by {errors.mean():.2g} nats on average of {len(errors)} tokens, where rounding explains "
-            f"{RATIO * np.maximum(own, FLOOR / RATIO).mean():.2g}"
+            f"{RATIO * np.maximum(own, floor / RATIO).mean():.2g}"
         )
     for size in sizes:
         beyond, expected = float((errors > RATIO * size).mean()), float((own > size).mean())

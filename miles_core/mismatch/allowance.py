@@ -1,7 +1,7 @@
 """Declared limits on the differences that rounding can cause between two sides that compute the same function.
 
 Each side declares its precision: the dtype of its model, and with a number format the format's relative error (``Format.error``),
-whether it rounds inputs of products, and the dtype of cached keys and values. ``Side.rounding`` combines these errors as independent
+whether it rounds inputs of products, and the dtype of cached keys and values. ``Side.estimate_error`` combines these errors as independent
 ones, and the differences are linear in the result. ``benchmarks/mismatch/planted_defects.py`` measures the constants.
 """
 
@@ -42,6 +42,11 @@ class Side:
     error: float = 0.0
     rounds_inputs: bool = False
     cache: str = ""
+
+    @property
+    def tipped(self) -> float:
+        """Relative error that remains of rounded inputs, keys and values if another side rounds them in the same way."""
+        return _TIPPED * math.hypot(self.error * self.rounds_inputs, CACHES[self.cache])
 
     def estimate_error(self, other: Side) -> float:
         """Return the relative error of a layer's output compared with ``other``. Two sides with the same format have the same weight

@@ -122,23 +122,28 @@ class FirstSync:
         ]
         own, reference = await scorer.score(samples), await scorer.refer(samples)
         scores = await engine.score_each(text.sequences, temperature)
-        errors = {worker: compare(found, own, reference.scores, scorer.scale) for worker, found in scores.items()}
+        errors = {
+            worker: compare(found, own, reference.scores, scorer.scale, scorer.floor)
+            for worker, found in scores.items()
+        }
         return [Finding(worker, "scored", each, each.find_excess()) for worker, each in errors.items()]
 
     async def _examine_generated(self, scorer: Scorer, generated: Generated) -> Finding:
         """Check the log-probabilities that the engine reports for its tokens, and that they are draws of the reference."""
         sampled = [bare(sample, [SAMPLING_SUPPORT.name]) for sample in generated.sampled]
         own, reference = await scorer.score(sampled), await scorer.refer(sampled)
-        errors = compare(_reported(generated.sampled), own, reference.scores, scorer.scale)
+        errors = compare(_reported(generated.sampled), own, reference.scores, scorer.scale, scorer.floor)
         phrases = errors.find_excess()
         if generated.drawn and reference.entropies is not None:
             phrases += judge_draws(reference.scores or own, reference.entropies)
         greedy = [bare(sample) for sample in generated.greedy]
         best = await scorer.refer(greedy)
         if best.gaps is not None:
-            phrases += judge_greedy(best.gaps, np.concatenate(errors.own))
+            phrases += judge_greedy(best.gaps, np.concatenate(errors.own), scorer.floor)
         if self._run.config.rollout.temperature == 1:  # greedy tokens are reported at this temperature
-            rows = compare(_reported(generated.greedy), await scorer.score(greedy), best.scores, scorer.scale)
+            rows = compare(
+                _reported(generated.greedy), await scorer.score(greedy), best.scores, scorer.scale, scorer.floor
+            )
             phrases += rows.find_excess()
         return Finding("", "generated", errors, phrases)
 

@@ -19,7 +19,7 @@ import numpy as np
 from miles_core.contracts.engine import Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
-from miles_core.mismatch.agreement import find_larger
+from miles_core.mismatch.agreement import FLOOR, find_larger
 from miles_core.mismatch.probe import generate_probe
 from miles_core.rollout.sampling import training_sampling
 
@@ -123,14 +123,15 @@ def judge_draws(log_probs: Sequence[np.ndarray], entropies: Sequence[np.ndarray]
     ]
 
 
-def judge_greedy(gaps: Sequence[np.ndarray], own: np.ndarray) -> list[str]:
+def judge_greedy(gaps: Sequence[np.ndarray], own: np.ndarray, floor: float = FLOOR) -> list[str]:
     """Describe whether greedy tokens are not the most likely ones.
 
     Args:
         gaps: log-probability of the most likely token minus that of the chosen one under the reference, one array per sample.
         own: rounding errors of the trainer, [tokens]. Such errors of two tokens explain a gap of twice their size.
+        floor: size of errors that are never judged.
     """
-    larger = find_larger(np.concatenate([np.zeros(0), *gaps]) / 2, own, _CHANCE)
+    larger = find_larger(np.concatenate([np.zeros(0), *gaps]) / 2, own, _CHANCE, floor)
     return (
         [f"its greedy tokens are not the most likely ones: with half the difference as the error, {larger}"]
         if larger

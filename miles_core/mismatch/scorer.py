@@ -12,6 +12,7 @@ import numpy as np
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
+from miles_core.mismatch.agreement import FLOOR
 from miles_core.mismatch.allowance import Side, allowance
 from miles_core.precision.schedule import PLAIN
 from miles_core.sync.push import make_codec
@@ -60,6 +61,11 @@ class Scorer:
     def scale(self) -> float:
         """Scale of the errors that the declared precisions explain."""
         return allowance(*self.declared).scale
+
+    @property
+    def floor(self) -> float:
+        """Size of errors that are never judged: a single input that moves to the next code of a format changes many tokens after it."""
+        return FLOOR + self.declared[0].tipped
 
     @classmethod
     async def make(cls, run: Run, parts: PolicyParts) -> Scorer:

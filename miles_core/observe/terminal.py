@@ -35,6 +35,8 @@ SHOWN = {
 }
 #: Metrics on the bar, which has less space.
 ON_BAR = ("reward/mean", "eval/accuracy", "eval/reward", "rollout/length_mean")
+#: Seconds after which the end of a phase is estimated.
+_LONG_PHASE = 2.0
 #: Number of recent steps from which the remaining time is estimated.
 WINDOW = 20
 
@@ -62,7 +64,7 @@ class TerminalProgress(Progress):
         self._last_step = self._last_line = time.monotonic()
         self._shown: dict[str, float] = {}
         self._activity: Callable[[], Mapping[str, int]] = dict
-        self._phase, self._items, self._finished = "", 0, 0
+        self._phase, self._items, self._finished, self._began = "", 0, 0, time.monotonic()
 
     def watch(self, activity: Callable[[], Mapping[str, int]]) -> None:
         """Show the number of calls in flight at each worker next to the phase's bar."""
@@ -90,7 +92,7 @@ class TerminalProgress(Progress):
     def phase(self, name: str, total: int | None = None) -> None:
         """Start a phase of the step with ``total`` expected items (samples, batches); None if unknown."""
         log.debug("step %d: %s%s", self.done + 1, name, f" ({total})" if total else "")
-        self._phase, self._items, self._finished = name, total or 0, 0
+        self._phase, self._items, self._finished, self._began = name, total or 0, 0, time.monotonic()
         if self._bars is not None:
             self._bars.reset(self._work, total=total, description=name, visible=True, text="")
 
@@ -98,10 +100,25 @@ class TerminalProgress(Progress):
         """Advance the phase by ``count`` finished items."""
         self._finished += count
         if self._bars is not None:
-            self._bars.advance(self._work, count)
+            self._bars.update(self._work, advance=count, text=self._phase_eta())
         elif self._items and time.monotonic() - self._last_line >= self.every:
             self._last_line = time.monotonic()
-            log.info("step %d: %s %d of %d", self.done + 1, self._phase, self._finished, self._items)
+            left = self._phase_eta()
+            log.info(
+                "step %d: %s %d of %d%s",
+                self.done + 1,
+                self._phase,
+                self._finished,
+                self._items,
+                f"  {left}" * bool(left),
+            )
+
+    def _phase_eta(self) -> str:
+        """Return the estimated time until the phase ends, if that takes long; the first items count like the others."""
+        took = time.monotonic() - self._began
+        if not self._items or not 0 < self._finished < self._items or took < _LONG_PHASE:
+            return ""
+        return f"eta {_duration(took / self._finished * (self._items - self._finished))}"
 
     def step(self, metrics: Mapping[str, float], done: int | None = None) -> None:
         """Show the metrics of a completed step. ``done`` sets the number of completed steps; by default it increases by one."""

@@ -67,9 +67,8 @@ def check_entries(c: Config, family: Family) -> None:
     for name in (*_REQUIRED, *family.required):
         require(c.get(name) is not None, f"config.json has no {name}")
     known = {**_ENTRIES, **family.entries}
-    special: dict[str, tuple[object, ...]] = (
-        {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)} if "n_group" in family.entries else {}
-    )
+    special: dict[str, tuple[Any, ...]] = {}
+    special |= {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)} if "n_group" in family.entries else {}
     special |= {"use_bidirectional_attention": (None, False)} if "query_pre_attn_scalar" in family.entries else {}
     listed = {"decoder_sparse_step": "mlp_only_layers", "no_rope_layer_interval": "no_rope_layers"}
     lists = [entry for mark, entry in listed.items() if mark in family.entries]
@@ -92,6 +91,8 @@ def check_entries(c: Config, family: Family) -> None:
     require(types is None or usual, "layer_types in config.json are unusual")
     experts = c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts") or math.inf
     require((c.get("num_experts_per_tok") or 0) <= experts, "more experts per token than experts")
+    if "kv_lora_rank" in c:
+        require(c.get("head_dim") in (None, c["qk_rope_head_dim"]), f"head_dim is {c.get('head_dim')!r} in config.json")
     if "qk_head_dim" in c:
         require(
             c["qk_head_dim"] == c["qk_nope_head_dim"] + c["qk_rope_head_dim"], "qk_head_dim is not the sum of its parts"
@@ -127,15 +128,14 @@ def check_ropes(c: Config, family: Family) -> None:
     require((c.get("rms_norm_eps") or 1e-6) > 0, "rms_norm_eps is 0")
     size = c.get("qk_rope_head_dim") or c.get("head_dim") or family.head or c["hidden_size"] // c["num_attention_heads"]
     for entry in ("rope_scaling", "rope_parameters"):
-        ropes = c.get(entry)
-        require(ropes is None or isinstance(ropes, dict), f"{entry} is no mapping")
-        nested = isinstance(ropes, dict) and ropes.keys() == _LAYER_TYPES
-        for rope in (ropes or {}).values() if nested else [ropes or {}]:
+        ropes = {} if c.get(entry) is None else c[entry]
+        require(isinstance(ropes, dict), f"{entry} is no mapping")
+        for rope in ropes.values() if ropes.keys() == _LAYER_TYPES else [ropes]:
             turned = size * (rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0)
             require(
                 turned == int(turned) and not turned % 2 and 0 < turned <= size, f"{turned} rotary dimensions of {size}"
             )
-            if ropes is not None:
+            if ropes:
                 _check_rope(entry, rope)
 
 

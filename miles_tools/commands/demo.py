@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ def run(argv: Sequence[str]) -> int:
     plugins = plugins_shown(discover())
     given = [f"--device={chosen.device}", *extra]
     gpu = _runs_on_a_gpu(chosen.device)
+    if not gpu:
+        _leave_processors_to_others()
     arguments = train_arguments(directory, chosen.seed, plugins, given, gpu)
     config = load(arguments)  # report invalid arguments before creating anything
     prepare(config.replace({"model.hf_checkpoint": None}, origin="made by the demo"))
@@ -56,6 +59,28 @@ def _runs_on_a_gpu(device: str) -> bool:
     import torch
 
     return device != "cpu" and torch.cuda.is_available()
+
+
+def _leave_processors_to_others() -> None:
+    """Use fewer threads if other processes keep some of the processors busy: threads that wait for one another make a step several times
+    as long. ``OMP_NUM_THREADS`` sets another number."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = free_processors(processors, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
+    if threads < processors:
+        import torch
+
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that the run starts
+        used = f"{threads} thread{'s' * (threads > 1)}"
+        others = f"other processes use about {processors - threads} of {processors} processors"
+        _say(f"{others}: running with {used} (OMP_NUM_THREADS sets another number)")
+
+
+def free_processors(processors: int, load: float) -> int:
+    """Return how many processors are free, at least one. load: processes that were running or waiting in the last minute, on average."""
+    return max(processors - round(load), 1)
 
 
 def _parser() -> argparse.ArgumentParser:

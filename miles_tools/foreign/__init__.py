@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from miles_core.config.schema import Schema
+
+#: Tables of facts that no option sets.
+_FACTS = ("gpu", "plugin", "package", "env")
 #: Files, in the order of the page.
 FILES = ("trl", "verl", "prime-rl", "slime")
 
@@ -41,6 +47,10 @@ class Program:
         if plain in exact:
             return exact[plain]
         return next((key for pattern, key in patterns if fnmatchcase(plain, pattern)), None)
+
+    def names_exactly(self, option: str) -> bool:
+        """Whether an option is listed by its own name, and not only matches a pattern."""
+        return normalize(option) in _index(self.name)[0]
 
     def table(self, key: str) -> Mapping[str, str]:
         """Return the table of values of a key of ``names``."""
@@ -74,16 +84,39 @@ def normalize(option: str) -> str:
 
 
 def recognize(options: Iterable[str]) -> Program | None:
-    """Return the program that most of ``options`` belong to; None if no program has any of them."""
+    """Return the program that most of ``options`` belong to; None if no program has any of them. Names count more than patterns."""
     given = list(options)
-    counted = [(sum(program.find(option) is not None for option in given), program) for program in programs()]
-    most = max(count for count, _ in counted)
-    return next((program for count, program in counted if count == most), None) if most else None
+
+    def count(program: Program) -> tuple[int, int]:
+        return sum(map(program.names_exactly, given)), sum(program.find(option) is not None for option in given)
+
+    best = max(programs(), key=count)
+    return best if any(count(best)) else None
 
 
-def explain(option: str) -> str:
-    """Return an error message for an option of another program; empty if no program has it."""
+def is_written_for(program: Program, options: Iterable[str]) -> bool:
+    """Whether a file with these entries is one of a program: it has nearly all of them, and at least three by their names."""
+    given = list(options)
+    matched = sum(program.find(option) is not None for option in given)
+    return sum(map(program.names_exactly, given)) >= 3 and matched >= 0.8 * len(given)
+
+
+def explain(option: str, schema: Schema | None = None) -> str:
+    """Return an error message for an option of another program, or for a path or fact in place of a flag; empty if it is none of these."""
+    if schema is not None and (said := _explain_path(option.lstrip("-"), schema)):
+        return f"{option}: {said}"
     for program in programs():
         if (key := program.find(option)) is not None:
             return f"{option}, an option of {program.name}; here: {program.names[key]}"
+    return ""
+
+
+def _explain_path(name: str, schema: Schema) -> str:
+    """Return what to type for a name with dots: the path of an option, or a fact; empty for other names."""
+    option = schema.find(name.replace("-", "_")) if "." in name else None
+    if option is not None:
+        return f"this option is typed {option.flag}"
+    head, dot, _ = name.partition(".")
+    if dot and head in _FACTS:
+        return f"this is a fact and no option: miles plan --fact {name}=VALUE plans with another value"
     return ""

@@ -222,7 +222,7 @@ def _note_words(words: Sequence[str], found: Translation) -> None:
 def _record(group: Group, replacement: Sequence[str], reason: str, found: Translation) -> None:
     if replacement:
         secret = any(part in group.plain.lower().split("-") for part in _SECRET)
-        found.changed.append((group.name if secret else group.shown, " ".join(replacement)))
+        found.changed.append((group.name if secret else group.text, " ".join(replacement)))
     else:
         found.drop(group.plain, reason)
 

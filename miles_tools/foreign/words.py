@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_tools.foreign import recognize
+from miles_tools.foreign import is_written_for, recognize
 
 #: A word such as ``trainer.nnodes=1`` or ``+data.seed=2``.
 _KEY = re.compile(r"(?P<name>[+~]{0,2}[A-Za-z_]\w*(?:\.[\w\[\]-]+)+)=(?P<value>.*)", re.DOTALL)
@@ -37,7 +37,7 @@ class Group:
         return self.name.lstrip("+~")
 
     @property
-    def shown(self) -> str:
+    def text(self) -> str:
         """The option as typed, with its values."""
         return "=".join([self.name, *self.words]) if self.joined else " ".join([self.name, *self.words])
 
@@ -78,7 +78,9 @@ def _expand(group: Group) -> Iterator[Group]:
     entries = (
         [entry for file in files[:1] for entry in read_entries(Path(file))] if group.name in ("", "--config") else []
     )
-    if not entries or recognize(entry.name for entry in entries) is None:
+    names = [entry.name for entry in entries]
+    program = recognize(names)
+    if program is None or not is_written_for(program, names):
         yield group
         return
     yield from entries

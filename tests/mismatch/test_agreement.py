@@ -75,6 +75,13 @@ def test_without_a_reference_the_declared_errors_are_allowed():
     assert not compare([scores() + FLOOR / 2], [scores()], own=0.0).find_excess()
 
 
+def test_errors_below_the_floor_are_not_judged():
+    """With a format that rounds inputs, one code that tips on one side changes many tokens after it."""
+    tipped = np.where(np.arange(TOKENS) < 64, 0.01, 0.0)
+    assert compare([scores() + tipped], [scores()], [scores()]).find_excess()
+    assert not compare([scores() + tipped], [scores()], [scores()], floor=0.016).find_excess()
+
+
 @pytest.mark.parametrize(("power", "word"), [(1.0, ""), (1 / 0.7, "likely"), (0.7, "unlikely")])
 def test_draws_of_another_temperature_are_implausible(power, word):
     draw = np.random.default_rng(0)

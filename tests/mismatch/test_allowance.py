@@ -17,6 +17,7 @@ def test_codes_of_one_format_are_the_same_on_both_sides():
     weights_only = Side("bfloat16", "int4", 0.13)
     assert allowance(weights_only, weights_only) == allowance(Side("bfloat16"), Side("bfloat16"))
     assert allowance(FP8, FP8).median < allowance(FP8, Side("bfloat16")).median
+    assert weights_only.tipped == 0 and 0 < FP8.tipped < FP8.error
 
 
 def test_a_side_says_its_precision():

@@ -74,7 +74,10 @@ def test_a_long_phase_logs_its_progress(caplog, monkeypatch):
         for _ in range(100):
             now[0] += 0.25
             progress.advance()
-    assert [r.getMessage() for r in caplog.records] == ["step 1: warm start 40 of 100", "step 1: warm start 80 of 100"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "step 1: warm start 40 of 100  eta 0:15",
+        "step 1: warm start 80 of 100  eta 0:05",
+    ]
 
 
 def test_resumed_run_counts_from_its_step(caplog):
@@ -143,3 +146,29 @@ def test_wrong_log_level():
 
     with pytest.raises(ConfigError, match="--log-level loud: choose one of debug, info, warning, error"):
         logs.configure("loud")
+
+
+def test_a_long_phase_says_how_long_it_will_take(caplog, monkeypatch):
+    """As the demo's warm start on a slow machine, before any step has ended."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with caplog.at_level("INFO"), TerminalProgress(100, None, every=10) as progress:
+        progress.phase("warm start", total=80)
+        for _ in range(20):
+            now[0] += 3.0
+            progress.advance()
+    lines = [r.getMessage() for r in caplog.records]
+    assert lines[0] == "step 1: warm start 4 of 80  eta 3:48" and lines[-1].endswith("20 of 80  eta 3:00")
+
+
+def test_a_short_phase_on_a_terminal_has_no_estimate(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    with TerminalProgress(10, Console(file=io.StringIO(), force_terminal=True)) as progress:
+        progress.phase("rollout", total=4)
+        now[0] += 0.5
+        progress.advance(1)
+        assert progress._bars.tasks[1].fields["text"] == ""
+        now[0] += 3.0
+        progress.advance(1)
+        assert progress._bars.tasks[1].fields["text"] == "eta 0:04"

@@ -54,11 +54,6 @@ plugin = Plugin(
             because="--offload-optimizer is for the embedded trainer; Megatron-Core has --optimizer-cpu-offload",
         ),
         Rule(
-            needs="model.moe",
-            when="trainer == megatron and train.aux_loss_coef > 0",
-            because="a dense model has no routed experts to balance",
-        ),
-        Rule(
             needs="train.precision in {fp8, mxfp8}",
             when="megatron.backward_override == none",
             because="the option controls how TransformerEngine computes gradients in FP8 and MXFP8",

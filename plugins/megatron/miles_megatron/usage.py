@@ -12,7 +12,8 @@ from miles_core.plugin import CheckpointError, Facts, Parts, Usage
 from miles_embedded import engines_gpus, format_billions
 from miles_megatron import count, families
 from miles_megatron.architecture import Architecture
-from miles_megatron.memory import GB, Stage, Work, memory, peak
+from miles_megatron.host_memory import describe_host
+from miles_megatron.memory import Stage, Work, memory, peak
 from miles_megatron.sizes import Sizes, candidates, misfits, ranks_of, sizes_of
 from miles_megatron.work import MTP, context, work_of
 
@@ -54,12 +55,7 @@ def usages_of(facts: Facts, a: Architecture, s: Sizes, w: Work) -> Iterator[Usag
         note += f"; adapters, counted as {w.trained:.0%} of the parameters, over a frozen base"
     if w.offloaded:
         note += f"; {w.offloaded:.0%} of the optimizer's state is in host memory"
-    host = _host_bytes(facts, a, s, w)
-    if host:
-        each = min(s.ranks, int(facts.value("gpu.count") or _MACHINE))
-        note += (
-            f"; {host / GB:,.0f} GB of host memory for a rank, {each * host / GB:,.0f} GB for the {each} of a machine"
-        )
+    note += describe_host(facts, a, s, w)
     for stage in memory(a, s, w):
         label = f"rank of stage {stage.number} ({stage.layers} layers)" if s.pp > 1 else "rank"
         yield Usage(
@@ -71,14 +67,6 @@ def usages_of(facts: Facts, a: Architecture, s: Sizes, w: Work) -> Iterator[Usag
             processes=s.ranks,
             fitting=lambda budget, alone: _fitting(facts, a, s, w, budget),
         )
-
-
-def _host_bytes(facts: Facts, a: Architecture, s: Sizes, w: Work) -> float:
-    """Return the largest bytes of host memory of a rank: the optimizer's share there, and with ``--colocate`` what a sleeping rank moves."""
-    whole = memory(a, s, replace(w, offloaded=0.0))
-    if facts.value("colocate"):
-        return max(stage.weights + stage.optimiser for stage in whole)
-    return w.offloaded * max(stage.optimiser for stage in whole)
 
 
 def _parts(stage: Stage) -> Parts:

@@ -20,7 +20,7 @@ from miles_planner.rates import Rates, rates_of
 from miles_planner.rollout_time import rollout_time
 from miles_planner.sides import FORMATS, SMALLER, Found, Sides, combinations, formats
 from miles_planner.step_time import step_time
-from miles_planner.task import Task, change_facts, find_changes, relax
+from miles_planner.task import Task, change_facts, relax
 from miles_planner.training_time import training_time
 
 #: Most combinations that the plan checks: of a placement, a pair of formats, and in all.
@@ -79,7 +79,8 @@ def search(task: Task, count: int) -> Result:
     own = estimate_own(task, cost, rates)
     sides = Sides(task, cost, rates)
     result = _search(task, sides, own, count)
-    if any(set(find_changes(task.facts, found.changes)) - {"schedule"} for found in result.best):
+    is_complete = own.found is not None and not own.refused
+    if result.best and not is_complete:
         return result
     kept, relaxed = result.best, set[str]()
     while new := {name for side in sides.conflicts.values() for name in side} - set(_KEPT) - relaxed:

@@ -31,6 +31,8 @@ CONTEXT, CHANNELS = 1.0 * GB, 1.0 * GB
 #: Shares of a GPU that the trainer uses, too: at the same time, or in turns (while it sleeps it keeps a CUDA context and buffers there). With
 #: SGLang's own default (about 0.9) the engine fills the GPU.
 BESIDE_A_TRAINER, IN_TURNS = 0.4, 0.8
+#: Share of a GPU that should stay free; an engine that leaves less gets a warning.
+MARGIN = 0.03
 #: SGLang's defaults on GPUs with more than 60 GiB: ``chunked_prefill_size``, and the largest batch with a captured CUDA graph.
 _CHUNK, _CAPTURED = 8192, 256
 _LARGE = 60 * 1024 * MIB
@@ -163,6 +165,7 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     else:
         note += f"; a cache of {rows:,} sequences of {longest:,} tokens ({why})"
     parts = Parts(weights=held, draft=drafts, cache=pool, other=max(server.reserve, other))
+    note += _warn_of_full_gpu(facts, gpu, server, parts.total)
     usable = (
         math.inf if gpu and bytes_needed(facts, size, server) > server.fraction * gpu else 1.0
     )  # ``find_size_problems`` reports it
@@ -174,6 +177,20 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
         usable=usable,
         note=note,
         fitting=lambda budget, alone: _propose_smaller(facts, size, budget, gpu),
+    )
+
+
+def _warn_of_full_gpu(facts: Facts, gpu: float, server: Server, total: float) -> str:
+    """Return a warning if an engine leaves less than ``MARGIN`` of a GPU free; else an empty text. gpu: bytes that are free for it."""
+    physical = float(facts.value("gpu.memory_gb") or 0) * GB
+    filled = total + physical - gpu
+    if not physical or filled <= (1 - MARGIN) * physical:
+        return ""
+    share = max(server.fraction - (filled - (1 - MARGIN) * physical) / gpu, 0.0)
+    return (
+        f"; warning: it fills {filled / GB:.1f} of {physical / GB:.0f} GB ({server.reserve / GB:.0f} of them for activations and CUDA graphs), so "
+        f"that less than {MARGIN:.0%} stay free: --sglang-mem-fraction-static {math.floor(share * 100) / 100:.2f} leaves that much for other "
+        "processes and longer prompts"
     )
 
 

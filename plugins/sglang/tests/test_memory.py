@@ -134,3 +134,24 @@ def test_the_note_on_the_cache_and_the_size_read_like_sentences(checkpoint):
     assert re.search(r"enough for \d+ of up to 256 concurrent sequences", table)
     with pytest.raises(PlanError, match="1,030 billion parameters"):
         engine_alone(checkpoint, "kimi-k2", "8xH200")
+
+
+def test_an_engine_that_leaves_less_than_the_margin_free_gets_a_warning(checkpoint):
+    """SGLang's default share plus its own reserve is the whole GPU."""
+
+    def note(**options):
+        return next(
+            text
+            for text in engine_alone(
+                checkpoint, "qwen3-30b-a3b", "8xH200", tensor_model_parallel_size=4, **options
+            ).reviews
+            if "process" in text
+        )
+
+    full = note()
+    assert "warning: it fills 151.0 of 151 GB" in full and "less than 3% stay free" in full
+    share = float(full.split("--sglang-mem-fraction-static ")[1].split()[0])
+    assert "warning" not in note(sglang_mem_fraction_static=share) and "warning" in note(
+        sglang_mem_fraction_static=share + 0.02
+    )
+    assert "warning" not in note(sglang_mem_fraction_static=0.7)

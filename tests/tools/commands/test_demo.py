@@ -51,3 +51,23 @@ def test_what_is_wrong_with_the_arguments_is_said_before_anything_is_made(tmp_pa
     assert main(["demo", *words]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("processors", "load", "free"), [(8, 0.2, 8), (8, 3.4, 5), (8, 30.0, 1), (2, 1.6, 1), (1, 0.0, 1)]
+)
+def test_threads_leave_room_for_other_processes(processors, load, free):
+    assert demo.free_processors(processors, load) == free
+
+
+@pytest.mark.parametrize("chosen", ["", "3"])
+def test_a_busy_machine_gets_fewer_threads(monkeypatch, capsys, chosen):
+    used = []
+    monkeypatch.setattr("torch.set_num_threads", used.append)
+    monkeypatch.setattr(demo.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(demo.os, "getloadavg", lambda: (5.7, 1.0, 1.0))
+    monkeypatch.setattr(demo.os, "environ", {"OMP_NUM_THREADS": chosen} if chosen else {})
+    demo._leave_processors_to_others()
+    assert used == ([] if chosen else [2])
+    said = capsys.readouterr().err
+    assert ("other processes use about 6 of 8 processors: running with 2 threads" in said) is not chosen.isdigit()

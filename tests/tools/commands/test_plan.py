@@ -30,7 +30,7 @@ def test_json_is_the_plan_itself(f6, capsys):
 @pytest.mark.parametrize("words", [[], ["--json"]])
 def test_a_plan_shows_no_secret(f6, capsys, monkeypatch, words):
     monkeypatch.setenv("SOME_API_KEY", "Q7zSecretOfThisTest99")
-    assert plan.run([*words, "--plugins", f6, "--use-wandb", "--wandb-group", "Q7zSecretOfThisTest99"]) == 0
+    assert plan.run([*words, "--plugins", f6, "--no-use-wandb", "--wandb-group", "Q7zSecretOfThisTest99"]) == 0
     printed = capsys.readouterr().out
     assert "f6" in printed and "Q7zSecretOfThisTest99" not in printed
 

@@ -174,3 +174,17 @@ def test_a_sentence_that_begins_with_a_flag_and_a_placeholder_is_a_translation()
     assert _FLAG.match("--custom-rm-path FILE.py:FN; return")[1] == "--custom-rm-path"
     assert _FLAG.match("--rollout-batch-size and --global-batch-size set") is None
     assert recognize(["--nothing"]) is None
+
+
+def test_a_file_of_this_program_is_not_taken_for_another_program_s(tmp_path):
+    """Its tables have names that verl and prime-rl have, too."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "data:\n  shuffle: true\n  input_key: q\nalgorithm:\n  gamma: 0.9\ntrain:\n  lr: 0.1\n  weight_decay: 0.0\n"
+    )
+    assert complete_line(answer(["--config", str(path), "--lrr", "1"])) == ["--config", str(path), "--lr", "1"]
+    flat = tmp_path / "flat.yaml"
+    flat.write_text(
+        "weight-decay: 0.1\nadam-beta1: 0.9\nadam-beta2: 0.9\nseed: 3\nrollout-batch-size: 3\nnum-rollout: 2\n"
+    )
+    assert complete_line(answer(["--config", str(flat), "--lrr", "1"])) == ["--config", str(flat), "--lr", "1"]
