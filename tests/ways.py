@@ -25,7 +25,8 @@ _PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 def name_of(code: CodeType) -> str:
     """Return ``module.function`` of code in one of our packages, else an empty text."""
     path = Path(code.co_filename)
-    if not path.is_relative_to(ROOT) or path.is_relative_to(ROOT / "tests") or code.co_qualname.endswith(_PARTS):
+    ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0].startswith(("miles_", "plugins"))
+    if not ours or code.co_qualname.endswith(_PARTS):
         return ""
     return f"{path.stem}.{code.co_qualname.replace('.<locals>', '')}"
 

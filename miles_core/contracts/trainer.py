@@ -268,7 +268,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write weights, optimiser, schedule and random-number states of all ranks to ``directory``, in the trainer's own format."""
+        """Write weights, optimiser, schedule and random-number states of all ranks to ``directory``, which exists, in the trainer's own format."""
 
     @abstractmethod
     def load(self, directory: Path) -> None:

@@ -27,7 +27,7 @@ from miles_core.contracts.trainer import Callbacks, Pass, Trainer
 from miles_core.data.batch import Batch, add, as_floats, collate
 from miles_core.data.sample import Sample
 from miles_core.data.unit import Unit
-from miles_core.errors import ConfigError, DataError, NonFiniteError, PluginError
+from miles_core.errors import ConfigError, DataError, MilesError, NonFiniteError, PluginError
 from miles_core.plugin.load import compose
 from miles_core.train.correction import check_rollout_log_probs, correction_inputs
 from miles_core.train.finite import check_finite
@@ -139,9 +139,14 @@ class Learner:
         """Compute columns for the response tokens of each sample: name -> [response_length, ...]; names as for ``Trainer.columns``."""
         batch = collate(samples, self.run.fields)
         self.run.hooks.on("on_batch", run=self.run, policy=self.policy, batch=batch)
+        computed = self.trainer.columns(batch, kind, wanted, top_k)
+        if missing := sorted({*wanted} - {*computed}):
+            raise MilesError(
+                f"{type(self.trainer).__name__} did not compute {', '.join(missing)}; use another --trainer"
+            )
         arrays = {
             name: column.float().cpu().numpy() if column.is_floating_point() else column.cpu().numpy()
-            for name, column in self.trainer.columns(batch, kind, wanted, top_k).items()
+            for name, column in computed.items()
         }
         starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
         spans = [slice(s + p, s + n) for s, p, n in zip(starts, batch.prompt_lengths.tolist(), lengths, strict=True)]
@@ -184,6 +189,7 @@ class Learner:
         """
         if self.policy.learns or self._replaced:
             check_finite(self.trainer, self.run.step)
+            (directory / "trainer").mkdir(parents=True, exist_ok=True)
             self.trainer.save(directory / "trainer")
         self.run.hooks.on(
             "on_save", run=self.run, policy=self.policy, store=Store(directory / "plugins", self.trainer.world)

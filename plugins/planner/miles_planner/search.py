@@ -54,7 +54,7 @@ class Result:
         refused: problem -> number of fast combinations that the plan refused for it.
         misfits: why no layout of a side fits; empty if some do.
         own: the run as typed.
-        relaxed: options that the user set and that the layouts of ``best`` may change, because no other layout keeps them.
+        relaxed: options that the user set and that the layouts of ``best`` may change: nothing faster, or nothing at all, keeps them.
     """
 
     best: tuple[Found, ...]

@@ -61,7 +61,7 @@ def describe(
     if result.relaxed:
         flags = [fact.flag for name in result.relaxed if (fact := task.facts.lookup(name)).flag]
         lines += [
-            f"no other layout keeps all options of this command line; these may change below: {', '.join(flags)}",
+            f"layouts that change some of the options given are listed, too; these may change below: {', '.join(flags)}",
             "",
         ]
     if not result.best:

@@ -137,6 +137,7 @@ def test_each_layout_says_what_it_changes_in_a_complete_command_line(checkpoint,
     assert plan(["--search", *argv, "--sglang-mem-fraction-static", "0.7"]) == 0
     text = capsys.readouterr().out
     assert "as typed: " in text and "times as fast as typed" in text and "changes: --plugins zero_copy is added" in text
+    assert "these may change below: " in text and "--tensor-model-parallel-size 4 -> " in text
     assert "--sglang-mem-fraction-static 0.7 ->" not in text
 
 

@@ -42,6 +42,7 @@ def test_demo_refuses_a_directory_with_a_run(tmp_path, capsys):
     ("words", "said"),
     [
         (["--seed", "-1"], "train.seed cannot be -1"),
+        (["x"], "unexpected argument 'x'"),
         (["--device", "cuda"], "needs a GPU"),
         (["--dir", ""], "--dir '': the path is empty"),
     ],
