@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from miles_core.checkpoint.rng import get_rng as get_rng, put_rng as put_rng
     from miles_core.checkpoint.tensor_file import record_files as record_files, write_tensors as write_tensors
     from miles_core.contracts.emulation import Emulation as Emulation
-    from miles_core.contracts.mtp_layer import MtpLayer as MtpLayer, collect_mtp_layer as collect_mtp_layer
+    from miles_core.contracts.mtp_request import MtpRequest as MtpRequest, collect_mtp_request as collect_mtp_request
     from miles_core.contracts.runtime import (
         CHANGEABLE as CHANGEABLE,
         Learned as Learned,
@@ -74,7 +74,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.checkpoint.rng": "get_rng put_rng",
         "miles_core.checkpoint.tensor_file": "record_files write_tensors",
         "miles_core.contracts.emulation": "Emulation",
-        "miles_core.contracts.mtp_layer": "MtpLayer collect_mtp_layer",
+        "miles_core.contracts.mtp_request": "MtpRequest collect_mtp_request",
         "miles_core.contracts.runtime": "CHANGEABLE Learned LearnerHandle TopLogProbs",
         "miles_core.contracts.trainer": "Callbacks Context Forward GIVEN_ROUTES Loss LossFunction OWN_ROUTES OptimizerStep Output Pass "
         "Trainer TrainerPart",

@@ -17,7 +17,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to keep a base under adapters: ``mark_constant``, ``encode_weights``, ``share_weights``, ``full_values``, ``make_model``;
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
-- to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``, ``hand_over_gradient``;
+- to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``, ``offload_gradient``;
 - to examine a model for a plan without importing torch: ``find_known_weights``;
 - to estimate memory in plans: ``model_size``, ``size_of``, ``longest_sample``, ``wanted_rows``, ``engines_gpus``, ``training_of``,
   ``trainer_parts``, ``trainer_usage``, ``engine_usage``, ``format_billions``;
@@ -102,11 +102,11 @@ if TYPE_CHECKING:
         codes_of,
         full_values,
         gather_tensor,
-        hand_over_gradient,
         is_constant,
         local_shard,
         mark_constant,
         mark_hosted,
+        offload_gradient,
     )
     from miles_embedded.model.value_head import VALUE_HEAD, add_value_head, new_value_head
     from miles_embedded.model.views import views
@@ -170,7 +170,6 @@ __all__ = [
     "format_billions",
     "full_values",
     "gather_tensor",
-    "hand_over_gradient",
     "has_windows",
     "head",
     "is_constant",
@@ -190,6 +189,7 @@ __all__ = [
     "model_size",
     "new_layer",
     "new_value_head",
+    "offload_gradient",
     "operations_of",
     "optimizer_group",
     "padded_rows",
@@ -242,7 +242,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.export": "export_checkpoint",
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
         "miles_embedded.model.parts": "backbone class_forwards decoder_layers head text_configuration",
-        "miles_embedded.model.storage": "codes_of full_values gather_tensor hand_over_gradient is_constant local_shard mark_constant mark_hosted",
+        "miles_embedded.model.storage": "codes_of full_values gather_tensor offload_gradient is_constant local_shard mark_constant mark_hosted",
         "miles_embedded.quantized.encoded": "EncodedParameter encode_weights share_weights",
         "miles_embedded.model.examine": "examine",
         "miles_embedded.model.gpu_operations": "with_row_kernels",

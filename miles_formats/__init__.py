@@ -2,7 +2,7 @@
 
 ``format_plugin`` makes a format's manifest. ``Format`` is the contract, ``Stored`` and ``store`` are for its storage. A GPU kernel is
 used where ``runs_kernels`` is true, reads ``convert_for_kernel`` results and writes into ``allocate_output``. A ``Product`` multiplies
-codes on tensor cores. ``FormatCodec`` encodes ``Unit`` s with a format, as a weight sync does; ``make_codec`` makes the one of a policy.
+codes on tensor cores. ``FormatCodec`` encodes ``WeightUnit`` s with a format, as a weight sync does; ``make_codec`` makes the one of a policy.
 Backends say with ``Quantizer`` and ``Parity`` how they quantise. Names are imported on first use, so that a manifest imports no torch.
 """
 
@@ -12,7 +12,7 @@ from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config as Config
-    from miles_core.data.unit import Encoded as Encoded, Unit as Unit
+    from miles_core.data.weight_unit import Encoded as Encoded, WeightUnit as WeightUnit
     from miles_core.precision.codec import Codec as Codec
     from miles_core.precision.format import Format as Format, Parts as Parts, Stored as Stored, store as store
     from miles_core.precision.product import NoProduct as NoProduct, Product as Product
@@ -41,7 +41,7 @@ __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_core.config.config": "Config",
-        "miles_core.data.unit": "Encoded Unit",
+        "miles_core.data.weight_unit": "Encoded WeightUnit",
         "miles_core.precision.codec": "Codec",
         "miles_core.precision.format": "Format Parts Stored store",
         "miles_core.precision.product": "NoProduct Product",

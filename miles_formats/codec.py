@@ -15,12 +15,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from miles_core.data.unit import Encoded, Unit
+from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.precision.codec import COPY, Codec, Room, Shape, plain
 from miles_core.precision.format import Format, Parts, Stored, part_name
 from miles_formats.finite import Finite
-from miles_formats.fused_experts import Expert, Family, is_joined, take_apart
+from miles_formats.fused_experts import Expert, Family, is_joined, split_experts
 from miles_formats.selector import Selector
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class FormatCodec(Codec):
         """Return whether the format applies to a tensor that is encoded under its own name."""
         return self.reason(name, shape) is None
 
-    def encode(self, units: Iterable[Unit], room: Room | None = None) -> Iterator[Encoded]:
+    def encode(self, units: Iterable[WeightUnit], room: Room | None = None) -> Iterator[Encoded]:
         """Yield encoded tensors in the order of the stream.
 
         Args:
@@ -140,7 +140,7 @@ class FormatCodec(Codec):
         self._checked = True
         return notes
 
-    def parts(self, unit: Unit) -> Iterator[Unit]:
+    def parts(self, unit: WeightUnit) -> Iterator[WeightUnit]:
         """Split the joined experts of a unit; yield units whose tensors are encoded together."""
         if not any(is_joined(n, t.shape) for n, t in unit.tensors.items()):
             yield unit
@@ -149,13 +149,13 @@ class FormatCodec(Codec):
         for name, tensor in unit.tensors.items():
             experts = self.experts(name, tuple(tensor.shape))
             for index, members in groupby(experts, lambda x: x.index):
-                yield Unit({x.name: x.of(tensor[index]) for x in members}, unit.lasting)
+                yield WeightUnit({x.name: x.of(tensor[index]) for x in members}, unit.lasting)
             if not experts:
                 rest[name] = tensor
         if rest:
-            yield Unit(rest, unit.lasting)
+            yield WeightUnit(rest, unit.lasting)
 
-    def encode_unit(self, unit: Unit) -> list[Encoded]:
+    def encode_unit(self, unit: WeightUnit) -> list[Encoded]:
         """Encode one unit's tensors, in its order. Each is first rounded to BF16; coupled weights share their statistics."""
         finite = Finite(all_stay=True)
         found = [encoded for part in self.parts(unit) for encoded in self._encode(part, finite)]
@@ -163,7 +163,7 @@ class FormatCodec(Codec):
         return found
 
     @torch.no_grad()
-    def _encode(self, unit: Unit, finite: Finite, room: Room | None = None) -> list[Encoded]:
+    def _encode(self, unit: WeightUnit, finite: Finite, room: Room | None = None) -> list[Encoded]:
         format, tensors = self.format, unit.tensors
         chosen = {n: t.to(COPY) for n, t in tensors.items() if self.quantises(n, tuple(t.shape))}
         for name, tensor in chosen.items():
@@ -178,7 +178,7 @@ class FormatCodec(Codec):
                 finite.add(name, weight, unit.lasting and weight is tensors[name], shows)
         return found
 
-    def _batch_limit(self, unit: Unit) -> int:
+    def _batch_limit(self, unit: WeightUnit) -> int:
         """Return how many weights may be encoded in one batch with this unit; 0 if the unit is encoded on its own."""
         format = self.format
         if format.together == 1:
@@ -207,7 +207,7 @@ class FormatCodec(Codec):
         if not is_joined(name, shape):
             return []
         try:
-            return take_apart(name, shape, self.family)
+            return split_experts(name, shape, self.family)
         except CheckpointError:
             if self.selector.spares(name, shape):
                 return []
@@ -250,7 +250,7 @@ class _Waiting:
     def __len__(self) -> int:
         return len(self.weights)
 
-    def add(self, unit: Unit) -> None:
+    def add(self, unit: WeightUnit) -> None:
         for name, tensor in unit.tensors.items():
             self.weights.append((name, tensor.detach()))
             self.nbytes += tensor.nbytes

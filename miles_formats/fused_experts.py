@@ -127,7 +127,7 @@ def is_joined(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) > 2 and "experts" in name
 
 
-def take_apart(name: str, shape: tuple[int, ...], family: Family) -> list[Expert]:
+def split_experts(name: str, shape: tuple[int, ...], family: Family) -> list[Expert]:
     """Return the matrices in a joined tensor, ordered by expert, gate before up.
 
     Raises:

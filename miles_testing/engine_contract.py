@@ -30,7 +30,7 @@ import pytest
 
 from miles_core.contracts.engine import Engine, Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError, SyncError
 from miles_core.mismatch.same_model import COMPARED
 from miles_core.plugin.detect import model_facts

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import ConfigError, MilesError
 from miles_core.mismatch.product_probe import check_product
 from miles_core.precision.format import Format, Parts
@@ -286,7 +286,7 @@ class FormatContract:
         differ = [k for k, t in alone.items() if not torch.equal(t.float(), encoded[small][k].float())]
         assert differ, "quantize ignores the statistics it receives"
         with pytest.raises(ConfigError, match="together"):
-            FormatCodec(format).encode_unit(Unit({large: unit.tensors[large]}))
+            FormatCodec(format).encode_unit(WeightUnit({large: unit.tensors[large]}))
 
 
 class _Called(Exception):
@@ -354,7 +354,7 @@ def suffixes(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.rpartition(".")[2]: tensor for name, tensor in parts.items()}
 
 
-def make_unit(format: Format, rows: int, columns: int) -> Unit:
+def make_unit(format: Format, rows: int, columns: int) -> WeightUnit:
     """Return one expert's weights as a unit: a whole couple, or a single weight."""
     members = format.couple[0] if format.couple else ("down_proj",)
-    return Unit({f"model.layers.0.mlp.experts.0.{m}.weight": normal(rows, columns) for m in members})
+    return WeightUnit({f"model.layers.0.mlp.experts.0.{m}.weight": normal(rows, columns) for m in members})

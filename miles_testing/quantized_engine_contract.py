@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from miles_core.contracts.engine import Engine
-from miles_core.data.unit import Encoded, Unit
+from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.mismatch.parity import check, probes
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
@@ -104,14 +104,14 @@ class QuantizedEngineContract:
         return engine
 
 
-def couple_units(checkpoint: Path) -> list[Unit]:
+def couple_units(checkpoint: Path) -> list[WeightUnit]:
     """Return a checkpoint's tensors as units, with gate and up of an expert in one unit."""
     plain = {e.name: e.parts[e.name] for e in stored_units(checkpoint)}
     units = []
     for name, tensor in plain.items():
         if ".gate_proj." in name:
             partner = name.replace(".gate_proj.", ".up_proj.")
-            units.append(Unit({name: tensor, partner: plain[partner]}))
+            units.append(WeightUnit({name: tensor, partner: plain[partner]}))
         elif ".up_proj." not in name:
-            units.append(Unit({name: tensor}))
+            units.append(WeightUnit({name: tensor}))
     return units

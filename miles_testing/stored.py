@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_workers.transport.bucket import Bucket, room_of, round_to_blocks
 
 

@@ -22,7 +22,7 @@ from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.hooks import Purpose
 from miles_core.data.sample import Sample
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.plugin.boundary import compose
 from miles_testing.run_contract import RunContract
 from miles_testing.toy import ToyRun, toy_arguments
@@ -121,14 +121,14 @@ def _scores(model: Any, sample: Sample) -> np.ndarray:
     return chosen.numpy()
 
 
-def _describe(stream: Iterator[Unit]) -> Shapes:
+def _describe(stream: Iterator[WeightUnit]) -> Shapes:
     return [(name, tuple(tensor.shape), tensor.dtype) for unit in stream for name, tensor in unit.tensors.items()]
 
 
-def _read(files: CheckpointFiles, device: str) -> Iterator[Unit]:
+def _read(files: CheckpointFiles, device: str) -> Iterator[WeightUnit]:
     """Yield the tensors of a checkpoint, one per unit; on the meta device without reading them."""
     for name, entry in files.entries.items():
         shape, dtype = entry.shape, entry.dtype
-        yield Unit(
+        yield WeightUnit(
             {name: torch.empty(shape, dtype=dtype, device="meta") if device == "meta" else files.read(name, None)}
         )

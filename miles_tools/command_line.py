@@ -1,6 +1,6 @@
 """Correct command lines: translate options of other programs, correct typing errors, and enable the plugins that flags need.
 
-Translations are in ``miles_tools/foreign`` and in manifests (``Plugin.elsewhere``).
+Translations are in ``miles_tools/foreign`` and in manifests (``Plugin.foreign_flags``).
 """
 
 from __future__ import annotations

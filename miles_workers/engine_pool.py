@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MismatchError, WorkerLost
 from miles_workers.engine_worker import EngineWorker

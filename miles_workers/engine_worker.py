@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from miles_core.contracts.engine import Engine, Request, Response
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.mismatch.parity import check_side
 from miles_core.precision.quantizer import SideParity

@@ -23,15 +23,15 @@ from miles_core.data.sample import Sample
 from miles_core.data.world import World
 from miles_core.errors import MilesError, SyncError, WorkerLost
 from miles_core.precision.schedule import Precisions
+from miles_core.train.data_shard import Pairs, divide_samples, merge_metrics, merge_recorded, split_by_replica
 from miles_core.train.memory import memory_of
 from miles_core.train.rank import Rank
-from miles_core.train.share import Pairs, merge_metrics, merge_recorded, shares, split_by_replica
 from miles_workers.engine_pool import EnginePool
 from miles_workers.engine_worker import EngineWorker
 from miles_workers.rank_worker import RankWorker
 from miles_workers.relay import is_relayed
 from miles_workers.remote_tokens import refer_tokens
-from miles_workers.sample_list import SampleList, pack_share
+from miles_workers.sample_list import SampleList, pack_shard
 from miles_workers.workers import GRACE, AsyncMethod, Method, P, Workers, first_error
 
 S = TypeVar("S")
@@ -71,7 +71,7 @@ class LearnerGroup(LearnerHandle):
     async def learn(self, samples: Sequence[Sample], step: int) -> Learned:
         await self.check_learns(samples)
         divided = split_by_replica(samples, self.run.config_of(self.policy).train, self.replicas)
-        sent = [self.ranks.share(pack_share(share)) for share in divided]
+        sent = [self.ranks.share(pack_shard(shard)) for shard in divided]
         async with self.memory.train():
             answers = await self._gather(lambda number, world: self._learn(number, sent[world.replica], step))
         tokens = [self._first([seen for _, seen in answers], replica) for replica in range(self.replicas)]
@@ -230,7 +230,7 @@ class LearnerGroup(LearnerHandle):
         **kwargs: P.kwargs,
     ) -> list[T]:
         """Compute values per sample on the ranks; return them in the order of the samples."""
-        mine = shares(samples, [0] * len(samples), self.replicas)
+        mine = divide_samples(samples, [0] * len(samples), self.replicas)
         parts: list[list[Sample]] = [SampleList(samples[i] for i in at) for at in mine]
         async with self.memory.read(("weights",)):
             answers = await self._each(method, parts, *args, **kwargs)
@@ -295,9 +295,9 @@ class LearnerGroup(LearnerHandle):
         found: tuple[T, Mapping[str, float]] = await self.ranks.await_answer(number, answer, name)
         return found
 
-    async def _learn(self, number: int, share: Any, step: int) -> tuple[tuple[Pairs, Any], Mapping[str, float]]:
+    async def _learn(self, number: int, shard: Any, step: int) -> tuple[tuple[Pairs, Any], Mapping[str, float]]:
         """Call ``Rank.learn`` of one rank as ``_call`` does. What it recorded stays in its process."""
-        answer = self.ranks.send_stored(number, RankWorker.learn_stored.__name__, self.run.step, share, step)
+        answer = self.ranks.send_stored(number, RankWorker.learn_stored.__name__, self.run.step, shard, step)
         ((pairs, count), seconds), stored = await self.ranks.await_answer(number, answer, Rank.learn.__name__)
         return (pairs, refer_tokens(count, stored[0]) if count else []), seconds
 

@@ -20,8 +20,8 @@ from miles_core.mismatch.parity import check_side, real_layer
 from miles_core.precision.quantizer import SideParity
 from miles_core.run.parts import freeze_gc
 from miles_core.sync.push import make_codec
+from miles_core.train.data_shard import DataShard, Pairs
 from miles_core.train.rank import Rank
-from miles_core.train.share import Pairs, Share
 from miles_workers.engine_pool import EnginePool
 from miles_workers.object_ref import ObjectRef
 from miles_workers.remote_tokens import pack_tokens
@@ -54,11 +54,11 @@ class RankWorker(Worker):
         return found, {name.removeprefix("time/"): s for name, s in seconds.items() if name != "time/step"}
 
     async def learn_stored(
-        self, step: int, share: Share, number: int
+        self, step: int, shard: DataShard, number: int
     ) -> tuple[tuple[tuple[Pairs, int], dict[str, float]], list[ObjectRef]]:
         """Call ``Rank.learn`` as ``at`` does; return the number of samples with recorded values instead of the values, and the values in
         a reference."""
-        (pairs, seen), seconds = await self.at(step, "learn", share, number)
+        (pairs, seen), seconds = await self.at(step, "learn", shard, number)
         return ((pairs, len(seen)), seconds), [pack_tokens(seen)] if seen else []
 
     def connect_engines(self, engines: Workers, build_info: Mapping[str, Any], senders: Sequence[int]) -> None:

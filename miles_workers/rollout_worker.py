@@ -18,7 +18,7 @@ import numpy as np
 
 from miles_core.contracts.engine import Engine, PauseMode, Request, Response
 from miles_core.data.sample import Sample
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.rollout.generate import LocalProducer
 from miles_core.run.inputs import RolloutCode

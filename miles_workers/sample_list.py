@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miles_core.data.sample import Sample
-from miles_core.train.share import Share
+from miles_core.train.data_shard import DataShard
 from miles_workers.packed_column import IndexList, Packed
 from miles_workers.remote_sample import Run, StoredGroup, is_complete_reference, pack_run, split_runs, unpack_run
 
@@ -44,11 +44,11 @@ def _unpack_list(
     return samples
 
 
-def pack_share(share: Share) -> Share:
+def pack_shard(shard: DataShard) -> DataShard:
     """Return a share that is equal and travels to other processes in packed form."""
     return dataclasses.replace(
-        share,
-        samples=SampleList(share.samples),
-        step_of=IndexList(share.step_of),
-        positions=IndexList(share.positions),
+        shard,
+        samples=SampleList(shard.samples),
+        step_of=IndexList(shard.step_of),
+        positions=IndexList(shard.positions),
     )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import SyncError, WorkerLost
 
 #: Maximum bytes of a block: large enough to amortise a message, small enough that packing, travelling and loading overlap.

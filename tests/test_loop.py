@@ -209,11 +209,11 @@ from miles_core.plugin.marker import hookimpl
 @hookimpl
 def on_batch(run, batch):
     groups = dict(zip(batch.group.tolist(), batch.index.tolist()))
-    run.stash.setdefault("trained", []).append(sorted(groups))
+    run.state.setdefault("trained", []).append(sorted(groups))
 
 @hookimpl
 def on_sample(run, sample):
-    run.stash.setdefault("prompts", {})[sample.group_index] = sample.prompt
+    run.state.setdefault("prompts", {})[sample.group_index] = sample.prompt
 """
 
 
@@ -227,7 +227,7 @@ def test_over_sampling_with_a_filter_gives_unused_prompts_back(toy_run, tmp_path
         dynamic_sampling_filter_path=tmp_path / "keep.py",
         n_samples_per_prompt=2,
     )
-    prompts, steps = run.run.stash["prompts"], run.run.stash["trained"]
+    prompts, steps = run.run.state["prompts"], run.run.state["trained"]
     # six of the eight prompts go out at once and two are used: those left over come first in the next step, so that
     # every prompt the filter passes is trained on once before any is again
     assert [[prompts[group] for group in groups] for groups in steps] == [["c", "d"], ["e", "f"], ["g", "h"]]

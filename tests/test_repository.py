@@ -172,7 +172,7 @@ assert found, "no plugin is installed"
 import miles_core.config.load, miles_core.cli.main, miles_core.cli.train, miles_core.plugin.resolve
 import miles_testing, miles_testing.plugin
 from miles_core.data import Field
-from miles_core.plugin import Plugin, Rule, Pair, Set, hookimpl, option, StashKey, MilesError
+from miles_core.plugin import Plugin, Rule, Pair, Set, hookimpl, option, StateKey, MilesError
 miles_core.cli.main.main(["train", "--help"])
 heavy = {"torch", "transformers", "pyarrow", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy

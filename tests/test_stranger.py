@@ -42,7 +42,7 @@ class Everything:
         calls.append(f"on_model({role})")
 
     @hookimpl
-    def on_mtp_layers(self, run, policy, wishes):
+    def on_mtp_layers(self, run, policy, requests):
         calls.append("on_mtp_layers")
 
     @hookimpl
@@ -347,7 +347,7 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
         optimizer="mine",
         config=tmp_path / "critic.yaml",
     )
-    made = list(dict.fromkeys(run.run.stash["made"]))
+    made = list(dict.fromkeys(run.run.state["made"]))
     assert made == [
         "sink",
         "reward",
@@ -398,7 +398,7 @@ plugin = Plugin(
 
 
 def note(run, kind):
-    made = run.stash.setdefault("made", [])
+    made = run.state.setdefault("made", [])
     made.append(kind)
 
 

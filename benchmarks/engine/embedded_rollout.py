@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.engine.sglang_engine import make_model
 from benchmarks.measure import finish, installed, options
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.engine import Request, Sampling
 from miles_core.precision.products import Products
 from miles_embedded.engine.engine import EmbeddedEngine
@@ -108,7 +108,7 @@ def make_engine(side: str, checkpoint: Path, device: str) -> EmbeddedEngine:
         settings.codec, settings.products = FormatCodec(Fp8()), Products("native")
     engine = EmbeddedEngine(model, settings)
     if side == "fp8":
-        units = [Unit({name: tensor}) for unit in export(model) for name, tensor in unit.tensors.items()]
+        units = [WeightUnit({name: tensor}) for unit in export(model) for name, tensor in unit.tensors.items()]
         asyncio.run(engine.update_weights(settings.codec.encode(units), 1))
     if side == "graphs":
         engine.async_steps._next = lambda launched, rows: None  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import commit, finish, installed, options
-from miles_core.data import Sample, Unit, collate
+from miles_core.data import Sample, WeightUnit, collate
 from miles_core.engine import Request, Sampling
 from miles_core.trainer import Callbacks
 from miles_formats import Codec, FormatCodec
@@ -248,8 +248,8 @@ async def sync(engine: Any, checkpoint: Path, given: argparse.Namespace, results
     before = (await generate(engine, asked, greedy, set()))[0][0]
     changed = {k: v * 1.05 if v.ndim > 1 else v for k, v in tensors.items()}
 
-    def units(which: dict[str, torch.Tensor]) -> Iterator[Unit]:
-        return (Unit({k: v}, lasting=True) for k, v in which.items())
+    def units(which: dict[str, torch.Tensor]) -> Iterator[WeightUnit]:
+        return (WeightUnit({k: v}, lasting=True) for k, v in which.items())
 
     async def push(which: dict[str, torch.Tensor]) -> float:
         started = time.perf_counter()
@@ -361,7 +361,7 @@ async def given_weights(engine: Any, checkpoint: Path, given: argparse.Namespace
 
     codec = codec_of(given)
     started = time.perf_counter()
-    await engine.update_weights(codec.encode(Unit({k: v}) for k, v in tensors_of(checkpoint).items()), 0)
+    await engine.update_weights(codec.encode(WeightUnit({k: v}) for k, v in tensors_of(checkpoint).items()), 0)
     results.put(
         "first_weights", seconds=round(time.perf_counter() - started, 2), how=engine.hot_update(given.precision)
     )

@@ -152,7 +152,7 @@ class DoubleLearner(LearnerHandle):
 
     async def learn(self, samples: Any, step: int) -> Learned:
         from miles_core.contracts.runtime import TrainedTokens
-        from miles_core.train.share import merge_recorded, split_by_replica
+        from miles_core.train.data_shard import merge_recorded, split_by_replica
         from miles_workers.remote_tokens import pack_tokens, refer_tokens
         from miles_workers.sample_list import pack_share
 

@@ -24,7 +24,7 @@ from unittest.mock import patch
 from benchmarks.measure import finish, installed, options
 from miles_core import loop
 from miles_core.cli.main import main as run_command
-from miles_core.train.share import Share
+from miles_core.train.data_shard import DataShard
 from miles_testing.toy import toy_arguments
 from miles_workers import local_channel, local_process, object_reader
 
@@ -77,7 +77,7 @@ class Traffic:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, Share):
+    if isinstance(value, DataShard):
         return "to_ranks"
     return "to_workers" if isinstance(value, tuple) and isinstance(value[0], int) else "to_savers"
 

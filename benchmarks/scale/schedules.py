@@ -58,7 +58,7 @@ from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_step(run):
-    run.stash.setdefault("at", []).append(asyncio.get_running_loop().time())
+    run.state.setdefault("at", []).append(asyncio.get_running_loop().time())
 """
 REWARD = "async def reward(args, sample):\n    return sample.index % 2\n"
 
@@ -88,7 +88,7 @@ def measure(directory: Path, **flags: Any) -> dict[str, Any]:
     config = load(words)
     plan, catalogue = prepare(config)
     done = launch(apply_plan(config, plan), plan, catalogue, Console(file=io.StringIO()))
-    at = done.run.stash["at"]
+    at = done.run.state["at"]
     whole, records = at[-1] - at[WARM_UP - 1], read(done.run.directory / "metrics.jsonl")[WARM_UP:]
     return {
         "steps_per_minute": round(60 * (STEPS - WARM_UP) / whole, 3),

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.measure import finish, installed, options
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.data.world import World
 from miles_workers import relay
 from miles_workers.engine_pool import EnginePool

@@ -32,7 +32,7 @@ from torch import nn
 
 from benchmarks.measure import finish, installed
 from benchmarks.sync.weight_receiver import Elsewhere, Own
-from miles_core.data import Encoded, Unit
+from miles_core.data import Encoded, WeightUnit
 from miles_core.engine import CopyTransport
 from miles_core.plugin import SyncError
 from miles_core.run.parts import freeze_gc
@@ -209,7 +209,7 @@ def measure(megabytes: int, precision: str, options: argparse.Namespace) -> dict
     rows: dict[str, dict] = {}
 
     def stream(room: Any) -> Iterator[Encoded]:
-        return codec.encode((Unit({name: t}, lasting=True) for name, t in tensors.items()), room)
+        return codec.encode((WeightUnit({name: t}, lasting=True) for name, t in tensors.items()), room)
 
     def wanted(name: str) -> bool:
         return options.only in name

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from miles_core.config import elsewhere, policies
+from miles_core.config import foreign_flags, policies
 from miles_core.config.flags import Assignment, Source
 from miles_core.config.schema import Schema
 from miles_core.config.yaml_scalars import make_loader
@@ -252,7 +252,7 @@ class _Reader:
         if entry.children is not None:
             hint = did_you_mean(entry.key, self.schema.groups, "; ") or f"; tables are {', '.join(self.schema.groups)}"
             return f"{self.where(entry)}: unknown table {entry.key!r}{hint} (a plugin's exists once it is installed)"
-        explained = elsewhere.explain_flag(_flag(entry.key), self.schema).replace("unknown flag", "unknown key")
+        explained = foreign_flags.explain_flag(_flag(entry.key), self.schema).replace("unknown flag", "unknown key")
         return f"{self.where(entry)}: {explained.replace(_flag(entry.key), entry.key, 1)}"
 
 

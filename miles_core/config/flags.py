@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from miles_core.config import elsewhere
+from miles_core.config import foreign_flags
 from miles_core.config.schema import CORE, Flag, Option, Schema
 from miles_core.errors import ConfigError
 
@@ -246,7 +246,7 @@ def parse(schema: Schema, argv: Sequence[str]) -> CommandLine:
     line.files = namespace.config or []
     for token in _find_unknown(extras):
         line.problems.append(
-            elsewhere.explain_flag(token, schema) if token.startswith("-") else elsewhere.explain_word(token)
+            foreign_flags.explain_flag(token, schema) if token.startswith("-") else foreign_flags.explain_word(token)
         )
     return line
 

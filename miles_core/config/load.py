@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_core.config import elsewhere, file, policies, value
+from miles_core.config import file, foreign_flags, policies, value
 from miles_core.config.candidates import collect_plugins, is_local, peek
 from miles_core.config.config import Config
 from miles_core.config.effects import find_idle, undecide
@@ -107,7 +107,7 @@ def _load(
         problems += wrong
     environment = os.environ if environment is None else environment
     line.assignments += _from_environment(schema, environment)
-    problems += elsewhere.explain_environment(environment, schema)
+    problems += foreign_flags.explain_environment(environment, schema)
     return _build_config(schema, line.assignments, problems, continued)
 
 
@@ -264,7 +264,7 @@ class _ConfigBuilder:
 
     def _explain_value(self, option: Option, rivals: Sequence[Assignment], message: str) -> str:
         for assignment in rivals:
-            sentence = elsewhere.explain_value(option, assignment.raw, self.schema)
+            sentence = foreign_flags.explain_value(option, assignment.raw, self.schema)
             if sentence:
                 return f"{assignment.origin}: {sentence}"
         return message
@@ -279,7 +279,7 @@ class _ConfigBuilder:
                 specs.setdefault(name, spec)
                 origins.setdefault(name, self.origins[PLUGINS])
             else:
-                self.problems.append(f"{self.origins[PLUGINS]}: {elsewhere.explain_plugin(spec, self.schema)}")
+                self.problems.append(f"{self.origins[PLUGINS]}: {foreign_flags.explain_plugin(spec, self.schema)}")
         for path, item in self.values.items():
             option = self.schema.options[path]
             if option.info.enables and item not in (None, False):

@@ -25,7 +25,7 @@ from miles_core.data.batch import find_column_fault, find_metric_fault, find_val
 from miles_core.data.field import Field
 from miles_core.data.prompt_source import PromptSource
 from miles_core.data.sample import Sample, find_reward_fault
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import describe
 from miles_core.plugin.boundary import UNCHECKED, Boundary, Check
 from miles_core.precision.codec import Codec
@@ -79,7 +79,11 @@ def _find_samples_fault(samples: list[Sample], _: tuple[Any, ...] = ()) -> str:
 
 
 def _find_unit_fault(unit: Any, _: tuple[Any, ...]) -> str:
-    return unit.find_fault() if isinstance(unit, Unit) else f"the stream holds {describe(unit)}; expected Unit(tensors)"
+    return (
+        unit.find_fault()
+        if isinstance(unit, WeightUnit)
+        else f"the stream holds {describe(unit)}; expected WeightUnit(tensors)"
+    )
 
 
 def _find_reward_fault(reward: Any, arguments: tuple[Any, ...]) -> str:
@@ -198,7 +202,7 @@ BOUNDARIES: dict[str, Boundary] = {
         call=_instance(Correction, "a Correction", lambda it, given: it.find_fault(given[0].mask))
     ),
     "wrap_loss": Boundary(call=_instance(Loss, "a Loss", lambda it, _: it.find_fault())),
-    "wrap_weights": Boundary(call=_find_unit_fault, kind="stream", shapes=Unit.describe_shapes),
+    "wrap_weights": Boundary(call=_find_unit_fault, kind="stream", shapes=WeightUnit.describe_shapes),
     "wrap_optimizer_step": Boundary(call=_NUMBERS),
     "on_weights_synced": UNCHECKED,
     "on_step": _METRICS,

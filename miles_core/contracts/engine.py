@@ -21,7 +21,7 @@ from miles_core.errors import describe
 if TYPE_CHECKING:
     import torch
 
-    from miles_core.data.unit import Encoded
+    from miles_core.data.weight_unit import Encoded
     from miles_core.precision.format import Format
     from miles_core.precision.quantizer import Quantizer
 

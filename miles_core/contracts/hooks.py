@@ -48,20 +48,20 @@ if TYPE_CHECKING:
     from miles_core.checkpoint.store import Store
     from miles_core.config.config import Config
     from miles_core.contracts.engine import Engine, Request
-    from miles_core.contracts.mtp_layer import MtpLayer
+    from miles_core.contracts.mtp_request import MtpRequest
     from miles_core.contracts.run import Policy, Run
     from miles_core.contracts.runtime import Learn, LearnerHandle
     from miles_core.contracts.trainer import Forward, LossFunction, OptimizerStep
     from miles_core.data.batch import Batch
     from miles_core.data.sample import Sample
-    from miles_core.data.unit import Unit
+    from miles_core.data.weight_unit import WeightUnit
     from miles_core.plugin.facts import Facts
     from miles_core.plugin.manifest import Plugin
     from miles_core.plugin.plan import Plan
 
     Rollout = Callable[[int], Awaitable[list[list[Sample]]]]
     Generate = Callable[[Sample], Awaitable[list[Sample]]]
-    Export = Callable[[], Iterator[Unit]]
+    Export = Callable[[], Iterator[WeightUnit]]
     WriteExport = Callable[[Path], None]
 
 #: The purpose of an exported stream of weights.
@@ -140,8 +140,8 @@ class HookSpecs:
         Runs in: the process that owns the model, once per instance."""
 
     @hookspec
-    def on_mtp_layers(self, run: Run, policy: Policy, wishes: list[MtpLayer]) -> None:
-        """Request training of the checkpoint's multi-token prediction layer: append a ``MtpLayer`` to ``wishes``.
+    def on_mtp_layers(self, run: Run, policy: Policy, requests: list[MtpRequest]) -> None:
+        """Request training of the checkpoint's multi-token prediction layer: append a ``MtpRequest`` to ``requests``.
 
         Called by trainers with the capability ``mtp_layers``, to whose models plugins cannot add layers. Without a request, such a
         trainer does not build the layer. Runs in: every trainer rank, before its model is built."""
@@ -210,7 +210,7 @@ class HookSpecs:
 
     @hookspec
     def wrap_weights(self, run: Run, policy: Policy, purpose: Purpose) -> Wrap[Export] | None:
-        """Wrap ``weights() -> iterator of Unit``, the stream of all weights that leave a trainer.
+        """Wrap ``weights() -> iterator of WeightUnit``, the stream of all weights that leave a trainer.
 
         A wrapper may add, drop, merge or rename tensors, but must not quantise them. ``purpose`` is ``sync`` for the engine, ``export`` for a
         Hugging Face checkpoint (``--export-hf``), ``snapshot`` for weights that the trainer's model later computes with, or ``convert`` for the

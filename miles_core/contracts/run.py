@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class StashKey(Generic[T]):
-    """A key private to the module that creates it, at module level: ``ROUTES = StashKey[dict[int, Tensor]]()``.
+class StateKey(Generic[T]):
+    """A key private to the module that creates it, at module level: ``ROUTES = StateKey[dict[int, Tensor]]()``.
 
     Attributes:
         module: the module that created it.
@@ -43,36 +43,36 @@ class StashKey(Generic[T]):
         frame = sys._getframe(1)
         while (
             frame.f_globals.get("__name__") == "typing" and frame.f_back is not None
-        ):  # StashKey[T]() calls it from there
+        ):  # StateKey[T]() calls it from there
             frame = frame.f_back
         self.module = str(frame.f_globals.get("__name__"))
 
 
-class Stash:
-    """A mapping from ``StashKey[T]`` to ``T``."""
+class RunState:
+    """A mapping from ``StateKey[T]`` to ``T``."""
 
     def __init__(self) -> None:
-        self._values: dict[StashKey[Any], Any] = {}
+        self._values: dict[StateKey[Any], Any] = {}
 
-    def __setitem__(self, key: StashKey[T], value: T) -> None:
+    def __setitem__(self, key: StateKey[T], value: T) -> None:
         self._values[key] = value
 
-    def __getitem__(self, key: StashKey[T]) -> T:
+    def __getitem__(self, key: StateKey[T]) -> T:
         if key not in self._values:
-            made = f"the StashKey of {key.module}" if isinstance(key, StashKey) else f"the key {key!r}"
+            made = f"the StateKey of {key.module}" if isinstance(key, StateKey) else f"the key {key!r}"
             raise PluginError(
-                f"nothing is stored under {made}; store a value first, or read it with run.stash.get(key, default) or setdefault"
+                f"nothing is stored under {made}; store a value first, or read it with run.state.get(key, default) or setdefault"
             )
         return cast(T, self._values[key])
 
     def __contains__(self, key: object) -> bool:
         return key in self._values
 
-    def get(self, key: StashKey[T], default: T) -> T:
+    def get(self, key: StateKey[T], default: T) -> T:
         """Return the stored value, or ``default`` if there is none."""
         return cast(T, self._values.get(key, default))
 
-    def setdefault(self, key: StashKey[T], default: T) -> T:
+    def setdefault(self, key: StateKey[T], default: T) -> T:
         """Return the stored value; store ``default`` first if there is none."""
         return cast(T, self._values.setdefault(key, default))
 
@@ -165,7 +165,7 @@ def check_policies(policies: Sequence[object]) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class Run:
-    """State shared by core and plugins; plugins store their own state in ``stash``.
+    """State shared by core and plugins; plugins store their own state in ``state``.
 
     Attributes:
         config: the effective configuration.
@@ -179,7 +179,7 @@ class Run:
         step: number of completed steps, which is also the index of the current step.
         stop_requested: whether the user requested a stop; takes effect immediately during a rollout, else after the step.
         clock: measures the time of each phase, in seconds.
-        stash: typed plugin state.
+        state: typed plugin state.
     """
 
     config: Config
@@ -193,7 +193,7 @@ class Run:
     step: int = 0
     stop_requested: bool = False
     clock: Clock = field(default_factory=Clock)
-    stash: Stash = field(default_factory=Stash)
+    state: RunState = field(default_factory=RunState)
     _configs: dict[str, tuple[Any, Any]] = field(default_factory=dict, repr=False)
 
     @property

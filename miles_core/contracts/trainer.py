@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.data.batch import Batch, find_column_fault, find_pair_fault, is_pair
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MilesError, describe
 
@@ -259,8 +259,8 @@ class Trainer(ABC):
         raise MilesError(f"{type(self).__name__} cannot change the settings of its optimizer while running")
 
     @abstractmethod
-    def units(self, everywhere: bool = False) -> Iterator[Unit]:
-        """Yield the model's weights for export; see ``Unit``. A collective: every rank must consume its iterator to the end.
+    def units(self, everywhere: bool = False) -> Iterator[WeightUnit]:
+        """Yield the model's weights for export; see ``WeightUnit``. A collective: every rank must consume its iterator to the end.
 
         Exactly one rank yields each unit, for example one rank per pipeline stage and expert-parallel rank; or every rank if
         ``everywhere``. Ranks that yield nothing declare it (``World.sends``).
@@ -276,7 +276,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def export(
-        self, directory: Path, tokenizer: PreTrainedTokenizerBase | None, units: Iterator[Unit] | None = None
+        self, directory: Path, tokenizer: PreTrainedTokenizerBase | None, units: Iterator[WeightUnit] | None = None
     ) -> None:
         """Write a Hugging Face checkpoint.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.precision.format import Stored
 
 

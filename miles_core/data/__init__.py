@@ -1,7 +1,7 @@
 """Data types of a run: prompts, samples, batches, weight units.
 
 A ``Sample`` is one response with everything recorded about it, a ``Batch`` holds many samples as flat columns, a ``Field`` is a
-column that a plugin adds, and a ``Unit`` holds a few tensors of the weight export. This package also reads prompt files, chat
+column that a plugin adds, and a ``WeightUnit`` holds a few tensors of the weight export. This package also reads prompt files, chat
 templates and tokenizers, and distributes samples over ranks (``world``). It does not depend on runs, plugins or (except for error
 messages) options.
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         valid_data as valid_data,
         valid_text as valid_text,
     )
-    from miles_core.data.unit import Encoded as Encoded, Unit as Unit
+    from miles_core.data.weight_unit import Encoded as Encoded, WeightUnit as WeightUnit
 
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
@@ -37,7 +37,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.chat.renderer": "CannotExtend Renderer",
         "miles_core.data.sample": "Sample Status number",
         "miles_core.text": "count_characters describe_error valid_data valid_text",
-        "miles_core.data.unit": "Encoded Unit",
+        "miles_core.data.weight_unit": "Encoded WeightUnit",
     },
 )
 __all__ = __dir__()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from miles_core.contracts.run import StashKey
+from miles_core.contracts.run import StateKey
 from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
 from miles_core.mismatch.budget import BUDGET_FILE, budget, in_this_process
@@ -59,8 +59,8 @@ class Earlier:
     first: bool
 
 
-_PROMPTS = StashKey[Sequence[Sequence[int]]]()
-_EARLIER = StashKey[dict[str, Earlier]]()
+_PROMPTS = StateKey[Sequence[Sequence[int]]]()
+_EARLIER = StateKey[dict[str, Earlier]]()
 
 
 def make_check(run: Run) -> Callable[[PolicyParts], Awaitable[Mapping[str, float]]] | None:
@@ -76,19 +76,19 @@ async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
     """
     options, policy = run.config.run, parts.policy
     check_version(parts)
-    if _PROMPTS not in run.stash:
-        run.stash[_PROMPTS] = probe_prompts(run)
-    earlier = run.stash.setdefault(_EARLIER, {})
+    if _PROMPTS not in run.state:
+        run.state[_PROMPTS] = probe_prompts(run)
+    earlier = run.state.setdefault(_EARLIER, {})
     last = earlier.get(policy.name)
     moved = None if last is None else await movement(run, parts, last)
-    samples = await probe(run, parts, run.stash[_PROMPTS], key=policy.version * len(run.stash[_PROMPTS]))
+    samples = await probe(run, parts, run.state[_PROMPTS], key=policy.version * len(run.state[_PROMPTS]))
     check_versions_of(samples, policy)
     gap = measure(_engine(samples), await parts.learner.log_probs(samples), samples, run.decode)
     if gap.mean_abs > options.verify_logprobs_tolerance:
         raise MismatchError(await _sentence(run, parts, gap, options.verify_logprobs_tolerance), gap)
     older = trains_on_older(run)
     if last is None:
-        await write_budget(run, parts, await probe(run, parts, run.stash[_PROMPTS], support=True))
+        await write_budget(run, parts, await probe(run, parts, run.state[_PROMPTS], support=True))
     elif older and last.first and parts.precisions == last.formats:
         await write_budget(run, parts, last.recorded)  # the age of these samples is typical of most steps
     alone = [bare(s) for s in samples]
@@ -206,7 +206,7 @@ async def write_budget(run: Run, parts: PolicyParts, samples: Sequence[Sample]) 
 
 
 async def _sentence(run: Run, parts: PolicyParts, gap: Gap, tolerance: float) -> str:
-    found = await budget(run, parts, await probe(run, parts, run.stash[_PROMPTS], support=True))
+    found = await budget(run, parts, await probe(run, parts, run.state[_PROMPTS], support=True))
     causes = ", ".join(f"{c.name} {c.share:.0%}" for c in found.ordered()[:3])
     worst = "\n  ".join(map(str, gap.worst[:4]))
     return (

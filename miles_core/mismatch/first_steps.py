@@ -7,7 +7,7 @@ engine recorded, against those of a verification pass with the same weights.
 Only samples that were generated with exactly the trainer's weights are compared, so staleness has no influence; recorded routes and
 supports are used as in training; a verification pass has no dropout and no capacity of experts. A difference counts as at most
 ``MOST`` nats, so the few tokens that took other experts have little influence. If half of all differences stay within the median that the
-declared precisions explain (``allowance``), the mean of ordinary rounding errors stays within ``FACTOR`` times that: this is the bound.
+declared precisions explain (``tolerance``), the mean of ordinary rounding errors stays within ``FACTOR`` times that: this is the bound.
 The run stops at its first step if the mean exceeds the bound by more than chance explains, and at the latest if the median over
 three steps exceeds it.
 """
@@ -24,9 +24,9 @@ import numpy as np
 
 from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
-from miles_core.mismatch.allowance import allowance
 from miles_core.mismatch.at_sync import trains_on_older
 from miles_core.mismatch.scorer import precisions
+from miles_core.mismatch.tolerance import tolerance
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -81,7 +81,7 @@ class FirstSteps:
         means = self._means.setdefault(key, [])
         means.append(float(found.mean()))
         declared = precisions(self._run, parts)
-        bound = FACTOR * allowance(*declared).mean
+        bound = FACTOR * tolerance(*declared).mean
         chance = _CHANCE * float(found.std()) / math.sqrt(len(found))
         beyond = means[-1] - chance > bound or (len(means) == STEPS and median(means) > bound)
         if beyond:

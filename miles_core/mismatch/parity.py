@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from miles_core.contracts.engine import Engine
     from miles_core.contracts.run import Policy, Run
     from miles_core.contracts.trainer import Trainer
-    from miles_core.data.unit import Unit
+    from miles_core.data.weight_unit import WeightUnit
     from miles_core.precision.codec import Codec
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def check(
     return SideParity(backend, format.name, tuple(matrices), declared, found, products)
 
 
-def real_layer(units: Iterable[Unit], codec: Codec) -> dict[str, Tensor]:
+def real_layer(units: Iterable[WeightUnit], codec: Codec) -> dict[str, Tensor]:
     """Return a slice of the first quantised matrix of an export stream, by name. Consumes the whole stream."""
     found: dict[str, Tensor] = {}
     for unit in units:

@@ -8,11 +8,11 @@ master weights are not changed.
 
 from __future__ import annotations
 
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.precision.codec import COPY, Codec
 
 
-def project(codec: Codec, unit: Unit) -> Unit:
+def project(codec: Codec, unit: WeightUnit) -> WeightUnit:
     """Project the quantised weights of a unit onto the grid: BF16 values in the weights' own dtype. Other tensors are unchanged.
 
     Raises:
@@ -30,4 +30,4 @@ def project(codec: Codec, unit: Unit) -> Unit:
         if found[expert.source] is unit.tensors[expert.source]:
             found[expert.source] = found[expert.source].clone()
         expert.of(found[expert.source][expert.index]).copy_(value)
-    return Unit(found)
+    return WeightUnit(found)

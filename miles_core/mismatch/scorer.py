@@ -13,7 +13,7 @@ from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.mismatch.agreement import FLOOR
-from miles_core.mismatch.allowance import Side, allowance
+from miles_core.mismatch.tolerance import Side, tolerance
 from miles_core.precision.schedule import PLAIN
 from miles_core.sync.push import make_codec
 
@@ -60,7 +60,7 @@ class Scorer:
     @property
     def scale(self) -> float:
         """Scale of the errors that the declared precisions explain."""
-        return allowance(*self.declared).scale
+        return tolerance(*self.declared).scale
 
     @property
     def floor(self) -> float:

@@ -71,14 +71,14 @@ if TYPE_CHECKING:
     from miles_core.rollout.transcript import Transcript as Transcript, Turn as Turn
     from miles_core.run.inline import InlineRuntime as InlineRuntime
     from miles_core.schedule.sync import SyncSchedule as SyncSchedule
-    from miles_core.contracts.run import StashKey as StashKey
+    from miles_core.contracts.run import StateKey as StateKey
 
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_core.checkpoint.store": "Store",
         "miles_core.config.config": "Config",
-        "miles_core.contracts.run": "Policy Run StashKey",
+        "miles_core.contracts.run": "Policy Run StateKey",
         "miles_core.contracts.runtime": "PolicyParts Runtime",
         "miles_core.contracts.schedule": "Schedule",
         "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError NonFiniteError OutOfTime PlanError "

@@ -144,7 +144,7 @@ class Plugin:
         aliases: flags that set fixed values, flag -> {option path: value}, e.g. ``{"--rollout-mine": {"rollout.precision": "mine"}}``.
             One that sets several options replaces other flags that set them.
         environment: environment variable -> path of the option that it sets.
-        elsewhere: flags of other software that users may expect, flag -> what to use instead, e.g.
+        foreign_flags: flags of other software that users may expect, flag -> what to use instead, e.g.
             ``{"--server-model": "give --hf-checkpoint"}``. A mapping translates the flag's value, e.g.
             ``{"--server-size": {"*": "--size {}"}}``; see ``miles_tools.command_line``.
         defaults: default values of options, fact -> value, for backends that ship with an installation. Two installed manifests
@@ -198,7 +198,7 @@ class Plugin:
     after: tuple[str, ...] = ()
     aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    elsewhere: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
+    foreign_flags: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     passthrough: Mapping[str, str] = field(default_factory=dict)

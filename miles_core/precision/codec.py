@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.data.unit import Encoded, Unit
+from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.errors import ConfigError
 from miles_core.precision.format import Format, Stored
 
@@ -31,7 +31,7 @@ class Codec:
 
     format: Format | None = None
 
-    def parts(self, unit: Unit) -> Iterator[Unit]:
+    def parts(self, unit: WeightUnit) -> Iterator[WeightUnit]:
         """Yield the units whose tensors are encoded together."""
         yield unit
 
@@ -55,7 +55,7 @@ class Codec:
         """Check the options that select tensors against all tensors of the checkpoint; return notes for the log."""
         return []
 
-    def encode(self, units: Iterable[Unit], room: Room | None = None) -> Iterator[Encoded]:
+    def encode(self, units: Iterable[WeightUnit], room: Room | None = None) -> Iterator[Encoded]:
         """Yield encoded tensors in the order of the stream.
 
         Args:
@@ -69,7 +69,7 @@ class Codec:
         for unit in units:
             yield from self.encode_unit(unit)
 
-    def encode_unit(self, unit: Unit) -> list[Encoded]:
+    def encode_unit(self, unit: WeightUnit) -> list[Encoded]:
         """Encode one unit's tensors, in its order."""
         return [plain(unit, name) for name in unit.tensors]
 
@@ -93,6 +93,6 @@ class Codec:
             out.copy_(self.decode(each))
 
 
-def plain(unit: Unit, name: str) -> Encoded:
+def plain(unit: WeightUnit, name: str) -> Encoded:
     """Return a tensor of a unit as it is."""
     return Encoded(name, {name: unit.tensors[name]}, lasting=unit.lasting)

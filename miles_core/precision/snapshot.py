@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from miles_core.data.unit import Encoded, Unit
+from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.precision.codec import Codec
 
 
@@ -22,7 +22,7 @@ class Snapshot:
     codec: Codec
 
 
-def snapshot(units: Iterable[Unit], codec: Codec, version: int) -> Snapshot:
+def snapshot(units: Iterable[WeightUnit], codec: Codec, version: int) -> Snapshot:
     """Encode an export stream with ``codec`` and copy the result to host memory."""
     copies = (
         Encoded(e.name, {n: t.detach().to("cpu", copy=True) for n, t in e.parts.items()}, e.format)

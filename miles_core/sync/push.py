@@ -7,10 +7,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from miles_core.contracts.run import Policy, Run, StashKey
+from miles_core.contracts.run import Policy, Run, StateKey
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.transport import SyncReport, Transport
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.precision.codec import Codec
 from miles_core.precision.schedule import PLAIN, precisions
@@ -123,7 +123,7 @@ def make_transport(engine: Engine) -> CopyTransport:
 #: Checks one policy after a sync; returns metrics, raises a MilesError to stop the run.
 SyncCheck = Callable[[PolicyParts], Awaitable[Mapping[str, float]]]
 
-_CHECKS = StashKey[list[SyncCheck]]()
+_CHECKS = StateKey[list[SyncCheck]]()
 
 
 async def check_synced(run: Run, parts: PolicyParts) -> dict[str, float]:
@@ -135,10 +135,10 @@ async def check_synced(run: Run, parts: PolicyParts) -> dict[str, float]:
     Raises:
         MilesError: a check failed and stops the run.
     """
-    if _CHECKS not in run.stash:
+    if _CHECKS not in run.state:
         made = (run.hooks.make("check", name, run=run) for name in run.hooks.find_provided("check"))
-        run.stash[_CHECKS] = [check for check in made if check is not None]
+        run.state[_CHECKS] = [check for check in made if check is not None]
     metrics: dict[str, float] = {}
-    for check in run.stash[_CHECKS]:
+    for check in run.state[_CHECKS]:
         metrics |= await check(parts)
     return metrics

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed
 
 from miles_core.contracts.trainer import Trainer
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import NonFiniteError
 
 #: Number of norms that are computed between two synchronisations with the device.
@@ -33,7 +33,7 @@ def check_finite(trainer: Trainer, step: int) -> None:
         )
 
 
-def first_nonfinite(units: Iterable[Unit]) -> str | None:
+def first_nonfinite(units: Iterable[WeightUnit]) -> str | None:
     """Return the name of the first tensor that holds NaN or infinity, else None. Consumes all ``units``."""
     names: list[str] = []
     norms: list[Tensor] = []
@@ -47,7 +47,7 @@ def first_nonfinite(units: Iterable[Unit]) -> str | None:
     return first or _find_first(names, norms)
 
 
-def _select_floating(units: Iterable[Unit]) -> Iterator[tuple[str, Tensor]]:
+def _select_floating(units: Iterable[WeightUnit]) -> Iterator[tuple[str, Tensor]]:
     for unit in units:
         for name, tensor in unit.tensors.items():
             if tensor.is_floating_point() and tensor.numel():

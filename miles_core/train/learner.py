@@ -26,14 +26,14 @@ from miles_core.contracts.runtime import TrainedTokens
 from miles_core.contracts.trainer import Callbacks, Pass, Trainer
 from miles_core.data.batch import Batch, add, as_floats, collate
 from miles_core.data.sample import Sample
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import ConfigError, DataError, MilesError, NonFiniteError, PluginError
 from miles_core.plugin.load import compose
 from miles_core.train.correction import check_rollout_log_probs, correction_inputs
+from miles_core.train.data_shard import DataShard, Pairs
 from miles_core.train.finite import check_finite
 from miles_core.train.loss import PolicyLoss, ValueLoss, supervised_loss
 from miles_core.train.recorder import TokenRecorder
-from miles_core.train.share import Pairs, Share
 
 if TYPE_CHECKING:
     from miles_core.contracts.hooks import Purpose
@@ -88,7 +88,7 @@ class Learner:
             )
         )
 
-    def learn(self, share: Share, step: int) -> tuple[Pairs, list[TrainedTokens]]:
+    def learn(self, shard: DataShard, step: int) -> tuple[Pairs, list[TrainedTokens]]:
         """Train on this replica's share of one rollout.
 
         Args:
@@ -100,8 +100,8 @@ class Learner:
             the run does not save samples).
         """
         self.run.step = step
-        batch = self._batch(share.samples)
-        steps = [[i for i, number in enumerate(share.step_of) if number == n] for n in range(share.count)]
+        batch = self._batch(shard.samples)
+        steps = [[i for i, number in enumerate(shard.step_of) if number == n] for n in range(shard.count)]
         metrics: Pairs = {}
         with self.run.clock.phase("prepare"):
             if self.is_critic:
@@ -152,7 +152,7 @@ class Learner:
         spans = [slice(s + p, s + n) for s, p, n in zip(starts, batch.prompt_lengths.tolist(), lengths, strict=True)]
         return [{name: flat[span] for name, flat in arrays.items()} for span in spans]
 
-    def units(self, purpose: Purpose = "sync", everywhere: bool = False) -> Generator[Unit, None, None]:
+    def units(self, purpose: Purpose = "sync", everywhere: bool = False) -> Generator[WeightUnit, None, None]:
         """Yield the weights for a purpose, transformed by ``wrap_weights``; ``everywhere`` as for ``Trainer.units``.
 
         The trainer's stream is closed with this one: closing may compute, and computing while the interpreter exits aborts the process.

@@ -17,9 +17,9 @@ from miles_core.contracts.transport import SyncReport
 from miles_core.data.batch import means
 from miles_core.data.sample import Sample
 from miles_core.precision.schedule import Precisions
+from miles_core.train.data_shard import DataShard, optimiser_steps
 from miles_core.train.memory import memory_of
 from miles_core.train.rank import Rank
-from miles_core.train.share import Share, optimiser_steps
 
 
 class LocalLearner(LearnerHandle):
@@ -40,7 +40,7 @@ class LocalLearner(LearnerHandle):
         await self.check_learns(samples)
         steps, count = optimiser_steps(samples, self.rank.config.train)
         async with self.memory.train(), self._turn:
-            pairs, tokens = self.rank.learn(Share([*samples], steps, count, [*range(len(samples))]), step)
+            pairs, tokens = self.rank.learn(DataShard([*samples], steps, count, [*range(len(samples))]), step)
         return self.record_learned(Learned(means(pairs), count, tokens), step)
 
     async def is_intact(self) -> bool:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from miles_core.train.share import step_count
+from miles_core.train.data_shard import step_count
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config

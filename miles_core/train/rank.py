@@ -21,7 +21,7 @@ from miles_core.contracts.run import Policy, Run
 from miles_core.contracts.trainer import ALL_PARTS, Pass, Trainer, TrainerPart
 from miles_core.contracts.transport import SyncReport, Transport
 from miles_core.data.sample import Sample
-from miles_core.data.unit import Encoded, Unit
+from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.data.world import ALONE, World
 from miles_core.errors import MilesError
 from miles_core.precision.schedule import Precisions, precisions
@@ -163,7 +163,7 @@ class Rank(Learner):
         if engine is not None and checks and "weight_checksums" in engine.capabilities:
             self._sent = self.run.hooks.make("sent_weights", "checksums", codec=self.codec, dtypes=engine.weight_dtypes)
 
-    def _encode(self, units: Iterator[Unit], transport: Transport, version: int) -> Iterator[Encoded]:
+    def _encode(self, units: Iterator[WeightUnit], transport: Transport, version: int) -> Iterator[Encoded]:
         encoded = self.codec.encode(units, transport.reserve)
         return encoded if self._sent is None else self._sent.watch(encoded, version)
 
@@ -187,7 +187,7 @@ class Rank(Learner):
             self._transport.close()
 
 
-def consume(units: Iterator[Unit]) -> float:
+def consume(units: Iterator[WeightUnit]) -> float:
     """Take part in the collectives of a stream that yields nothing on this rank; return the seconds.
 
     Raises:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError, NonFiniteError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.products import Products

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from miles_core.checkpoint.directory import is_io
 from miles_core.checkpoint.placed import is_occupied, staging_path
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import CheckpointError
 from miles_embedded.model.parts import configuration
 from miles_embedded.model.remote_code import export_code, is_remote
@@ -32,7 +32,7 @@ def export_checkpoint(
     tokenizer: Any,
     directory: Path | str,
     shard_bytes: int = SHARD_BYTES,
-    units: Iterator[Unit] | None = None,
+    units: Iterator[WeightUnit] | None = None,
 ) -> None:
     """Write a checkpoint to ``directory``, which appears complete or not at all.
 
@@ -72,7 +72,7 @@ def export_checkpoint(
             os.close(lock)
 
 
-def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int, units: Iterator[Unit]) -> None:
+def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int, units: Iterator[WeightUnit]) -> None:
     configuration(model).save_pretrained(directory)
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
@@ -88,7 +88,7 @@ def _write(model: nn.Module, tokenizer: Any, directory: Path, shard_bytes: int, 
     _write_shards(units, directory, shard_bytes)
 
 
-def _write_shards(units: Iterator[Unit], directory: Path, shard_bytes: int) -> None:
+def _write_shards(units: Iterator[WeightUnit], directory: Path, shard_bytes: int) -> None:
     """Write a stream of tensors as safetensors files, with an index if there are several.
 
     The number of files is known only at the end of the stream, so they are renamed then.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import CheckpointError
 from miles_embedded.model.views import Copy, Loader, View
 

@@ -6,7 +6,7 @@ may also be stored as the codes of a number format only (``quantized.encoded``),
 (``quantized.freed``): its own storage is then empty, and ``full_values`` decodes it.
 
 A hosted parameter lives in host memory, although another device computes with it: a plugin copies it there when a layer needs it, and
-hands its gradients over where they are computed (``hand_over_gradient``).
+hands its gradients over where they are computed (``offload_gradient``).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def is_streamed(parameter: Any) -> bool:
 def mark_hosted(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
     """Move parameters to host memory, together with their gradients, master weights and optimizer state. Call it before the trainer is
     made, as in ``on_model``. The modules that compute with them have to bring their values to ``device``, and pass their gradients to
-    ``hand_over_gradient``."""
+    ``offload_gradient``."""
     for parameter in parameters:
         parameter.data = copy_to_host(parameter.data, device)
         setattr(parameter, _HOSTED, device)
@@ -128,7 +128,7 @@ def take_gradients(parameter: nn.Parameter, take: Callable[[Tensor], None]) -> N
     setattr(parameter, _TAKES_GRADIENTS, take)
 
 
-def hand_over_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+def offload_gradient(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
     """Pass on a gradient of a hosted parameter during a backward pass.
 
     Returns:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
 
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import CheckpointError, first_line
 from miles_embedded.model.parts import configuration
 from miles_embedded.model.storage import (
@@ -34,7 +34,7 @@ from miles_embedded.model.storage import (
     is_streamed,
     local_shard,
 )
-from miles_formats.fused_experts import Expert, Family, is_joined, take_apart
+from miles_formats.fused_experts import Expert, Family, is_joined, split_experts
 
 #: Names of the two projections that a number format encodes with one scale: gate -> up.
 _COUPLED = {"gate_proj": "up_proj", "w1": "w3"}
@@ -139,7 +139,7 @@ def unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def export(model: nn.Module) -> Iterator[Unit]:
+def export(model: nn.Module) -> Iterator[WeightUnit]:
     """Yield the checkpoint tensors as views of the model's memory: one per unit, except that gate and up of an MLP or expert share a unit.
     Constant parameters that are not ``streamed`` are left out.
 
@@ -154,7 +154,7 @@ def export(model: nn.Module) -> Iterator[Unit]:
         for view in members:
             if view.source not in gathered:
                 gathered[view.source] = full_values(state[view.source])
-        yield Unit(
+        yield WeightUnit(
             {v.name: v.of(gathered[v.source]) for v in members},
             lasting=not passing.intersection(view.source for view in members),
         )
@@ -245,7 +245,7 @@ class Loader:
             self._parts = {}
             family = Family.of(configuration(self._model).to_dict())
             for view in [v for v in self._views.values() if family.joining and is_joined(v.name, v.size)]:
-                parts = [view.part(x) for x in take_apart(view.name, view.size, family)]
+                parts = [view.part(x) for x in split_experts(view.name, view.size, family)]
                 self._parts |= {part.name: part for part in parts}
                 self._inside |= {part.name: (view.name, parts) for part in parts}
         whole, parts = self._inside.get(name, ("", []))

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import ConfigError
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Product

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from miles_core.data.unit import Encoded, Unit
+from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.precision.codec import Codec
 from miles_embedded.model.call import active_context
 from miles_embedded.model.storage import Codes, codes_of, mark_constant, put_codes
@@ -80,7 +80,7 @@ def encode_weights(model: nn.Module, codec: Codec, device: torch.device | None =
         if not members:
             continue
         plain = {view.name: view.of(parameters[view.source].detach()) for view in unit}
-        for encoded in codec.encode_unit(Unit(plain)):
+        for encoded in codec.encode_unit(WeightUnit(plain)):
             if (view := members.get(encoded.name)) is None:
                 continue
             home = device or parameters[view.source].device

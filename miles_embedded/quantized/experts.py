@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.precision.format import Format, Parts
 from miles_core.precision.product import Product
 from miles_embedded.model.grouped_experts import combine, sort_choices

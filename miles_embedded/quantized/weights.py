@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Product
 from miles_embedded.model.storage import codes_of, device_of_hosted, is_sharded
@@ -150,7 +150,7 @@ class FakeQuantizer:
             if filled[source] != value.numel():
                 value.copy_(plain[source])  # parts of a joined parameter that are not quantised keep their values
         view_of = {view.name: view for unit in inside for view in unit}
-        units = (Unit({v.name: v.of(plain[v.source]) for v in unit}, lasting=True) for unit in inside)
+        units = (WeightUnit({v.name: v.of(plain[v.source]) for v in unit}, lasting=True) for unit in inside)
         encoded = list(self.codec.encode(units))  # many small experts take a few launches and one check for NaN
         for each in encoded:
             self.inputs.take(each)

@@ -12,7 +12,7 @@ from safetensors.numpy import save as save_arrays
 from safetensors.torch import load as load_tensors
 from transformers import AutoTokenizer
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_embedded.engine.build import end_tokens
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.scheduler import detokenizer

@@ -20,7 +20,7 @@ from safetensors.torch import save as save_tensors
 
 from miles_core import errors
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_embedded.manifest import plugin as EMBEDDED
 from miles_embedded.testing import frames
 

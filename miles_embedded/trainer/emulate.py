@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from miles_core.contracts.emulation import Emulation
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.snapshot import Snapshot

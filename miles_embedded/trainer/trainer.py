@@ -22,7 +22,7 @@ from miles_core.contracts.emulation import Emulation
 from miles_core.contracts.trainer import Callbacks, Context, LossFunction, Output, Pass, Trainer, TrainerPart
 from miles_core.data.batch import Batch, Ragged, as_floats, to_device
 from miles_core.data.field import CANDIDATES, SAMPLING_SUPPORT
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import ConfigError, NonFiniteError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format
@@ -362,12 +362,12 @@ class EmbeddedTrainer(Trainer):
     def reset_optimizer(self) -> None:
         self.optimizer.reset()
 
-    def units(self, everywhere: bool = False) -> Iterator[Unit]:
+    def units(self, everywhere: bool = False) -> Iterator[WeightUnit]:
         """See ``Trainer.units``; rank 0 yields them. Views of the model's memory, which the next step changes."""
         with _drain(export(self.model)) as units:
             yield from (unit for unit in units if everywhere or self.world.rank == 0)
 
-    def export(self, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
+    def export(self, directory: Path, tokenizer: Any, units: Iterator[WeightUnit] | None = None) -> None:
         """See ``Trainer.export``; rank 0 writes."""
         with _drain(self.units() if units is None else units) as stream:
             if self.world.rank == 0:
@@ -382,7 +382,7 @@ class EmbeddedTrainer(Trainer):
 
 
 @contextmanager
-def _drain(units: Iterator[Unit]) -> Iterator[Iterator[Unit]]:
+def _drain(units: Iterator[WeightUnit]) -> Iterator[Iterator[WeightUnit]]:
     """Consume the remaining units on exit, also after an error, because other ranks wait for this one at each unit.
 
     Not while the interpreter exits: PyTorch's reference counts are no longer maintained, and an operation aborts the process."""

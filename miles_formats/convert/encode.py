@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles_core.checkpoint.hf_files import CheckpointFiles, Entry
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.precision.codec import COPY
 from miles_core.precision.format import Format, part_name
@@ -205,7 +205,7 @@ def _shaped_jobs(source: ShapedFiles, codec: FormatCodec, weights: dict[str, _We
             if absent := next((m for m in find_coupled(codec.format, name) if m not in names & chosen), None):
                 raise CheckpointError(
                     f"{name}: {codec.format.name} encodes it together with {absent}, which is left alone or not in the same unit of the "
-                    "plugins' wrap_weights; keep both in one Unit"
+                    "plugins' wrap_weights; keep both in one WeightUnit"
                 )
         targets = [t for w in members for t in _targets(codec, w, w.name in chosen)]
         jobs.append(Job(targets, [piece], sum(w.nbytes for w in members)))
@@ -223,7 +223,7 @@ def _encode(files: CheckpointFiles, codec: FormatCodec, unit: list[_Weight]) -> 
                 )
             tensor = slabs[weight.slab]
             tensors[weight.name] = tensor if weight.expert is None else weight.expert.of(tensor)
-        encoded = codec.encode_unit(Unit(tensors))
+        encoded = codec.encode_unit(WeightUnit(tensors))
         return [Write(name, tensor) for e in encoded for name, tensor in e.parts.items()]
 
     return piece

@@ -1,4 +1,4 @@
-"""Joins the experts of families whose checkpoints store them in one tensor, the inverse of ``take_apart``."""
+"""Joins the experts of families whose checkpoints store them in one tensor, the inverse of ``split_experts``."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from miles_core.checkpoint.hf_files import CheckpointFiles, Entry, code_of
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import CheckpointError
 from miles_core.precision.codec import Codec
 from miles_formats.codec import find_coupled
 
-Units = Callable[[], Iterator[Unit]]
+Units = Callable[[], Iterator[WeightUnit]]
 #: Puts what plugins do around the stream of a checkpoint's weights.
 Shape = Callable[[Units], Units]
 Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -56,10 +56,10 @@ class ShapedFiles:
                 nbytes = torch.Size(size).numel() * dtype.itemsize
                 self.entries[name] = Entry(name, code_of(dtype), size, Path(), 0, nbytes)
         self._lock = Lock()
-        self._stream: Iterator[Unit] | None = None
+        self._stream: Iterator[WeightUnit] | None = None
         self._next = 0
 
-    def _open(self, device: str) -> Iterator[Unit]:
+    def _open(self, device: str) -> Iterator[WeightUnit]:
         return self._shape(partial(_units, *self._sources, device))()
 
     def begin(self, number: int) -> None:
@@ -68,22 +68,22 @@ class ShapedFiles:
             while self._next < number:
                 self._read()
 
-    def take(self) -> Unit:
+    def take(self) -> WeightUnit:
         """The next unit, with its weights. Callable from several threads.
 
         Raises:
             CheckpointError: the stream differs from the one that was planned.
         """
         with self._lock:
-            return Unit(
+            return WeightUnit(
                 {name: tensor.clone() for name, tensor in self._read().tensors.items()}
             )  # its storage may be reused
 
     @torch.no_grad()
-    def _read(self) -> Unit:
+    def _read(self) -> WeightUnit:
         if self._stream is None:
             self._stream = self._open("cpu")
-        unit = next(self._stream, Unit({}))
+        unit = next(self._stream, WeightUnit({}))
         planned = self.units[self._next]
         if _describe(unit) != planned:
             raise CheckpointError(
@@ -94,11 +94,11 @@ class ShapedFiles:
         return unit
 
 
-def _describe(unit: Unit) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _describe(unit: WeightUnit) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in unit.tensors.items()}
 
 
-def _units(files: CheckpointFiles, codec: Codec, device: str) -> Iterator[Unit]:
+def _units(files: CheckpointFiles, codec: Codec, device: str) -> Iterator[WeightUnit]:
     """The checkpoint's tensors in the order of its files, those that the format encodes together in one unit."""
     done: set[str] = set()
     for name in files.entries:
@@ -107,7 +107,7 @@ def _units(files: CheckpointFiles, codec: Codec, device: str) -> Iterator[Unit]:
         members = find_coupled(codec.format, name) if codec.format is not None else []
         together = [member for member in members if member in files.entries] or [name]
         done.update(together)
-        yield Unit({member: _tensor(files, member, device) for member in together})
+        yield WeightUnit({member: _tensor(files, member, device) for member in together})
 
 
 def _tensor(files: CheckpointFiles, name: str, device: str) -> Tensor:

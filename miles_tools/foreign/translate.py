@@ -70,11 +70,11 @@ def _as_in(line: Sequence[str], here: str) -> str:
 
 
 def plugin_tables(schema: Schema) -> dict[str, Table]:
-    """Return flag -> its table, for all installed plugins (``Plugin.elsewhere``)."""
+    """Return flag -> its table, for all installed plugins (``Plugin.foreign_flags``)."""
     return {
         flag: table
         for plugin in schema.manifests.values()
-        for flag, table in plugin.elsewhere.items()
+        for flag, table in plugin.foreign_flags.items()
         if not isinstance(table, str)
     }
 

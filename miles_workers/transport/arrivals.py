@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import SyncError
 from miles_workers.transport import delta
 from miles_workers.transport.broadcast import Broadcast

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import SyncError
 from miles_core.precision.format import Stored
 from miles_workers.transport.checksum import BLOCK, make_sum

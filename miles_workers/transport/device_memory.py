@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import SyncError
 from miles_workers.transport.bucket import Views, check, dtype_name
 from miles_workers.transport.checksum import ALIGNED, BLOCK, Sum, make_read_sum, make_sum

@@ -17,7 +17,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.precision.codec import Codec
 from miles_workers.transport.checksum import checksum_of
 

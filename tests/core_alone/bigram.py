@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_core.data import Batch, Unit
+from miles_core.data import Batch, WeightUnit
 from miles_core.engine import Engine, Response
 from miles_core.plugin import Plugin
 from miles_core.trainer import Context, Output, Trainer
@@ -110,7 +110,7 @@ class BigramTrainer(Trainer):
         self.optimizer.state.clear()
 
     def units(self, everywhere=False):
-        yield Unit({TABLE: self.model.weight.detach()})
+        yield WeightUnit({TABLE: self.model.weight.detach()})
 
     def save(self, directory: Path):
         save_file(self.model.state_dict(), directory / "model.safetensors")

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from miles_core.data.sample import Sample
 from miles_core.data.world import World
-from miles_core.train.share import shares
+from miles_core.train.data_shard import shares
 
 
 @pytest.mark.parametrize("place", [(1, 1), (-1, 1), (0, 2, 2, 2), (0, 1, 0, 2)])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from miles_core.data.unit import Encoded, Unit
+from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.errors import ConfigError, MilesError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format, Stored, store
@@ -48,7 +48,7 @@ class Int8(Format):
 def units():
     generator = torch.Generator().manual_seed(0)
     gate, up, down = ((torch.randn(4, 6, generator=generator) * s).bfloat16().float() for s in (1, 3, 1))
-    return [Unit({GATE: gate, UP: up}), Unit({DOWN: down}), Unit({NORM: torch.ones(6)})]
+    return [WeightUnit({GATE: gate, UP: up}), WeightUnit({DOWN: down}), WeightUnit({NORM: torch.ones(6)})]
 
 
 def test_without_a_format_tensors_travel_as_they_are():
@@ -77,7 +77,7 @@ def test_coupled_weights_are_encoded_with_their_joint_statistics():
 
 def test_a_lone_half_is_refused():
     with pytest.raises(ConfigError, match=r"up_proj.* together with .*gate_proj.*did not come"):
-        FormatCodec(Int8()).encode_unit(Unit({UP: units()[0].tensors[UP]}))
+        FormatCodec(Int8()).encode_unit(WeightUnit({UP: units()[0].tensors[UP]}))
 
 
 def test_a_selector_must_not_split_a_couple():
@@ -92,14 +92,14 @@ def test_a_weight_that_is_not_finite_is_named(bad):
     weight = torch.ones(4, 6)
     weight[2, 1] = bad
     with pytest.raises(MilesError, match=r"down_proj\.weight holds 1 values .*at \[2, 1\]"):
-        list(FormatCodec(Int8()).encode([Unit({DOWN: weight})]))
+        list(FormatCodec(Int8()).encode([WeightUnit({DOWN: weight})]))
 
 
 def test_a_shape_the_format_cannot_store_is_named_with_what_would_fit():
     with pytest.raises(
         ConfigError, match=r"down_proj\.weight \[4, 5\] cannot be stored as int8: K = 5 is odd; 6 would"
     ):
-        FormatCodec(Int8()).encode_unit(Unit({DOWN: torch.ones(4, 5)}))
+        FormatCodec(Int8()).encode_unit(WeightUnit({DOWN: torch.ones(4, 5)}))
 
 
 def test_selectors_are_held_against_the_whole_first_stream():
@@ -120,9 +120,9 @@ def test_codes_of_another_format_are_refused():
 
 def test_weights_are_encoded_anew_at_every_sync():
     codec, weight = FormatCodec(Int8()), torch.ones(2, 2)
-    (before,) = codec.encode([Unit({DOWN: weight})])
+    (before,) = codec.encode([WeightUnit({DOWN: weight})])
     weight.mul_(2)
-    (after,) = codec.encode([Unit({DOWN: weight})])
+    (after,) = codec.encode([WeightUnit({DOWN: weight})])
     assert codec.decode(before).max() == 1 and codec.decode(after).max() == 2
 
 
@@ -130,9 +130,9 @@ def test_weights_are_encoded_anew_at_every_sync():
 def test_what_is_quantised_is_the_bf16_rounding(dtype):
     generator, codec = torch.Generator().manual_seed(1), FormatCodec(Int8())
     weight = torch.randn(8, 64, generator=generator, dtype=dtype)
-    (found,), (copy,) = (codec.encode_unit(Unit({DOWN: w})) for w in (weight, weight.bfloat16()))
+    (found,), (copy,) = (codec.encode_unit(WeightUnit({DOWN: w})) for w in (weight, weight.bfloat16()))
     assert all(torch.equal(found.parts[n], t) for n, t in copy.parts.items())
     direct = codec.format.quantize(weight)
     assert not torch.equal(direct["weight_codes"], found.parts[f"{PREFIX}.down_proj.weight_codes"])
-    (norm,) = codec.encode_unit(Unit({NORM: weight[0]}))
+    (norm,) = codec.encode_unit(WeightUnit({NORM: weight[0]}))
     assert torch.equal(norm.parts[NORM], weight[0])

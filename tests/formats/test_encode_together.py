@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import MilesError
 from miles_core.precision.format import Format, Stored, store
 from miles_formats import codec as module
@@ -49,9 +49,9 @@ def units(count, lasting=True, norm=None):
     generator = torch.Generator().manual_seed(0)
     for i in range(count):
         name = f"model.layers.{i}.mlp.up_proj.weight"
-        yield Unit({name: torch.randn(8, 64, generator=generator).bfloat16().as_subclass(OnAGpu)}, lasting)
+        yield WeightUnit({name: torch.randn(8, 64, generator=generator).bfloat16().as_subclass(OnAGpu)}, lasting)
         if i == norm:
-            yield Unit({"model.norm.weight": torch.ones(64).bfloat16()}, lasting)
+            yield WeightUnit({"model.norm.weight": torch.ones(64).bfloat16()}, lasting)
 
 
 def bytes_of(encoded):
@@ -81,8 +81,8 @@ def test_units_of_two_weights_and_other_dtypes(expected):
     format, pairs = Halves(), []
     stream = list(units(10))
     for first, second in zip(stream[::2], stream[1::2], strict=True):
-        pairs.append(Unit(first.tensors | second.tensors, lasting=True))
-    wide = Unit({name: tensor.float() for name, tensor in pairs.pop().tensors.items()}, lasting=True)
+        pairs.append(WeightUnit(first.tensors | second.tensors, lasting=True))
+    wide = WeightUnit({name: tensor.float() for name, tensor in pairs.pop().tensors.items()}, lasting=True)
     found = bytes_of(FormatCodec(format).encode([*pairs, wide]))
     assert_the_same(found, [one for one in expected if "norm" not in one[0]])
     assert format.groups == [4, 4]  # a weight in float32 is rounded first, alone

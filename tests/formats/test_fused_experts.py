@@ -3,7 +3,7 @@ import torch
 
 from miles_core.errors import CheckpointError
 from miles_formats.convert.joined_experts import put_together
-from miles_formats.fused_experts import JOININGS, Family, take_apart
+from miles_formats.fused_experts import JOININGS, Family, split_experts
 
 EXPERTS, WIDTH, INNER = 3, 4, 6
 NAME = "model.layers.0.mlp.experts.gate_up_proj"
@@ -20,7 +20,7 @@ def test_gate_and_up_are_found_where_the_family_has_them(model_type):
     layout, every = JOININGS[model_type], matrices()
     joined = every.transpose(1, 2).flatten(1, 2) if layout.interleaved else every.flatten(1, 2)
     joined = joined.transpose(1, 2).contiguous() if layout.transposed else joined
-    found = take_apart(NAME, tuple(joined.shape), Family(model_type))
+    found = split_experts(NAME, tuple(joined.shape), Family(model_type))
     assert [x.name.split("experts.")[1] for x in found[:3]] == [
         "0.gate_proj.weight",
         "0.up_proj.weight",
@@ -47,11 +47,11 @@ def test_the_models_width_tells_the_other_way_round(part, shape):
     name = f"model.layers.0.mlp.experts.{part}"
     turned = (shape[0], shape[2], shape[1])
     for stored, transposed in ((shape, False), (turned, True)):
-        found = take_apart(name, stored, Family("qwen3_vl_moe", WIDTH))
+        found = split_experts(name, stored, Family("qwen3_vl_moe", WIDTH))
         assert {x.transposed for x in found} == {transposed}
         assert {x.shape for x in found} == {(6, 4) if part == "gate_up_proj" else (4, 6)}
     with pytest.raises(CheckpointError, match=r"does not fit the model's hidden_size of 5 either way round"):
-        take_apart(name, shape, Family("qwen3_vl_moe", 5))
+        split_experts(name, shape, Family("qwen3_vl_moe", 5))
 
 
 def test_the_family_is_that_of_the_language_model():
@@ -69,6 +69,6 @@ def test_what_is_not_known_is_refused_by_name():
         (NAME, (3, 4, 6, 2), Family("llama4")),
     ):
         with pytest.raises(CheckpointError, match=r"holds all experts of a layer.*leave the experts alone"):
-            take_apart(name, shape, family)
+            split_experts(name, shape, family)
     with pytest.raises(CheckpointError, match=r"equal halves of 11"):
-        take_apart(NAME, (3, 4, 11), Family("llama4"))
+        split_experts(NAME, (3, 4, 11), Family("llama4"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MismatchError
 from miles_core.mismatch import at_sync as v
 from miles_core.mismatch.budget import WEIGHTS

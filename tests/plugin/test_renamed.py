@@ -32,7 +32,7 @@ from miles_core.plugin.renamed import PUBLIC, explain_old_name, find_new_name
             "imports miles_core:described, which is now miles_core.plugin:describe_fact",
         ),
         ("import miles_core\nmiles_core.Batch", "imports miles_core:Batch, which is now miles_core.data:Batch"),
-        ("from miles_core.trainer import FurtherLayer", "which is now miles_core.trainer:MtpLayer"),
+        ("from miles_core.trainer import FurtherLayer", "which is now miles_core.trainer:MtpRequest"),
         ("from miles_core.plugin import oscillates", "imports miles_core.plugin:oscillates, which no longer exists"),
         ("from miles_core.data import Bach", "which does not exist in this version; did you mean Batch"),
         ("import miles_core." + "absent", "absent, which does not exist in this version"),

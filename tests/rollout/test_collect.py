@@ -41,10 +41,10 @@ def test_stuck_groups_are_aborted_and_their_prompts_come_first_next_time(toy_run
 def test_groups_are_trained_in_the_order_of_their_prompts_however_they_finish(toy_run, tmp_path):
     (tmp_path / "late.py").write_text(STUCK.replace("(0, 3)", "(0,)").replace("300", "0.05"))
     (tmp_path / "watch.py").write_text(
-        "from miles_core.plugin import hookimpl\n\n@hookimpl\ndef on_batch(run, batch):\n    run.stash['index'] = batch.index\n"
+        "from miles_core.plugin import hookimpl\n\n@hookimpl\ndef on_batch(run, batch):\n    run.state['index'] = batch.index\n"
     )
     run = toy_run([str(tmp_path / "watch.py")], steps=1, custom_generate_function_path=tmp_path / "late.py")
-    assert run.run.stash["index"].tolist() == list(range(8))
+    assert run.run.state["index"].tolist() == list(range(8))
 
 
 FAILING = """

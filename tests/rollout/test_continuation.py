@@ -109,11 +109,11 @@ from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_start(run):
-    run.stash["samples"] = []
+    run.state["samples"] = []
 
 @hookimpl
 def on_sample(run, sample):
-    run.stash["samples"].append(sample)
+    run.state["samples"].append(sample)
 """
 
 TURNS = """
@@ -172,7 +172,7 @@ def test_a_run_whose_engine_aborts_by_itself_has_the_samples_of_one_that_does_no
     aborted = aborting()
     runs.append(toy_run([*plugins, str(tmp_path / "watch.py")], **given))
     assert sum(aborted) >= 8
-    for one, two in zip(*(sorted(run.run.stash["samples"], key=lambda s: s.index) for run in runs), strict=True):
+    for one, two in zip(*(sorted(run.run.state["samples"], key=lambda s: s.index) for run in runs), strict=True):
         assert (one.tokens, one.response, one.status) == (two.tokens, two.response, two.status)
         np.testing.assert_allclose(one.rollout_log_probs, two.rollout_log_probs, atol=1e-4)
         assert one.mask == two.mask and {v for _, v in two.weight_versions} == {0}
@@ -206,5 +206,5 @@ def test_without_partial_rollout_no_response_has_tokens_of_two_versions(toy_run,
 
     monkeypatch.setattr(EmbeddedEngine, "generate", generate)
     run = toy_run([str(tmp_path / "watch.py")], steps=1)
-    assert all({v for _, v in s.weight_versions} == {0} for s in run.run.stash["samples"])
+    assert all({v for _, v in s.weight_versions} == {0} for s in run.run.state["samples"])
     assert len(asked) == 24 and len(set(asked[:8])) == 1 and sorted(asked[8:])[:8] == asked[:8]

@@ -45,17 +45,17 @@ def make_wrong():
 class Hooks:
     @hookimpl
     def on_start(self, run):
-        run.stash["samples"], run.stash["requests"], run.stash["events"] = [], [], EVENTS
+        run.state["samples"], run.state["requests"], run.state["events"] = [], [], EVENTS
         if SECOND:
             run.policies.append(Policy(hf_checkpoint=run.policy.hf_checkpoint, name="second"))
 
     @hookimpl
     def on_request(self, run, request):
-        run.stash["requests"].append(request)
+        run.state["requests"].append(request)
 
     @hookimpl
     def on_sample(self, run, sample):
-        run.stash["samples"].append(sample)
+        run.state["samples"].append(sample)
 
 plugin = Plugin(
     name="debate", summary="two answers", version="1", core=">=0", hooks={"": f"{__name__}:Hooks"},
@@ -85,7 +85,7 @@ def run(toy_run, tmp_path, monkeypatch):
 
 def test_life_cycle_and_samples_of_a_transcript(run):
     done = run()
-    events, samples = done.run.stash["events"], done.run.stash["samples"]
+    events, samples = done.run.state["events"], done.run.state["samples"]
     assert events[0] == "start" and events[-1] == "stop" and events.count("open") == events.count("close") == 8
     for sample in samples:
         first = sample.mask.index(0)
@@ -94,7 +94,7 @@ def test_life_cycle_and_samples_of_a_transcript(run):
         assert sample.policy == "policy"
     assert done.metrics[0]["rollout/turns"] == 2.0 and done.metrics[0]["rollout/branches"] == 0.0
     assert done.metrics[0]["mismatch/abs_log_prob"] < 1e-4
-    keys = [request.key for request in done.run.stash["requests"]]
+    keys = [request.key for request in done.run.state["requests"]]
     assert len(set(keys)) == len(keys) == 16
 
 
@@ -102,7 +102,7 @@ def test_functions_side_by_side_chosen_by_row(run, tmp_path):
     rows = [{"input": "a"}, {"input": "b", "metadata": {"how": "twice"}}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run(prompt_data=tmp_path / "p.jsonl", generate_key="how")
-    lengths = {sample.metadata.get("how"): sample.mask.count(0) for sample in done.run.stash["samples"]}
+    lengths = {sample.metadata.get("how"): sample.mask.count(0) for sample in done.run.state["samples"]}
     assert lengths == {None: 2, "twice": 1} and done.metrics[0]["twice/calls"] == 2.0
     (tmp_path / "p.jsonl").write_text(json.dumps({"input": "b", "metadata": {"how": "thrice"}}) + "\n")
     with pytest.raises(
@@ -118,7 +118,7 @@ def test_two_policies_answer_each_other_through_their_own_engines(run):
         "            return ask.transcript.samples(sample)",
         second=True,
     )
-    requests, samples = done.run.stash["requests"], done.run.stash["samples"]
+    requests, samples = done.run.state["requests"], done.run.state["samples"]
     assert [sum(r.policy == name for r in requests) for name in ("policy", "second")] == [8, 8]
     assert [sum(s.policy == name for s in samples) for name in ("policy", "second")] == [8, 8]
     for name in ("policy", "second"):
@@ -159,7 +159,7 @@ def test_a_dropped_sample_releases_what_it_holds(run):
         rollout_batch_size=1,
         over_sampling_batch_size=2,
     )
-    events = done.run.stash["events"]
+    events = done.run.state["events"]
     assert events[-1] == "stop" and events.count("open") == events.count("close") == 8
 
 
@@ -181,7 +181,7 @@ def test_messages_continue_a_turn_token_by_token(run):
         "            sample.metadata['text'] = ask.tokenizer.decode(list(again.prompt))\n"
         "            return ask.transcript.samples(sample)"
     )
-    for sample in done.run.stash["samples"]:
+    for sample in done.run.state["samples"]:
         assert sample.metadata["text"].endswith("<|start|>tool: 4<|end|><|end|><|start|>assistant: ")
         assert sample.mask.count(0) > 0
     assert done.metrics[0]["mismatch/abs_log_prob"] < 1e-4
@@ -192,7 +192,7 @@ def test_at_most_max_concurrent_samples_are_generated_at_once(run, limit):
     body = f"""EVENTS.append(EVENTS.count("open") - EVENTS.count("close"))
             await ask()
             return ask.transcript.samples(sample)  # {limit}"""  # a text of its own is a module of its own
-    counts = [event for event in run(body, max_concurrent_samples=limit).run.stash["events"] if isinstance(event, int)]
+    counts = [event for event in run(body, max_concurrent_samples=limit).run.state["events"] if isinstance(event, int)]
     assert max(counts) == (limit or 8) and len(counts) == 8
 
 
@@ -207,4 +207,4 @@ def test_requests_of_cancelled_calls_are_aborted_when_their_function_returns(run
         "            return ask.transcript.samples(sample)"
     )
     assert not done.engine.rows and not done.engine.scheduler.waiting
-    assert max(sample.response_length for sample in done.run.stash["samples"]) <= 4
+    assert max(sample.response_length for sample in done.run.state["samples"]) <= 4

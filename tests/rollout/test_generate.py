@@ -13,19 +13,19 @@ from miles_core.plugin.marker import hookimpl
 
 @hookimpl
 def on_start(run):
-    run.stash["samples"], run.stash["requests"], run.stash["batches"] = [], [], []
+    run.state["samples"], run.state["requests"], run.state["batches"] = [], [], []
 
 @hookimpl
 def on_request(run, request):
-    run.stash["requests"].append(request)
+    run.state["requests"].append(request)
 
 @hookimpl
 def on_sample(run, sample):
-    run.stash["samples"].append(sample)
+    run.state["samples"].append(sample)
 
 @hookimpl
 def on_batch(run, batch):
-    run.stash["batches"].append(batch)
+    run.state["batches"].append(batch)
 """
 
 TOOL = [70, 71, 72]  # what a tool says between two turns
@@ -74,7 +74,7 @@ def run(toy_run, tmp_path):
 @pytest.mark.parametrize("plugins", [[], ["r3", "tis"]], ids=["bare", "r3+tis"])
 def test_tool_text_between_turns_is_not_trained_on(run, plugins):
     done = run(TURNS, plugins, steps=1)
-    samples = done.run.stash["samples"]
+    samples = done.run.state["samples"]
     assert len(samples) == 8
     for sample in samples:
         first, second = sample.metadata["first"], sample.metadata["second"]
@@ -88,7 +88,7 @@ def test_tool_text_between_turns_is_not_trained_on(run, plugins):
 
 def test_recorded_fields_cover_every_turn(run):
     done = run(TURNS, ["r3"], steps=1, rollout_top_k=4)
-    for sample in done.run.stash["samples"]:
+    for sample in done.run.state["samples"]:
         routes, support = sample.rollout_routed_experts, sample.sampling_support
         assert routes.shape == (len(sample.tokens) - 1, 2, 2) and (routes >= 0).all()
         known = torch.tensor(sample.loss_mask).bool()
@@ -100,7 +100,7 @@ def test_recorded_fields_cover_every_turn(run):
 
 
 def test_every_call_is_shown_to_plugins_under_a_key_of_its_own(run):
-    requests = run(TURNS, ["r3"], steps=1).run.stash["requests"]
+    requests = run(TURNS, ["r3"], steps=1).run.state["requests"]
     assert len(requests) == 16 and all("rollout_routed_experts" in request.extras for request in requests)
     second = [request_key(sample, 1) for sample in range(8)]
     assert sorted(request.key for request in requests) == [*range(8), *second]
@@ -109,7 +109,7 @@ def test_every_call_is_shown_to_plugins_under_a_key_of_its_own(run):
 
 def test_siblings_of_one_rollout_count_once(run):
     done = run(SIBLINGS, steps=1)
-    samples, (batch,) = done.run.stash["samples"], done.run.stash["batches"]
+    samples, (batch,) = done.run.state["samples"], done.run.state["batches"]
     assert len(samples) == 12 and sorted({s.rollout_id for s in samples}) == list(range(8))
     assert len(batch) == 12 and len(batch.rollout.unique()) == 8
     # the loss weights of a rollout add up to 1/8, its siblings together
@@ -123,9 +123,9 @@ def test_siblings_of_one_rollout_count_once(run):
 
 def test_siblings_stay_in_one_optimiser_step(run):
     done = run(SIBLINGS, steps=1, num_steps_per_rollout=3)
-    from miles_core.train.share import optimiser_steps
+    from miles_core.train.data_shard import optimiser_steps
 
-    samples = done.run.stash["samples"]
+    samples = done.run.state["samples"]
     step_of, count = optimiser_steps(samples, done.run.config.train)
     steps = {}
     for sample, step in zip(samples, step_of, strict=True):

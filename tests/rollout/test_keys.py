@@ -64,11 +64,11 @@ from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_start(run):
-    run.stash["samples"] = []
+    run.state["samples"] = []
 
 @hookimpl
 def on_sample(run, sample):
-    run.stash["samples"].append(sample)
+    run.state["samples"].append(sample)
 """
 
 CANDIDATES = """
@@ -97,7 +97,7 @@ def candidates(toy_run, tmp_path):
         (tmp_path / "generate.py").write_text(CANDIDATES.format(ask=ask))
         given = {"custom_generate_function_path": tmp_path / "generate.py", "rollout_max_response_len": 12, **options}
         done = toy_run([*plugins, str(tmp_path / "watch.py")], **given, steps=1)
-        return {s.index: s.metadata["candidates"] for s in done.run.stash["samples"]}
+        return {s.index: s.metadata["candidates"] for s in done.run.state["samples"]}
 
     return call
 
@@ -117,7 +117,7 @@ def test_calls_with_one_possible_token_agree(candidates):
 def test_the_first_call_draws_what_a_single_turn_draws(candidates, toy_run, tmp_path):
     first = {index: texts[0] for index, texts in candidates(IN_TURN).items()}
     done = toy_run([str(tmp_path / "watch.py")], steps=1, rollout_max_response_len=12)
-    assert first == {s.index: s.tokens[s.prompt_length :] for s in done.run.stash["samples"]}
+    assert first == {s.index: s.tokens[s.prompt_length :] for s in done.run.state["samples"]}
 
 
 @pytest.mark.parametrize("ask", [IN_TURN, TOGETHER], ids=["in turn", "together"])
@@ -158,7 +158,7 @@ def test_a_plugin_that_generates_a_sample_twice_gets_two_texts(toy_run, tmp_path
     (tmp_path / "watch.py").write_text(WATCH)
     (tmp_path / "retry.py").write_text(RETRY)
     plugins = [str(tmp_path / "watch.py"), str(tmp_path / "retry.py")]
-    samples = toy_run(plugins, steps=1, rollout_max_response_len=12).run.stash["samples"]
+    samples = toy_run(plugins, steps=1, rollout_max_response_len=12).run.state["samples"]
     pairs = [s.metadata["texts"] for s in samples if "texts" in s.metadata]
     assert len(pairs) == 8 and all(first != second for first, second in pairs)
 

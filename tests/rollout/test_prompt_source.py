@@ -42,11 +42,11 @@ def make_wrong():
 
 @hookimpl
 def on_start(run):
-    run.stash["events"], run.stash["evaluations"] = EVENTS, []
+    run.state["events"], run.state["evaluations"] = EVENTS, []
 
 @hookimpl
 def on_evaluation(run, name, groups, metrics):
-    run.stash["evaluations"].append((name, [[s.prompt for s in group] for group in groups], dict(metrics)))
+    run.state["evaluations"].append((name, [[s.prompt for s in group] for group in groups], dict(metrics)))
     metrics["eval/words"] = 7.0
 
 plugin = Plugin(
@@ -67,7 +67,7 @@ def run(toy_run, tmp_path):
 def test_an_endless_source_is_resumed_where_it_stopped(run, tmp_path):
     done = run(steps=3)
     prompts = [s["prompt"] for s in done.samples[::4]]
-    assert prompts == list("abcdef") and done.run.stash["events"] == [("start", "train"), ("stop", "train")]
+    assert prompts == list("abcdef") and done.run.state["events"] == [("start", "train"), ("stop", "train")]
     run(steps=2, directory=tmp_path / "two")
     more = run(steps=3, directory=None, save=None, load=tmp_path / "two")
     assert [s["prompt"] for s in more.samples[::4]] == prompts
@@ -84,12 +84,12 @@ def test_evaluation_from_a_source_and_what_is_told_about_it(run, tmp_path):
         n_samples_per_eval_prompt=2,
     )
     assert [s["prompt"] for s in done.samples[::4]] == ["c", "d"]
-    found = [(name, prompts) for name, prompts, _ in done.run.stash["evaluations"]]
+    found = [(name, prompts) for name, prompts, _ in done.run.state["evaluations"]]
     assert found == [("gym", [["k"] * 2, ["l"] * 2, ["m"] * 2]), ("", [["x"] * 2, ["y"] * 2])] * 2
-    assert set(done.run.stash["evaluations"][0][2]) == {"eval/gym/reward", "eval/gym/accuracy", "eval/gym/length_mean"}
+    assert set(done.run.state["evaluations"][0][2]) == {"eval/gym/reward", "eval/gym/accuracy", "eval/gym/length_mean"}
     last = done.metrics[-1]
     assert last["eval/words"] == 7.0
-    gym, plain = (numbers for _, _, numbers in done.run.stash["evaluations"][-2:])
+    gym, plain = (numbers for _, _, numbers in done.run.state["evaluations"][-2:])
     assert last["eval/reward"] == pytest.approx((3 * gym["eval/gym/reward"] + 2 * plain["eval/reward"]) / 5)
 
 

@@ -173,11 +173,11 @@ plugin = Plugin(name="copies", summary="an opponent of the past", version="1", c
 @hookimpl
 def on_start(run):
     run.policies.append(Policy(run.policy.hf_checkpoint, "past", "frozen", generates=True))
-    run.stash["synced"], run.stash["engines"] = [], {}
+    run.state["synced"], run.state["engines"] = [], {}
 
 @hookimpl
 def wrap_learn(run, policy, handles, engines):
-    run.stash["engines"] = dict(engines)
+    run.state["engines"] = dict(engines)
     def wrap(inner):
         async def learn(samples, step):
             if step == 1:
@@ -185,18 +185,18 @@ def wrap_learn(run, policy, handles, engines):
                 await handles["past"].load(run.directory / "copy")
             own, past = await handles["policy"].log_probs(samples), await handles["past"].log_probs(samples)
             gaps = [abs(a - b).max() for a, b in zip(own, past, strict=True)]
-            run.stash["gap"] = float(max(gaps))
+            run.state["gap"] = float(max(gaps))
             return await inner(samples, step)
         return learn
     return wrap
 
 @hookimpl
 def on_step(run, metrics):
-    metrics["copies/gap"] = run.stash["gap"]
+    metrics["copies/gap"] = run.state["gap"]
 
 @hookimpl
 def on_weights_synced(run, policy, version):
-    run.stash["synced"].append((policy.name, version))
+    run.state["synced"].append((policy.name, version))
 """
 
 CONFIGURE = """
@@ -219,9 +219,9 @@ def test_a_frozen_policy_takes_weights_and_its_engine_gets_them(toy_run, tmp_pat
     (tmp_path / "copies.py").write_text(COPY)
     plugins = [str(tmp_path / "copies.py"), *([remote.__file__] if runtime == "remote" else [])]
     done = toy_run(plugins, steps=3, lr=1e-2, runtime=runtime, directory=tmp_path / "run")
-    stash = done.run.stash
-    assert [s for s in stash["synced"] if s[0] == "past"] == [("past", 0), ("past", 2)]
-    assert sorted(stash["engines"]) == ["past", "policy"]
+    state = done.run.state
+    assert [s for s in state["synced"] if s[0] == "past"] == [("past", 0), ("past", 2)]
+    assert sorted(state["engines"]) == ["past", "policy"]
     gaps = [record["copies/gap"] for record in done.metrics]
     assert gaps[0] == gaps[1] == 0.0 or gaps[1] == 0.0 < gaps[2]
     if runtime == "inline":

@@ -12,12 +12,12 @@ MADE = []
 @hookimpl
 def on_start(run):
     MADE.clear()
-    run.stash["made"], run.stash["asked"] = MADE, []
+    run.state["made"], run.state["asked"] = MADE, []
     run.policies.append(Policy(run.policy.hf_checkpoint, "second"))
 
 @hookimpl
 def on_request(run, policy, request):
-    run.stash["asked"].append((policy.name, request.policy))
+    run.state["asked"].append((policy.name, request.policy))
 
 @hookimpl
 def on_sample(run, sample):
@@ -49,9 +49,9 @@ def make_all(run):
 def rewards(toy_run, tmp_path, name):
     (tmp_path / "rewards.py").write_text(REWARDS)
     done = toy_run([str(tmp_path / "rewards.py")], steps=1, custom_rm_path=None, rm_type=name)
-    assert {pair[0] for pair in done.run.stash["asked"]} == {"policy"}
-    assert all(policy == named for policy, named in done.run.stash["asked"])
-    return done.run.stash["made"], {sample["index"]: sample["reward"] for sample in done.samples}
+    assert {pair[0] for pair in done.run.state["asked"]} == {"policy"}
+    assert all(policy == named for policy, named in done.run.state["asked"])
+    return done.run.state["made"], {sample["index"]: sample["reward"] for sample in done.samples}
 
 
 def test_a_reward_that_takes_the_policy_is_made_for_each(toy_run, tmp_path):

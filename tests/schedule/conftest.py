@@ -9,27 +9,27 @@ from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_start(run):
-    run.stash["samples"] = {}
-    run.stash["trained"] = []
-    run.stash["log"] = []
+    run.state["samples"] = {}
+    run.state["trained"] = []
+    run.state["log"] = []
 
 @hookimpl
 def on_sample(run, sample):
-    run.stash["samples"][sample.index] = sample
+    run.state["samples"][sample.index] = sample
 
 @hookimpl
 def on_batch(run, batch):
-    run.stash["trained"].append(batch.index.tolist())
+    run.state["trained"].append(batch.index.tolist())
 
 @hookimpl
 def on_weights_synced(run, version):
-    run.stash["log"].append(version)
+    run.state["log"].append(version)
 """
 
 
 @pytest.fixture
 def watched(toy_run, tmp_path):
-    """``watched(plugins, **options)``: a toy run whose stash has ``samples`` by number, and the numbers ``trained`` step by
+    """``watched(plugins, **options)``: a toy run whose state has ``samples`` by number, and the numbers ``trained`` step by
     step."""
     (tmp_path / "watch.py").write_text(WATCH)
 

@@ -28,8 +28,8 @@ def test_every_step_but_the_first_trains_on_samples_of_the_version_before(watche
     assert [m["rollout/staleness_mean"] for m in run.metrics] == [0, 1, 1, 1]
     assert [m["rollout/staleness_max"] for m in run.metrics] == [0, 1, 1, 1]
     assert [m["rollout/stale_tokens"] for m in run.metrics] == [0, 1, 1, 1]
-    for step, batch in enumerate(run.run.stash["trained"]):
-        versions = {v for index in batch for _, v in run.run.stash["samples"][index].weight_versions}
+    for step, batch in enumerate(run.run.state["trained"]):
+        versions = {v for index in batch for _, v in run.run.state["samples"][index].weight_versions}
         assert versions == {max(step - 1, 0)}
 
 

@@ -27,8 +27,8 @@ def long(tmp_path):
 
 def versions_of(run):
     """Step by step, the versions of each sample that is trained on."""
-    samples = run.run.stash["samples"]
-    return [[{v for _, v in samples[i].weight_versions} for i in batch] for batch in run.run.stash["trained"]]
+    samples = run.run.state["samples"]
+    return [[{v for _, v in samples[i].weight_versions} for i in batch] for batch in run.run.state["trained"]]
 
 
 @pytest.mark.parametrize("bound", [1, 3])
@@ -51,8 +51,8 @@ def test_a_long_response_is_finished_before_a_push(watched, long):
 def test_a_long_response_goes_on_under_new_weights(watched, long, mode, plugins):
     given = {"stale_samples": "train", "pause_generation_mode": mode}
     run = watched(plugins, **long, **given)
-    samples = run.run.stash["samples"]
-    mixed = [samples[i] for batch in run.run.stash["trained"] for i in batch if samples[i].response_length == 90]
+    samples = run.run.state["samples"]
+    mixed = [samples[i] for batch in run.run.state["trained"] for i in batch if samples[i].response_length == 90]
     assert len(mixed) == 4
     for sample in mixed:
         versions = [version for _, version in sample.weight_versions]
@@ -70,7 +70,7 @@ def test_a_long_response_goes_on_under_new_weights(watched, long, mode, plugins)
 def test_groups_that_got_too_old_are_dropped_and_their_prompts_sent_again(watched, long):
     run = watched(**long)
     assert sum(m["rollout/dropped_groups"] for m in run.metrics) == 1
-    samples, trained = run.run.stash["samples"], [i for batch in run.run.stash["trained"] for i in batch]
+    samples, trained = run.run.state["samples"], [i for batch in run.run.state["trained"] for i in batch]
     assert samples[4].response_length == 90 and 4 not in trained  # of group 1
     assert any(samples[i].prompt == samples[4].prompt for i in trained)
     assert max(m["rollout/staleness_max"] for m in run.metrics) <= 1
@@ -78,8 +78,8 @@ def test_groups_that_got_too_old_are_dropped_and_their_prompts_sent_again(watche
 
 def test_off_policy_tokens_can_be_left_out_of_the_loss(watched, long):
     run = watched(**long, mask_offpolicy_in_partial_rollout=True)
-    samples = run.run.stash["samples"]
-    trained = [samples[i] for batch in run.run.stash["trained"] for i in batch]
+    samples = run.run.state["samples"]
+    trained = [samples[i] for batch in run.run.state["trained"] for i in batch]
     (sample, *_) = [s for s in trained if s.response_length == 90]
     newest = max(version for _, version in sample.weight_versions)
     first = next(index for index, version in sample.weight_versions if version == newest) - sample.prompt_length
@@ -138,7 +138,7 @@ def test_a_plugins_filter_asks_for_more(toy_run, tmp_path):
 def test_what_the_engine_says_about_requests_reaches_on_step(toy_run, tmp_path, monkeypatch):
     (tmp_path / "step.py").write_text(
         "from miles_core.plugin import hookimpl\n\n@hookimpl\ndef on_step(run, metrics):\n"
-        "    run.stash.setdefault('seen', []).append(metrics.get('engine/cost'))\n"
+        "    run.state.setdefault('seen', []).append(metrics.get('engine/cost'))\n"
     )
     plain = EmbeddedEngine.generate
 
@@ -149,4 +149,4 @@ def test_what_the_engine_says_about_requests_reaches_on_step(toy_run, tmp_path, 
 
     monkeypatch.setattr(EmbeddedEngine, "generate", generate)
     run = toy_run([str(tmp_path / "step.py")], steps=2)
-    assert run.run.stash["seen"] == [1.5, 1.5] and run.metrics[0]["engine/cost"] == 1.5
+    assert run.run.state["seen"] == [1.5, 1.5] and run.metrics[0]["engine/cost"] == 1.5

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from miles_core.data import Unit
+from miles_core.data import WeightUnit
 from miles_core.plugin import Plugin, hookimpl, option
 from miles_core.trainer import Learned
 
@@ -98,7 +98,7 @@ class Odd:
                         tensors = {name: tensor * 2 if name.endswith("o_proj.weight") else tensor for name, tensor in tensors.items()}
                     if self.mistake == "reads weights" and purpose == "convert":
                         tensors = {name: tensor if tensor.is_meta else tensor.double() for name, tensor in tensors.items()}
-                    yield Unit(tensors)
+                    yield WeightUnit(tensors)
 
             return weights
 

@@ -71,7 +71,7 @@ def make(name, flag, **fields):
 
 PLUGINS = (
     make("first", "--first-size"),
-    make("second", "--second-size", elsewhere={"--old-size": {"*": "--second-size {}"}}),
+    make("second", "--second-size", foreign_flags={"--old-size": {"*": "--second-size {}"}}),
     make("driver", "--driver-size", provides={"trainer": {"driver": "m:f"}}),
 )
 

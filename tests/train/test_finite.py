@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import NonFiniteError
 from miles_core.train.finite import SYNC_EVERY, first_nonfinite
 
@@ -41,13 +41,13 @@ def on_model(run, policy, model, role):
 def test_the_first_bad_weight_is_named(bad, at):
     tensors = {f"w{n}": torch.ones(3, dtype=torch.bfloat16) for n in range(2 * SYNC_EVERY + 4)}
     tensors |= {"counts": torch.ones(2, dtype=torch.int64), "none": torch.empty(0)}
-    assert first_nonfinite([Unit({name: tensor}) for name, tensor in tensors.items()]) is None
+    assert first_nonfinite([WeightUnit({name: tensor}) for name, tensor in tensors.items()]) is None
     tensors[f"w{at}"][1] = bad
-    assert first_nonfinite([Unit({name: tensor}) for name, tensor in tensors.items()]) == f"w{at}"
+    assert first_nonfinite([WeightUnit({name: tensor}) for name, tensor in tensors.items()]) == f"w{at}"
 
 
 def test_large_weights_are_finite():
-    assert first_nonfinite([Unit({"w": torch.full((1000,), 3e38)})]) is None
+    assert first_nonfinite([WeightUnit({"w": torch.full((1000,), 3e38)})]) is None
 
 
 def test_a_step_that_diverged_is_not_saved_and_the_last_good_one_is_kept(toy_run, tmp_path):

@@ -11,8 +11,8 @@ from miles_core.data.sample import Sample
 from miles_core.errors import DataError
 from miles_core.run.make import make_run
 from miles_core.run.prepare import apply_plan, prepare
+from miles_core.train.data_shard import DataShard, merge_metrics, split_by_replica
 from miles_core.train.rank import Rank
-from miles_core.train.share import Share, merge_metrics, split_by_replica
 from miles_testing.toy import toy_arguments
 from miles_testing.yardstick import copy_weights
 
@@ -107,7 +107,7 @@ def test_an_advantage_finds_its_columns_on_a_rank_without_samples(tmp_path):
     (tmp_path / "column.py").write_text(COLUMN)
     words = toy_arguments([str(tmp_path / "column.py")], tmp_path, advantage_estimator="column")
     rank = made(words, tmp_path)
-    pairs, seen = rank.learn(Share([], [], 1, []), 0)
+    pairs, seen = rank.learn(DataShard([], [], 1, []), 0)
     assert pairs["train/grad_norm"][0] == 0 and seen == []
     with pytest.raises(DataError, match="reads the column 'seen', which no sample has"):
         rank.learn(split_by_replica(rollout(1), rank.run.config.train, 1)[0], 0)

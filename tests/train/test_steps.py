@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_core.data.sample import Sample
-from miles_core.train.share import optimiser_steps
+from miles_core.train.data_shard import optimiser_steps
 
 
 def options(count=None, size=None):

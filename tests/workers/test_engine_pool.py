@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from miles_core.contracts.engine import Request, Sampling
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.data.world import World
 from miles_core.errors import MismatchError, WorkerLost
 from miles_workers.engine_pool import EnginePool

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import SyncError
 from miles_workers.engine_worker import EngineWorker
 from miles_workers.transport import Arrival, Arrivals

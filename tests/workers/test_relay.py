@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.data.world import World
 from miles_core.errors import SyncError, WorkerLost
 from miles_workers import relay

@@ -17,11 +17,11 @@ from miles_core.data import Field, Sample
 from miles_core.data.batch import collate
 from miles_core.data.sample import Status
 from miles_core.errors import DataError
-from miles_core.train.share import Share, shares
+from miles_core.train.data_shard import DataShard, divide_samples
 from miles_workers.local_channel import Message, receive
 from miles_workers.object_ref import ObjectRef
 from miles_workers.remote_sample import SENT, RemoteSample, heads, pack_samples, read_samples, refer
-from miles_workers.sample_list import SampleList, pack_share
+from miles_workers.sample_list import SampleList, pack_shard
 
 ROUTES = Field("routes", "int16", "token-1", pad=-1, shape=(None, None))
 
@@ -97,7 +97,7 @@ def test_what_the_driver_does_reads_nothing():
     for name in SENT:
         assert [getattr(s, name) for s in found] == [getattr(s, name) for s in samples]
     assert [s.prompt_length for s in found] == [5] * 3
-    assert shares(found, [0, 0, 0], 2) == shares(samples, [0, 0, 0], 2)
+    assert divide_samples(found, [0, 0, 0], 2) == divide_samples(samples, [0, 0, 0], 2)
     found[1].reward, found[1].remove_sample = 5.0, True
     copied = copy.copy(found[1])
     assert stored.count == 0
@@ -275,8 +275,8 @@ def test_the_number_of_bytes_of_a_share_does_not_depend_on_what_samples_contain(
         ]
         refs = [pack_samples(samples[start : start + 8]) for start in range(0, len(samples), 8)]
         found = [one for n, ref in enumerate(refs) for one in refer(heads(samples[8 * n : 8 * n + 8]), ref)]
-        share = Share(found, [0] * len(found), 1, [*range(len(found))])
-        sizes[count], received = send(pack_share(share))[1], send(pack_share(share))[0]
-        assert received.step_of == share.step_of and received.positions == share.positions
+        shard = DataShard(found, [0] * len(found), 1, [*range(len(found))])
+        sizes[count], received = send(pack_shard(shard))[1], send(pack_shard(shard))[0]
+        assert received.step_of == shard.step_of and received.positions == shard.positions
         assert [s.index for s in received.samples] == [s.index for s in samples]
     assert sizes[100] - sizes[10] < 90 * 8, "less than a byte per sample"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import SyncError
 from miles_workers.weight_block import ALIGNMENT, BlockSender, WeightBlock, read_block, room_of
 

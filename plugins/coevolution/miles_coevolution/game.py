@@ -14,10 +14,10 @@ from typing import Any
 
 from miles_coevolution.matches import Match, Matchmaker
 from miles_core.data import Sample, Status
-from miles_core.plugin import DataError, GenerationClient, RolloutFunction, Run, StashKey, Turn
+from miles_core.plugin import DataError, GenerationClient, RolloutFunction, Run, StateKey, Turn
 
 #: Set by the plugin in ``on_start``.
-MATCHMAKER = StashKey[Matchmaker]()
+MATCHMAKER = StateKey[Matchmaker]()
 #: Entry of a sample's metadata: role, score, win, and whether a past version played.
 ENTRY = "coevolution"
 #: Entry of a prompt's metadata: the policy that plays an evaluation.
@@ -90,7 +90,7 @@ class GameFunction(RolloutFunction):
             played = await self.game.evaluate(sample, ask, str(player))
             return [sample_of(sample, played, str(player), ask)]
         game = self.game
-        match = self.run.stash[MATCHMAKER].draw(game.roles, game.fixed, sample.group_index, self.run.step)
+        match = self.run.state[MATCHMAKER].draw(game.roles, game.fixed, sample.group_index, self.run.step)
         plays = await game.play(sample, ask, match.players)
         return [
             sample_of(sample, one, match.players[one.role], ask, match) for one in plays if one.role in match.learners

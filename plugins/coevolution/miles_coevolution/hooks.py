@@ -11,11 +11,11 @@ from miles_coevolution.matches import Matchmaker
 from miles_coevolution.population import Side, active_sides, perturb
 from miles_coevolution.rounds import seeded
 from miles_core.data import Sample
-from miles_core.plugin import ConfigError, Policy, Run, StashKey, Store, hookimpl
+from miles_core.plugin import ConfigError, Policy, Run, StateKey, Store, hookimpl
 from miles_core.trainer import Learned, LearnerHandle
 
 #: State of all sides, for other parts of a run.
-LEAGUE = StashKey[League]()
+LEAGUE = StateKey[League]()
 Learn = Callable[[Sequence[Sample], int], Awaitable[Learned]]
 
 
@@ -53,8 +53,8 @@ class Coevolution:
                 f"coevolution: the policy {sides[0].name} plays with itself alone; add a policy to the table policies of the configuration "
                 "file, give --co-evolution-population-size 2 or more, or --co-evolution-past-versions"
             )
-        self.league = run.stash[LEAGUE] = League(run, options, sides, values)
-        run.stash[MATCHMAKER] = Matchmaker(sides, run.config.train.seed, self.active, options.past_probability)
+        self.league = run.state[LEAGUE] = League(run, options, sides, values)
+        run.state[MATCHMAKER] = Matchmaker(sides, run.config.train.seed, self.active, options.past_probability)
 
     def active(self, step: int) -> tuple[Side, ...]:
         """The sides that learn in ``step``."""

@@ -21,11 +21,11 @@ from miles_core.plugin import hookimpl
 
 @hookimpl
 def on_start(run):
-    run.stash["samples"] = []
+    run.state["samples"] = []
 
 @hookimpl
 def on_sample(run, sample):
-    run.stash["samples"].append((run.step, sample))
+    run.state["samples"].append((run.step, sample))
 """
 
 
@@ -82,7 +82,7 @@ def test_phases_alternate_and_everyone_plays(run):
         assert record["coevolution/one/win"] + record["coevolution/two/win"] == pytest.approx(1.0)
         assert record["coevolution/dominance"] == max(record["coevolution/one/win"], record["coevolution/two/win"])
     games = {}
-    for step, sample in done.run.stash["samples"]:
+    for step, sample in done.run.state["samples"]:
         games.setdefault((step, sample.rollout_id), []).append(sample)
     for one, two in games.values():
         assert {one.policy, two.policy} == {"one", "two"} and one.reward + two.reward == 1.0
@@ -115,7 +115,7 @@ def test_a_policy_plays_its_past(run):
     steps = [record for record in done.metrics if "train/loss" in record]
     assert len(steps) == 4 and all(0 <= record["coevolution/policy/past_age"] <= 2 for record in steps)
     assert all(0 <= record["coevolution/policy/win_against_past"] <= 1 for record in steps)
-    assert all(sample.policy == "policy" for _, sample in done.run.stash["samples"])
+    assert all(sample.policy == "policy" for _, sample in done.run.state["samples"])
     assert [record["step"] for record in done.metrics if "eval/reward" in record] == [0, 2, 4]
 
 
@@ -184,7 +184,7 @@ def test_a_resumed_run_keeps_the_versions_of_past_opponents(run, tmp_path):
     versions = [
         sorted(
             (sample.index, sample.policy, sample.weight_versions)
-            for step, sample in done.run.stash["samples"]
+            for step, sample in done.run.state["samples"]
             if step == 3
         )
         for done in (whole, resumed)
@@ -244,7 +244,7 @@ def test_a_reward_of_a_game_needs_a_game(toy_run, tmp_path):
 def test_a_run_that_starts_again_forgets_everything(run):
     """What happens when a worker is lost before the first checkpoint: the steps begin at 0 in the same process."""
     done = run(POPULATION.replace("interval: 2", "interval: 1, past_versions: 2"), steps=1, rollout_batch_size=12)
-    league = done.run.stash[LEAGUE]
+    league = done.run.state[LEAGUE]
     initial = {name: dict(own) for name, own in league._initial.items()}
     assert league.values != initial and league.pool.versions and league.replaced
     league.restart()

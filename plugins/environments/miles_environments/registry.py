@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_core.data import Sample
-from miles_core.plugin import ConfigError, DataError, Run, StashKey
+from miles_core.plugin import ConfigError, DataError, Run, StateKey
 from miles_environments.config import EnvironmentsConfig
 from miles_environments.curriculum import Curriculum
 from miles_environments.entry import Entry, read_entries
@@ -114,7 +114,7 @@ class Registry:
                 log.warning("closing the environment %s raised %r", label, error)
 
 
-_REGISTRY = StashKey[Registry]()
+_REGISTRY = StateKey[Registry]()
 
 
 def registry_of(run: Run) -> Registry:
@@ -123,7 +123,7 @@ def registry_of(run: Run) -> Registry:
     Raises:
         ConfigError: see ``Registry``, or an environment with episodes is in a run with another rollout function.
     """
-    if _REGISTRY not in run.stash:
+    if _REGISTRY not in run.state:
         made = Registry(run.config.environments, run.config.train.seed)
         several = [label for label, member in made.train.items() if member.environment.several_turns]
         free = run.config.rollout.generate_key or run.config.rollout.custom_generate_function_path
@@ -131,10 +131,10 @@ def registry_of(run: Run) -> Registry:
             raise ConfigError(
                 f"--environments: {', '.join(several)} has episodes of several turns; give --generate environments"
             )
-        run.stash[_REGISTRY] = made
-    return run.stash[_REGISTRY]
+        run.state[_REGISTRY] = made
+    return run.state[_REGISTRY]
 
 
 def has_registry(run: Run) -> bool:
     """Whether the run has environments."""
-    return _REGISTRY in run.stash
+    return _REGISTRY in run.state

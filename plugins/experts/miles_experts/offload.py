@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from miles_core.data import Unit
-from miles_embedded import active_context, hand_over_gradient, mark_hosted, routed_blocks
+from miles_core.data import WeightUnit
+from miles_embedded import active_context, mark_hosted, offload_gradient, routed_blocks
 
 #: Key in ``Context.attached`` of the layers that a training pass has visited; a second visit is a recomputation.
 VISITED = "experts.visited"
@@ -29,12 +29,12 @@ def offload_experts(model: nn.Module) -> None:
     """Move the experts of a model of the embedded backend to host memory."""
     device = next(model.parameters()).device
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    layers = [HostedExperts(found.experts, device, stream) for found in routed_blocks(model)]
+    layers = [OffloadedExperts(found.experts, device, stream) for found in routed_blocks(model)]
     for before, after in pairwise(layers):
         before.next, after.previous = after, before
 
 
-class HostedExperts:
+class OffloadedExperts:
     """The experts of one layer.
 
     Args:
@@ -48,8 +48,8 @@ class HostedExperts:
 
     def __init__(self, experts: nn.Module, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self.device, self.stream = device, stream
-        self.next: HostedExperts | None = None
-        self.previous: HostedExperts | None = None
+        self.next: OffloadedExperts | None = None
+        self.previous: OffloadedExperts | None = None
         self.parameters = {n: p for n, p in experts._parameters.items() if p is not None}
         mark_hosted(self.parameters.values(), device)
         self._values: dict[str, Tensor] = {}
@@ -144,17 +144,17 @@ class _Borrow(torch.autograd.Function):
     """Return a parameter's copy on the device; the gradient returns to the parameter in host memory."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, value: Tensor, layer: HostedExperts) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, value: Tensor, layer: OffloadedExperts) -> Tensor:
         ctx.parameter, ctx.layer = parameter, layer
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.layer.give_back()
-        return hand_over_gradient(ctx.parameter, grads[0]), None, None
+        return offload_gradient(ctx.parameter, grads[0]), None, None
 
 
-def on_device(units: Iterator[Unit], device: torch.device) -> Iterator[Unit]:
+def on_device(units: Iterator[WeightUnit], device: torch.device) -> Iterator[WeightUnit]:
     """Yield the units of an export stream with their tensors on the device of the model."""
     for unit in units:
         if all(tensor.device == device for tensor in unit.tensors.values()):

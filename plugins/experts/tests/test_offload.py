@@ -10,7 +10,7 @@ from miles_core.train.optimizer import OptimizerConfig
 from miles_core.trainer import Callbacks, Loss
 from miles_embedded import load_model, routed_blocks
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
-from miles_experts.offload import HostedExperts, offload_experts
+from miles_experts.offload import OffloadedExperts, offload_experts
 from miles_testing import WeightsContract
 
 OFFLOADED = {"offload_experts": True}
@@ -68,7 +68,7 @@ def test_training_is_bit_equal(checkpoint_of, family, dtype):
 def test_few_layers_have_copies_at_once(checkpoint_of, monkeypatch, recompute):
     """The copies that live after the backward pass of a layer, and between passes, are those of neighbours at most."""
     alive, most = [], 0
-    copy = HostedExperts.copy
+    copy = OffloadedExperts.copy
 
     def copy_and_count(self):
         nonlocal most
@@ -78,7 +78,7 @@ def test_few_layers_have_copies_at_once(checkpoint_of, monkeypatch, recompute):
             alive.extend(map(torch.utils.weak.WeakTensorKeyDictionary, ({v: None} for v in self._values.values())))
         most = max(most, sum(len(each) for each in alive))
 
-    monkeypatch.setattr(HostedExperts, "copy", copy_and_count)
+    monkeypatch.setattr(OffloadedExperts, "copy", copy_and_count)
     model, *_ = trained(checkpoint_of("qwen3_moe", num_hidden_layers=6), "float32", True, recompute, steps=1)
     gc.collect()
     assert len(routed_blocks(model)) == 6 and most <= 2 * 3, (
@@ -102,7 +102,7 @@ def test_a_run_is_bit_equal_and_resumes(toy_run):
 
 def test_stale_copies_are_not_used(checkpoint_of):
     model = load_model(checkpoint_of("qwen3_moe"), "float32")
-    layer = HostedExperts(routed_blocks(model)[0].experts, torch.device("cpu"), None)
+    layer = OffloadedExperts(routed_blocks(model)[0].experts, torch.device("cpu"), None)
     before = layer.values()["down_proj"].clone()
     with torch.no_grad():
         layer.parameters["down_proj"].add_(1)

@@ -13,7 +13,7 @@ activation's scales M-major with M a multiple of four, and N and K multiples of 
 Products of few rows, and those of experts, therefore have kernels of their own (``product_kernels``), which multiply the same codes and add in
 the same precision.
 
-A kernel that computes rows may write their codes as well (``row_epilogue``); a product of these rows finds them (``kept_codes``).
+A kernel that computes rows may write their codes as well (``row_epilogue``); a product of these rows finds them (``row_cache``).
 
 The kernel, its tile and the division of K depend on the number of rows, so the last bit of a row does, too. With ``fixed_order`` one kernel with
 one tile computes every product.
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from miles_formats import Parts, Product, convert_for_kernel, need_scaled_mm
-from miles_fp8.kept_codes import Codes, KeptCodes
 from miles_fp8.layout import CODES, SCALES, TILE
+from miles_fp8.row_cache import Codes, QuantizedRowCache
 
 if TYPE_CHECKING:
     from miles_fp8.row_codes import RowCodes
@@ -60,7 +60,7 @@ class Fp8Product(Product):
         super().__init__(device, dtype)
         self.power_of_two_scales = power_of_two_scales
         self.fixed_order = fixed_order
-        self.kept = KeptCodes()
+        self.kept = QuantizedRowCache()
         self._tickets: Tensor | None = None
 
     def takes(self, shape: tuple[int, int]) -> bool:

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_fp8.kept_codes import Codes, KeptCodes
 from miles_fp8.kernels import TILE, _quantized, allocate_codes
+from miles_fp8.row_cache import Codes, QuantizedRowCache
 
 _TILE = tl.constexpr(TILE)
 
@@ -57,7 +57,7 @@ class RowCodes:
     tile = TILE
 
     def __init__(
-        self, shape: tuple[int, int], device: torch.device, power_of_two: bool, kept: KeptCodes, uses: int
+        self, shape: tuple[int, int], device: torch.device, power_of_two: bool, kept: QuantizedRowCache, uses: int
     ) -> None:
         self.memory: Codes = allocate_codes(*shape, device)
         self.rows = len(self.memory[0])

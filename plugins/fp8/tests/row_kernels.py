@@ -17,10 +17,10 @@ def normal(*shape, seed=0, dtype=torch.bfloat16):
 def compare(compute, shape, power_of_two):
     """Compare ``compute(epilogue)`` with and without an epilogue for rows of ``shape``: equal rows, and the codes and scales of a launch."""
     from miles_fp8 import kernels
-    from miles_fp8.kept_codes import KeptCodes
+    from miles_fp8.row_cache import QuantizedRowCache
     from miles_fp8.row_codes import RowCodes
 
-    kept, expected = KeptCodes(), compute(None)
+    kept, expected = QuantizedRowCache(), compute(None)
     found = compute(RowCodes(shape, expected.device, power_of_two, kept, 1))
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), shape
     rows = found.reshape(shape)

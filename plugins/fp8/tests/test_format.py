@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.data import Unit
+from miles_core.data import WeightUnit
 from miles_core.plugin import MilesError
 from miles_formats import FormatCodec
 from miles_fp8.format import Fp8, round_up_to_power_of_two
@@ -141,7 +141,7 @@ def test_a_weight_that_is_not_finite_is_named(bad):
     weight = torch.zeros(4, 4)
     weight[1, 2] = bad
     with pytest.raises(MilesError, match=r"layers\.3\.mlp\.up_proj\.weight holds 1 values .* at \[1, 2\]"):
-        FormatCodec(Fp8()).encode_unit(Unit({"model.layers.3.mlp.up_proj.weight": weight}))
+        FormatCodec(Fp8()).encode_unit(WeightUnit({"model.layers.3.mlp.up_proj.weight": weight}))
 
 
 def test_config_block():

@@ -21,8 +21,8 @@ from miles_embedded.engine.settings import Settings
 from miles_embedded.model.views import export
 from miles_formats import FormatCodec, Products
 from miles_fp8.format import Fp8
-from miles_fp8.kept_codes import KeptCodes
 from miles_fp8.product import Fp8Product
+from miles_fp8.row_cache import QuantizedRowCache
 from miles_testing import tiny_checkpoint
 
 KERNELS = Path(__file__).with_name("row_kernels.py")
@@ -37,7 +37,7 @@ def test_kernels_in_the_interpreter_write_the_codes_of_a_launch():
 
 @torch.no_grad()
 def test_codes_are_kept_for_the_memory_of_their_rows():
-    kept, rows, codes = KeptCodes(), torch.randn(1, 6, 32), (torch.zeros(8, 32), torch.zeros(8, 1))
+    kept, rows, codes = QuantizedRowCache(), torch.randn(1, 6, 32), (torch.zeros(8, 32), torch.zeros(8, 1))
     kept.put(rows, codes, 2)
     assert kept.take(rows.clone().view(6, 32)) is None  # as a hook may return
     assert kept.take(rows.view(12, 16)) is None and kept.take(rows[0, :4]) is None

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.data import Unit
+from miles_core.data import WeightUnit
 from miles_core.plugin import ConfigError, MilesError
 from miles_formats import FormatCodec
 from miles_int4.format import CODES, SCALES, SHAPE, Int4, pack, unpack
@@ -160,7 +160,7 @@ def test_any_group_size_and_a_wide_shape_tensor_can_be_read():
 )
 def test_a_wrong_group_size_is_refused_with_those_that_would_work(columns, group, message):
     with pytest.raises(ConfigError) as refusal:
-        FormatCodec(Int4(group_size=group)).encode_unit(Unit({NAME: torch.ones(4, columns)}))
+        FormatCodec(Int4(group_size=group)).encode_unit(WeightUnit({NAME: torch.ones(4, columns)}))
     assert f"{NAME} [4, {columns}]" in str(refusal.value) and message in str(refusal.value)
 
 
@@ -169,7 +169,7 @@ def test_a_weight_that_is_not_finite_is_named(bad):
     weight = torch.zeros(4, 128)
     weight[1, 2] = bad
     with pytest.raises(MilesError, match=r"layers\.3\.mlp\.experts\.0\.up_proj\.weight holds 1 values .* at \[1, 2\]"):
-        FormatCodec(Int4()).encode_unit(Unit({NAME: weight}))
+        FormatCodec(Int4()).encode_unit(WeightUnit({NAME: weight}))
 
 
 def test_activations_are_left_alone():

@@ -50,7 +50,7 @@ plugin = Plugin(
     version=__version__,
     core="~=0.1",
     config=LoraOptions,
-    elsewhere={
+    foreign_flags={
         "--use-peft": "give --plugins lora",
         "--lora-r": "give --plugins lora --lora-rank N",
         "--lora-target-parameters": "--lora-target-modules takes joined experts too",

@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from miles_core.plugin import Policy, Run, StashKey
+from miles_core.plugin import Policy, Run, StateKey
 from miles_embedded import encode_weights, mark_constant, share_weights
 from miles_embedded import make_model as load_checkpoint
 from miles_formats import Codec, make_codec
 
 #: (checkpoint, dtype, device, precision) -> the first model with these weights in this process.
-BASES = StashKey[dict[tuple[str, ...], nn.Module]]()
+BASES = StateKey[dict[tuple[str, ...], nn.Module]]()
 
 
 def make_model(run: Run, policy: Policy, role: str) -> nn.Module:
@@ -30,7 +30,7 @@ def make_model(run: Run, policy: Policy, role: str) -> nn.Module:
     options = config.model
     start = options.ref_load or policy.hf_checkpoint or options.hf_checkpoint or ""
     key = (str(start), options.dtype, options.device, name)
-    known = run.stash.setdefault(BASES, {})
+    known = run.state.setdefault(BASES, {})
     if key in known and shares(run):
         reduce = partial(share_weights, owner=known[key])
     elif codec.format is not None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core.data import Unit
-from miles_core.plugin import CheckpointError, Policy, Run, StashKey, Store, hookimpl
+from miles_core.data import WeightUnit
+from miles_core.plugin import CheckpointError, Policy, Run, StateKey, Store, hookimpl
 from miles_embedded import build_empty, checkpoint_config, full_values, is_constant, mark_constant, views
 from miles_lora import LoraOptions
 from miles_lora.adapter import Adapter, attach, delta_of, squared_norm
@@ -41,7 +41,7 @@ class Trained:
         """Return the squared Frobenius norm of all weight changes by adapters. A collective if ranks divide them."""
         return torch.stack([squared_norm(self.adapters[n], a, b) for n, (a, b) in self.matrices().items()]).sum()
 
-    def base(self) -> Iterator[Unit]:
+    def base(self) -> Iterator[WeightUnit]:
         """Yield the checkpoint tensors of the base. A collective."""
         state, source, values = self.model.state_dict(keep_vars=True), "", torch.empty(0)
         for view in views(self.model):
@@ -49,11 +49,11 @@ class Trained:
                 continue
             if view.source != source:
                 source, values = view.source, full_values(state[view.source])
-            yield Unit({view.name: view.of(values)})
+            yield WeightUnit({view.name: view.of(values)})
 
 
 #: policy -> its trained model, in the process of the trainer.
-TRAINED = StashKey[dict[str, Trained]]()
+TRAINED = StateKey[dict[str, Trained]]()
 
 
 class Lora:
@@ -91,7 +91,7 @@ class Lora:
             for source, (left, right) in read_adapter(options.adapter, shapes, targets).items():
                 adapters[source].lora_A.data.copy_(left)
                 adapters[source].lora_B.data.copy_(right)
-        self.trained[policy.name] = run.stash.setdefault(TRAINED, {})[policy.name] = Trained(
+        self.trained[policy.name] = run.state.setdefault(TRAINED, {})[policy.name] = Trained(
             model, targets, adapters, options
         )
         own = sum(p.numel() for a in adapters.values() for p in a.parameters())
@@ -116,8 +116,8 @@ class Lora:
         ):
             return None
 
-        def wrap(inner: Callable[[], Iterator[Unit]]) -> Callable[[], Iterator[Unit]]:
-            def weights() -> Iterator[Unit]:
+        def wrap(inner: Callable[[], Iterator[WeightUnit]]) -> Callable[[], Iterator[WeightUnit]]:
+            def weights() -> Iterator[WeightUnit]:
                 yield from merge(trained, inner())
                 if trained.options.sync == "adapter":  # the stream has adapters only
                     yield from merge(trained, trained.base())
@@ -202,7 +202,7 @@ def _make_sharded(run: Run, policy: Policy, options: LoraOptions) -> ShardedAdap
 
 
 @torch.no_grad()
-def merge(trained: Trained, stream: Iterator[Unit]) -> Iterator[Unit]:
+def merge(trained: Trained, stream: Iterator[WeightUnit]) -> Iterator[WeightUnit]:
     """Yield the checkpoint tensors of ``stream`` with their adapters added, without the adapters themselves.
 
     Sums are computed in float32 and rounded once to the dtype of the base. A collective: every rank consumes it to the end.
@@ -231,7 +231,7 @@ def merge(trained: Trained, stream: Iterator[Unit]) -> Iterator[Unit]:
                 tensor, changed = (tensor.float() + view.of(delta)).to(tensor.dtype), True
             tensors[name] = tensor
         if tensors:
-            yield Unit(tensors, unit.lasting and not changed)
+            yield WeightUnit(tensors, unit.lasting and not changed)
 
 
 def _like(trained: Trained, source: str, delta: Tensor) -> Tensor:

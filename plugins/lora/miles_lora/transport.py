@@ -56,4 +56,4 @@ def _parent(source: str) -> str:
 
 def make(run: Run, policy: Policy, engine: Engine) -> AdapterTransport:
     """Provider of ``--transport adapter``."""
-    return AdapterTransport(engine, policy, run.stash[TRAINED][policy.name])
+    return AdapterTransport(engine, policy, run.state[TRAINED][policy.name])

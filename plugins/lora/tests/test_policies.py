@@ -49,7 +49,7 @@ def test_past_versions_have_adapters(play, sync):
     done = play(PAST, lora_sync=sync, steps=4)
     past = done.parts[1]
     engine, trainer = models(past)
-    version = done.run.stash[LEAGUE].slots["policy"]
+    version = done.run.state[LEAGUE].slots["policy"]
     (file,) = (done.directory / "coevolution" / f"policy-{version:08d}" / "trainer").glob("model*.safetensors")
     kept, own = load_file(file), dict(trainer.named_parameters())
     assert version > 0 and set(kept) == {name for name in own if "lora_" in name}

@@ -2,7 +2,7 @@
 
 from miles_core.plugin import Package, Plugin, Rule, Set
 from miles_megatron.config import MegatronConfig
-from miles_megatron.elsewhere import ELSEWHERE
+from miles_megatron.foreign_flags import FOREIGN_FLAGS
 
 __version__ = "0.1.0"
 
@@ -15,7 +15,7 @@ plugin = Plugin(
     version=__version__,
     core="~=0.1",
     config=MegatronConfig,
-    elsewhere=ELSEWHERE,
+    foreign_flags=FOREIGN_FLAGS,
     provides={"trainer": {"megatron": "miles_megatron.trainer.build:make_trainer"}},
     capabilities={
         "trainer": ("entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep", "values", "adapters")

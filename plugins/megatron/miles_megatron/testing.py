@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from miles_core.trainer import MtpLayer, OptimizerConfig
+from miles_core.trainer import MtpRequest, OptimizerConfig
 from miles_formats import Codec
 from miles_megatron import families
 from miles_megatron.sizes import Sizes
@@ -26,7 +26,7 @@ def make(
     setup: Setup,
     balance: float = 0.0,
     codec: Codec | None = None,
-    mtp: MtpLayer | None = None,
+    mtp: MtpRequest | None = None,
     dtype: torch.dtype = torch.float32,
     on_chunk: Callable[[Any], object] = lambda chunk: None,
     **sizes: Any,

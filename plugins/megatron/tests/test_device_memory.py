@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from miles_core.trainer import Callbacks, MtpLayer
+from miles_core.trainer import Callbacks, MtpRequest
 from miles_megatron.testing import make, may_have_children
 from miles_testing import Setup, tiny_checkpoint, toy_run
 from miles_testing.yardstick import make_batch, weighted
@@ -99,9 +99,9 @@ def compare(checkpoint, sizes):
 
 @pytest.mark.thorough
 def test_an_mtp_layer_sleeps_too(with_mtp):
-    wish = MtpLayer("mtp", "mtp", 0.2, None, 1.0)
+    request = MtpRequest("mtp", "mtp", 0.2, None, 1.0)
     model = with_mtp("deepseek_v3", copies=True)
-    trainer = stepped(model, mtp=wish)
+    trainer = stepped(model, mtp=request)
     trainer.sleep()
     assert memory(held(trainer, "weights")) == memory(held(trainer, "optimizer")) == 0
     assert memory([p.data for p in trainer.mtp.layer.parameters()]) == 0

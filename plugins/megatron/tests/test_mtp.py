@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from miles_core.plugin import CheckpointError, PlanError
-from miles_core.train.share import merge_metrics
-from miles_core.trainer import Callbacks, MtpLayer
+from miles_core.train.data_shard import merge_metrics
+from miles_core.trainer import Callbacks, MtpRequest
 from miles_megatron.testing import make, may_have_children
 from miles_testing import Setup, toy_files, toy_run
 from miles_testing.toy import plan
@@ -21,7 +21,7 @@ from miles_testing.yardstick import make_batch, weighted
 INSTALLED = bool(find_spec("megatron")) and find_spec("megatron.core") is not None
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="needs megatron-core"), pytest.mark.slow]
 
-WISH = MtpLayer("mtp", "draft", 0.2, clip_grad=0.1)
+WISH = MtpRequest("mtp", "draft", 0.2, clip_grad=0.1)
 #: Both norms are clipped.
 SETUP = replace(Setup(), micro_batch_size=3)
 FIRST = "model.layers.2."

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from miles_core.plugin import CheckpointError, ConfigError
-from miles_core.train.share import merge_metrics
+from miles_core.train.data_shard import merge_metrics
 from miles_core.trainer import GIVEN_ROUTES, OWN_ROUTES, Callbacks, OptimizerConfig
 from miles_formats import Format, FormatCodec, Stored, store
 from miles_megatron.sizes import Sizes

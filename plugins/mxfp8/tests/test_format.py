@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.data import Unit
+from miles_core.data import WeightUnit
 from miles_core.plugin import ConfigError, MilesError
 from miles_formats import FormatCodec
 from miles_mxfp8.format import Mxfp8, power, scale_byte
@@ -132,7 +132,7 @@ def test_bytes_a_weight():
 
 @pytest.mark.parametrize(("columns", "near"), [(100, "96 or 128"), (16, "32")])
 def test_k_that_32_does_not_divide_is_refused_with_name_shape_and_sizes(columns, near):
-    unit = Unit({"model.layers.3.mlp.up_proj.weight": torch.ones(4, columns)})
+    unit = WeightUnit({"model.layers.3.mlp.up_proj.weight": torch.ones(4, columns)})
     with pytest.raises(ConfigError, match=rf"layers\.3\.mlp\.up_proj\.weight \[4, {columns}\] .* of 32: {near}, not"):
         FormatCodec(Mxfp8()).encode_unit(unit)
 
@@ -142,7 +142,7 @@ def test_a_weight_that_is_not_finite_is_named(bad):
     weight = torch.zeros(4, 32)
     weight[1, 2] = bad
     with pytest.raises(MilesError, match=r"layers\.3\.mlp\.up_proj\.weight holds 1 values .* at \[1, 2\]"):
-        FormatCodec(Mxfp8()).encode_unit(Unit({"model.layers.3.mlp.up_proj.weight": weight}))
+        FormatCodec(Mxfp8()).encode_unit(WeightUnit({"model.layers.3.mlp.up_proj.weight": weight}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.data import Unit
+from miles_core.data import WeightUnit
 from miles_core.plugin import ConfigError, MilesError
 from miles_formats import FormatCodec
 from miles_nvfp4.format import CODES, INPUT_SCALE, SCALE, SCALES, Nvfp4, e2m1, pack, unpack, values
@@ -252,7 +252,7 @@ def test_bytes_a_weight():
 def test_gate_and_up_share_the_larger_maximum():
     gate, up = normal(8, 32).bfloat16(), (3 * normal(8, 32, seed=1)).bfloat16()  # the codec quantises the BF16 copy
     names = [f"{EXPERT}.{n}.weight" for n in ("gate_proj", "up_proj")]
-    encoded = FormatCodec(Nvfp4()).encode_unit(Unit(dict(zip(names, (gate, up), strict=True))))
+    encoded = FormatCodec(Nvfp4()).encode_unit(WeightUnit(dict(zip(names, (gate, up), strict=True))))
     scales = {e.name: e.parts[e.name.replace("weight", "weight_scale_2")].item() for e in encoded}
     alone = Nvfp4().quantize(up)[SCALE].item()
     assert set(scales.values()) == {alone} != {Nvfp4().quantize(gate)[SCALE].item()}
@@ -260,7 +260,7 @@ def test_gate_and_up_share_the_larger_maximum():
 
 def test_a_lone_half_is_refused():
     with pytest.raises(ConfigError, match=r"encodes it together with .*up_proj\.weight, which did not come with it"):
-        FormatCodec(Nvfp4()).encode_unit(Unit({f"{EXPERT}.gate_proj.weight": normal(8, 32)}))
+        FormatCodec(Nvfp4()).encode_unit(WeightUnit({f"{EXPERT}.gate_proj.weight": normal(8, 32)}))
 
 
 def test_only_matrices_of_experts_are_quantised():
@@ -274,7 +274,7 @@ def test_only_matrices_of_experts_are_quantised():
 
 @pytest.mark.parametrize(("columns", "near"), [(40, "32 or 48"), (8, "16")])
 def test_k_that_16_does_not_divide_is_refused_with_name_shape_and_sizes(columns, near):
-    unit = Unit({f"{EXPERT}.down_proj.weight": torch.ones(4, columns)})
+    unit = WeightUnit({f"{EXPERT}.down_proj.weight": torch.ones(4, columns)})
     with pytest.raises(ConfigError, match=rf"0\.down_proj\.weight \[4, {columns}\] .* of 16: {near}, not"):
         FormatCodec(Nvfp4()).encode_unit(unit)
 
@@ -284,7 +284,7 @@ def test_a_weight_that_is_not_finite_is_named(bad):
     weight = torch.zeros(4, 32)
     weight[1, 2] = bad
     with pytest.raises(MilesError, match=r"experts\.0\.down_proj\.weight holds 1 values .* at \[1, 2\]"):
-        FormatCodec(Nvfp4()).encode_unit(Unit({f"{EXPERT}.down_proj.weight": weight}))
+        FormatCodec(Nvfp4()).encode_unit(WeightUnit({f"{EXPERT}.down_proj.weight": weight}))
 
 
 # -- activations, files ---------------------------------------------------------------------------------------------------------

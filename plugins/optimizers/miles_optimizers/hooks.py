@@ -18,4 +18,4 @@ class Optimizers:
     @hookimpl
     def on_model(self, run: Run, policy: Policy, model: nn.Module, role: str) -> None:
         if role in ("train", "shared", "critic"):
-            run.stash.setdefault(OTHERS, {})[policy.name] = find_embeddings(model)
+            run.state.setdefault(OTHERS, {})[policy.name] = find_embeddings(model)

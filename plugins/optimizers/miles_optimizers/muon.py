@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core.plugin import Policy, Run, StashKey
+from miles_core.plugin import Policy, Run, StateKey
 from miles_optimizers.config import OptimizersConfig
 
 #: policy name -> names of its embeddings and of the parameters of its output layer.
-OTHERS = StashKey[dict[str, frozenset[str]]]()
+OTHERS = StateKey[dict[str, frozenset[str]]]()
 
 
 def make_optimizer(run: Run, policy: Policy, groups: Sequence[dict[str, Any]]) -> MuonAdamW:
@@ -35,7 +35,7 @@ def make_optimizer(run: Run, policy: Policy, groups: Sequence[dict[str, Any]]) -
         made: torch.optim.Optimizer = run.hooks.make("optimizer", "adamw", run=run, policy=policy, groups=rest)
         return made
 
-    others = run.stash.get(OTHERS, {}).get(policy.name, frozenset())
+    others = run.state.get(OTHERS, {}).get(policy.name, frozenset())
     return MuonAdamW(groups, make_adamw, config.train.lr, config.plugin("optimizers"), others)
 
 

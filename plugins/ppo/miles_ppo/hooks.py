@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from miles_core.data import Batch, Sample, Unit
+from miles_core.data import Batch, Sample, WeightUnit
 from miles_core.plugin import Policy, Run, hookimpl
 from miles_core.trainer import Context, Learned, LearnerHandle, Loss, LossFunction, Output, ValueLoss
 from miles_ppo.config import VALUE_LOSS_COEF, PpoConfig
@@ -82,7 +82,7 @@ class Ppo:
         if policy.name not in self.heads or purpose == "snapshot":
             return None
 
-        def wrap(inner: Callable[[], Iterator[Unit]]) -> Callable[[], Iterator[Unit]]:
+        def wrap(inner: Callable[[], Iterator[WeightUnit]]) -> Callable[[], Iterator[WeightUnit]]:
             return lambda: without_head(inner())
 
         return wrap

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from miles_core.data import Unit
+from miles_core.data import WeightUnit
 from miles_core.plugin import Policy, Run
 from miles_core.trainer import OptimizerConfig
 from miles_embedded import VALUE_HEAD, OptimizerGroup, add_value_head, new_value_head, optimizer_group
@@ -81,7 +81,7 @@ class TrunkCritic:
         return {**metrics, f"lr/{GROUP}": self.group.lr}
 
 
-def without_head(units: Iterator[Unit]) -> Iterator[Unit]:
+def without_head(units: Iterator[WeightUnit]) -> Iterator[WeightUnit]:
     """Yield the weights of an export stream without the value head, which no engine and no checkpoint for inference has."""
     for unit in units:
         kept = {name: tensor for name, tensor in unit.tensors.items() if not name.startswith(f"{VALUE_HEAD}.")}

@@ -32,7 +32,7 @@ plugin = Plugin(
             "format for the rollout, while a server of SGLang alone would take the checkpoint's"
         )
     },
-    elsewhere={
+    foreign_flags={
         f"--sglang-{name.replace('_', '-')}": f"give {flag}" if flag else "the engine sets it"
         for name, flag in OWN.items()
     }

@@ -112,7 +112,7 @@ class Choices:
 
 def make_engine(run: Any, policy: Any) -> SglangEngine:
     """Provider of ``--engine sglang``."""
-    tokenizer, early = run.tokenizer, run.stash.get(EARLY, {})
+    tokenizer, early = run.tokenizer, run.state.get(EARLY, {})
 
     def detokenize(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))

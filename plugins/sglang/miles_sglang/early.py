@@ -24,11 +24,11 @@ class Early:
         policy = next((policy for policy in run.policies if policy.generates and _has_engine(run, policy)), None)
         if policy is not None and (changes := environment_of(run, policy)) is not None:
             log_file = log_file_of(run)
-            run.stash[EARLY] = {log_file: spawn(WORKER, changes, log_file)}
+            run.state[EARLY] = {log_file: spawn(WORKER, changes, log_file)}
 
     @hookimpl
     def on_stop(self, run: Any) -> None:
-        for spawned in run.stash.get(EARLY, {}).values():
+        for spawned in run.state.get(EARLY, {}).values():
             spawned.drop()
 
 

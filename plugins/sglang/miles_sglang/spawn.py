@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_core.observe.bytecode import variables
-from miles_core.plugin import StashKey
+from miles_core.plugin import StateKey
 
 #: The module that the process runs.
 WORKER = "miles_sglang.worker"
@@ -85,4 +85,4 @@ def _kill(starting: asyncio.Task[asyncio.subprocess.Process]) -> None:
 
 
 #: Processes that were started early, by log file.
-EARLY = StashKey[dict[Path, Spawned]]()
+EARLY = StateKey[dict[Path, Spawned]]()

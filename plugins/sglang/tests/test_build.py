@@ -17,6 +17,6 @@ def test_the_engines_of_a_run_do_not_share_files(monkeypatch, tmp_path, worker, 
     monkeypatch.setattr(build, "assemble", lambda checkpoint, codec, detokenize, directory, choices, early: directory)
     config = load(["--hf-checkpoint", str(tmp_path), "--engine", "sglang", "--device", "cpu"])
     run = SimpleNamespace(
-        config=config, config_of=lambda policy: config, fields=(), tokenizer=None, directory=tmp_path, stash={}
+        config=config, config_of=lambda policy: config, fields=(), tokenizer=None, directory=tmp_path, state={}
     )
     assert build.make_engine(run, SimpleNamespace(hf_checkpoint=str(tmp_path))) == tmp_path / below

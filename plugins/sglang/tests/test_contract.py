@@ -14,7 +14,7 @@ from unittest import mock
 import psutil
 import pytest
 
-from miles_core.data import Unit
+from miles_core.data import WeightUnit
 from miles_core.engine import Request, Sampling
 from miles_formats import Codec, FormatCodec
 from miles_sglang import installed
@@ -171,7 +171,7 @@ def test_what_it_computes_with_are_the_codes_it_was_sent(family: str, tmp_path: 
     codec, sequence = FormatCodec(Fp8()), list(range(5, 45))
 
     def encoded(checkpoint: Path) -> list[Any]:
-        return list(codec.encode(Unit(dict(unit.parts)) for unit in stored_units(checkpoint)))
+        return list(codec.encode(WeightUnit(dict(unit.parts)) for unit in stored_units(checkpoint)))
 
     async def scored() -> list[Any]:
         engine = engine_for(checkpoints[0], Limits(max_context=512), codec=codec)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from sglang_double import DoubleLink, stand_in_for_sglang
 
 import miles_sglang
-from miles_core.data import Unit
+from miles_core.data import WeightUnit
 from miles_core.engine import Request, Sampling
 from miles_core.plugin import WorkerLost
 from miles_formats import Codec, FormatCodec
@@ -102,7 +102,7 @@ def test_a_format_that_sglang_packs_is_loaded_by_a_new_start(tmp_path: Path) -> 
         return {}
 
     engine.link.restart = restart  # type: ignore[method-assign]
-    units = [Unit({e.name: e.parts[e.name]}) for e in stored_units(checkpoint)]
+    units = [WeightUnit({e.name: e.parts[e.name]}) for e in stored_units(checkpoint)]
     assert engine.hot_update("int4") == "restart" and engine.hot_update("") == "in_place"
     assert engine.link.arguments["watchdog_timeout"] > 1000  # type: ignore[attr-defined]
     asyncio.run(engine.update_weights(codec.encode(units), 4))

@@ -239,7 +239,7 @@ def test_a_model_that_sglang_lacks_is_refused_unless_transformers_modules_are_as
 
 
 def test_sglang_s_own_names_of_options_are_translated():
-    tables = miles_sglang.plugin.elsewhere
+    tables = miles_sglang.plugin.foreign_flags
     assert tables["--sglang-tp"] == tables["--sglang-tensor-parallel-size"] == {"*": "--sglang-tp-size {}"}
     assert tables["--sglang-max-running-requests"] == {"*": "--max-running-requests {}"}
     assert tables["--sglang-cuda-graph-max-bs"] == {"*": "--sglang-cuda-graph-max-bs-decode {}"}

@@ -102,15 +102,15 @@ def test_the_process_that_will_have_an_engine_starts_it_and_ends_what_no_engine_
     ]
     config = SimpleNamespace(run=SimpleNamespace(runtime=runtime, engine="sglang"))
     one = [SimpleNamespace(name="policy", generates=True)]
-    run = SimpleNamespace(config=config, policies=found or one, stash={}, directory=tmp_path)
+    run = SimpleNamespace(config=config, policies=found or one, state={}, directory=tmp_path)
 
     async def started() -> None:
         hooks = Early()
         hooks.on_start(run=run)
         if worker in ("trainer-0", "judge-engine-0") or (runtime == "ray" and not worker):
-            assert EARLY not in run.stash
+            assert EARLY not in run.state
             return
-        (spawned,) = run.stash[EARLY].values()
+        (spawned,) = run.state[EARLY].values()
         assert wanted == ["policy" if policies == 1 else "student"]
         began = time.monotonic()
         process = await spawned.starting

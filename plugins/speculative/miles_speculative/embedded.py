@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from miles_core.data import Batch, Unit
+from miles_core.data import Batch, WeightUnit
 from miles_core.plugin import hookimpl
 from miles_core.trainer import Context, Output
 from miles_embedded import is_embedded
@@ -85,7 +85,7 @@ class EmbeddedSpeculative:
             return None
 
         def wrap(inner: Any) -> Any:
-            def weights() -> Iterator[Unit]:
+            def weights() -> Iterator[WeightUnit]:
                 return draft.substitute_means(inner())
 
             return weights

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from miles_core.plugin import CheckpointError, hookimpl
-from miles_core.trainer import MtpLayer
+from miles_core.trainer import MtpRequest
 from miles_speculative.config import GROUP, MTP, SpeculativeConfig
 from miles_speculative.draft_files import misfits
 from miles_speculative.report import Profile, summarise
@@ -33,9 +33,9 @@ class Speculative:
                 raise CheckpointError(why)
 
     @hookimpl
-    def on_mtp_layers(self, wishes: list[MtpLayer]) -> None:
+    def on_mtp_layers(self, requests: list[MtpRequest]) -> None:
         if self.options.mtp_training:
-            wishes.append(MtpLayer(MTP, GROUP, self.options.mtp_loss_scaling_factor, self.options.draft_lr))
+            requests.append(MtpRequest(MTP, GROUP, self.options.mtp_loss_scaling_factor, self.options.draft_lr))
 
     @hookimpl
     def on_step(self, metrics: dict[str, float]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from miles_core.data import Batch, Unit
+from miles_core.data import Batch, WeightUnit
 from miles_core.trainer import Context
 from miles_embedded import OptimizerGroup, backbone, gather_tensor, optimizer_group, views
 from miles_speculative.config import GROUP, MTP, SpeculativeConfig
@@ -86,7 +86,7 @@ class DraftTraining:
                 self.means[name].copy_(gather_tensor(parameter))
 
     @torch.no_grad()
-    def substitute_means(self, units: Iterator[Unit]) -> Iterator[Unit]:
+    def substitute_means(self, units: Iterator[WeightUnit]) -> Iterator[WeightUnit]:
         """Yield the export stream with the draft's parameters replaced by their running means."""
         names = {id(p): name for name, p in self.draft.policy.named_parameters()}
         means = {}

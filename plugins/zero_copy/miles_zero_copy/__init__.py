@@ -6,7 +6,7 @@ from miles_zero_copy.config import ZeroCopyConfig
 __version__ = "0.1.0"
 
 #: Flags of slime's weight differences, which this plugin sends by itself between machines.
-_ELSEWHERE = {
+_FOREIGN_FLAGS = {
     "--update-weight-mode": {"delta": "--use-zero-copy-sync", "full": ""},
     "--delta-compression": {"*": ""},
     "--delta-dtype": {"*": ""},
@@ -25,7 +25,7 @@ plugin = Plugin(
     capabilities={"transport": ("buckets",)},
     sets={"transport": "buckets"},
     measures="miles_zero_copy.limits:limits",
-    elsewhere=_ELSEWHERE,
+    foreign_flags=_FOREIGN_FLAGS,
     requires=(
         Rule(
             needs="schedule != sync",

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from miles_core.contracts.engine import Request, Sampling
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError
 from miles_core.precision.codec import Codec
 from miles_embedded.engine.build import end_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_embedded.model.load import load_model
 from miles_embedded.model.load_units import Update
 from miles_embedded.model.views import export

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from miles_core.contracts.engine import Request, Sampling
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.precision.codec import Codec
 from miles_core.precision.products import Products
 from miles_embedded.engine.engine import EmbeddedEngine

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from miles_core.contracts.engine import Request, Sampling
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.precision.codec import Codec
 from miles_core.precision.product import Product
 from miles_core.precision.products import Products

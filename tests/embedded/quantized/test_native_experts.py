@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_embedded.model.load import load_model
 from miles_embedded.model.load_units import load_units
 from miles_embedded.model.views import export, views

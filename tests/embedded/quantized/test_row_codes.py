@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_embedded.model.load import load_model
 from miles_embedded.model.load_units import load_units
 from miles_embedded.model.operations import operations_of, use_operations

@@ -11,8 +11,8 @@ from miles_core.data.batch import means
 from miles_core.data.sample import Sample
 from miles_core.run.make import make_run
 from miles_core.run.prepare import apply_plan, prepare
+from miles_core.train.data_shard import merge_metrics, split_by_replica
 from miles_core.train.rank import Rank
-from miles_core.train.share import merge_metrics, split_by_replica
 from miles_testing.toy import toy_arguments
 from miles_testing.yardstick import copy_weights
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import CheckpointError, MilesError
 from miles_formats.codec import FormatCodec
 from miles_formats.convert import conversion as converting
@@ -56,7 +56,7 @@ def test_the_bytes_are_the_codecs_and_the_rest_is_copied(checkpoint, tensors, tm
     found = everything(tmp_path / "out")
     expected = {}
     units = [{GATE: tensors[GATE], UP: tensors[UP]}, *({n: t} for n, t in tensors.items() if n not in (GATE, UP))]
-    for encoded in FormatCodec(PairFormat()).encode(map(Unit, units)):
+    for encoded in FormatCodec(PairFormat()).encode(map(WeightUnit, units)):
         expected |= encoded.parts
     assert set(found) == set(expected) and all(torch.equal(found[n], expected[n]) for n in expected)
     assert torch.equal(found[GATE.replace("weight", "weight_range")], found[UP.replace("weight", "weight_range")])

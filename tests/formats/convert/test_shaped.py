@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.cli import main as cli
-from miles_core.data.unit import Unit
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import CheckpointError
 from miles_formats.codec import FormatCodec
 from miles_formats.convert import conversion, encode
@@ -42,8 +42,8 @@ def shape(units):
             if DOWN in tensors:
                 tensors[DOWN] = tensors[DOWN] * 2
             if tensors:
-                yield Unit(tensors)
-        yield Unit({"norm.weight": back + 1})
+                yield WeightUnit(tensors)
+        yield WeightUnit({"norm.weight": back + 1})
 
     return stream
 
@@ -109,7 +109,7 @@ def test_a_stream_that_depends_on_the_weights_is_refused(files, tmp_path):
 
 def test_a_couple_that_is_divided_is_refused_before_anything_is_read(files):
     def divided(units):
-        return lambda: (Unit({name: t}) for u in units() for name, t in u.tensors.items())
+        return lambda: (WeightUnit({name: t}) for u in units() for name, t in u.tensors.items())
 
     with pytest.raises(CheckpointError, match="not in the same unit of the plugins' wrap_weights"):
         encode.to_format(files, FormatCodec(PairFormat()), divided)
@@ -121,7 +121,7 @@ def test_a_name_that_comes_twice_is_refused(files):
 
 
 PLUGIN = """
-from miles_core.data import Unit
+from miles_core.data import WeightUnit
 from miles_core.plugin import hookimpl
 
 @hookimpl
@@ -130,7 +130,7 @@ def wrap_weights(run, policy, purpose):
     def wrap(inner):
         def weights():
             for unit in inner():
-                yield Unit({name: t * 2 if name.endswith("norm.weight") else t for name, t in unit.tensors.items()})
+                yield WeightUnit({name: t * 2 if name.endswith("norm.weight") else t for name, t in unit.tensors.items()})
         return weights
     return wrap
 """

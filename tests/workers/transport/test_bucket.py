@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_core.data.unit import Encoded, Unit
+from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.errors import SyncError
 from miles_core.precision.format import Stored
 from miles_formats.codec import FormatCodec
@@ -130,8 +130,8 @@ def test_every_format_writes_its_codes_into_the_bucket(name):
         f"model.layers.0.mlp.{part}.weight": torch.randn(256, 128).bfloat16() for part in ("gate_proj", "up_proj")
     }
     bucket = Bucket(torch.zeros(256 * BLOCK, dtype=torch.uint8))
-    expected = list(codec.encode([Unit(dict(weights))]))
-    sent = list(codec.encode([Unit(dict(weights))], bucket.reserve))
+    expected = list(codec.encode([WeightUnit(dict(weights))]))
+    sent = list(codec.encode([WeightUnit(dict(weights))], bucket.reserve))
     assert all(unit.format == name and bucket.add(unit) for unit in sent)
     assert all(map(same, unpack(bucket.header(), bucket.filled), expected))
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from miles_core.data.unit import Encoded
+from miles_core.data.weight_unit import Encoded
 from miles_core.precision.codec import Codec
 from miles_workers.transport import Checksums, SentWeights, sent_weights
 from miles_workers.transport.checksum import PIECE, checksum, checksum_of

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from miles_core.plugin import Policy, Run
-from miles_core.trainer import OptimizerConfig, collect_mtp_layer, micro_batch_limits
+from miles_core.trainer import OptimizerConfig, collect_mtp_request, micro_batch_limits
 from miles_formats import make_codec
 from miles_megatron import families
 from miles_megatron.config import table
@@ -63,7 +63,7 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
             run.hooks.on("on_model", run=run, policy=policy, model=chunk, role="critic" if critic else "train")
 
         critic = policy.role == "critic"
-        wish = None if critic else collect_mtp_layer(run, policy)
+        request = None if critic else collect_mtp_request(run, policy)
         return MegatronTrainer(
             architecture,
             sizes,
@@ -73,7 +73,7 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
             directory,
             notify_plugins,
             codec,
-            wish,
+            request,
             partial(make_value_head, run, policy) if critic else None,
         )
 

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from miles_core.data import Unit
+from miles_core.data import WeightUnit
 from miles_core.plugin import CheckpointError, Store
 from miles_core.trainer import World, get_rng, put_rng, record_files
 from miles_megatron.trainer.matrices import added_state
@@ -122,7 +122,7 @@ def _state_of(state: TrainerState, chunk: Any) -> dict[str, Any]:
     return added if added and trained == len(added) else {**chunk.sharded_state_dict(), **added}
 
 
-def export(weights: Weights, units: Iterable[Unit], source: Path, directory: Path, tokenizer: Any) -> None:
+def export(weights: Weights, units: Iterable[WeightUnit], source: Path, directory: Path, tokenizer: Any) -> None:
     """Write a Hugging Face checkpoint: weight files of at most ``SHARD`` bytes, the source's configuration files, and the tokenizer.
 
     A collective of all ranks; rank 0 writes. units: see ``Trainer.export``; source: the checkpoint that the model was loaded from."""

@@ -1,4 +1,4 @@
-"""Trains the checkpoint's MTP layer next to the policy; see ``MtpLayer``.
+"""Trains the checkpoint's MTP layer next to the policy; see ``MtpRequest``.
 
 Megatron-Core makes such a layer part of the policy's model. Here it is a separate module on the last pipeline stage, with its own gradient
 buffers and optimizer. The layer therefore does not change the order of the policy's reductions, and the policy's results are bitwise the
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from miles_core.data import Batch
-from miles_core.trainer import MtpLayer, OptimizerConfig
+from miles_core.trainer import MtpRequest, OptimizerConfig
 from miles_megatron.architecture import Architecture
 from miles_megatron.sizes import Sizes
 from miles_megatron.trainer.context import gather_over_context, sum_over_context
@@ -75,7 +75,7 @@ class Mtp:
     """Training of the MTP layer.
 
     Args:
-        wish: how to train it.
+        request: how to train it.
         a: the architecture.
         s: parallel sizes.
         config: configuration of the policy's model.
@@ -87,16 +87,16 @@ class Mtp:
     """
 
     def __init__(
-        self, wish: MtpLayer, a: Architecture, s: Sizes, config: TransformerConfig, chunks: Sequence[nn.Module]
+        self, request: MtpRequest, a: Architecture, s: Sizes, config: TransformerConfig, chunks: Sequence[nn.Module]
     ) -> None:
-        self.wish, self.a, self.s, self.config, self.chunks = wish, a, s, config, chunks
+        self.request, self.a, self.s, self.config, self.chunks = request, a, s, config, chunks
         self.layer = Layer(a, s, config)
         self._embedding: Tensor | None = None
 
     def wrap(self, wrapped: Any, settings: OptimizerConfig, dtype: torch.dtype, options: Mapping[str, Any]) -> None:
         """Store ``layer`` wrapped in Megatron-Core's ``DistributedDataParallel`` and create its optimizer. A collective of all ranks."""
         self.wrapped = wrapped
-        self.optimizer = Optimizer([wrapped], replace(settings, clip_grad=self.wish.clip_grad), dtype, options)
+        self.optimizer = Optimizer([wrapped], replace(settings, clip_grad=self.request.clip_grad), dtype, options)
 
     def begin(self) -> None:
         """Begin a step: zero the gradients and broadcast the embedding from the first to the last stage."""
@@ -123,7 +123,7 @@ class Mtp:
         """Run one optimizer step with gradients of norm ``norm``. rate: the policy's learning rate, used unless the layer has its own.
 
         A collective of all ranks."""
-        self.optimizer.step(norm, rate if self.wish.lr is None else self.wish.lr)
+        self.optimizer.step(norm, rate if self.request.lr is None else self.request.lr)
 
     def loss(self, hidden: Tensor, micro_batch: Batch, packing: Packing, packed: Any) -> tuple[Tensor, Tensor]:
         """Return the loss as (sum, number of trained tokens) for ``Output.aux``, the same on every context-parallel rank.
@@ -148,7 +148,7 @@ class Mtp:
         weight = last.shared_embedding_or_output_weight() if self.a.tied else last.output_layer.weight
         head = head_on(weight.detach(), self.a.vocab, 1.0)
         found = token_log_probs(head, rows, micro_batch.tokens[packing.targets], None, False)
-        return self.wish.factor * sum_over_context(-found[:, 0].sum()), (micro_batch.mask != 0).sum()
+        return self.request.factor * sum_over_context(-found[:, 0].sum()), (micro_batch.mask != 0).sum()
 
     def _before(self, hidden: Tensor, packing: Packing, tokens: int) -> Tensor:
         """Return [rows, hidden]: for each row the hidden state of the previous token; zeros for first tokens and padding."""

@@ -21,13 +21,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from miles_core.data import SAMPLING_SUPPORT, Batch, Ragged, Unit
+from miles_core.data import SAMPLING_SUPPORT, Batch, Ragged, WeightUnit
 from miles_core.plugin import MilesError
 from miles_core.trainer import (
     Callbacks,
     Context,
     LossFunction,
-    MtpLayer,
+    MtpRequest,
     Output,
     Pass,
     Trainer,
@@ -112,7 +112,7 @@ class MegatronTrainer(Trainer):
         reference: Path | None = None,
         on_chunk: Callable[[nn.Module], object] = lambda chunk: None,
         codec: Codec | None = None,
-        mtp: MtpLayer | None = None,
+        mtp: MtpRequest | None = None,
         head: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         self.a, self.s, self.world, self.settings = a, s, world, settings
@@ -202,7 +202,7 @@ class MegatronTrainer(Trainer):
             return Output(values=whole[:, 0])
         output = Output(log_probs=whole[:, 0], entropy=whole[:, 1] if entropy else None)
         if self.mtp is not None and ctx.kind == "train":
-            output.aux[self.mtp.wish.loss] = self.mtp.loss(ctx.attached[_LAST], micro_batch, packing, packed)
+            output.aux[self.mtp.request.loss] = self.mtp.loss(ctx.attached[_LAST], micro_batch, packing, packed)
         return output
 
     def _predict(
@@ -233,7 +233,7 @@ class MegatronTrainer(Trainer):
         mtp, rate = self.mtp, self.optimizer.rate
         found = {"grad_norm": self.optimizer.norm(), "lr": rate}
         if mtp is not None:
-            norm = found[f"grad_norm/{mtp.wish.group}"] = mtp.optimizer.norm()
+            norm = found[f"grad_norm/{mtp.request.group}"] = mtp.optimizer.norm()
             mtp.step(norm, rate)
         self.optimizer.step(found["grad_norm"], rate)
         return found
@@ -327,7 +327,7 @@ class MegatronTrainer(Trainer):
         if self.mtp is not None:
             self.mtp.optimizer.reset()
 
-    def units(self, everywhere: bool = False) -> Iterator[Unit]:
+    def units(self, everywhere: bool = False) -> Iterator[WeightUnit]:
         """See ``Trainer.units``."""
         return self.weights.units(everywhere)
 
@@ -376,7 +376,7 @@ class MegatronTrainer(Trainer):
         """See ``Trainer.load``. Raises CheckpointError if ``directory`` contains another model."""
         checkpoint.load(self._state, Path(directory))
 
-    def export(self, directory: Path, tokenizer: Any, units: Iterator[Unit] | None = None) -> None:
+    def export(self, directory: Path, tokenizer: Any, units: Iterator[WeightUnit] | None = None) -> None:
         """See ``Trainer.export``."""
         own = self.units(everywhere=self.s.pp * self.s.ep > 1) if units is None else units
         checkpoint.export(self.weights, own, self.source, Path(directory), tokenizer)

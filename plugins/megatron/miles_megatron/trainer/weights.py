@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from miles_core.data import Unit
+from miles_core.data import WeightUnit
 from miles_core.plugin import CheckpointError
 from miles_core.trainer import CheckpointFiles
 from miles_megatron import families
@@ -150,7 +150,7 @@ class Weights:
             return parallel_state.get_tensor_model_parallel_rank(), self.s.tp
         return parallel_state.get_expert_tensor_parallel_rank(), self.s.etp
 
-    def units(self, everywhere: bool) -> Iterator[Unit]:
+    def units(self, everywhere: bool) -> Iterator[WeightUnit]:
         """See ``Trainer.units``. Tensor-parallel ranks gather their shards. Every pipeline stage yields its own tensors without waiting for
         the others, and every expert-parallel rank its own experts, unless the checkpoint stacks the experts of a matrix in one tensor: then
         they are gathered too. With ``everywhere``, stages take turns, and every rank yields all tensors."""
@@ -271,12 +271,12 @@ def _tensors(chunk: nn.Module, a: Architecture, s: Sizes, numbers: Sequence[int]
         yield name, tensor
 
 
-def _make_units(tensors: dict[str, Tensor]) -> Iterator[Unit]:
+def _make_units(tensors: dict[str, Tensor]) -> Iterator[WeightUnit]:
     """Yield one unit per tensor; gate and up of a layer form one unit, because a number format may encode them together."""
     if any("gate_proj" in name for name in tensors):
-        yield Unit(tensors)
+        yield WeightUnit(tensors)
     else:
-        yield from (Unit({name: tensor}) for name, tensor in tensors.items())
+        yield from (WeightUnit({name: tensor}) for name, tensor in tensors.items())
 
 
 def _group_by_matrix(entries: Sequence[Entry]) -> list[list[Entry]]:

@@ -18,7 +18,7 @@ from miles_core.contracts.transport import SyncReport
 from miles_core.data.world import ALONE
 from miles_core.errors import WorkerLost
 from miles_core.precision.schedule import precisions
-from miles_core.train.share import Share
+from miles_core.train.data_shard import DataShard
 from miles_planner.simulation.engine import VirtualEngine
 from miles_planner.simulation.ledger import Ledger, Timeline
 from miles_planner.simulation.setup import Setup
@@ -168,7 +168,7 @@ class TrainerWorkers(Workers):
     async def kill(self, number: int) -> None:
         """Nothing to do."""
 
-    async def _learn(self, share: Share) -> None:
+    async def _learn(self, share: DataShard) -> None:
         ledger, loop = self.ledger, asyncio.get_running_loop()
         responses = [ledger.response(sample.index) for sample in share.samples]
         prompts = [ledger.lengths.prompt(sample.group_index) for sample in share.samples]

@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from miles_core.contracts.run import Run, StashKey
+from miles_core.contracts.run import Run, StateKey
 from miles_core.data.prompt_source import PromptSource, Row
 from miles_planner.simulation.cluster import SimulatedRuntime
 from miles_planner.simulation.options import SimulationConfig
 from miles_planner.simulation.setup import NAME
 
 #: The runtime, which ``simulation`` makes.
-RUNTIME = StashKey[SimulatedRuntime]()
+RUNTIME = StateKey[SimulatedRuntime]()
 
 
 def make_runtime(run: Run) -> SimulatedRuntime:
     """The provider of the runtime."""
-    return run.stash[RUNTIME]
+    return run.state[RUNTIME]
 
 
 class EndlessPrompts(PromptSource):

@@ -215,7 +215,7 @@ def simulate(words: Sequence[str], name: str = "", report: Report | None = None)
         sizes = {"max_response_len": -(-rollout.max_response_len // setup.unit), "num_rollout": wanted + setup.tail}
         config = config.replace({f"rollout.{name}": value for name, value in sizes.items()}, origin="the simulation")
         run = _make_run(config, plan, catalogue, Path(directory))
-        runtime = run.stash[RUNTIME] = SimulatedRuntime(run, setup)
+        runtime = run.state[RUNTIME] = SimulatedRuntime(run, setup)
         recorder = _Recorder(wanted, report)
         recorder.runtime = runtime
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.config import elsewhere
+from miles_core.config import foreign_flags
 from miles_core.config.load import load
 from miles_core.config.schema import collect
 from miles_core.errors import ConfigError
@@ -28,37 +28,39 @@ from miles_tools.foreign import programs
     ],
 )
 def test_an_unknown_flag_is_explained(flag, says):
-    assert says in elsewhere.explain_flag(flag, collect([]))
+    assert says in foreign_flags.explain_flag(flag, collect([]))
 
 
 def test_a_plugin_says_what_takes_the_place_of_a_flag_that_it_lacks():
-    mine = Plugin("mine", "", "1", "~=0.1", elsewhere={"--mine-model": "give --hf-checkpoint"})
-    said = elsewhere.explain_flag("--mine_model", collect([mine]))
+    mine = Plugin("mine", "", "1", "~=0.1", foreign_flags={"--mine-model": "give --hf-checkpoint"})
+    said = foreign_flags.explain_flag("--mine_model", collect([mine]))
     assert said == "--mine_model does not exist here: give --hf-checkpoint"
 
 
 def test_an_absent_part_names_the_plugin_that_is_called_like_it(manifests):
     schema = collect(manifests)
-    message = elsewhere.explain_value(schema.find("engine"), "vllm", schema)
+    message = foreign_flags.explain_value(schema.find("engine"), "vllm", schema)
     assert message == (
         "engine cannot be 'vllm'; it is one of embedded or server; others come with plugins; "
         "install the package that provides it (usually miles-plugin-NAME)"
     )
-    assert "nothing provides one" in elsewhere.explain_value(collect([]).find("engine"), "vllm", collect([]))
-    assert elsewhere.explain_value(schema.find("engine"), "servr", schema) is None  # the check says: did you mean
-    assert elsewhere.explain_value(schema.find("reward.rm_type"), "nothing", schema) is None
+    assert "nothing provides one" in foreign_flags.explain_value(collect([]).find("engine"), "vllm", collect([]))
+    assert foreign_flags.explain_value(schema.find("engine"), "servr", schema) is None  # the check says: did you mean
+    assert foreign_flags.explain_value(schema.find("reward.rm_type"), "nothing", schema) is None
 
 
 def test_an_absent_plugin_is_explained(manifests):
     schema = collect(manifests)
-    assert "pip" not in elsewhere.explain_plugin("two_words", schema)  # somebody else may own a package of that name
-    assert "did you mean replay" in elsewhere.explain_plugin("relpay", schema)
-    assert "pip" not in elsewhere.explain_plugin("no name", schema)
+    assert "pip" not in foreign_flags.explain_plugin(
+        "two_words", schema
+    )  # somebody else may own a package of that name
+    assert "did you mean replay" in foreign_flags.explain_plugin("relpay", schema)
+    assert "pip" not in foreign_flags.explain_plugin("no name", schema)
 
 
 def test_the_table_holds_no_flag_that_core_has():
     """An entry for a flag that exists would never be shown."""
-    table = tomllib.loads(Path(elsewhere.__file__).with_suffix(".toml").read_text())
+    table = tomllib.loads(Path(foreign_flags.__file__).with_suffix(".toml").read_text())
     for spelling in collect([]).spellings():
         for pattern in table["flags"]:
             assert not fnmatchcase(spelling, pattern), (spelling, pattern)
@@ -67,7 +69,7 @@ def test_the_table_holds_no_flag_that_core_has():
 def test_every_flag_that_a_sentence_recommends_exists():
     import re
 
-    table = tomllib.loads(Path(elsewhere.__file__).with_suffix(".toml").read_text())
+    table = tomllib.loads(Path(foreign_flags.__file__).with_suffix(".toml").read_text())
     known = {*collect([]).spellings(), *table["flags"]}
     sentences = [*table["flags"].values(), *(text for values in table["values"].values() for text in values.values())]
     for sentence in sentences:
@@ -101,11 +103,11 @@ def test_an_option_that_has_another_meaning_here_is_told_apart():
 def test_a_variable_that_no_installed_plugin_reads_is_refused():
     names = "OPEN_TRAINING_THING_SIZE", "OPEN_TRAINING_THING_FLAG"
     given = {names[0]: "32", names[1]: "1", "OTHER": "1"}
-    said = elsewhere.explain_environment(given, collect([]))
+    said = foreign_flags.explain_environment(given, collect([]))
     assert [line.partition(":")[0] for line in said] == [f"environment variable {n}={given[n]}" for n in names]
     assert said[0].endswith("no installed plugin reads it; install the one it belongs to, or unset it")
     reading = Plugin("thing", "", "1", ">=0", environment=dict.fromkeys(names, "run.profile"))
-    assert elsewhere.explain_environment(given, collect([reading])) == []
-    assert elsewhere.explain_environment({names[1]: "0"}, collect([])) == []
+    assert foreign_flags.explain_environment(given, collect([reading])) == []
+    assert foreign_flags.explain_environment({names[1]: "0"}, collect([])) == []
     with pytest.raises(ConfigError, match="OPEN_TRAINING_THING_SIZE=32: no installed plugin reads it"):
         load([], manifests=[], environment={names[0]: "32"})

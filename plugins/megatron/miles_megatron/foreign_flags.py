@@ -21,7 +21,7 @@ _SWITCHES = (
 )
 _DROPPED = {"**": ""}
 
-ELSEWHERE: dict[str, str | dict[str, str]] = {
+FOREIGN_FLAGS: dict[str, str | dict[str, str]] = {
     **{f"--{name}": _DROPPED for name in f"{_MODEL} {_SWITCHES}".split()},
     "--megatron-to-hf-mode": {"*": ""},
     "--optimizer": {"adam": "", "adamw": ""},

@@ -1,21 +1,21 @@
-"""``run.stash``: values that plugins keep for a run."""
+"""``run.state``: values that plugins keep for a run."""
 
 import pytest
 
-from miles_core.contracts.run import Stash, StashKey
+from miles_core.contracts.run import RunState, StateKey
 from miles_core.errors import MilesError, PluginError
 from miles_testing import toy_run
 
-KEY = StashKey[int]()
+KEY = StateKey[int]()
 EMPTY = """
-from miles_core.plugin import StashKey, hookimpl
+from miles_core.plugin import StateKey, hookimpl
 
-SEEN = StashKey[int]()
+SEEN = StateKey[int]()
 
 
 @hookimpl
 def on_step(run, metrics):
-    metrics["seen"] = run.stash[SEEN]
+    metrics["seen"] = run.state[SEEN]
 """
 FOREIGN = """
 from dataclasses import replace
@@ -37,17 +37,17 @@ def wrap_weights():
 
 
 def test_a_key_names_the_module_that_made_it():
-    stash = Stash()
-    with pytest.raises(PluginError, match=rf"nothing is stored under the StashKey of {__name__}; store a value first"):
-        stash[KEY]
-    stash[KEY] = 3
-    assert stash[KEY] == 3
+    state = RunState()
+    with pytest.raises(PluginError, match=rf"nothing is stored under the StateKey of {__name__}; store a value first"):
+        state[KEY]
+    state[KEY] = 3
+    assert state[KEY] == 3
 
 
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        (EMPTY, "plugin mine, hook on_step: nothing is stored under the StashKey of "),
+        (EMPTY, "plugin mine, hook on_step: nothing is stored under the StateKey of "),
         (FOREIGN, "changed before by plugin mine, hook wrap_weights"),
     ],
 )

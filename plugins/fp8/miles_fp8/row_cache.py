@@ -9,7 +9,7 @@ from torch import Tensor
 Codes = tuple[Tensor, Tensor]
 
 
-class KeptCodes:
+class QuantizedRowCache:
     """Keeps the codes of one tensor. Every thread has codes of its own; copies have none.
 
     A product may receive another view of the rows, so rows are recognised by their memory: the tensor is kept, too, so that its memory is not
@@ -19,8 +19,8 @@ class KeptCodes:
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def __reduce__(self) -> tuple[type[KeptCodes], tuple[()]]:
-        return KeptCodes, ()
+    def __reduce__(self) -> tuple[type[QuantizedRowCache], tuple[()]]:
+        return QuantizedRowCache, ()
 
     def put(self, rows: Tensor, codes: Codes, uses: int) -> None:
         """Keep ``codes`` for the next ``uses`` products of ``rows`` [..., K], contiguous, in place of earlier ones."""

@@ -1,6 +1,6 @@
 """Data types of a weight sync.
 
-A trainer yields ``Unit``s: full, unsharded tensors under their checkpoint names and in the checkpoint's layout, in a
+A trainer yields ``WeightUnit``s: full, unsharded tensors under their checkpoint names and in the checkpoint's layout, in a
 deterministic order. Tensors that a number format must encode together (gate and up of one expert) share a unit. Core
 encodes units with the run's format and hands ``Encoded`` to the transport.
 """
@@ -16,7 +16,7 @@ from miles_core.errors import describe
 
 
 @dataclass
-class Unit:
+class WeightUnit:
     """Tensors of the model copy, checkpoint name -> tensor. Their storage may be reused when the iterator advances, unless they are
     ``lasting``: views of the trainer's parameters, which keep their addresses and change only with the next training step."""
 
@@ -26,10 +26,12 @@ class Unit:
     def find_fault(self) -> str:
         """Describe what is not a named tensor; "" if the unit holds only named tensors, at least one."""
         if not isinstance(self.tensors, dict) or not self.tensors:
-            return f"Unit.tensors is {describe(self.tensors)}; expected a dict of checkpoint name -> Tensor"
+            return f"WeightUnit.tensors is {describe(self.tensors)}; expected a dict of checkpoint name -> Tensor"
         for name, tensor in self.tensors.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                return f"Unit.tensors[{name!r}] is {describe(tensor)}; expected a Tensor under its checkpoint name"
+                return (
+                    f"WeightUnit.tensors[{name!r}] is {describe(tensor)}; expected a Tensor under its checkpoint name"
+                )
         return ""
 
     def describe_shapes(self) -> dict[str, str]:
@@ -42,7 +44,7 @@ class Unit:
 class Encoded:
     """One checkpoint tensor as stored: ``name`` is the plain name (``...q_proj.weight``), ``parts`` maps stored names
     (``...q_proj.weight``, ``...q_proj.weight_scale_inv``) to tensors, ``format`` is a format's name or "" for as is, ``lasting``
-    as for ``Unit``. Who copies a part uses ``copy(to, part)``: as ``to.copy_(part)``, but what arrived from elsewhere may be checked in the
+    as for ``WeightUnit``. Who copies a part uses ``copy(to, part)``: as ``to.copy_(part)``, but what arrived from elsewhere may be checked in the
     same pass, and is in ``to`` when the stream was read to its end."""
 
     name: str

@@ -47,7 +47,7 @@ Pairs = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Share:
+class DataShard:
     """One replica's part of a rollout.
 
     Attributes:
@@ -63,16 +63,16 @@ class Share:
     positions: list[int]
 
 
-def split_by_replica(samples: Sequence[Sample], options: TrainOptions, replicas: int) -> list[Share]:
+def split_by_replica(samples: Sequence[Sample], options: TrainOptions, replicas: int) -> list[DataShard]:
     """Split samples into one share per replica. Groups stay whole, and all shares have the same number of optimizer steps."""
     step_of, count = optimiser_steps(samples, options)
     return [
-        Share([samples[i] for i in mine], [step_of[i] for i in mine], count, mine)
-        for mine in shares(samples, step_of, replicas)
+        DataShard([samples[i] for i in mine], [step_of[i] for i in mine], count, mine)
+        for mine in divide_samples(samples, step_of, replicas)
     ]
 
 
-def shares(samples: Sequence[Sample], step_of: Sequence[int], replicas: int) -> list[list[int]]:
+def divide_samples(samples: Sequence[Sample], step_of: Sequence[int], replicas: int) -> list[list[int]]:
     """Divide the samples of a rollout among replicas.
 
     A group stays on one replica, because advantages compare its members. To balance each optimiser step, groups are assigned in
@@ -104,11 +104,11 @@ def shares(samples: Sequence[Sample], step_of: Sequence[int], replicas: int) -> 
     return [sorted(positions) for positions in mine]
 
 
-def merge_recorded(parts: Sequence[Share], seen: Sequence[Sequence[TrainedTokens]]) -> list[TrainedTokens]:
+def merge_recorded(parts: Sequence[DataShard], seen: Sequence[Sequence[TrainedTokens]]) -> list[TrainedTokens]:
     """Merge the replicas' recorded tokens ``seen`` in the order of the rollout; empty if nothing was recorded."""
     merged: dict[int, TrainedTokens] = {}
-    for share, tokens in zip(parts, seen, strict=True):
-        merged |= zip(share.positions, tokens, strict=bool(tokens))
+    for shard, tokens in zip(parts, seen, strict=True):
+        merged |= zip(shard.positions, tokens, strict=bool(tokens))
     return [merged[at] for at in sorted(merged)]
 
 

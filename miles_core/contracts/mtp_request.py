@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class MtpLayer:
+class MtpRequest:
     """Request to train the checkpoint's multi-token prediction layer (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
     The trainer trains the layer together with the policy and syncs both to the engine. Trainers whose model plugins cannot modify
@@ -38,17 +38,17 @@ class MtpLayer:
     clip_grad: float = 1.0
 
 
-def collect_mtp_layer(run: Run, policy: Policy) -> MtpLayer | None:
+def collect_mtp_request(run: Run, policy: Policy) -> MtpRequest | None:
     """Collect the request to train the layer through the hook ``on_mtp_layers``; None if no plugin requests it.
 
     Raises:
         ConfigError: several plugins request it.
     """
-    wishes: list[MtpLayer] = []
-    run.hooks.on("on_mtp_layers", run=run, policy=policy, wishes=wishes)
-    if len(wishes) > 1:
+    requests: list[MtpRequest] = []
+    run.hooks.on("on_mtp_layers", run=run, policy=policy, requests=requests)
+    if len(requests) > 1:
         plugins = ", ".join(run.hooks.implemented["on_mtp_layers"])
         raise ConfigError(
             f"several plugins want to train the multi-token prediction layer of {policy.name}: leave one of {plugins} out"
         )
-    return wishes[0] if wishes else None
+    return requests[0] if requests else None

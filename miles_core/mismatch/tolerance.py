@@ -65,7 +65,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Allowance:
+class Tolerance:
     """Declared differences of log-probabilities between two sides that compute the same function, in nats.
 
     Attributes:
@@ -85,6 +85,6 @@ class Allowance:
         return FLOOR + RATIO * self.scale * math.sqrt(2)
 
 
-def allowance(engine: Side, trainer: Side) -> Allowance:
+def tolerance(engine: Side, trainer: Side) -> Tolerance:
     """Compute the declared differences of two sides."""
-    return Allowance(_SCALE * math.hypot(engine.estimate_error(trainer), trainer.estimate_error(engine)))
+    return Tolerance(_SCALE * math.hypot(engine.estimate_error(trainer), trainer.estimate_error(engine)))

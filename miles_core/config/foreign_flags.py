@@ -1,4 +1,4 @@
-"""Explain unknown names: name the option to use instead, or the plugin that provides it. The table is ``elsewhere.toml``; a part knows the
+"""Explain unknown names: name the option to use instead, or the plugin that provides it. The table is ``foreign_flags.toml``; a part knows the
 options of other programs."""
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def explain_flag(flag: str, schema: Schema) -> str:
     if spelling != flag and spelling in schema.spellings():
         return f"unknown flag {flag}; it is spelt {spelling}"
     for plugin in schema.manifests.values():
-        if spelling in plugin.elsewhere:
-            return f"{flag} does not exist here: {_describe_replacement(plugin.elsewhere[spelling])}"
+        if spelling in plugin.foreign_flags:
+            return f"{flag} does not exist here: {_describe_replacement(plugin.foreign_flags[spelling])}"
     for pattern, sentence in _table()["flags"].items():
         if fnmatchcase(spelling, pattern):
             return f"{flag} does not exist here: {sentence}"

@@ -1,6 +1,6 @@
 """How much rounding explains."""
 
-from miles_core.mismatch.allowance import Side, allowance
+from miles_core.mismatch.tolerance import Side, tolerance
 
 FP8 = Side("bfloat16", "fp8", 0.03, rounds_inputs=True)
 
@@ -8,15 +8,15 @@ FP8 = Side("bfloat16", "fp8", 0.03, rounds_inputs=True)
 def test_lower_precision_allows_more():
     single, half, middle = Side("float32"), Side("bfloat16"), Side("float16")
     pairs = [(single, single), (middle, middle), (half, half), (FP8, half)]
-    for limits in ([allowance(*pair).median for pair in pairs], [allowance(*pair).mean for pair in pairs]):
+    for limits in ([tolerance(*pair).median for pair in pairs], [tolerance(*pair).mean for pair in pairs]):
         assert limits == sorted(limits) and limits[0] < 0.002 < limits[1] < 0.1 < limits[3] < 0.4
-    assert allowance(half, half).median < allowance(half, half).mean
+    assert tolerance(half, half).median < tolerance(half, half).mean
 
 
 def test_codes_of_one_format_are_the_same_on_both_sides():
     weights_only = Side("bfloat16", "int4", 0.13)
-    assert allowance(weights_only, weights_only) == allowance(Side("bfloat16"), Side("bfloat16"))
-    assert allowance(FP8, FP8).median < allowance(FP8, Side("bfloat16")).median
+    assert tolerance(weights_only, weights_only) == tolerance(Side("bfloat16"), Side("bfloat16"))
+    assert tolerance(FP8, FP8).median < tolerance(FP8, Side("bfloat16")).median
     assert weights_only.tipped == 0 and 0 < FP8.tipped < FP8.error
 
 
