@@ -194,11 +194,6 @@ def test_sequence_parallelism_without_tensor_parallelism_has_no_effect(checkpoin
     assert len([text for text in accepted.advice if "--sequence-parallel has no effect" in text]) == notes
 
 
-def test_what_the_trainer_lacks_is_refused(checkpoint):
-    text = refused(checkpoint, PUBLISHED["QWEN3_8B"], "megatron.ranks=8", aux_loss_coef=0.1)
-    assert "--aux-loss-coef 0.1: it needs model.moe" in text
-
-
 def test_gradients_are_quantised_in_a_number_format_alone(checkpoint):
     text = refused(checkpoint, PUBLISHED["QWEN3_8B"], "megatron.ranks=8", backward_override="none")
     assert "megatron needs train.precision in {fp8, mxfp8}" in text
