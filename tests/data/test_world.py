@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from miles_core.data.sample import Sample
 from miles_core.data.world import World
-from miles_core.train.data_shard import shares
+from miles_core.train.data_shard import divide_samples
 
 
 @pytest.mark.parametrize("place", [(1, 1), (-1, 1), (0, 2, 2, 2), (0, 1, 0, 2)])
@@ -31,7 +31,7 @@ def rollout(groups, per_group, lengths):
 def test_every_sample_once_and_groups_whole(groups, per_group, lengths, replicas, steps):
     samples = rollout(groups, per_group, lengths)
     step_of = [i * steps // max(len(samples), 1) for i in range(len(samples))]  # steps cut groups
-    found = shares(samples, step_of, replicas)
+    found = divide_samples(samples, step_of, replicas)
     assert len(found) == replicas and sorted(i for mine in found for i in mine) == list(range(len(samples)))
     assert all(mine == sorted(mine) for mine in found)
     home = {samples[i].group_index: r for r, mine in enumerate(found) for i in mine}
@@ -41,12 +41,12 @@ def test_every_sample_once_and_groups_whole(groups, per_group, lengths, replicas
 @given(st.integers(1, 20), st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 4))
 def test_the_largest_share_is_near_the_mean(groups, lengths, replicas):
     samples = rollout(groups, 2, lengths)
-    load = [sum(len(samples[i].tokens) for i in mine) for mine in shares(samples, [0] * len(samples), replicas)]
+    load = [sum(len(samples[i].tokens) for i in mine) for mine in divide_samples(samples, [0] * len(samples), replicas)]
     sizes = [2 * lengths[g % len(lengths)] for g in range(groups)]
     # What is given last goes to the smallest share, which then holds at most the mean of the others (R. Graham, 1966).
     assert max(load) <= sum(sizes) / replicas + max(sizes) * (1 - 1 / replicas) + 1e-9
 
 
 def test_fewer_groups_than_replicas_leave_some_without():
-    found = shares(rollout(2, 3, [5]), [0] * 6, 3)
+    found = divide_samples(rollout(2, 3, [5]), [0] * 6, 3)
     assert sorted(map(len, found)) == [0, 3, 3]
