@@ -11,7 +11,6 @@ Only reading tensors imports torch: a plan reads headers.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -29,26 +28,26 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 _HEADER_LIMIT = 100 << 20  # bytes, the limit of the safetensors format
 
-#: safetensors dtype name -> name of the torch dtype.
-DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
+#: safetensors dtype name -> name of the torch dtype, and bytes per element.
+DTYPES: dict[str, tuple[str, int]] = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
-_CODES = {name: code for code, name in DTYPES.items()}
+_CODES = {name: code for code, (name, _) in DTYPES.items()}
 
 
 def code_of(dtype: torch.dtype) -> str:
@@ -72,7 +71,7 @@ class Entry:
         """The dtype of the tensor."""
         import torch
 
-        return getattr(torch, DTYPES[self.code])  # type: ignore[no-any-return]
+        return getattr(torch, DTYPES[self.code][0])  # type: ignore[no-any-return]
 
 
 class CheckpointFiles:
@@ -210,10 +209,7 @@ def _parse_entry(file: Path, name: str, record: dict[str, Any], base: int) -> En
         raise CheckpointError(f"{file}: {name} has the dtype {code}, which torch does not have")
     if any(type(n) is not int or n < 0 for n in (*shape, first, last)):
         raise ValueError(f"{name} has the shape {list(shape)} and the bytes {first} to {last}")
-    size = (
-        int((re.findall(r"\d+", code) or ["8"])[0]) // 8
-    )  # the first number of a dtype's name is its bits; BOOL is a byte
-    if math.prod(shape) * size != last - first:
+    if math.prod(shape) * DTYPES[code][1] != last - first:
         raise ValueError(f"{name} {list(shape)} {code} cannot be {last - first} bytes")
     return Entry(name, code, shape, file, base + first, last - first)
 

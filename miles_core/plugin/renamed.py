@@ -29,6 +29,7 @@ PUBLIC = (
     *("miles_formats.convert", "miles_tools.http_client", "miles_core.observe.bytecode", "miles_formats.native"),
 )
 _FROM = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
+_KEYWORD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 _OF_MODULE = re.compile(r"(?:module ')?([\w.]+)'? has no (?:attribute )?'(\w+)'")
 
 
@@ -57,7 +58,7 @@ def explain_old_name(error: BaseException) -> str:
         return ""
     new = find_new_name(old)
     if new:
-        return f"imports {old}, which is now {new}"
+        return f"{'passes' if '(' in old else 'imports'} {old}, which is now {new}"
     if new is not None:
         return f"imports {old}, which no longer exists and has no replacement"
     module, _, name = old.partition(":")
@@ -89,6 +90,9 @@ def _failed_on(error: BaseException) -> str:
     if isinstance(error, ImportError):
         found = _FROM.search(str(error))
         return f"{found[2]}:{found[1]}" if found else ""
+    if isinstance(error, TypeError) and (found := _KEYWORD.fullmatch(str(error))):
+        old = f"miles_core.plugin:{found[1]}({found[2]})"
+        return old if find_new_name(old) else ""  # any other argument is the plugin's own mistake
     found = _OF_MODULE.fullmatch(str(error)) if isinstance(error, AttributeError) else None
     return f"{found[1]}:{found[2]}" if found else ""
 
