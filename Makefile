@@ -89,7 +89,7 @@ pytest: install
 
 # After make test-thorough on a quiet machine.
 slow-tests:
-	$(BIN)/python tests/list_slow_tests.py $(REPORTS)/all.xml
+	$(BIN)/python tests/list_slow_tests.py $(wildcard $(REPORTS)/*.xml)
 
 # The parts that touch Transformers' modules, on the oldest version supported (SGLang's pin), which shadows the installed one.
 oldest: install $(OLDEST)/.installed
@@ -114,12 +114,12 @@ test-engines: test-megatron test-sglang
 
 test-megatron: engines
 	PYTHONPATH=$(abspath $(ENGINES)/megatron):$(abspath $(ENGINES)/common) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" --junit-xml $(REPORTS)/megatron.xml $(MEGATRON_TESTS)
+		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKS)" --slow-part "$(SLOW_PART)" --junit-xml $(REPORTS)/megatron.xml $(MEGATRON_TESTS)
 
 # In one process: most of these tests share one SGLang.
 test-sglang: engines
 	PYTHONPATH=$(abspath tests/engines/stand_ins):$(abspath $(ENGINES)/sglang):$(abspath $(ENGINES)/common) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -m "$(MARKS)" --junit-xml $(REPORTS)/sglang.xml $(SGLANG_TESTS)
+		$(BIN)/python -m pytest -m "$(MARKS)" --slow-part "$(SLOW_PART)" --junit-xml $(REPORTS)/sglang.xml $(SGLANG_TESTS)
 
 # Every test that no run so far could execute, by reason; 1 if a reason is not in docs/skipped-tests.md.
 skipped:

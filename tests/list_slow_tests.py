@@ -1,4 +1,4 @@
-"""Writes ``tests/slow_tests.txt`` from the report of a complete run: ``python tests/list_slow_tests.py build/reports/all.xml``.
+"""Writes ``tests/slow_tests.txt`` from the reports of a complete run: ``python tests/list_slow_tests.py build/tests/*.xml``.
 
 A test in the list has the marker ``thorough`` (``conftest.py``), so ``make test`` leaves it out. In each file the fastest of the slow tests stay,
 so that every part is run.
@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "slow_tests.txt"
 #: Seconds of a slow test, and of the slow tests that stay in a file, together.
-SLOW, KEPT = 0.8, 2.0
+SLOW, KEPT = 0.6, 1.0
 
 
-def read_seconds(report: Path) -> dict[str, dict[str, float]]:
-    """Return file -> name of a test, with its class and parameters -> seconds."""
+def read_seconds(reports: Sequence[Path]) -> dict[str, dict[str, float]]:
+    """Return file -> name of a test, with its class and parameters -> seconds, the most of all reports: a test is skipped in some."""
     found: dict[str, dict[str, float]] = defaultdict(dict)
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
+    for case in (case for report in reports for case in ElementTree.parse(report).getroot().iter("testcase")):
         parts = case.attrib["classname"].split(".")
         while parts and not (ROOT / Path(*parts)).with_suffix(".py").is_file():
             parts.pop()
         file = str(Path(*parts).with_suffix(".py"))
         classes = case.attrib["classname"].split(".")[len(parts) :]
-        found[file]["::".join([*classes, case.attrib["name"]])] = float(case.attrib["time"])
+        name = "::".join([*classes, case.attrib["name"]])
+        found[file][name] = max(found[file].get(name, 0.0), float(case.attrib["time"]))
     return found
 
 
@@ -47,7 +49,7 @@ def main() -> None:
     """Write the list."""
     lines = [
         f"{file}::{name}"
-        for file, seconds in sorted(read_seconds(Path(sys.argv[1])).items())
+        for file, seconds in sorted(read_seconds([*map(Path, sys.argv[1:])]).items())
         for name in choose(seconds)
     ]
     LIST.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
