@@ -1,5 +1,6 @@
 """What holds for every test of core, plugins and examples."""
 
+import logging
 import os
 import types
 import zlib
@@ -21,6 +22,15 @@ def pytest_collection_modifyitems(config, items):
         known = item.nodeid in listed or item.nodeid.partition("[")[0] in listed
         if known and not (parts and zlib.crc32(item.nodeid.encode()) % int(parts) == int(part)):
             item.add_marker(pytest.mark.thorough)
+
+
+@pytest.fixture(autouse=True)
+def log_levels_as_before():
+    """A run sets the levels of our loggers, which decide what a later test finds in ``caplog``."""
+    yield
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("miles") and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True, scope="session")
