@@ -57,7 +57,7 @@ LAYERS: list[dict[str, str]] = [
         "train": "errors data plugin config checkpoint algorithm precision contracts sync",
     },
     {
-        "schedule": "plugin contracts rollout",
+        "schedule": "contracts rollout",
         "mismatch": "errors data plugin precision contracts sync rollout",
     },
     {
