@@ -16,7 +16,7 @@ from tests.ways import ROOT, ErrorTrace, Trace, name_of
 #: From ``learn()`` to the loss: samples become a batch, which gets advantages and the weights of its tokens.
 LEARN = (
     "local_learner.LocalLearner.learn",
-    "share.optimiser_steps",
+    "data_shard.optimiser_steps",
     "batch.collate",
     "grpo.advantage",
     "choices.loss_weights",
@@ -76,7 +76,7 @@ def test_from_learn_to_the_loss(step):
 
 
 def test_from_the_prompt_file_to_the_loss(step):
-    check("from the prompt file to the loss", step.way(SAMPLE), 28)
+    check("from the prompt file to the loss", step.way(SAMPLE), 26)
 
 
 def test_from_the_optimizer_to_the_engine(step):
