@@ -263,8 +263,14 @@ def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[
     """Return the differences between two plans (as JSON data, see ``Plan.to_json``).
 
     Compares plugins, the values that plugins set, options, and the facts that the rules of either plan read. A change of a fact in
-    ``FATAL`` or of a ``fixed`` option is fatal.
+    ``FATAL`` or of a ``fixed`` option is fatal. An option whose name changed is recognized by its flag.
     """
+    here = {fact["name"]: fact.get("flag") for fact in current.get("facts", ())}
+    renamed = {flag: name for name, flag in here.items() if flag}
+    facts = [
+        f if f["name"] in here else {**f, "name": renamed.get(f.get("flag"), f["name"])} for f in saved.get("facts", ())
+    ]
+    saved = {**saved, "facts": facts}
     both = [fact for plan in (saved, current) for fact in plan.get("facts", ())]
     options = {fact["name"] for fact in both if fact.get("flag")} - NOT_COMPARED
     fixed = {*FATAL, *(fact["name"] for fact in both if fact.get("fixed"))}
