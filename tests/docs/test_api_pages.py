@@ -53,4 +53,6 @@ def test_the_roles_are_those_of_names_that_exist():
     assert [name for name in table["names"] if name not in public] == []
     unused = [m for m in table["modules"] if not any(f"{home}.".startswith(f"{m}.") for home in public.values())]
     assert unused == []
-    assert {role for given in (*table["modules"].values(), *table["names"].values()) for role in given} == set(table["roles"])
+    assert {role for given in (*table["modules"].values(), *table["names"].values()) for role in given} == set(
+        table["roles"]
+    )
