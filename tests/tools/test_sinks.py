@@ -152,3 +152,13 @@ def test_a_run_that_was_saved_with_these_options_in_the_table_run_goes_on(tmp_pa
     assert config.is_set("sinks.use_wandb") and not config.is_set("sinks.wandb_project")
     with pytest.raises(ConfigError, match=r"the table run has no key 'wandb_group'; there is sinks\.wandb_group"):
         load(["--config", str(tmp_path / "config.yaml")])
+
+
+def test_a_saved_default_of_an_option_that_is_gone_is_ignored_with_a_warning(tmp_path, caplog):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text("defaults:\n  run:\n    gone_option: 3\n")
+    load(["--load", str(tmp_path)])
+    assert "the default of run.gone_option is ignored: there is no such option any more" in caplog.text
+    (tmp_path / "config.yaml").write_text("run:\n  gone_option: 3\n")
+    with pytest.raises(ConfigError, match="the table run has no key 'gone_option'"):
+        load(["--load", str(tmp_path)])
