@@ -1,1 +1,0 @@
-"""Schedules that generate while they train: one step ahead, or all the time."""
