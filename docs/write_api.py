@@ -1,6 +1,7 @@
-"""Write the signatures of the public names into docs/api/*.md: python docs/write_api.py
+"""Write the signatures of the public names into docs/api/*.md, and the names by role into docs/public-names.md: python docs/write_api.py
 
-They are read from the sources, so nothing is imported. The site shows its own rendering of the modules instead (``site.py``).
+They are read from the sources, so nothing is imported. The site shows its own rendering of the modules instead (``site.py``). The roles
+are in ``roles.toml``.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -16,14 +18,26 @@ BEGIN, END = "<!-- names: written by docs/write_api.py -->", "<!-- /names -->"
 #: The part of a page between the marks.
 BLOCK = re.compile(rf"{re.escape(BEGIN)}\n.*?{re.escape(END)}\n\n?", re.DOTALL)
 WIDTH = 120
+#: Length of a summary from which it ends at its first clause.
+LINE = 160
+#: Roles, and the roles of modules and names.
+ROLES = tomllib.loads((ROOT / "docs" / "roles.toml").read_text(encoding="utf-8"))
+NAMES = ROOT / "docs" / "public-names.md"
+INTRODUCTION = """# Public names by role
+
+Written by `python docs/write_api.py` from `docs/roles.toml` and the docstrings; do not edit. [The API reference](api.md) has the
+signatures, and [hooks](hooks.md) the hooks. Everything that is not on this page may change without notice."""
 
 
 @cache
 def parse(module: str) -> ast.Module:
     """Return the syntax tree of a module or package of the repository."""
+    return ast.parse(_path(module).read_text(encoding="utf-8"))
+
+
+def _path(module: str) -> Path:
     path = ROOT.joinpath(*module.split("."))
-    file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
-    return ast.parse(file.read_text(encoding="utf-8"))
+    return path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
 
 
 def exports(module: str) -> dict[str, str]:
@@ -61,20 +75,69 @@ def _name_of(node: ast.stmt) -> str:
     return node.target.id if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else ""
 
 
+def find(name: str, module: str) -> tuple[ast.stmt | None, str]:
+    """Return the definition of a name and its module, through modules that pass the name on; None if there is no definition."""
+    for node in parse(module).body:
+        if _name_of(node) == name or name in _names_in_tuple(node):
+            return node, module
+    for inner in ast.walk(parse(module)):
+        if isinstance(inner, ast.ImportFrom) and inner.module:
+            for alias in inner.names:
+                if (alias.asname or alias.name) == name:
+                    return find(alias.name, inner.module)
+    return None, module
+
+
+def _names_in_tuple(node: ast.stmt) -> list[str]:
+    """Return the names that ``A, B = ...`` assigns."""
+    target = node.targets[0] if isinstance(node, ast.Assign) else None
+    return [ast.unparse(each) for each in target.elts] if isinstance(target, ast.Tuple) else []
+
+
 def describe(name: str, module: str) -> str:
     """Return the signature of a name and the first paragraph of its docstring, as Markdown."""
-    for node in parse(module).body:
-        if _name_of(node) == name:
-            return _describe_node(node)
-    for inner in ast.walk(parse(module)):  # a module that passes the name on
-        if (
-            isinstance(inner, ast.ImportFrom)
-            and inner.module
-            and any((a.asname or a.name) == name for a in inner.names)
-        ):
-            original = next(a.name for a in inner.names if (a.asname or a.name) == name)
-            return describe(original, inner.module)
-    return _code(name)
+    node, _ = find(name, module)
+    return _code(name) if node is None else _describe_node(node)
+
+
+def summarize(name: str, module: str) -> str:
+    """Return the first sentence about a name: of its docstring, or of the comment before it."""
+    node, home = find(name, module)
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        text = (ast.get_docstring(node) or "").partition("\n\n")[0]
+    else:
+        lines = _path(home).read_text(encoding="utf-8").splitlines()[: node.lineno - 1 if node is not None else 0]
+        comment: list[str] = []
+        while lines and lines[-1].startswith("#:"):
+            comment.insert(0, lines.pop().removeprefix("#:").strip())
+        text = " ".join(comment)
+    sentence = re.split(r"(?<=[.])\s+(?=[A-Z`])", " ".join(text.split()))[0]
+    if len(sentence) > LINE:
+        sentence = re.split(r"[:;] |, or ", sentence)[0]
+    return sentence.replace("``", "`").replace("|", "\\|").rstrip(".:")
+
+
+def roles_of(name: str, module: str, home: str) -> list[str]:
+    """Return the roles that need a name of a public module, which ``home`` defines; empty if the table does not say."""
+    if found := ROLES["names"].get(f"{module}:{name}"):
+        return list(found)
+    parts = home.split(".")
+    above = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((list(ROLES["modules"][each]) for each in above if each in ROLES["modules"]), [])
+
+
+def names_page() -> str:
+    """Return the page with one table of public names per role."""
+    rows: dict[str, list[str]] = {role: [] for role in ROLES["roles"]}
+    for module in pages():
+        for name, home in exports(module).items():
+            for role in roles_of(name, module, home):
+                rows[role].append(f"| `{name}` | [`{module}`](api/{module}.md) | {summarize(name, home)} |")
+    tables = (
+        f"## {title}\n\n| name | module | what it is |\n|---|---|---|\n" + "\n".join(rows[role])
+        for role, title in ROLES["roles"].items()
+    )
+    return "\n\n".join([INTRODUCTION, *tables]) + "\n"
 
 
 def _describe_node(node: ast.stmt) -> str:
@@ -161,3 +224,4 @@ def pages() -> list[str]:
 if __name__ == "__main__":
     for name in pages():
         (ROOT / "docs" / "api" / f"{name}.md").write_text(render(name), encoding="utf-8")
+    NAMES.write_text(names_page(), encoding="utf-8")

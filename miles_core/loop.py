@@ -144,7 +144,6 @@ async def sync(run: Run, schedule: Schedule, parts: PolicyParts, version: int) -
             await switch_when_due(run, parts)
             report = await push(parts, version)
     policy.version = report.version
-    run.hooks.on("on_weights_synced", run=run, policy=policy, version=report.version)
     metrics = {"sync/bytes": report.nbytes, "sync/gb_per_second": report.nbytes / max(report.seconds, 1e-9) / 1e9}
     metrics |= {f"sync/{name}": value for name, value in report.metrics.items()}
     return metrics | await check_synced(run, parts)

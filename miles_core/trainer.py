@@ -31,23 +31,19 @@ if TYPE_CHECKING:
     from miles_core.checkpoint.hf_files import CheckpointFiles as CheckpointFiles
     from miles_core.checkpoint.rng import get_rng as get_rng, put_rng as put_rng
     from miles_core.checkpoint.tensor_file import record_files as record_files, write_tensors as write_tensors
-    from miles_core.contracts.emulation import Emulation as Emulation
     from miles_core.contracts.mtp_request import MtpRequest as MtpRequest, collect_mtp_request as collect_mtp_request
     from miles_core.contracts.runtime import (
         CHANGEABLE as CHANGEABLE,
         Learned as Learned,
         LearnerHandle as LearnerHandle,
-        TopLogProbs as TopLogProbs,
     )
     from miles_core.contracts.trainer import (
         Callbacks as Callbacks,
         Context as Context,
-        Forward as Forward,
         GIVEN_ROUTES as GIVEN_ROUTES,
         Loss as Loss,
         LossFunction as LossFunction,
         OWN_ROUTES as OWN_ROUTES,
-        OptimizerStep as OptimizerStep,
         Output as Output,
         Pass as Pass,
         Trainer as Trainer,
@@ -73,10 +69,9 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.checkpoint.hf_files": "CheckpointFiles",
         "miles_core.checkpoint.rng": "get_rng put_rng",
         "miles_core.checkpoint.tensor_file": "record_files write_tensors",
-        "miles_core.contracts.emulation": "Emulation",
         "miles_core.contracts.mtp_request": "MtpRequest collect_mtp_request",
-        "miles_core.contracts.runtime": "CHANGEABLE Learned LearnerHandle TopLogProbs",
-        "miles_core.contracts.trainer": "Callbacks Context Forward GIVEN_ROUTES Loss LossFunction OWN_ROUTES OptimizerStep Output Pass "
+        "miles_core.contracts.runtime": "CHANGEABLE Learned LearnerHandle",
+        "miles_core.contracts.trainer": "Callbacks Context GIVEN_ROUTES Loss LossFunction OWN_ROUTES Output Pass "
         "Trainer TrainerPart",
         "miles_core.data.world": "ALONE World",
         "miles_core.train.loss": "ValueLoss trained_tokens with_auxiliary",

@@ -257,6 +257,7 @@ class EmbeddedConfig:
     )
 
 
+#: The manifest of the embedded backend.
 plugin = Plugin(
     name="embedded",
     summary="engine and trainer for Transformers models, on any machine",

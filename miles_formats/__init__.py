@@ -12,7 +12,7 @@ from miles_core.lookup import make_lazy_exports
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config as Config
-    from miles_core.data.weight_unit import Encoded as Encoded, WeightUnit as WeightUnit
+    from miles_core.data.weight_unit import WeightUnit as WeightUnit
     from miles_core.precision.codec import Codec as Codec
     from miles_core.precision.format import Format as Format, Parts as Parts, Stored as Stored, store as store
     from miles_core.precision.product import NoProduct as NoProduct, Product as Product
@@ -41,7 +41,7 @@ __getattr__, __dir__ = make_lazy_exports(
     __name__,
     {
         "miles_core.config.config": "Config",
-        "miles_core.data.weight_unit": "Encoded WeightUnit",
+        "miles_core.data.weight_unit": "WeightUnit",
         "miles_core.precision.codec": "Codec",
         "miles_core.precision.format": "Format Parts Stored store",
         "miles_core.precision.product": "NoProduct Product",

@@ -23,7 +23,7 @@ from typing import Any
 from miles_core.errors import MilesError
 from miles_core.observe.environment import cpu_info
 
-__all__ = ["CannotCompileError", "Native"]
+__all__ = ["Native"]
 
 log = logging.getLogger(__name__)
 

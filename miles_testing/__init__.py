@@ -8,7 +8,7 @@ this package does not import torch.
 from typing import TYPE_CHECKING
 
 from miles_core.lookup import make_lazy_exports
-from miles_testing.toy import ToyRun, plan, toy_files, toy_run
+from miles_testing.toy import plan, toy_files, toy_run
 
 if TYPE_CHECKING:
     from miles_testing.engine_contract import EngineContract, Limits
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from miles_testing.prompt_source_contract import PromptSourceContract
     from miles_testing.quantized_engine_contract import QuantizedEngineContract
     from miles_testing.ranked_trainer_contract import RankedTrainerContract
-    from miles_testing.ranks import RankError, Ranks
     from miles_testing.renderer_contract import RendererContract
     from miles_testing.run_contract import OptimizerContract, RewardContract, RolloutFunctionContract, RunContract
     from miles_testing.runtime_contract import RuntimeContract
@@ -39,16 +38,13 @@ __all__ = [
     "OptimizerContract",
     "PromptSourceContract",
     "QuantizedEngineContract",
-    "RankError",
     "RankedTrainerContract",
-    "Ranks",
     "RendererContract",
     "RewardContract",
     "RolloutFunctionContract",
     "RunContract",
     "RuntimeContract",
     "Setup",
-    "ToyRun",
     "TrainerContract",
     "WeightsContract",
     "hard_cases",
@@ -71,7 +67,6 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_testing.prompt_source_contract": "PromptSourceContract",
         "miles_testing.quantized_engine_contract": "QuantizedEngineContract",
         "miles_testing.ranked_trainer_contract": "RankedTrainerContract",
-        "miles_testing.ranks": "RankError Ranks",
         "miles_testing.renderer_contract": "RendererContract",
         "miles_testing.run_contract": "OptimizerContract RewardContract RolloutFunctionContract RunContract",
         "miles_testing.runtime_contract": "RuntimeContract",

@@ -30,8 +30,6 @@ plugin = Plugin(
             "remote": "miles_tools.rewards.remote:make_reward",
         },
         "sink": {
-            "tensorboard": "miles_tools.sinks:make_tensorboard",
-            "wandb": "miles_tools.sinks:make_wandb",
             "profile": "miles_tools.profiler:make_profiler",
             "samples": "miles_tools.samples.saver:make_saver",
         },

@@ -21,17 +21,12 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _PLAIN = "bf16"
 
 
-def examine(config: Config, weights: bool, manifests: Mapping[str, Plugin]) -> None:
-    """See ``Plugin.examine``: packages and logins of the metric sinks (not for a plan, which may be made on another machine), the headers
-    of the weights, the weights in the run's number formats, and the address of a remote reward.
+def examine(config: Config, manifests: Mapping[str, Plugin]) -> None:
+    """See ``Plugin.examine``: the headers of the weights, the weights in the run's number formats, and the address of a remote reward.
 
     Raises:
         CheckpointError, ConfigError: a weight cannot be stored, or the address cannot be used.
     """
-    if weights:
-        from miles_tools.sinks import check_sinks
-
-        check_sinks(config.run)
     _examine_layers(config)
     _examine_formats(config, manifests)
     if config.reward.rm_type == "remote":

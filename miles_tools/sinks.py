@@ -1,18 +1,24 @@
-"""Optional metric sinks: TensorBoard and Weights & Biases. Their packages are imported only if the sink is enabled."""
+"""Optional metric sinks: TensorBoard and Weights & Biases, their options and their manifest. Their packages are imported only if the sink
+is enabled."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import ConfigError, MilesError
+from miles_core.plugin.manifest import Plugin
+from miles_core.plugin.options import option
 from miles_core.redact import redact_values
+from miles_core.version import __version__
 
 if TYPE_CHECKING:
+    from miles_core.config.config import Config
     from miles_core.contracts.run import Run
 
 _LOGIN = "run wandb login, set WANDB_API_KEY, or set WANDB_MODE=offline to keep the metrics on this machine"
@@ -20,6 +26,38 @@ _LOGIN = "run wandb login, set WANDB_API_KEY, or set WANDB_MODE=offline to keep 
 _LOGIN_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_DISABLED", "WANDB_ANONYMOUS")
 #: File with the id of a run at Weights & Biases.
 WANDB_ID = "wandb_id"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sinks:
+    """Metrics of the run in other programs."""
+
+    use_wandb: bool = option(
+        False, help="also send metrics to Weights & Biases; a resumed run continues the same record"
+    )
+    wandb_project: str = option("miles", help="Weights & Biases project", metavar="NAME", only_if="sinks.use_wandb")
+    wandb_group: str | None = option(None, help="Weights & Biases group", metavar="NAME", only_if="sinks.use_wandb")
+    wandb_name: str | None = option(
+        None,
+        help="name of the run in Weights & Biases (default: name of the run directory)",
+        metavar="NAME",
+        only_if="sinks.use_wandb",
+    )
+    use_tensorboard: bool = option(False, help="also write metrics for TensorBoard into the run directory")
+
+
+plugin = Plugin(
+    name="sinks",
+    summary="metrics for TensorBoard and Weights & Biases, shipped with miles-core",
+    version=__version__,
+    core=f"=={__version__}",
+    standard=True,
+    config=Sinks,
+    provides={
+        "sink": {"tensorboard": "miles_tools.sinks:make_tensorboard", "wandb": "miles_tools.sinks:make_wandb"},
+    },
+    examine="miles_tools.sinks:examine",
+)
 
 
 class TensorBoard:
@@ -87,24 +125,33 @@ class WeightsAndBiases:
 
 def make_tensorboard(run: Run) -> TensorBoard | None:
     """Make the sink of ``--use-tensorboard``."""
-    return TensorBoard(run.directory / "tensorboard") if run.config.run.use_tensorboard else None
+    return TensorBoard(run.directory / "tensorboard") if _options(run.config).use_tensorboard else None
 
 
 def make_wandb(run: Run) -> WeightsAndBiases | None:
     """Make the sink of ``--use-wandb``."""
-    options = run.config.run
+    options = _options(run.config)
     if not options.use_wandb:
         return None
     name = options.wandb_name or run.directory.absolute().name
     return WeightsAndBiases(run.directory, name, vars(run.config.args), options.wandb_project, options.wandb_group)
 
 
-def check_sinks(options: Any) -> None:
-    """Check that the packages of the chosen sinks (``config.run``) are installed and that Weights & Biases has a login.
+def _options(config: Config) -> Sinks:
+    options: Sinks = config.plugin("sinks")
+    return options
+
+
+def examine(config: Config, weights: bool) -> None:
+    """See ``Plugin.examine``: check that the packages of the chosen sinks are installed and that Weights & Biases has a login. Not for a
+    plan, which may be made on another machine.
 
     Raises:
         ConfigError, MilesError: a package or a login is missing.
     """
+    if not weights:
+        return
+    options = _options(config)
     for name, flag, package in (
         ("use_wandb", "--use-wandb", "wandb"),
         ("use_tensorboard", "--use-tensorboard", "tensorboard"),

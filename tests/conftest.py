@@ -100,7 +100,9 @@ def tensors(weight):
 def f6(tmp_path, monkeypatch):
     """A single-file plugin in an environment where nothing is installed but core."""
     own = tuple(
-        p for n in ("embedded", "formats", "bundled", "workers") for p in entry_points(group="miles.plugins", name=n)
+        p
+        for n in ("embedded", "formats", "bundled", "sinks", "workers")
+        for p in entry_points(group="miles.plugins", name=n)
     )
     monkeypatch.setattr(discovery, "entry_points", lambda group: own)
     path = tmp_path / "f6.py"

@@ -57,7 +57,7 @@ LAYERS: list[dict[str, str]] = [
         "train": "errors data plugin config checkpoint algorithm precision contracts sync",
     },
     {
-        "schedule": "plugin contracts rollout",
+        "schedule": "contracts rollout",
         "mismatch": "errors data plugin precision contracts sync rollout",
     },
     {
@@ -100,7 +100,7 @@ TOOLS: list[dict[str, str]] = [
     {
         "foreign": "core: config nearest",
         "output_file": "core: errors redact",
-        "sinks": "core: contracts errors redact",
+        "sinks": "core: config contracts errors plugin redact version",
         "profiler": "core: contracts",
         "samples": "core: contracts data errors redact workers: workers",
         "http_client": "core: errors redact",
@@ -116,7 +116,7 @@ TOOLS: list[dict[str, str]] = [
         "verify": "output_file report core: contracts data errors mismatch precision version",
     },
     {
-        "examine": "sinks rewards core: checkpoint config errors plugin formats: formats",
+        "examine": "rewards core: checkpoint config errors plugin formats: formats",
         "commands": "report authoring demo verify core: checkpoint cli config contracts errors observe plugin precision run formats: formats",
     },
 ]

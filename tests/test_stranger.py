@@ -46,14 +46,6 @@ class Everything:
         calls.append("on_mtp_layers")
 
     @hookimpl
-    def wrap_rollout(self, run):
-        return around("rollout")
-
-    @hookimpl
-    def wrap_generate(self, run):
-        return around("generate")
-
-    @hookimpl
     def on_request(self, run, request):
         calls.append("on_request")
 
@@ -94,10 +86,6 @@ class Everything:
         return around("optimizer_step")
 
     @hookimpl
-    def on_weights_synced(self, run, policy, version):
-        calls.append(f"on_weights_synced({version})")
-
-    @hookimpl
     def on_evaluation(self, run, name, groups, metrics):
         calls.append(f"on_evaluation({name})")
 
@@ -131,12 +119,8 @@ BUILT = [
     "wrap_optimizer_step",
     "on_model(rollout)",
     "wrap_learn",
-    "wrap_generate",
-    "wrap_rollout",
 ]
 STEP = [
-    "rollout",
-    "generate",
     "on_request",
     "on_sample",
     "learn",
@@ -175,9 +159,7 @@ def test_every_hook_in_the_order_of_the_map(toy_run, tmp_path):
     assert calls_of("everything") == [
         *BUILT,
         *SYNC,
-        "on_weights_synced(0)",
         *step,
-        "on_weights_synced(1)",
         "on_step",
         "on_save(policy)",
         "on_save(None)",
@@ -188,11 +170,10 @@ def test_every_hook_in_the_order_of_the_map(toy_run, tmp_path):
     more = {"eval_interval": 2, "eval_prompt_data": held_out, "export_hf": tmp_path / "exported"}
     toy_run(steps=2, directory=None, save=None, load=run.directory, **more, **options)
     calls = calls_of("everything")
-    assert calls[calls.index("on_load(policy)") :][:5] == [
+    assert calls[calls.index("on_load(policy)") :][:4] == [
         "on_load(policy)",
         "on_load(None)",
         *SYNC,
-        "on_weights_synced(1)",
     ]
     assert [c for c in calls if c.startswith("on_evaluation")] == ["on_evaluation()"]  # one data set without a name
     assert [c for c in calls if c.startswith("on_save")] == ["on_save(policy)", "on_save(None)"]

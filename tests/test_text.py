@@ -10,9 +10,10 @@ import random
 import pytest
 
 from miles_core.chat.renderer import Renderer
-from miles_core.data import count_characters, describe_error, valid_data, valid_text
+from miles_core.data import describe_error, valid_data, valid_text
 from miles_core.data.tokenizer import load_tokenizer
 from miles_core.errors import DataError
+from miles_core.text import count_characters
 from miles_testing.toy import toy_files
 
 ODD = ["a\ud83d", "\udc00\ud800", "\udcffname", "\ud83d\ud83d\ude00", "\ud83d\x00\ude00"]

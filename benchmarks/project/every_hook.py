@@ -22,14 +22,6 @@ class EveryHook:
     def on_model(self, run, policy, model, role): ...
 
     @hookimpl
-    def wrap_rollout(self, run):
-        return _around
-
-    @hookimpl
-    def wrap_generate(self, run):
-        return _around
-
-    @hookimpl
     def on_request(self, run, request): ...
 
     @hookimpl
@@ -61,9 +53,6 @@ class EveryHook:
     @hookimpl
     def wrap_optimizer_step(self, run, policy):
         return _around
-
-    @hookimpl
-    def on_weights_synced(self, run, policy, version): ...
 
     @hookimpl
     def on_step(self, run, metrics): ...

@@ -92,6 +92,7 @@ class Correction:
         return Correction(self.weight * other.weight, self.keep & other.keep, {**self.metrics, **other.metrics})
 
 
+#: A function that computes the correction of an optimizer step; ``wrap_correction`` wraps it.
 Correct = Callable[[CorrectionInputs], Correction]
 
 

@@ -263,19 +263,25 @@ def compare_plans(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[
     """Return the differences between two plans (as JSON data, see ``Plan.to_json``).
 
     Compares plugins, the values that plugins set, options, and the facts that the rules of either plan read. A change of a fact in
-    ``FATAL`` or of a ``fixed`` option is fatal.
+    ``FATAL`` or of a ``fixed`` option is fatal. An option whose name changed is recognized by its flag.
     """
+    before = {fact["name"] for fact in saved.get("facts", ())}
+    now = {fact["name"] for fact in current.get("facts", ())}
+    renamed = {f["flag"]: f["name"] for f in current.get("facts", ()) if f.get("flag") and f["name"] not in before}
+    facts = [
+        f if f["name"] in now else {**f, "name": renamed.get(f.get("flag"), f["name"])} for f in saved.get("facts", ())
+    ]
+    saved = {**saved, "facts": facts}
     both = [fact for plan in (saved, current) for fact in plan.get("facts", ())]
     options = {fact["name"] for fact in both if fact.get("flag")} - NOT_COMPARED
     fixed = {*FATAL, *(fact["name"] for fact in both if fact.get("fixed"))}
     consulted = {*saved.get("consulted", ()), *current.get("consulted", ()), *options, *fixed}
-    before, after = _comparable(saved, consulted), _comparable(current, consulted)
+    old, new = _comparable(saved, consulted), _comparable(current, consulted)
     differences = []
-    for name in dict.fromkeys([*before, *after]):
-        was, now = before.get(name, "absent"), after.get(name, "absent")
-        if was != now:
-            fatal = name in fixed and name in before and name in after
-            differences.append(Difference(name, was, now, fatal))
+    for name in dict.fromkeys([*old, *new]):
+        was, value = old.get(name, "absent"), new.get(name, "absent")
+        if was != value:
+            differences.append(Difference(name, was, value, name in fixed and name in old and name in new))
     return differences
 
 

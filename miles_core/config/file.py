@@ -6,6 +6,7 @@ file may use both.
 
 from __future__ import annotations
 
+import logging
 import re
 import tomllib
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from miles_core.config.schema import Schema
 from miles_core.config.yaml_scalars import make_loader
 from miles_core.errors import ConfigError
 from miles_core.nearest import did_you_mean
+
+log = logging.getLogger(__name__)
 
 DEFAULTS = "defaults"  # the table of a saved configuration with the values that the user did not set
 
@@ -129,9 +132,15 @@ def _toml_entries(content: dict[str, Any], text: str, start: int) -> list[Entry]
     return entries
 
 
-def assignments(entries: list[Entry], schema: Schema, path: str, rank: int) -> tuple[list[Assignment], list[str]]:
-    """Convert a file's entries to assignments. Returns the assignments and one error message per unknown key."""
-    reader = _Reader(schema, path, rank)
+def assignments(
+    entries: list[Entry], schema: Schema, path: str, rank: int, saved: bool = False
+) -> tuple[list[Assignment], list[str]]:
+    """Convert a file's entries to assignments. Returns the assignments and one error message per unknown key.
+
+    Args:
+        saved: whether a run wrote the file, perhaps of an earlier version, which had an option in another table.
+    """
+    reader = _Reader(schema, path, rank, saved)
     for entry in entries:
         if entry.key == DEFAULTS and entry.children is not None:
             for child in entry.children:
@@ -144,10 +153,11 @@ def assignments(entries: list[Entry], schema: Schema, path: str, rank: int) -> t
 class _Reader:
     """Collects assignments and problems while it reads the entries of one file."""
 
-    def __init__(self, schema: Schema, path: str, rank: int) -> None:
+    def __init__(self, schema: Schema, path: str, rank: int, saved: bool) -> None:
         self.schema = schema
         self.path = path
         self.rank = rank
+        self.saved = saved
         self.assignments: list[Assignment] = []
         self.problems: list[str] = []
 
@@ -194,7 +204,7 @@ class _Reader:
             )
             return
         for policy in entry.children:
-            own = _Reader(self.schema, self.path, self.rank)
+            own = _Reader(self.schema, self.path, self.rank, self.saved)
             own.add("", policy, chosen)
             for option in policy.children or ():
                 if option.key in (policies.ROLE, policies.GENERATES):
@@ -215,6 +225,10 @@ class _Reader:
             self.read_flag(entry, chosen)
         elif table in self.schema.passthrough.values():
             self.add(path, entry, chosen, passthrough=True)
+        elif (self.saved or not chosen) and _flag(entry.key) in self.schema.flags:
+            self.read_flag(entry, chosen)  # saved before the option moved to another table
+        elif not chosen:
+            log.warning("%s: the default of %s is ignored: there is no such option any more", self.where(entry), path)
         else:
             fields = [option.name for option in self.schema.options.values() if option.group == table]
             hint = did_you_mean(entry.key.replace("-", "_"), fields, "; ") or self._name_in_other_tables(entry.key)

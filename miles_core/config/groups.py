@@ -119,18 +119,6 @@ class Run:
         False, help="record a torch profiler trace of the second step, and print its kernels or operators"
     )
     profile_dir: Path | None = option(None, help="directory of traces (default: the run directory)", only_if="profile")
-    use_wandb: bool = option(
-        False, help="also send metrics to Weights & Biases; a resumed run continues the same record"
-    )
-    wandb_project: str = option("miles", help="Weights & Biases project", metavar="NAME", only_if="use_wandb")
-    wandb_group: str | None = option(None, help="Weights & Biases group", metavar="NAME", only_if="use_wandb")
-    wandb_name: str | None = option(
-        None,
-        help="name of the run in Weights & Biases (default: name of the run directory)",
-        metavar="NAME",
-        only_if="use_wandb",
-    )
-    use_tensorboard: bool = option(False, help="also write metrics for TensorBoard into the run directory")
 
 
 @dataclass(frozen=True, kw_only=True)

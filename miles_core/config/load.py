@@ -97,7 +97,9 @@ def _load(
     problems = line.problems
     continued: dict[str, Any] = {}
     for path, entries in before.items():
-        assignments, wrong = file.assignments(_filter_continued(entries, schema, argv), schema, path, rank=0)
+        assignments, wrong = file.assignments(
+            _filter_continued(entries, schema, argv), schema, path, rank=0, saved=True
+        )
         line.assignments += [dataclasses.replace(a, rank=a.rank - 2) for a in assignments]  # weaker than --config files
         continued |= {a.path: a.raw for a in assignments}
         problems += wrong

@@ -31,7 +31,7 @@ class Option:
 
     Attributes:
         path: ``<group>.<field>``, the name in files and rules.
-        owner: ``"core"`` or a plugin's name.
+        owner: a plugin's name, or ``"core"`` for options of core and of standard plugins.
         flag: the flag, with dashes.
         type: the annotation, e.g. ``int | None``.
         default: the default value.
@@ -121,7 +121,7 @@ class Schema:
 
     Attributes:
         groups: table -> dataclass, core's first.
-        owners: table -> ``"core"`` or the plugin's name.
+        owners: table -> the plugin's name, or ``"core"`` for tables of core and of standard plugins.
         options: path -> option.
         flags: spelling and every alias spelling -> flag.
         aliases: spelling -> alias with fixed values.
@@ -177,7 +177,8 @@ def collect(manifests: Iterable[Plugin] | Mapping[str, Plugin]) -> Schema:
     plugins = [plugin for plugin in every if plugin.name != CORE]  # core's options are GROUPS
     names = manifests if isinstance(manifests, Mapping) else {plugin.name: plugin for plugin in plugins}
     tables = {**GROUPS, **{plugin.name: plugin.config for plugin in plugins if plugin.config is not None}}
-    owners = {**dict.fromkeys(GROUPS, CORE), **{plugin.name: plugin.name for plugin in plugins}}
+    # the options of standard plugins are part of every run, like core's
+    owners = dict.fromkeys(GROUPS, CORE) | {p.name: CORE if p.standard else p.name for p in plugins}
     for plugin in plugins:
         if plugin.name in GROUPS:
             raise PluginError(f"a plugin may not be called {plugin.name!r}: that is one of core's configuration tables")

@@ -24,7 +24,7 @@ from miles_core.contracts.transport import Transport
 from miles_core.data.batch import find_column_fault, find_metric_fault, find_value_fault, is_scalar
 from miles_core.data.field import Field
 from miles_core.data.prompt_source import PromptSource
-from miles_core.data.sample import Sample, find_reward_fault
+from miles_core.data.sample import find_reward_fault
 from miles_core.data.weight_unit import WeightUnit
 from miles_core.errors import describe
 from miles_core.plugin.boundary import UNCHECKED, Boundary, Check
@@ -47,35 +47,12 @@ def _instance(kind: type, expected: str = "", find_fault: Check | None = None) -
     return _returns(lambda value: isinstance(value, kind), expected, find_fault)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value)
-
-
-def _is_sample_list(value: Any) -> bool:
-    return _is_list(value) and all(isinstance(s, Sample) for s in value)
-
-
 def _is_check(part: Any) -> bool:
     return part is None or callable(part)
 
 
 def _is_sink(part: Any) -> bool:
     return part is None or all(callable(getattr(part, name, None)) for name in ("write", "close"))
-
-
-def _find_groups_fault(groups: list[list[Sample]], _: tuple[Any, ...]) -> str:
-    for group in groups:
-        if not _is_sample_list(group):
-            return f"it returned {describe(group)}; expected {_GROUPS}; this is one of its entries"
-        if without := [sample.index for sample in group if sample.reward is None]:
-            return f"sample {without[0]} has no reward"
-        if fault := _find_samples_fault(group):
-            return fault
-    return ""
-
-
-def _find_samples_fault(samples: list[Sample], _: tuple[Any, ...] = ()) -> str:
-    return next(filter(None, (sample.find_reward_fault() for sample in samples)), "")
 
 
 def _find_unit_fault(unit: Any, _: tuple[Any, ...]) -> str:
@@ -179,7 +156,6 @@ def _find_added_fault(before: dict[str, Any], arguments: Mapping[str, Any]) -> s
     return find_metric_fault(added, is_scalar, "a number", prefix=True)
 
 
-_GROUPS, _SAMPLES = "a list of groups, each a list of Sample", "a list of at least one Sample"
 _LEARNED = "what learn returned, or Learned({}, 0) if nothing was trained"
 _NUMBERS = _instance(dict, "a dict of metrics, name -> number", _find_number_fault)
 _METRICS = Boundary(before=lambda arguments: dict(arguments["metrics"]), after=_find_added_fault)
@@ -189,8 +165,6 @@ BOUNDARIES: dict[str, Boundary] = {
     "on_start": Boundary(after=_find_policy_fault),
     "on_model": Boundary(before=_record_model, after=_find_model_fault),
     "on_mtp_layers": UNCHECKED,  # the trainer checks the requests against its model
-    "wrap_rollout": Boundary(call=_returns(_is_list, _GROUPS, _find_groups_fault), kind="async"),
-    "wrap_generate": Boundary(call=_returns(_is_sample_list, _SAMPLES, _find_samples_fault), kind="async"),
     "on_request": Boundary(after=_find_request_fault),
     "on_sample": Boundary(before=lambda arguments: dict(arguments["sample"].fields), after=_find_sample_fault),
     "on_evaluation": _METRICS,
@@ -204,7 +178,6 @@ BOUNDARIES: dict[str, Boundary] = {
     "wrap_loss": Boundary(call=_instance(Loss, "a Loss", lambda it, _: it.find_fault())),
     "wrap_weights": Boundary(call=_find_unit_fault, kind="stream", shapes=WeightUnit.describe_shapes),
     "wrap_optimizer_step": Boundary(call=_NUMBERS),
-    "on_weights_synced": UNCHECKED,
     "on_step": _METRICS,
     "on_save": UNCHECKED,  # Store.put checks its arguments
     "on_load": UNCHECKED,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from miles_core.precision.format import Format
     from miles_core.precision.quantizer import Quantizer
 
+#: What an engine does with requests in flight during a weight sync (``--pause-generation-mode``).
 PauseMode = Literal["abort", "retract", "in_place"]
 #: Parts of an engine's device memory that ``sleep`` can release independently.
 EnginePart = Literal["weights", "cache"]

@@ -6,14 +6,14 @@ Each name below is a hook, listed next to the phase of the run that calls it::
       build          make_runtime make_inline_rollouts make_model make_head on_model on_mtp_layers make_trainer make_optimizer
                      make_engine make_decoder make_transport make_codec make_sent_weights
                      wrap_forward wrap_loss wrap_correction wrap_optimizer_step      (called once; they return plain functions)
-                     make_prompts make_schedule wrap_rollout wrap_generate
-      first sync     wrap_weights -> encode -> transport -> on_weights_synced -> make_check
+                     make_prompts make_schedule
+      first sync     wrap_weights -> encode -> transport -> make_check
     each step
-      rollout        wrap_rollout( groups: wrap_generate( make_generate( on_request -> engine ) -> on_sample ) -> make_reward )
+      rollout        groups: make_generate( on_request -> engine ) -> on_sample -> make_reward
       learn          wrap_learn( prepare and train ), for each policy that trains
       prepare        on_batch -> forward(old) -> forward(ref) -> make_advantage
       train          per optimiser step: correction -> per micro-batch: forward -> loss -> backward; optimizer_step
-      sync           wrap_weights -> encode -> transport -> on_weights_synced -> each check
+      sync           wrap_weights -> encode -> transport -> each check
       finish         [on_evaluation] -> on_step -> [on_save]
     resume           on_load
     end              [wrap_export( wrap_weights )] -> on_stop
@@ -33,7 +33,7 @@ An implementation accepts any subset of a hook's arguments, by name and without 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from miles_core.plugin.load import Hooks, register
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from miles_core.plugin.manifest import Plugin
     from miles_core.plugin.plan import Plan
 
-    Rollout = Callable[[int], Awaitable[list[list[Sample]]]]
-    Generate = Callable[[Sample], Awaitable[list[Sample]]]
     Export = Callable[[], Iterator[WeightUnit]]
     WriteExport = Callable[[Path], None]
 
@@ -147,19 +145,6 @@ class HookSpecs:
         trainer does not build the layer. Runs in: every trainer rank, before its model is built."""
 
     @hookspec
-    def wrap_rollout(self, run: Run) -> Wrap[Rollout] | None:
-        """Wrap ``async rollout(step) -> list[group]``, which collects the groups of one step (a group is a list of samples of one prompt).
-
-        Use it to filter groups; the wrapper may call ``rollout`` again for more. Do not store groups in the wrapper, because checkpoints
-        would not include them. Schedules call it at different times: ``ahead`` one step early; with ``async`` it takes finished groups.
-        Runs in: driver."""
-
-    @hookspec
-    def wrap_generate(self, run: Run) -> Wrap[Generate] | None:
-        """Wrap ``async generate(sample) -> list[Sample]``, which generates one sample without its reward. Runs in: the driver, or
-        each rollout worker (``--rollout-workers``)."""
-
-    @hookspec
     def on_request(self, run: Run, policy: Policy, request: Request) -> None:
         """Called before a request is sent to the engine of ``policy``; may add extras or metadata. Runs in: the driver, or
         each rollout worker."""
@@ -225,10 +210,6 @@ class HookSpecs:
     @hookspec
     def wrap_optimizer_step(self, run: Run, policy: Policy) -> Wrap[OptimizerStep] | None:
         """Wrap ``optimizer_step() -> metrics``, called with complete gradients before clipping. Runs in: every trainer rank."""
-
-    @hookspec
-    def on_weights_synced(self, run: Run, policy: Policy, version: int) -> None:
-        """Called after the engine has loaded ``version``. Runs in: driver."""
 
     @hookspec
     def on_step(self, run: Run, metrics: dict[str, float]) -> None:

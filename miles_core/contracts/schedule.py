@@ -45,8 +45,7 @@ class Schedule(ABC):
     async def take(self, step: int) -> list[list[Sample]]:
         """Return the groups to train on in step ``step`` (number of completed steps).
 
-        Returns ``--rollout-batch-size`` groups minus those that the plugins' ``wrap_rollout`` filters out. Raises Interrupted if the
-        user requests a stop.
+        Returns ``--rollout-batch-size`` groups. Raises Interrupted if the user requests a stop.
         """
 
     @abstractmethod

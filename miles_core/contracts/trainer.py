@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from miles_core.precision.quantizer import Quantizer
     from miles_core.precision.snapshot import Snapshot
 
+#: Kind of a forward pass: under the old or the reference policy, in training, or to score tokens.
 Pass = Literal["old", "ref", "train", "verify", "rollout"]
 #: Parts of a trainer's device memory that ``sleep`` can release independently.
 TrainerPart = Literal["weights", "optimizer"]
@@ -177,6 +178,7 @@ class Forward(Protocol):
     def __call__(self, chunk: nn.Module, micro_batch: Batch, ctx: Context, /) -> Output: ...
 
 
+#: A function that computes the loss of a micro-batch, ``loss(output, micro_batch, ctx)``; ``wrap_loss`` wraps it.
 LossFunction = Callable[[Output, Batch, Context], Loss]
 OptimizerStep = Callable[[], dict[str, float]]
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from miles_core.chat.renderer import CannotExtend as CannotExtend, Renderer as Renderer
     from miles_core.data.sample import Sample as Sample, Status as Status, number as number
     from miles_core.text import (
-        count_characters as count_characters,
         describe_error as describe_error,
         valid_data as valid_data,
         valid_text as valid_text,
@@ -36,7 +35,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.data.prompt_source": "PromptSource Row",
         "miles_core.chat.renderer": "CannotExtend Renderer",
         "miles_core.data.sample": "Sample Status number",
-        "miles_core.text": "count_characters describe_error valid_data valid_text",
+        "miles_core.text": "describe_error valid_data valid_text",
         "miles_core.data.weight_unit": "Encoded WeightUnit",
     },
 )

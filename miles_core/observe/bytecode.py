@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
-__all__ = ["PACKAGES", "explain", "find_recompiled", "variables"]
+__all__ = ["variables"]
 
 #: Large packages whose bytecode is looked for.
 PACKAGES = ("torch", "transformers")

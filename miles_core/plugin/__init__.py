@@ -46,9 +46,6 @@ if TYPE_CHECKING:
         Remedy as Remedy,
         above as above,
         below as below,
-        detect_fall as detect_fall,
-        detect_jump as detect_jump,
-        not_finite as not_finite,
     )
     from miles_core.plugin.manifest import (
         Capability as Capability,
@@ -85,7 +82,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "PluginError SyncError WorkerLost",
         "miles_core.plugin.detect": "config_facts model_facts moe_layers",
         "miles_core.plugin.facts": "Fact Facts",
-        "miles_core.plugin.hint": "Hint Remedy above below detect_fall detect_jump not_finite",
+        "miles_core.plugin.hint": "Hint Remedy above below",
         "miles_core.plugin.manifest": "Capability Command Package Pair Plugin Rule Set",
         "miles_core.plugin.marker": "hookimpl",
         "miles_core.plugin.memory": "Parts Usage",

@@ -103,8 +103,8 @@ def derive(
     if "precision.emulated" not in facts:
         option = facts.get(EMULATE) or Fact(EMULATE, False, "default", flag="--emulate-precision")
         extra["precision.emulated"] = replace(option, name="precision.emulated")
-    for name in manifests:
-        if name != "core":
+    for name, plugin in manifests.items():
+        if name != "core" and not plugin.standard:  # standard plugins belong to every run
             extra[f"plugin.{name}"] = Fact(
                 f"plugin.{name}", name in active, "active" if name in active else "not active"
             )
@@ -122,7 +122,7 @@ def derive(
     for s in sets:
         before = extra.get(s.path) or facts.lookup(s.path)
         extra[s.path] = replace(before, value=s.value, origin=f"set by {s.plugin}", state=State.KNOWN)
-    inactive = {n for n in manifests if n not in active and n != "core"}
+    inactive = {n for n, plugin in manifests.items() if n not in active and n != "core" and not plugin.standard}
     derived = facts.with_facts(extra.values(), inactive)
     return derived.with_facts(_hide_driver_gpu(derived, manifests))
 

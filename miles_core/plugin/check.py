@@ -332,8 +332,9 @@ def _check_inactive_options(result: CheckResult, facts: Facts) -> None:
     A flag shared with an active plugin is accepted.
     """
     active = result.activation.active
+    others = {name for name, plugin in result.manifests.items() if name not in active and not plugin.standard}
     given = [(fact.name.partition(".")[0], fact) for fact in facts.values() if fact.chosen]
-    inactive = [(owner, fact) for owner, fact in given if owner in result.manifests and owner not in active]
+    inactive = [(owner, fact) for owner, fact in given if owner in others]
     known = result.facts.values() if inactive else ()
     shared = {fact.flag for fact in known if fact.flag and fact.name.partition(".")[0] in active}
     for owner, fact in inactive:

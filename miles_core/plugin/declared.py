@@ -38,10 +38,8 @@ def find_mistakes(plugin: Plugin) -> Iterator[str]:
     for kind in plugin.provides:
         if kind not in PARTS and (near := difflib.get_close_matches(kind, PARTS, 1, 0.8)):
             yield f"it provides {kind!r}, which core does not use; did you mean {near[0]}?"
-    if plugin.standard and (
-        plugin.hooks or plugin.config or plugin.requires or plugin.claims or plugin.sets or plugin.pairs
-    ):
-        yield "it is standard, so no plan lists it, but it has hooks, options, rules, claims, sets or pairs"
+    if plugin.standard and (plugin.hooks or plugin.requires or plugin.claims or plugin.sets or plugin.pairs):
+        yield "it is standard, so no plan lists it, but it has hooks, rules, claims, sets or pairs"
     rules: list[Rule] = [
         *plugin.requires,
         *plugin.recommends,

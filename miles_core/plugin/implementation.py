@@ -13,6 +13,7 @@ from typing import Any
 
 from miles_core.errors import PluginError
 from miles_core.nearest import did_you_mean
+from miles_core.plugin.renamed import explain_unknown_hook
 
 _FORBIDDEN = ("tryfirst", "trylast", "wrapper", "hookwrapper", "optionalhook")
 MARK = "miles_impl"  # the attribute that hookimpl sets on a function
@@ -50,9 +51,7 @@ def check_implementation(plugin: str, holder: Any, specs: Mapping[str, tuple[str
             continue
         hook = marks.get("specname") or name
         if hook not in specs:
-            raise PluginError(
-                f"{where}: there is no hook {hook!r}; {did_you_mean(hook, specs) or 'see miles_core.contracts.hooks'}"
-            )
+            raise PluginError(f"{where}: {explain_unknown_hook(hook, specs)}")
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise PluginError(f"{where} is async; a hook is called and never awaited: write `def {name}`")
         if inspect.isgeneratorfunction(function):

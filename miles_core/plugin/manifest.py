@@ -172,8 +172,8 @@ class Plugin:
         measures: ``"module:callable"``, a function without arguments that measures this host for the plugin and returns
             label -> text; used by ``miles doctor --measure``.
         demo: whether ``miles demo`` trains with this plugin if it is installed.
-        standard: whether the plugin's parts and ``examine`` are part of every run, like core's, without being listed in plans. For
-            plugins in core's wheel; a standard plugin has no hooks, options, rules or claims.
+        standard: whether the plugin's parts, options and ``examine`` are part of every run, like core's, without being listed in plans.
+            For plugins in core's wheel; a standard plugin has no hooks, rules or claims.
     """
 
     name: str

@@ -6,4 +6,5 @@ import pluggy
 
 PROJECT = "miles"
 hookspec = pluggy.HookspecMarker(PROJECT)
+#: Decorator of a method, or of a function of a single-file plugin, that implements a hook.
 hookimpl = pluggy.HookimplMarker(PROJECT)

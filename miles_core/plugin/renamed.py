@@ -1,17 +1,20 @@
 """Public names that were renamed or moved, for plugins that were written for an earlier version.
 
 A plugin that imports an old name does not start; the error names the plugin, the old name and the new one. The tables are
-``miles_core/renamed.toml``, to which a rename adds a line, and the file of that name in other packages with public names.
+``miles_core/renamed.toml``, to which a rename adds a line, and the file of that name in other packages with public names. Its
+section ``hooks`` has the hooks that were deleted.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from miles_core.nearest import did_you_mean
 
@@ -36,7 +39,18 @@ _OF_MODULE = re.compile(r"(?:module ')?([\w.]+)'? has no (?:attribute )?'(\w+)'"
 @cache
 def table(package: str = "miles_core") -> dict[str, str]:
     """Return old name -> new name, "" if nothing replaces it: the table of core and that of ``package``, without importing it."""
-    renamed: dict[str, str] = {}
+    return {old: new for old, new in _read(package).items() if isinstance(new, str)}
+
+
+def explain_unknown_hook(hook: str, hooks: Iterable[str]) -> str:
+    """Return that there is no such hook, and what to do instead if it was deleted, or else the nearest of ``hooks``."""
+    hint = str(_read("miles_core")["hooks"].get(hook, "")) or did_you_mean(hook, hooks) or "docs/hooks.md lists them"
+    return f"there is no hook {hook!r}; {hint}"
+
+
+@cache
+def _read(package: str) -> dict[str, Any]:
+    renamed: dict[str, Any] = {}
     for name in ("miles_core", package):
         spec = find_spec(name)
         files = [Path(folder) / "renamed.toml" for folder in (spec.submodule_search_locations or ())] if spec else []

@@ -14,11 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from miles_core.errors import PluginError
-from miles_core.nearest import did_you_mean
 from miles_core.plugin.implementation import MARK
 from miles_core.plugin.load import import_target
 from miles_core.plugin.manifest import Plugin
 from miles_core.plugin.plan import HookTarget, Plan
+from miles_core.plugin.renamed import explain_unknown_hook
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -39,7 +39,7 @@ def find_misspelt(plugins_of: Mapping[str, Sequence[str]], hooks: Iterable[str])
     """Return an error message for each name in ``plugins_of`` that is not in ``hooks``; none if ``hooks`` is empty."""
     known = tuple(hooks)
     return [
-        f"plugin {', '.join(plugins)}: there is no hook {name!r}; {did_you_mean(name, known)}".rstrip("; ")
+        f"plugin {', '.join(plugins)}: {explain_unknown_hook(name, known)}"
         for name, plugins in plugins_of.items()
         if known and name not in known
     ]

@@ -37,6 +37,7 @@ class Parity:
         return f"bounded({self.eps:.3g})" if self.kind == "bounded" else self.kind
 
 
+#: Parities of a quantiser that computes what the format defines: the same bytes, or the same values.
 BYTES, VALUES = Parity("bytes"), Parity("values")
 
 

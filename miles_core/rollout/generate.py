@@ -23,13 +23,12 @@ from miles_core.data.batch import add
 from miles_core.data.column import TOKENS, Column, as_column, join_columns
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError, describe
-from miles_core.plugin.boundary import Guard, compose
+from miles_core.plugin.boundary import Guard
 from miles_core.rollout.collect import Score
 from miles_core.rollout.continuation import (
     can_continue,
     check_samples,
     cut_at_stop,
-    find_fault,
     join_parts,
     partial_rollout,
 )
@@ -262,33 +261,10 @@ class Generator:
         self._trains = {policy.name for policy in run.policies if policy.role == "train"}
         limit = run.config.rollout.max_concurrent_samples
         self._slots = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
-        wrappers = run.hooks.chain("wrap_generate", run=run)
-        self._plugins = ", ".join(wrapper.plugin for wrapper in wrappers)
-        self._wrapped = compose(self._generate, wrappers)
 
     async def generate(self, sample: Sample) -> list[Sample]:
-        """Generate the samples for ``sample`` with the plugins' ``wrap_generate`` hooks, which may do so several times. Checks the samples
-        that the hooks return."""
-        number = sample.index
-        samples = await self._wrapped(sample)
-        for one in samples if self._plugins else ():
-            try:
-                if fault := find_fault(one, self.requests.vocabulary):
-                    raise DataError(f"sample {one.index} has {fault}")
-                one.validate(self.run.fields)
-                self.run.select_policy(self.run.policy, [[one]])
-            except DataError as error:
-                raise DataError(f"plugin {self._plugins}, hook wrap_generate: {error}") from error
-        self.requests.keys.forget([number])
-        return samples
-
-    async def abort(self, samples: Collection[int]) -> None:
-        """Make the engines abort all requests of these samples. The caller has cancelled the samples' tasks."""
-        await self.requests.abort(samples)
-        self.requests.keys.forget(samples)
-
-    async def _generate(self, sample: Sample) -> list[Sample]:
         """Call the sample's rollout function. Each returned sample is validated; ``on_sample`` runs for each complete one."""
+        number = sample.index
         name, function = self.functions.of(sample)
         sample.policy = sample.policy or self.run.policy.name
         client = self._client(sample)
@@ -304,7 +280,13 @@ class Generator:
             one.validate(self.run.fields)
             if one.status not in (Status.ABORTED, Status.FAILED):
                 self.run.hooks.on("on_sample", run=self.run, sample=one)
+        self.requests.keys.forget([number])
         return samples
+
+    async def abort(self, samples: Collection[int]) -> None:
+        """Make the engines abort all requests of these samples. The caller has cancelled the samples' tasks."""
+        await self.requests.abort(samples)
+        self.requests.keys.forget(samples)
 
     def _client(self, sample: Sample) -> GenerationClient:
         start = functools.partial(self.requests.start, sample.index, sample.group_index)

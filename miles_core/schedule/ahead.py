@@ -18,7 +18,7 @@ from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.versions import staleness
-from miles_core.schedule.sync import pause_engine, wrap_collect
+from miles_core.schedule.sync import pause_engine
 from miles_core.schedule.uncorrected import warn_uncorrected
 
 
@@ -34,7 +34,6 @@ class AheadSchedule(Schedule):
 
     def __init__(self, run: Run, collector: Collector) -> None:
         self.run, self.collector = run, collector
-        self._wrapped = wrap_collect(run, collector.rollout)
         self._next: asyncio.Task[list[Group]] | None = None
         self._held: list[Group] | None = None
         self._taken: dict[str, float] = {}
@@ -78,7 +77,7 @@ class AheadSchedule(Schedule):
 
     async def _collect(self, step: int) -> list[Group]:
         start = time.perf_counter()
-        groups = await self._wrapped(step)
+        groups = await self.collector.rollout(step)
         self.seconds = time.perf_counter() - start
         return groups
 

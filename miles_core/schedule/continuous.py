@@ -24,7 +24,7 @@ from miles_core.contracts.schedule import Position, Schedule
 from miles_core.rollout.collect import Collector, Group, Interrupted
 from miles_core.rollout.continuation import partial_rollout
 from miles_core.rollout.versions import age, current_version, staleness
-from miles_core.schedule.sync import pause_engine, wrap_collect
+from miles_core.schedule.sync import pause_engine
 from miles_core.schedule.uncorrected import warn_uncorrected
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,6 @@ class AsyncSchedule(Schedule):
     def __init__(self, run: Run, collector: Collector) -> None:
         self.run, self.collector = run, collector
         self.bound = run.config.rollout.max_weight_staleness or STALENESS
-        self._wrapped = wrap_collect(run, self._oldest)
         self._generation: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._taken_steps = run.step
@@ -62,7 +61,7 @@ class AsyncSchedule(Schedule):
             self._since = time.perf_counter()
             self._generation = asyncio.create_task(self._generate())
         try:
-            groups = await self._wrapped(step)
+            groups = await self._oldest(step)
         except Interrupted:
             await self.collector.drop()
             raise

@@ -13,8 +13,7 @@ from contextlib import asynccontextmanager
 from miles_core.contracts.run import Run
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
-from miles_core.plugin.boundary import compose
-from miles_core.rollout.collect import Collector, Group, Rollout
+from miles_core.rollout.collect import Collector, Group
 from miles_core.rollout.continuation import partial_rollout
 from miles_core.rollout.versions import staleness
 
@@ -28,11 +27,6 @@ async def pause_engine(run: Run, parts: PolicyParts) -> AsyncIterator[None]:
     await parts.serving.resume()
 
 
-def wrap_collect(run: Run, collect: Rollout) -> Rollout:
-    """Return ``collect(step)`` wrapped with the plugins' ``wrap_rollout`` hooks."""
-    return compose(collect, run.hooks.chain("wrap_rollout", run=run))
-
-
 class SyncSchedule(Schedule):
     """Generates the groups of a step when the step requests them.
 
@@ -43,12 +37,11 @@ class SyncSchedule(Schedule):
 
     def __init__(self, run: Run, collector: Collector, parts: Sequence[PolicyParts]) -> None:
         self.run, self.collector, self.parts = run, collector, parts
-        self._collect = wrap_collect(run, collector.rollout)
         self._taken: dict[str, float] = {}
 
     async def take(self, step: int) -> list[Group]:
         start = time.perf_counter()
-        groups = await self._collect(step)
+        groups = await self.collector.rollout(step)
         self.collector.mark_used()
         self.seconds = time.perf_counter() - start
         if partial_rollout(self.run.config):

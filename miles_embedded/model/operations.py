@@ -41,10 +41,13 @@ from miles_embedded.model.replaced_steps import (
 )
 from miles_embedded.model.replaced_sums import replace_sums
 
+#: The products of the experts of a layer; the arguments are those of ``grouped_experts.swiglu_experts``.
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+#: ``log_probs(logits, tokens)``: the log-probabilities of tokens.
 LogProbs = Callable[[Tensor, Tensor], Tensor]
 LogSoftmax = Callable[[Tensor], Tensor]
 SupportedLogProbs = Callable[[Tensor, Tensor, Ragged], Tensor]
+#: ``attention(call, module, q, k, v, scale, options)``: the attention of one layer.
 Attention = Callable[[Call, nn.Module, Tensor, Tensor, Tensor, float, AttentionOptions | None], Tensor]
 
 

@@ -1,7 +1,7 @@
 """Test kit of the embedded backend: number formats inside models, and test doubles based on this backend.
 
 ``FormatInModelContract`` extends ``FormatContract`` with tests in engine and trainer. ``ProcessEngine`` is the engine in another
-process, ``StagedTrainer`` the trainer with a pipeline of two stages. ``lacking`` returns why the installed Transformers cannot run a
+process. ``lacking`` returns why the installed Transformers cannot run a
 family. Importing this package does not import torch.
 """
 
@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from miles_embedded.testing.families import lacking
     from miles_embedded.testing.format_in_model import FormatInModelContract
     from miles_embedded.testing.process_engine import ProcessEngine
-    from miles_embedded.testing.staged_trainer import StagedTrainer
 
-__all__ = ["FormatInModelContract", "ProcessEngine", "StagedTrainer", "lacking"]
+__all__ = ["FormatInModelContract", "ProcessEngine", "lacking"]
 
 __getattr__, __dir__ = make_lazy_exports(
     __name__,
@@ -23,6 +22,5 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.testing.families": "lacking",
         "miles_embedded.testing.format_in_model": "FormatInModelContract",
         "miles_embedded.testing.process_engine": "ProcessEngine",
-        "miles_embedded.testing.staged_trainer": "StagedTrainer",
     },
 )

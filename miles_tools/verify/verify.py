@@ -94,7 +94,6 @@ async def verify(
                 await each.learner.take_snapshot(-1)  # the weights that the engine started with
             await each.learner.load(resume_from / policy.name)
         policy.version = (await each.learner.push(run.step)).version
-        run.hooks.on("on_weights_synced", run=run, policy=policy, version=policy.version)
         found.append(await verify_policy(run, each, prompts, with_budget, exact))
     return found
 

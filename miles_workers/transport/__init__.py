@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from miles_workers.transport.checksum import BLOCK
     from miles_workers.transport.delta import difference
     from miles_workers.transport.device_memory import DeviceMemory, Loan
-    from miles_workers.transport.sent_weights import Checksums, SentWeights
 
 __all__ = [
     "BLOCK",
@@ -25,11 +24,9 @@ __all__ = [
     "Arrivals",
     "Broadcast",
     "Bucket",
-    "Checksums",
     "DeviceMemory",
     "Inbox",
     "Loan",
-    "SentWeights",
     "difference",
     "room_of",
     "round_to_blocks",
@@ -44,6 +41,5 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_workers.transport.checksum": "BLOCK",
         "miles_workers.transport.delta": "difference",
         "miles_workers.transport.device_memory": "DeviceMemory Loan",
-        "miles_workers.transport.sent_weights": "Checksums SentWeights",
     },
 )

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from miles_core.chat import FORMATS, Call, Malformed, split_reasoning
+from miles_core.chat import Call, Malformed, split_reasoning
+from miles_core.chat.formats import FORMATS
 
 PARAMETERS = {
     "add": {

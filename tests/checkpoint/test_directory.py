@@ -235,6 +235,15 @@ def test_options_are_compared_and_a_fixed_one_must_not_change():
     assert compare_plans(with_option(32, True), with_option(128, True))[0].fatal
 
 
+def test_an_option_that_moved_to_another_table_is_compared_by_its_flag():
+    def with_option(name, value):
+        fact = {"name": name, "value": value, "state": "KNOWN", "flag": "--mine-size", "fixed": True}
+        return {**plan(), "facts": [fact, {**fact, "name": "yours.size"}]}  # a flag of two options
+
+    assert compare_plans(with_option("size", 32), with_option("mine.size", 32)) == []
+    assert compare_plans(with_option("size", 32), with_option("mine.size", 64))[0].fatal
+
+
 def test_plans_are_compared_by_what_matters():
     saved = plan(model__moe=True, train__precision="bf16", train__lr=0.1)
     assert compare_plans(saved, saved) == []

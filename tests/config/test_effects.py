@@ -89,7 +89,6 @@ def refused(*argv):
         (["--kl-loss-type", "k1"], "it needs algorithm.kl_loss_coef > 0, and --kl-loss-coef is 0.0 (default)"),
         (["--eval-temperature", "0"], "it needs evaluation.prompt_data"),
         (["--overlong-penalty-factor", "2"], "it needs reward.overlong_buffer_len"),
-        (["--wandb-group", "a"], "it needs use_wandb"),
         (["--lambd", "0.9"], "it needs algorithm.advantage_estimator not in"),
         (["--sft-lr", "1e-4"], "it needs sft.data"),
         (["--async-save"], "it needs save_interval"),

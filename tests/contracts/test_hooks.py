@@ -10,6 +10,9 @@ import pytest
 
 from miles_core.contracts import hooks
 from miles_core.contracts.hooks import MAKERS, HookSpecs
+from miles_core.plugin.core import CORE
+from miles_core.plugin.discovery import discover
+from miles_core.plugin.scan import hooks_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
@@ -75,3 +78,21 @@ def test_the_map_names_every_hook():
 def test_the_page_names_no_hook_that_does_not_exist():
     known = {*NAMES, *(f"make_{kind}" for kind in MAKERS)}
     assert set(re.findall(r"\b(?:on|wrap|make)_[a-z]+(?:_[a-z]+)*\b", PAGE)) - known <= set()
+
+
+def implementers() -> dict[str, list[str]]:
+    """Return hook -> what implements it: core, the plugins in its wheel, and those in plugins/."""
+    catalogue = discover()
+    ours = [CORE, *(p for p in catalogue.values() if p.standard or p.name == "embedded")]
+    ours += [
+        catalogue[path.name] for path in sorted((ROOT / "plugins").iterdir()) if (path / "pyproject.toml").is_file()
+    ]
+    found = {name: [p.name for p in ours if name in hooks_of(p)] for name in NAMES}
+    return found | {f"make_{kind}": [p.name for p in ours if kind in p.provides] for kind in MAKERS}
+
+
+def test_every_hook_has_an_implementer_that_the_page_names():
+    found = implementers()
+    assert [name for name, plugins in found.items() if not plugins] == []
+    rows = "\n".join(f"| `{name}` | {', '.join(plugins)} |" for name, plugins in found.items())
+    assert f"| hook | implemented by |\n|---|---|\n{rows}\n" in PAGE, f"docs/hooks.md needs this table:\n{rows}"

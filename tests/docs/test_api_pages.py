@@ -26,7 +26,7 @@ def test_signatures_and_first_paragraphs():
     page = (ROOT / "docs" / "api" / f"{'miles_core.plugin'}.md").read_text(encoding="utf-8")
     assert "class Rule:\n    needs: str\n    because: str\n    when: str = ''\n    hardware: bool = False\n" in page
     assert "\nA condition that a run must meet, in the grammar of `miles_core.plugin.rule`.\n" in page
-    assert "def detect_fall(" in page and "    def passthrough(self, table: str) -> dict[str, Any]: ..." in page
+    assert "def above(" in page and "    def passthrough(self, table: str) -> dict[str, Any]: ..." in page
 
 
 def test_the_site_leaves_them_to_its_own_rendering():
@@ -38,3 +38,21 @@ def test_the_site_leaves_them_to_its_own_rendering():
 def test_one_page_lists_what_is_public():
     listed = re.findall(r"^\| \[`([\w.]+)`\]", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(listed) == PAGES and set(PUBLIC) <= set(PAGES)
+
+
+def test_every_public_name_has_a_role_and_a_line():
+    public = [(module, name, home) for module in PAGES for name, home in WRITER["exports"](module).items()]
+    assert [f"{m}:{n}" for m, n, home in public if not WRITER["roles_of"](n, m, home)] == []
+    assert [f"{m}:{n}" for m, n, home in public if not WRITER["summarize"](n, home)] == []
+    assert WRITER["names_page"]() == WRITER["NAMES"].read_text(encoding="utf-8"), "run: python docs/write_api.py"
+
+
+def test_the_roles_are_those_of_names_that_exist():
+    table = WRITER["ROLES"]
+    public = {f"{module}:{name}": home for module in PAGES for name, home in WRITER["exports"](module).items()}
+    assert [name for name in table["names"] if name not in public] == []
+    unused = [m for m in table["modules"] if not any(f"{home}.".startswith(f"{m}.") for home in public.values())]
+    assert unused == []
+    assert {role for given in (*table["modules"].values(), *table["names"].values()) for role in given} == set(
+        table["roles"]
+    )

@@ -62,11 +62,11 @@ def test_async_functions_are_guarded():
 
         return around
 
-    rollout = compose(inner, [Wrapper("a", "wrap_rollout", wrap)])
+    rollout = compose(inner, [Wrapper("a", "wrap_learn", wrap)])
     assert asyncio.run(rollout(0)) == [0, "a"]
     with pytest.raises(ValueError, match="late") as raised:
         asyncio.run(rollout(1))
-    assert notes(raised.value) == ["in plugin a, hook wrap_rollout"]
+    assert notes(raised.value) == ["in plugin a, hook wrap_learn"]
 
 
 def test_a_callable_object_that_is_async_is_guarded():
@@ -75,8 +75,8 @@ def test_a_callable_object_that_is_async_is_guarded():
             raise ValueError(sample)
 
     with pytest.raises(ValueError, match="x") as raised:
-        asyncio.run(compose(lambda s: None, [Wrapper("a", "wrap_generate", lambda inner: Generate())])("x"))
-    assert notes(raised.value) == ["in plugin a, hook wrap_generate"]
+        asyncio.run(compose(lambda s: None, [Wrapper("a", "wrap_learn", lambda inner: Generate())])("x"))
+    assert notes(raised.value) == ["in plugin a, hook wrap_learn"]
 
 
 def test_async_generators_are_guarded():
@@ -92,11 +92,11 @@ def test_async_generators_are_guarded():
         yield 1
 
     async def collect():
-        return [item async for item in compose(inner, [Wrapper("a", "wrap_rollout", wrap)])()]
+        return [item async for item in compose(inner, [Wrapper("a", "wrap_learn", wrap)])()]
 
     with pytest.raises(ValueError, match="end") as raised:
         asyncio.run(collect())
-    assert notes(raised.value) == ["in plugin a, hook wrap_rollout"]
+    assert notes(raised.value) == ["in plugin a, hook wrap_learn"]
 
 
 @pytest.mark.parametrize("plain", [True, False])

@@ -148,6 +148,13 @@ def test_an_unknown_hook_is_refused_with_the_nearest(load):
     )
 
 
+def test_a_deleted_hook_is_refused_with_what_to_do_instead(load):
+    assert guarded(load, lambda self, run: None, name="on_weights_synced") == (
+        "plugin a, Hooks.on_weights_synced: there is no hook 'on_weights_synced'; "
+        "a check (make_check) is called after each weight sync"
+    )
+
+
 def test_an_unmarked_method_named_like_a_hook_is_refused(load):
     message = guarded(load, lambda self, run: None, mark=None)
     assert "plugin a, Hooks.on_step is named like a hook but not marked: put @hookimpl above it" in message

@@ -136,3 +136,14 @@ def test_lint_without_names_of_hooks_holds_nothing_against_them():
     assert lint(mine(before=("embeded",)), {"embedded": embedded}, Facts([Fact("a", 1, "")])) == [
         "it comes before embeded, which is not installed; did you mean embedded?"
     ]
+
+
+def test_a_plan_with_a_deleted_hook_names_what_replaces_it(tmp_path):
+    from miles_core.cli import plan
+
+    (tmp_path / "old.py").write_text(
+        "from miles_core.plugin import hookimpl\n\n@hookimpl\ndef wrap_rollout(run): ...\n"
+    )
+    with pytest.raises(PluginError) as refused:
+        plan.run(["--plugins", str(tmp_path / "old.py")])
+    assert "there is no hook 'wrap_rollout'; filter groups with --dynamic-sampling-filter-path" in str(refused.value)

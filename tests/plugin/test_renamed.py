@@ -21,8 +21,8 @@ from miles_core.plugin.renamed import PUBLIC, explain_old_name, find_new_name
             "imports miles_core.plugin:described, which is now miles_core.plugin:describe_fact",
         ),
         (
-            "import miles_core.plugin as m\nm.fell",
-            "imports miles_core.plugin:fell, which is now miles_core.plugin:detect_fall",
+            "import miles_core.plugin as m\nm.Ask",
+            "imports miles_core.plugin:Ask, which is now miles_core.plugin:GenerationClient",
         ),
         (
             "from miles_core import Plugin, described",

@@ -137,32 +137,6 @@ def test_calls_that_engines_abort_go_on_with_their_own_numbers(candidates, monke
     assert candidates(ask) == whole and sum(aborted) > 24
 
 
-RETRY = """
-import copy
-from miles_core.plugin import hookimpl
-
-@hookimpl
-def wrap_generate(run):
-    def wrap(inner):
-        async def twice(sample):
-            first = await inner(copy.deepcopy(sample))
-            second = await inner(sample)
-            second[0].metadata["texts"] = [s.tokens[s.prompt_length:] for s in (first[0], second[0])]
-            return second
-        return twice
-    return wrap
-"""
-
-
-def test_a_plugin_that_generates_a_sample_twice_gets_two_texts(toy_run, tmp_path):
-    (tmp_path / "watch.py").write_text(WATCH)
-    (tmp_path / "retry.py").write_text(RETRY)
-    plugins = [str(tmp_path / "watch.py"), str(tmp_path / "retry.py")]
-    samples = toy_run(plugins, steps=1, rollout_max_response_len=12).run.state["samples"]
-    pairs = [s.metadata["texts"] for s in samples if "texts" in s.metadata]
-    assert len(pairs) == 8 and all(first != second for first, second in pairs)
-
-
 class _Flying:
     """An engine whose requests return only when they are aborted."""
 

@@ -193,10 +193,8 @@ def wrap_learn(run, policy, handles, engines):
 @hookimpl
 def on_step(run, metrics):
     metrics["copies/gap"] = run.state["gap"]
-
-@hookimpl
-def on_weights_synced(run, policy, version):
-    run.state["synced"].append((policy.name, version))
+    served = [(policy.name, policy.version) for policy in run.policies]
+    run.state["synced"] += [each for each in served if each not in run.state["synced"]]
 """
 
 CONFIGURE = """

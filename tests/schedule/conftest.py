@@ -11,7 +11,6 @@ from miles_core.plugin import hookimpl
 def on_start(run):
     run.state["samples"] = {}
     run.state["trained"] = []
-    run.state["log"] = []
 
 @hookimpl
 def on_sample(run, sample):
@@ -20,10 +19,6 @@ def on_sample(run, sample):
 @hookimpl
 def on_batch(run, batch):
     run.state["trained"].append(batch.index.tolist())
-
-@hookimpl
-def on_weights_synced(run, version):
-    run.state["log"].append(version)
 """
 
 

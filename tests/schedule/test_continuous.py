@@ -123,18 +123,6 @@ def test_a_group_that_fails_ends_the_run_with_its_error(toy_run, tmp_path):
         toy_run(schedule="async", steps=6, custom_rm_path=tmp_path / "reward.py")
 
 
-def test_a_plugins_filter_asks_for_more(toy_run, tmp_path):
-    (tmp_path / "even.py").write_text(
-        "from miles_core.plugin import hookimpl\n\n@hookimpl\ndef wrap_rollout(run):\n    def wrap(inner):\n"
-        "        async def rollout(step):\n            groups = []\n            while len(groups) < 2:\n"
-        "                groups += [g for g in await inner(step) if g[0].group_index % 2 == 0]\n"
-        "            return groups[:2]\n        return rollout\n    return wrap\n"
-    )
-    for schedule in ("sync", "ahead", "async"):
-        run = toy_run([str(tmp_path / "even.py")], schedule=schedule, steps=3)
-        assert [m["rollout/samples"] for m in run.metrics] == [8, 8, 8]
-
-
 def test_what_the_engine_says_about_requests_reaches_on_step(toy_run, tmp_path, monkeypatch):
     (tmp_path / "step.py").write_text(
         "from miles_core.plugin import hookimpl\n\n@hookimpl\ndef on_step(run, metrics):\n"

@@ -5,10 +5,10 @@ import types
 import pytest
 
 from miles_core.config.load import load
+from miles_core.config.schema import collect
 from miles_core.errors import ConfigError, MilesError
 from miles_tools import sinks
-from miles_tools.examine import examine
-from miles_tools.sinks import TensorBoard, WeightsAndBiases, check_wandb_login
+from miles_tools.sinks import Sinks, TensorBoard, WeightsAndBiases, check_wandb_login, examine
 
 
 def test_missing_packages_name_the_pip_command(tmp_path, monkeypatch):
@@ -126,6 +126,39 @@ def test_a_run_whose_sink_fails_records_how_it_ended(tmp_path, monkeypatch):
 def test_a_plan_needs_no_package_of_a_sink(monkeypatch):
     monkeypatch.setattr(sinks, "find_spec", lambda package: None)
     config = load(["--use-wandb", "--prompt-data", "none.jsonl"])
-    examine(config, False, {})
+    assert config.sinks == Sinks(use_wandb=True)
+    examine(config, False)
     with pytest.raises(ConfigError, match="--use-wandb needs the package 'wandb', which is not installed"):
-        examine(config, True, {})
+        examine(config, True)
+
+
+def test_the_options_belong_to_the_sinks():
+    schema = load([]).schema
+    flags = {option.flag for option in schema.options.values() if option.group == "sinks"}
+    assert flags == {"--use-wandb", "--wandb-project", "--wandb-group", "--wandb-name", "--use-tensorboard"}
+    assert not [path for path in collect([]).options if "wandb" in path or "tensorboard" in path]
+    with pytest.raises(ConfigError, match=r"^--wandb-group a: it needs sinks\.use_wandb, and --use-wandb is false"):
+        load(["--wandb-group", "a"])
+    assert load(["--use-wandb"]).to_dict()["sinks"] == {"use_wandb": True}
+
+
+def test_a_run_that_was_saved_with_these_options_in_the_table_run_goes_on(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text(
+        "run:\n  use_wandb: true\n  wandb_group: mine\ndefaults:\n  run:\n    wandb_project: theirs\n    use_tensorboard: true\n"
+    )
+    config = load(["--load", str(tmp_path)])
+    assert config.sinks == Sinks(use_wandb=True, wandb_group="mine", wandb_project="theirs", use_tensorboard=True)
+    assert config.is_set("sinks.use_wandb") and not config.is_set("sinks.wandb_project")
+    with pytest.raises(ConfigError, match=r"the table run has no key 'wandb_group'; there is sinks\.wandb_group"):
+        load(["--config", str(tmp_path / "config.yaml")])
+
+
+def test_a_saved_default_of_an_option_that_is_gone_is_ignored_with_a_warning(tmp_path, caplog):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text("defaults:\n  run:\n    gone_option: 3\n")
+    load(["--load", str(tmp_path)])
+    assert "the default of run.gone_option is ignored: there is no such option any more" in caplog.text
+    (tmp_path / "config.yaml").write_text("run:\n  gone_option: 3\n")
+    with pytest.raises(ConfigError, match="the table run has no key 'gone_option'"):
+        load(["--load", str(tmp_path)])

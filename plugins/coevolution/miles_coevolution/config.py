@@ -41,26 +41,11 @@ class CoevolutionConfig:
         ge=1,
         fixed=True,
     )
-    selection_fraction: float = option(
-        0.25,
-        flag="--co-evolution-selection-fraction",
-        help="fraction of a population that is replaced by copies of the best after a round (at least one member)",
-        gt=0,
-        le=0.5,
-        only_if="coevolution.population_size > 1",
-    )
     mutate: tuple[str, ...] = option(
         ("lr",),
         flag="--co-evolution-mutate",
         help="options of the members that vary and mutate",
         choices=tuple(MUTABLE),
-        only_if="coevolution.population_size > 1",
-    )
-    mutation_factor: float = option(
-        1.2,
-        flag="--co-evolution-mutation-factor",
-        help="a mutation multiplies or divides a value by this factor",
-        gt=1,
         only_if="coevolution.population_size > 1",
     )
     past_versions: int = option(

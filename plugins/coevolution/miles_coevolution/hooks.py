@@ -8,7 +8,7 @@ from miles_coevolution.config import MUTABLE, CoevolutionConfig
 from miles_coevolution.game import MATCHMAKER, group_attempts
 from miles_coevolution.league import League
 from miles_coevolution.matches import Matchmaker
-from miles_coevolution.population import Side, active_sides, perturb
+from miles_coevolution.population import FACTOR, Side, active_sides, perturb
 from miles_coevolution.rounds import seeded
 from miles_core.data import Sample
 from miles_core.plugin import ConfigError, Policy, Run, StateKey, Store, hookimpl
@@ -39,7 +39,7 @@ class Coevolution:
             members = [base.name, *(f"{base.name}-{n}" for n in range(1, options.population_size or 1))]
             for name in members[1:]:
                 draw = seeded(run.config.train.seed, "spread", name)
-                values[name] = perturb(values[base.name], options.mutation_factor, draw)
+                values[name] = perturb(values[base.name], FACTOR, draw)
                 own = {**base.options, **values[name]}
                 run.policies.append(Policy(base.hf_checkpoint, name, "train", options=own))
             past = f"{base.name}-past" if options.past_versions else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from miles_coevolution.config import CoevolutionConfig
 from miles_coevolution.pool import Pool
-from miles_coevolution.population import Options, Side, select
+from miles_coevolution.population import FACTOR, FRACTION, Options, Side, select
 from miles_coevolution.rounds import CYCLE, Tally, outcomes, seeded, swing
 from miles_core.data import Sample
 from miles_core.plugin import Run
@@ -122,8 +122,8 @@ class League:
 
     async def _evolve(self, side: Side, fitness: Mapping[str, float], done: int) -> None:
         """Replace the worst members of a side by mutated copies of the best."""
-        options, draw = self.options, seeded(self.run.config.train.seed, "select", side.name, done)
-        chosen = select(fitness, self.values, options.selection_fraction, options.mutation_factor, draw)
+        draw = seeded(self.run.config.train.seed, "select", side.name, done)
+        chosen = select(fitness, self.values, FRACTION, FACTOR, draw)
         copies = self.pool.directory / "copies"
         shutil.rmtree(copies, ignore_errors=True)  # of a run that ended abruptly
         for winner in sorted({each.winner for each in chosen}):

@@ -43,6 +43,12 @@ def mutate(options: Mapping[str, float], factor: float, draw: random.Random) -> 
     return {path: value * (factor if draw.random() < 0.5 else 1.0 / factor) for path, value in options.items()}
 
 
+#: Fraction of a population that is replaced after a round; at least one member is.
+FRACTION = 0.25
+#: A mutation multiplies or divides a value by this factor.
+FACTOR = 1.2
+
+
 def perturb(options: Mapping[str, float], factor: float, draw: random.Random) -> Options:
     """Draw the options of a further initial member: each value times ``factor`` to a power that is uniform in [-1, 1]."""
     return {path: value * factor ** draw.uniform(-1.0, 1.0) for path, value in options.items()}

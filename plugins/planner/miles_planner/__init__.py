@@ -25,7 +25,7 @@ plugin = Plugin(
             "simulate utilization, tokens per second and staleness of a run", "miles_planner.simulation.command:run"
         ),
         "launch": Command(
-            "write a Slurm script, a KubeRay manifest or a SkyPilot task that starts a run",
+            "write a Slurm script that starts a run",
             "miles_planner.launch.command:run",
         ),
     },

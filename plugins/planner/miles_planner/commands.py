@@ -31,7 +31,7 @@ def search_layouts(argv: Sequence[str]) -> int:
     if options.launch:
         from miles_planner.launch.command import check_options
 
-        check_options(options.launch, options)
+        check_options(options)
     from miles_planner.search import search
     from miles_planner.show import command_of, describe
 
@@ -42,7 +42,7 @@ def search_layouts(argv: Sequence[str]) -> int:
         from miles_planner.launch.command import write_file
 
         command = shlex.split(command_of(result.best[0], config, rest))
-        print(write_file(options.launch, options, command[2:]), file=sys.stderr)
+        print(write_file(options, command[2:]), file=sys.stderr)
     return 0 if result.best else 2
 
 

@@ -283,7 +283,6 @@ def test_a_value_that_no_layout_has_is_changed_and_said(checkpoint, capsys, opti
         (["--mean-prompt-len", "0"], "--mean-prompt-len 0 must be between 1 and the longest prompt, 40,960"),
         (["--mean-prompt-len", "nan"], "--mean-prompt-len nan must be"),
         (["--mean-prompt-len", "300", "--rollout-max-prompt-len", "256"], "the longest prompt, 256 tokens"),
-        (["--launch", "kuberay"], "pods run an image; give one with --image"),
         (["--launch", "slurm", "--hours", "0"], "--hours 0: a job needs at least one hour"),
     ],
 )

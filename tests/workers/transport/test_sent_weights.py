@@ -3,8 +3,9 @@ import torch
 
 from miles_core.data.weight_unit import Encoded
 from miles_core.precision.codec import Codec
-from miles_workers.transport import Checksums, SentWeights, sent_weights
+from miles_workers.transport import sent_weights
 from miles_workers.transport.checksum import PIECE, checksum, checksum_of
+from miles_workers.transport.sent_weights import Checksums, SentWeights
 
 
 @pytest.mark.parametrize("size", [1, 255, 256, 257, PIECE // 4, PIECE // 4 + 1, PIECE // 2 + 300])

@@ -1,37 +1,32 @@
-"""``miles launch slurm|kuberay|skypilot``: resolves the plan of a run for the given hardware and writes the file that starts it."""
+"""``miles launch slurm``: resolves the plan of a run for the given hardware and writes the file that starts it."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 from miles_core.cli.plan import check_hardware, collect_facts
 from miles_core.plugin import ConfigError, redact
+from miles_planner.launch import slurm
 from miles_planner.launch.job import Job
 from miles_planner.packages import check_packages
 
-#: What writes launch files: modules of this package, each imported when it is used.
-KINDS = ("slurm", "kuberay", "skypilot")
-USAGE = (
-    "miles launch {slurm,kuberay,skypilot} --hardware MACHINESxGPUSxTYPE [--image IMAGE] [any option of miles train]"
-)
+#: Kinds of launch files.
+KINDS = ("slurm",)
+USAGE = "miles launch slurm --hardware MACHINESxGPUSxTYPE [--image IMAGE] [any option of miles train]"
 
 
 def add_options(parser: argparse._ActionsContainer) -> None:
     """Add the options that describe the job."""
     parser.add_argument("--name", default="miles", help="name of the job (default: miles)")
-    parser.add_argument("--image", default="", help="container image (default: what is installed; kuberay needs one)")
+    parser.add_argument("--image", default="", help="container image (default: what is installed)")
     parser.add_argument(
         "--shared", default="/shared", metavar="DIR", help="directory that all machines share (default: /shared)"
     )
     parser.add_argument("--hours", type=int, default=24, metavar="N", help="time limit (default: 24)")
-    parser.add_argument(
-        "--out", type=Path, default=None, metavar="FILE", help="file to write (default: NAME.sbatch or NAME.yaml)"
-    )
+    parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="file to write (default: NAME.sbatch)")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -42,15 +37,14 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--fact", action="append", default=[], metavar="NAME=VALUE", help="plan with this value")
     add_options(parser)
     options, rest = parser.parse_known_args(list(argv))
-    print(write_file(options.kind, options, rest))
+    print(write_file(options, rest))
     return 0
 
 
-def write_file(kind: str, options: argparse.Namespace, argv: Sequence[str]) -> str:
+def write_file(options: argparse.Namespace, argv: Sequence[str]) -> str:
     """Write the launch file of a run and return what to do next.
 
     Args:
-        kind: one of ``KINDS``.
         options: the job's options and ``--hardware``.
         argv: options of ``miles train``.
 
@@ -59,9 +53,8 @@ def write_file(kind: str, options: argparse.Namespace, argv: Sequence[str]) -> s
         ConfigError: several machines without a runtime for them, or an invalid option of the job.
     """
     job = make_job(options, argv)
-    module = _module(kind)
-    path = options.out or Path(f"{job.name}{module.SUFFIX}")
-    text = module.write(job)
+    path = options.out or Path(f"{job.name}{slurm.SUFFIX}")
+    text = slurm.write(job)
     if redact(text) != text:
         raise ConfigError(
             f"{path}: an option of this command looks like a credential, and the file would keep it; give it to the job as an environment "
@@ -72,7 +65,7 @@ def write_file(kind: str, options: argparse.Namespace, argv: Sequence[str]) -> s
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {path}: the file cannot be written ({error.strerror})") from error
-    said = f"wrote {path}: {job.machines} x {job.gpus} x {job.gpu}, {job.header}\nstart it with: {module.submit(os.fspath(path))}"
+    said = f"wrote {path}: {job.machines} x {job.gpus} x {job.gpu}, {job.header}\nstart it with: {slurm.submit(os.fspath(path))}"
     if len(job.command) > len(argv) + 2:
         said += f"\nadded {' '.join(job.command[-2:])}: the run's directory must be one that all machines share"
     if elsewhere := paths_outside(argv, job.shared):
@@ -80,13 +73,9 @@ def write_file(kind: str, options: argparse.Namespace, argv: Sequence[str]) -> s
     return said
 
 
-def _module(kind: str) -> ModuleType:
-    return import_module(f"miles_planner.launch.{kind}")
-
-
-def check_options(kind: str, options: argparse.Namespace) -> None:
+def check_options(options: argparse.Namespace) -> None:
     """Raise ConfigError for an invalid option of the job, before the run is known."""
-    _module(kind).write(Job(options.name, 1, 1, "", (), "", options.image, options.shared, options.hours))
+    Job(options.name, 1, 1, "", (), "", options.image, options.shared, options.hours)
 
 
 def paths_outside(argv: Sequence[str], shared: str) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from miles_core.plugin import ConfigError
 
-#: Port of the run's Ray cluster. (SkyPilot's own Ray listens at 6380.)
+#: Port of the run's Ray cluster.
 PORT = 6379
 #: Seconds in which all machines must have joined.
 JOIN_SECONDS = 600
@@ -42,9 +42,7 @@ class Job:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?", self.name):
-            raise ConfigError(
-                f"--name {self.name}: use at most 47 lower-case letters, digits and dashes, as Kubernetes requires"
-            )
+            raise ConfigError(f"--name {self.name}: use at most 47 lower-case letters, digits and dashes")
         if not self.shared.startswith("/"):
             raise ConfigError(f"--shared {self.shared}: give an absolute path, because it is the same on every machine")
         if self.hours < 1:
