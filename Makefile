@@ -1,6 +1,7 @@
 # Everything sets itself up: only Python 3.11-3.13 and make are needed.
 #   make demo    train a small MoE on this machine and write a report
-#   make test    lint, types and all tests; also one by one: make lint, make types, make pytest
+#   make test    lint, types and tests; also one by one: make lint, make types, make pytest
+#   make test-thorough  all tests, the slow ones and those of engines included
 #   make test-engines  the tests of SGLang and Megatron-Core that run on a CPU, with both installed
 #   make skipped what no run could execute, with the reason
 #   make oldest  what touches Transformers' modules, on the oldest Transformers supported
@@ -36,12 +37,13 @@ MEGATRON_TESTS ?= $(addprefix plugins/megatron/tests/test_,$(addsuffix .py,devic
 SGLANG_TESTS ?= plugins/sglang/tests/test_contract.py plugins/sglang/tests/test_lora.py \
 	plugins/sglang/tests/test_manifest.py::test_the_table_is_that_of_the_installed_sglang \
 	plugins/sglang/tests/test_manifest.py::test_the_architectures_are_those_of_the_installed_sglang
-# Which tests: all, or 'not thorough' as .ci/run does.
-MARKS ?= thorough or not thorough
+# Which tests: without the slow ones, or all ('thorough or not thorough'). SLOW_PART=K/N adds a part of the slow ones.
+MARKS ?= not thorough
+SLOW_PART ?=
 # Where pytest writes what it skipped; tests/skipped.py reads these files.
 REPORTS ?= build/tests
 
-.PHONY: demo test pytest oldest engines test-engines test-megatron test-sglang skipped lint types wheels docs install clean
+.PHONY: demo test test-thorough slow-tests pytest oldest engines test-engines test-megatron test-sglang skipped lint types wheels docs install clean
 
 install: $(STAMP)
 
@@ -79,8 +81,15 @@ types: install
 
 test: lint types pytest
 
+test-thorough:
+	$(MAKE) test oldest test-engines MARKS='thorough or not thorough'
+
 pytest: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKS)" --junit-xml $(REPORTS)/all.xml $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKS)" --slow-part "$(SLOW_PART)" --junit-xml $(REPORTS)/all.xml $(TESTS)
+
+# After make test-thorough on a quiet machine.
+slow-tests:
+	$(BIN)/python tests/list_slow_tests.py $(REPORTS)/all.xml
 
 # The parts that touch Transformers' modules, on the oldest version supported (SGLang's pin), which shadows the installed one.
 oldest: install $(OLDEST)/.installed

@@ -2,9 +2,25 @@
 
 import os
 import types
+import zlib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow-part", default="", help="K/N: also run part K of N (from 0) of tests/slow_tests.txt")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Slow tests get the marker ``thorough``, except those of ``--slow-part``."""
+    listed = {*Path(__file__).with_name("tests").joinpath("slow_tests.txt").read_text(encoding="utf-8").splitlines()}
+    part, _, parts = config.getoption("--slow-part").partition("/")
+    for item in items:
+        known = item.nodeid in listed or item.nodeid.partition("[")[0] in listed
+        if known and not (parts and zlib.crc32(item.nodeid.encode()) % int(parts) == int(part)):
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(autouse=True, scope="session")

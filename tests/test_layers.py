@@ -116,7 +116,7 @@ TOOLS: list[dict[str, str]] = [
         "verify": "output_file report core: contracts data errors mismatch precision version",
     },
     {
-        "examine": "sinks rewards core: config plugin formats: formats",
+        "examine": "sinks rewards core: checkpoint config errors plugin formats: formats",
         "commands": "report authoring demo verify core: checkpoint cli config contracts errors observe plugin precision run formats: formats",
     },
 ]

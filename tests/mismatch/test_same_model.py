@@ -12,7 +12,7 @@ from miles_embedded.model.load import facts_of
 from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 from miles_testing.toy import toy_files
 
-FOREIGN_FLAGS = """
+ELSEWHERE = """
 from miles_embedded import plugin as EMBEDDED
 from miles_core.plugin.manifest import Plugin
 from miles_embedded.testing.process_engine import ProcessEngine
@@ -49,12 +49,12 @@ def other(**sizes):
         (OTHER_MODEL, {"num_experts": 16}, "model.num_experts is 4 and 16"),
         (OTHER_MODEL, {"num_hidden_layers": 3}, "model.moe_layers is 2 and 3, model.layers is 2 and 3"),
         (OTHER_MODEL, {"num_experts_per_tok": 3}, "model.top_k is 2 and 3"),
-        (FOREIGN_FLAGS, {"num_experts": 16}, "model.num_experts is 4 and 16"),  # a process starts in some seconds
+        (ELSEWHERE, {"num_experts": 16}, "model.num_experts is 4 and 16"),  # a process starts in some seconds
     ],
 )
 def test_an_engine_with_another_model_is_refused_before_the_run(toy_run, tmp_path, kind, sizes, difference):
     (tmp_path / "engine.py").write_text(kind.format(checkpoint=other(**sizes)))
-    flags = {"engine": "elsewhere"} if kind is FOREIGN_FLAGS else {}
+    flags = {"engine": "elsewhere"} if kind is ELSEWHERE else {}
     with pytest.raises(CheckpointError) as refused:
         toy_run([str(tmp_path / "engine.py"), "r3"], directory=tmp_path / "run", **flags)
     text = str(refused.value)

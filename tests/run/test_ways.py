@@ -16,7 +16,7 @@ from tests.ways import ROOT, ErrorTrace, Trace, name_of
 #: From ``learn()`` to the loss: samples become a batch, which gets advantages and the weights of its tokens.
 LEARN = (
     "local_learner.LocalLearner.learn",
-    "share.optimiser_steps",
+    "data_shard.optimiser_steps",
     "batch.collate",
     "grpo.advantage",
     "choices.loss_weights",

@@ -6,8 +6,8 @@ checkpoint that is written in the background (``--async-save``); and the process
 are read, which the system gives back.
 
 Compared with published runs that offload all of Adam's state of 671 billion parameters: 1,500 GB per machine were published for 96 GPUs
-(verl, docs/perf/dpsk.md), and 1,400 to 1,500 GB for 128 GPUs (miles, docs/models/deepseek/deepseek.md), whose trainer also keeps pinned
-copies of gradients and of the actor while it sleeps.
+(verl's guide to DeepSeek 671B), and 1,400 to 1,500 GB for 128 GPUs (miles' guide to DeepSeek), whose trainer also keeps pinned copies
+of gradients and of the actor while it sleeps.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ WORK = Work(tokens=8192, micro_batches=4, offloaded=1.0, recompute="full")
 
 
 def test_an_offloaded_optimizer_is_as_large_as_published(architecture):
-    """verl publishes 1,500 GB per machine (docs/perf/dpsk.md)."""
+    """verl publishes 1,500 GB per machine (its guide to DeepSeek 671B)."""
     found = host_memory(facts(colocate=True), architecture, VERL, WORK)
     assert found.total / 1e9 == pytest.approx(1500, rel=0.2)
     assert found.optimizer > 12 * 671e9 / 12, (

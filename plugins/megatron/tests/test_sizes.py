@@ -65,7 +65,7 @@ def checkpoint(tmp_path):
 
 
 #: Their engine is elsewhere, so that the memory of the trainer decides.
-FOREIGN_FLAGS = {"engine": "sglang", "sglang_url": "http://host:30000"}
+ELSEWHERE = {"engine": "sglang", "sglang_url": "http://host:30000"}
 
 
 def refused(checkpoint, config, *facts, **options):
@@ -97,7 +97,7 @@ def typed(flags):
     ("DEEPSEEK_V3", 1024, {}), ("QWEN3_235B", 64, {"rollout_batch_size": 128, "use_dynamic_batch_size": True}),
 ])  # fmt: skip
 def test_the_plan_refuses_what_cannot_fit_with_sizes_that_do(checkpoint, model, ranks, options):
-    text = refused(checkpoint, PUBLISHED[model], f"megatron.ranks={ranks}", **FOREIGN_FLAGS, **options)
+    text = refused(checkpoint, PUBLISHED[model], f"megatron.ranks={ranks}", **ELSEWHERE, **options)
     assert re.search(r"the trainer megatron needs \d+ GB on each GPU", text) and "gpu.memory_gb = 151" in text
     offered = text.split("would do:\n")[1].splitlines()
     sizes = next(line for line in offered if "parallel-size" in line and "--fact" not in line)
@@ -106,7 +106,7 @@ def test_the_plan_refuses_what_cannot_fit_with_sizes_that_do(checkpoint, model, 
         hf_checkpoint=checkpoint(PUBLISHED[model]),
         facts=["gpu=H200", f"megatron.ranks={ranks}"],
         micro_batch_size=1,
-        **FOREIGN_FLAGS,
+        **ELSEWHERE,
         **options,
         **typed(sizes),
     )
@@ -129,7 +129,7 @@ def test_ranks_that_are_no_number_are_a_sentence(checkpoint, monkeypatch):
 
 
 def test_too_few_gpus_for_any_sizes(checkpoint):
-    text = refused(checkpoint, PUBLISHED["DEEPSEEK_V3"], "megatron.ranks=8", **FOREIGN_FLAGS)
+    text = refused(checkpoint, PUBLISHED["DEEPSEEK_V3"], "megatron.ranks=8", **ELSEWHERE)
     assert re.search(r"--fact megatron.ranks=\d+ --tensor-model-parallel-size", text)
 
 
@@ -189,14 +189,9 @@ def test_sequence_parallelism_without_tensor_parallelism_has_no_effect(checkpoin
         tensor_model_parallel_size=tp,
         sequence_parallel=True,
         use_dynamic_batch_size=True,
-        **FOREIGN_FLAGS,
+        **ELSEWHERE,
     )
     assert len([text for text in accepted.advice if "--sequence-parallel has no effect" in text]) == notes
-
-
-def test_what_the_trainer_lacks_is_refused(checkpoint):
-    text = refused(checkpoint, PUBLISHED["QWEN3_8B"], "megatron.ranks=8", aux_loss_coef=0.1)
-    assert "megatron needs model.moe" in text
 
 
 def test_gradients_are_quantised_in_a_number_format_alone(checkpoint):

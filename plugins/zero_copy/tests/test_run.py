@@ -18,7 +18,7 @@ SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}
 FP8 = {"rollout_precision": "fp8", "train_precision": "fp8", "emulate_precision": True}
 
 #: An engine that is spoken to by messages, as a single file. The first ``failures`` buckets it gets after the first are wrong.
-FOREIGN_FLAGS = """
+ELSEWHERE = """
 from miles_core.plugin import Plugin, SyncError
 from miles_embedded import make_engine
 
@@ -56,7 +56,7 @@ def equal(a, b):
 
 def elsewhere(tmp_path, failures=0):
     file = tmp_path / "elsewhere.py"
-    file.write_text(FOREIGN_FLAGS.replace("FAILURES", str(failures)))
+    file.write_text(ELSEWHERE.replace("FAILURES", str(failures)))
     return str(file)
 
 
@@ -131,7 +131,7 @@ def test_the_plan_says_which_path_and_why():
 
 def test_an_engine_that_takes_no_such_message_is_refused(tmp_path):
     file = tmp_path / "deaf.py"
-    file.write_text(FOREIGN_FLAGS.replace(', "transport:buckets"', "").replace("FAILURES", "0"))
+    file.write_text(ELSEWHERE.replace(', "transport:buckets"', "").replace("FAILURES", "0"))
     with pytest.raises(PlanError, match="the transport buckets needs the engine capability transport:buckets"):
         plan([str(file)], engine="elsewhere", use_zero_copy_sync=True)
 
