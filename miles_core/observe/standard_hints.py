@@ -33,7 +33,9 @@ HINTS = (
     Hint(
         "mismatch-jump",
         "mismatch/kl_k3",
-        detect_jump(10, least=1e-5),  # far below the value of any bfloat16 model, and above the rounding noise of float32
+        detect_jump(
+            10, least=1e-5
+        ),  # far below the value of any bfloat16 model, and above the rounding noise of float32
         "the KL between engine and trainer jumped to {value}, over ten times its median: collapse often follows",
         f"lower --lr; {MISMATCH}",
         trouble="mismatch",

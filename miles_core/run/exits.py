@@ -16,7 +16,7 @@ from typing import Any
 
 #: Ends the process at once.
 leave = os._exit
-#: The functions to which the others of these families lead.
+#: The functions that the other functions of these families call.
 _ENDING = ("_exit", "execv", "execve")
 
 
