@@ -62,7 +62,7 @@ def translate(argv: Sequence[str], schema: Schema) -> Translation:
 
 
 def _as_in(line: Sequence[str], here: str) -> str:
-    """Return a flag with its value as the complete line has it, which may have been converted since."""
+    """Return a flag with its value in the complete line, which may have been converted."""
     flag, _, value = here.partition(" ")
     if not value or " " in value or flag not in line:
         return here

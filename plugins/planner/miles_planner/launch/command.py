@@ -14,7 +14,7 @@ from miles_core.plugin import ConfigError, redact
 from miles_planner.launch.job import Job
 from miles_planner.packages import check_packages
 
-#: What writes launch files: modules of this package, each imported when it is used.
+#: Modules of this package that write launch files, imported on first use.
 KINDS = ("slurm", "kuberay", "skypilot")
 USAGE = (
     "miles launch {slurm,kuberay,skypilot} --hardware MACHINESxGPUSxTYPE [--image IMAGE] [any option of miles train]"
@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def write_file(kind: str, options: argparse.Namespace, argv: Sequence[str]) -> str:
-    """Write the launch file of a run and return what to do next.
+    """Write the launch file of a run and return a message with the next command.
 
     Args:
         kind: one of ``KINDS``.
