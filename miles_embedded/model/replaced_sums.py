@@ -37,7 +37,7 @@ def replace_sums(layers: nn.ModuleList, last: nn.Module | None) -> int:
         last: the norm after the last layer.
 
     Returns:
-        the number of layers that do.
+        the number of layers whose sums were replaced.
     """
     count, following = 0, [getattr(layer, _PARTS[0], None) for layer in layers]
     for layer, norm in zip(layers, [*following[1:], last], strict=True):
