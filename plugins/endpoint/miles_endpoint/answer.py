@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Number of tokens of a prompt's end that can hold the opening of the reasoning.
+#: Number of tokens at the end of a prompt that are searched for the start of the reasoning.
 _OPENING = 8
 
 
