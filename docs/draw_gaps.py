@@ -16,43 +16,43 @@ PAGE = DOCS / "exact.md"
 INTRODUCTION = """\
 # Exact log-probabilities, by family and format
 
-The largest difference of a token's log-probability between the embedded engine and trainer, in nats, without and with
-[`true_on_policy`](../plugins/true_on_policy/README.md). Engine and trainer have the same weights; the engine samples seven requests at
+The table shows the largest difference of a token's log-probability between the embedded engine and trainer, in nats, without and with
+[`true_on_policy`](../plugins/true_on_policy/README.md). Engine and trainer have the same weights. The engine samples seven requests at
 different batch sizes, and the trainer scores them in micro-batches of 1, 3 and all samples, with and without shared prompts
-(`benchmarks/mismatch/true_on_policy.py`). The models are tiny and random. "0" is exactly 0: every token, bit for bit.
+(`benchmarks/mismatch/true_on_policy.py`). The models are tiny and random. "0" means that every token is bit-identical.
 """
 TIMES = """\
 ## Time of a step
 
 Whole GRPO steps of random BF16 models on an H200, 32 prompts of 64 tokens with 8 samples of 256 tokens each, micro-batches of 36,000 tokens
-(part `time` of `benchmarks/mismatch/true_on_policy.py`). Both sides take turns; the ratio is the median over pairs of turns, with an interval that
-contains the median in 95 % of samples. From fewer than six pairs the interval is only the range of the pairs. Columns "rollout" and "training"
-are ratios of medians.
+(part `time` of `benchmarks/mismatch/true_on_policy.py`). Runs with and without the plugin alternate. The ratio is the median over
+pairs of runs, with a 95 % confidence interval of the median; with fewer than six pairs the interval is the range of the pairs. The
+columns "rollout" and "training" are ratios of medians.
 """
 SGLANG = """\
 ## SGLang
 
-Means of |Δ log p| in nats per token between SGLang 0.5.17 and the embedded trainer, for a random BF16 model on an H100. "Alone and together" is
-what depends on the batch, "sampled and scored" is decoding against a prompt, and the columns with FP32 are the rounding errors of each side.
-`benchmarks/mismatch/sglang_exact.py` explains the variants.
+Mean |Δ log p| in nats per token between SGLang 0.5.17 and the embedded trainer, for a random BF16 model on an H100. "Alone and together"
+is the dependence on the batch, "sampled and scored" compares decoding with scoring, and the columns with FP32 are the rounding errors of
+each side. `benchmarks/mismatch/sglang_exact.py` explains the variants.
 """
 SWITCHES = """\
-By cause: scores of a sequence alone and together with 31 others were equal, even without deterministic inference. Decoding differs from scoring
-inside SGLang already. The rest is the rounding of BF16: two computations of one function in BF16 are about as far from each other as each of
-them is from FP32.
+The scores of a sequence alone and together with 31 others were equal, even without deterministic inference. Inside SGLang, decoding
+already differs from scoring. The rest is BF16 rounding: two BF16 computations of one function differ from each other about as much as each
+differs from FP32.
 
-SGLang's own switches do not close the gap. Deterministic inference makes SGLang repeatable. `on_policy_target` imitates another trainer's
-operations and keeps residuals in FP32: it is nearer to FP32 and further from this trainer. The gap is exactly 0 only where both sides run the
-same kernels: `shared_kernels` (`benchmarks/mismatch/sglang_shared_kernels.py` inside SGLang) with `true_on_policy` in the trainer. Against the
-trainer without the plugin, that variant keeps a gap of two BF16 computations.
+SGLang's switches do not close the gap. Deterministic inference makes SGLang repeatable. `on_policy_target` imitates another trainer's
+operations and keeps residuals in FP32, so it is closer to FP32 and further from this trainer. The gap is exactly 0 only if both sides run
+the same kernels: `shared_kernels` (`benchmarks/mismatch/sglang_shared_kernels.py` inside SGLang) with `true_on_policy` in the trainer.
+Compared with the trainer without the plugin, this variant has the same gap as any two BF16 computations.
 
-SGLang 0.5.17 cannot run Qwen3's mixtures of experts with `on_policy_target`. The switch selects the rotary embedding written in plain PyTorch, and
-the model's attention asks the embedding to write keys and values into the cache too, which only the fused kernel does. The assertion above
-ends SGLang's process when it starts. The dense model writes the cache in its attention layer, so there the switch works. SGLang's pull request
-40289, open when this was written, falls back to that for mixtures.
+SGLang 0.5.17 cannot run Qwen3's mixtures of experts with `on_policy_target`. The switch selects a rotary embedding in plain PyTorch, but
+the model's attention expects the embedding to also write keys and values into the cache, which only the fused kernel does. The assertion
+above stops SGLang when it starts. The dense model writes the cache in its attention layer, so the switch works there. SGLang's pull
+request 40289, open at the time of writing, does the same for mixtures of experts.
 
-Other sizes of decode batches were not compared. The shared kernels belong to the benchmark: no option of a run selects them, and a run with
-`--engine sglang` refuses `true_on_policy`.
+Other sizes of decode batches were not compared. The shared kernels are part of the benchmark: no option of a run selects them, and a run
+with `--engine sglang` refuses `true_on_policy`.
 """
 UNKNOWN = """\
 ## Does the gap matter?
@@ -64,41 +64,42 @@ say whether a gap of exactly 0 prevents a collapse, or whether `tis` and `r3` su
 COLLAPSE = """\
 ## Does the gap matter?
 
-A small mixture of experts learns running sums, first from a careless teacher and then by GRPO without a KL term, with eight optimizer steps per
-rollout (`benchmarks/mismatch/collapse.py`). Arms differ in the number formats of engine and trainer, and in the correction; FP8 is emulated, and
-`bf16` has no number format. Rewards are means over seeds with 95 % t-intervals, and "minus bf16" is the mean difference of the last tenth from
-that of `bf16` with the same seed. A seed collapsed if its last tenth is below half of its best tenth.
+A small mixture of experts learns running sums, first from a teacher that makes errors and then with GRPO without a KL term, with eight
+optimizer steps per rollout (`benchmarks/mismatch/collapse.py`). The arms differ in the number formats of engine and trainer, and in the
+correction. FP8 is emulated, and `bf16` has no number format. Rewards are means over seeds with 95 % t-intervals. "Minus bf16" is the mean
+difference between the last tenth of the steps and that of `bf16` with the same seed. A seed counts as collapsed if the reward of its last
+tenth is below half of that of its best tenth.
 
-**No arm collapsed, and the arms cannot be told apart.** With the plain FP8 rollout the median KL divergence is 40 times that of `bf16` and
-the mean reward at the end is the lowest, but its interval contains all other means; with `true_on_policy` the gap is 0 in every step and
-the reward is that of the other arms. `r3` and `r3+tis` reduce the largest gap of a step to a quarter and less. So at this size, learning
-rate and number of steps a gap of exactly 0 makes no difference that three seeds can show. Short trials at a higher rate made `bf16` itself
-unstable, so that no rate was found at which FP8 alone decides. FP8 on both sides (`unified`) has fewer steps. The next section has a setting
-in which it does decide.
+**No arm collapsed, and the differences between the arms are not significant.** With the plain FP8 rollout the median KL divergence is 40
+times that of `bf16`, and the final mean reward is the lowest, but its interval contains all other means. With `true_on_policy` the gap is 0
+in every step, and the reward is similar to that of the other arms. `r3` and `r3+tis` reduce the largest gap of a step to a quarter or
+less. At this size, learning rate and number of steps, three seeds show no benefit of a gap of exactly 0. In short trials with a higher
+learning rate, `bf16` was unstable too. FP8 on both sides (`unified`) has fewer steps. The next section describes a setting in which only
+FP8 is unstable.
 
 ![Reward and KL divergence of each arm, with 95 % intervals; dashed: bf16](collapse.png)
 """
 SEARCH = """\
 ### Where only FP8 is unstable
 
-The first experiment found no learning rate at which FP8 alone decides. `benchmarks/mismatch/collapse_search.py` looks for a setting with harder
-conditions for the rollout: answers of 24 digits, a weaker warm start, deeper models, and learning rates that go up. Two changes let `bf16` be
-stable at these rates: more prompts make the gradient less noisy, and a larger epsilon of AdamW keeps steps small where gradients vanish.
-Neither reduces the error that a gap causes. Each setting trains `bf16` and `plain` with one seed. The rule was fixed before the runs: a setting
-is admitted if the last tenth of `bf16` is at least .9 of its best tenth and above its first. The loss of `plain` is the share by which its last
-tenth is below the larger of its own best tenth and the last tenth of `bf16`. The admitted setting with the largest loss is chosen.
+The first experiment found no learning rate at which only FP8 is unstable. `benchmarks/mismatch/collapse_search.py` searches for a setting
+with harder conditions for the rollout: answers of 24 digits, a weaker warm start, deeper models, and higher learning rates. Two changes
+keep `bf16` stable at these rates: more prompts reduce the noise of the gradient, and a larger epsilon of AdamW limits the step size where
+gradients vanish. Neither reduces the error that a gap causes. Each setting trains `bf16` and `plain` with one seed. The selection rule was
+fixed before the runs: a setting is admitted if the reward in the last tenth of `bf16` is at least .9 of its best tenth and above its first
+tenth. The loss of `plain` is the fraction by which its last tenth is below its best tenth or the last tenth of `bf16`, whichever is larger.
+The admitted setting with the largest loss is chosen.
 """
 CHOSEN = """\
-The experiment trains the arms in the chosen setting with three seeds that the search did not use, so that the choice, which favours a bad
-seed of `plain`, does not affect the result. Runs go in step, and all are compared over equally many steps. The intervals are not corrected for
-several comparisons.
+The experiment trains the arms in the chosen setting with three seeds that the search did not use, because the search favours a setting with
+a bad seed of `plain`. All runs are compared over the same number of steps. The intervals are not corrected for multiple comparisons.
 
-**Here the gap decides, and two remedies close enough of it.** With the plain FP8 rollout every seed's reward falls below half of its best. `bf16`,
-`r3+tis`, `unified` (FP8 on both sides) and `true_on_policy`, whose gap is 0 in every step although both sides compute in FP8, lose no seed.
-`tis` alone and `r3` alone delay the fall and lose one of three seeds each. At this rate `bf16` itself varies so much between seeds that three
-of them cannot exclude a difference of 0 from `plain`. An earlier run of the same setting, without the two arms of `r3` and 9 rollouts shorter,
-lost two seeds with `tis` and one with `unified` (`collapse-2026-11-27-gpu-search-five.json`): training on a GPU in BF16 does not repeat bit by
-bit, and a seed near the edge falls on either side.
+**In this setting the gap causes collapses, and some corrections prevent them.** With the plain FP8 rollout all three seeds collapse. No
+seed collapses with `bf16`, `r3+tis`, `unified` (FP8 on both sides) or `true_on_policy` (FP8 on both sides with a gap of 0 in every step).
+With `tis` alone and with `r3` alone, one of three seeds collapses, and later. At this learning rate `bf16` varies so much between seeds
+that its difference from `plain` is not significant with three seeds. In an earlier run of the same setting, without the two arms of `r3`
+and 9 rollouts shorter, two seeds collapsed with `tis` and one with `unified` (`collapse-2026-11-27-gpu-search-five.json`): training in BF16
+on a GPU is not deterministic, so a seed close to the limit can have either outcome.
 
 ![Reward and KL divergence of each arm in the chosen setting, with 95 % intervals; dashed: bf16](collapse-search.png)
 """

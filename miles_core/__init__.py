@@ -1,8 +1,9 @@
 """A plugin-based reinforcement-learning loop for language models.
 
-What others may import, by role: ``miles_core.plugin`` (manifests, hooks, options, errors), ``miles_core.data``, ``miles_core.engine``,
+The public modules are: ``miles_core.plugin`` (manifests, hooks, options, errors), ``miles_core.data``, ``miles_core.engine``,
 ``miles_core.trainer``, ``miles_formats`` (number formats), and ``miles_core.api``, which programs and notebooks call to train.
-Beside it come ``miles_testing`` for tests, ``miles_workers.transport`` for weights between processes and ``miles_workers`` for runtimes. No other
+In addition, use ``miles_testing`` for tests, ``miles_workers.transport`` for weights between processes and ``miles_workers`` for runtimes.
+No other
 module is public.
 """
 

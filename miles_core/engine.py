@@ -1,4 +1,4 @@
-"""What engines and transports import: the contracts, and the data that crosses them.
+"""Public names for engines and transports: the contracts and their data types.
 
 Manifests are made with ``miles_core.plugin``. ``miles_testing`` has the contracts as tests, ``miles_workers.transport`` moves weights between
 processes, ``miles_workers`` is for runtimes.

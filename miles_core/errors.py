@@ -92,8 +92,8 @@ class WorkerLost(MilesError):
 
 
 class OutOfTime(BaseException):
-    """The run did not complete its step in time after a stop request. It interrupts whatever runs, so it is no ``Exception``: code that
-    converts the errors of a model, a file or a user's function must not report a stop as their fault."""
+    """The run did not complete its step in time after a stop request. It is not an ``Exception``, so that code that converts errors of a
+    model, a file or a user's function does not catch it."""
 
 
 def first_line(error: Exception) -> str:

@@ -226,9 +226,8 @@ def _write_start(run: Run) -> None:
 
 @contextmanager
 def _record_error(run: Run, step: int | None = None) -> Iterator[None]:
-    """Log and record an error that ends the run, after ``step`` steps if ``run`` does not count yet. The command line gives ``SystemExit`` and
-    ``BrokenPipeError`` a meaning that they do not have here: an exit with any status, or with status 0 because the reader of its output is
-    gone."""
+    """Log and record an error that ends the run; ``step`` is the number of steps if ``run`` has no count yet. ``SystemExit`` and
+    ``BrokenPipeError`` are converted, because the command line would treat them as an ordinary exit."""
     try:
         yield
     except (Exception, SystemExit) as caught:
@@ -262,7 +261,7 @@ def _log_ending(run: Run, why: str) -> Ending:
 
 
 def _report_exit(run: Run, what: str) -> None:
-    """Log the last lines of a run whose process a function ends at once."""
+    """Log the last lines of a run if a function exits the process immediately."""
     error = PluginError(f"code of the run ended the process: {what}; raise an error instead")
     log.error("%s", error)
     for line in record_ending(run, f"ended by {type(error).__name__}: {error}").lines():

@@ -38,8 +38,8 @@ _ABOUT = re.compile(
     r"|tokens$",
     re.I,
 )
-#: Matches names of headers, flags and entries that hold a credential. Plain ``key`` and ``token`` are names of ordinary options. The end of a
-#: name decides, and a search tries it at few letters: what precedes it would have to be matched again at every character.
+#: Matches names of headers, flags and entries that hold a credential. Plain ``key`` and ``token`` are names of ordinary options. Only the
+#: end of a name is matched, which is faster: a pattern for the beginning would be tried at every character.
 _BEGIN = r"(?:(?<![a-zA-Z])|(?-i:(?<=[a-z])(?=[A-Z])))"
 _END = (
     rf"(?=[abhiprsw])(?:{_BEGIN}(?:api|access|secret|private|auth|session|signing|bearer|refresh|id|wandb|hf)[_\-]?(?:key|token)|password|passwd"
@@ -54,7 +54,7 @@ _PARAMETER_NAME = re.compile(
 )
 _URL = re.compile(r"(?i)\b[a-z][a-z0-9+.\-]{0,20}://[^\s\"'<>]+")
 _PARAMETER = re.compile(r"([?&;#])([\w.\-\[\]%]+)=(?!\${)([^&;#\s\"'<>]+)")
-#: Values that are none: numbers, and words for no value.
+#: Values that are not credentials: numbers, and words for no value.
 _NO_SECRET = re.compile(r"\d{1,6}|true|false|none|null", re.I)
 _WORD = re.compile(r"[A-Za-z]?[a-z]{1,20}(?:[\-/'][a-z]+)*[.,;:)]*")
 #: Words that follow the name of a flag or entry in a sentence, where a value would be.
@@ -65,8 +65,8 @@ _IN_SENTENCE = re.compile(
 
 
 def _redact_parameter(found: re.Match[str], in_url: bool) -> str:
-    """Redact the value of a parameter because of its name; in a URL, also because it looks random. Outside of one, text of other kinds has the
-    same form, such as ``gym:task?key=value``."""
+    """Redact the value of a parameter because of its name; in a URL, also because it looks random. Outside a URL, other text has the same
+    form, such as ``gym:task?key=value``."""
     mark, name, value = found.groups()
     named = _PARAMETER_NAME.search(name) and not _NO_SECRET.fullmatch(value) and (in_url or not _WORD.fullmatch(value))
     return f"{mark}{name}={MARK}" if named or (in_url and is_random(value)) else found[0]
@@ -85,7 +85,7 @@ def _redact_entry(found: re.Match[str]) -> str:
 
 
 def _redact_flag(found: re.Match[str]) -> str:
-    """Redact the value after a flag, unless a sentence goes on there ("--wandb-key is missing", "--wandb-key KEY")."""
+    """Redact the value after a flag, unless it is part of a sentence ("--wandb-key is missing", "--wandb-key KEY")."""
     sentence = _IN_SENTENCE.fullmatch(found[2]) or re.fullmatch("[A-Z]{1,8}[.,;:)]*", found[2])
     return found[0] if sentence else f"{found[1]}{MARK}"
 
@@ -106,9 +106,10 @@ _PATTERNS: tuple[tuple[re.Pattern[str], _Replacement], ...] = (
     ),
     (re.compile(rf"(?i)((?:^|\s)--{_ENTRY}\s+)(?!-|{re.escape(MARK)})([^\s\"',]+)"), _redact_flag),
 )
-#: Occurs in every text that one of the patterns matches: most texts are none of these, and the search is quick.
+#: Occurs in every text that one of the patterns matches. This quick search excludes most texts.
 _SUSPECT = re.compile(r"(?i)[=:]|--[\w\-]+\s|bearer|basic")
-#: Shortest run of letters and digits that may be random, and the part of its characters that are of another kind than the one before.
+#: Shortest run of letters and digits that may be random, and the minimum fraction of its characters that differ in kind from the previous
+#: one.
 _SHORTEST_RANDOM, _CHANGES = 12, 0.25
 _KINDS = str.maketrans(string.ascii_lowercase + string.ascii_uppercase + string.digits, "a" * 26 + "A" * 26 + "0" * 10)
 
@@ -156,8 +157,8 @@ def _show_control(found: re.Match[str]) -> str:
 
 
 class RedactingStream(io.TextIOWrapper):
-    """A text stream for a process's output that redacts every line. What is written in parts is redacted when its line is complete, or at
-    ``flush``. Writes of other languages to the same file descriptor are not seen."""
+    """A text stream for a process's output that redacts every line. A line is redacted when it is complete, or at ``flush``. Direct writes
+    to the file descriptor, for example by C code, are not redacted."""
 
     _held = ""
 

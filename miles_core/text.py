@@ -1,6 +1,5 @@
-"""Text that enters a run from outside: answers of tools, observations, messages of agents, texts of users' functions.
-
-Such a text may be a ``str`` that is no valid Unicode: JSON writes half of a surrogate pair as ``"\\ud83d"``, and Python reads the bytes of
+"""Validates text that enters a run from outside: results of tools, observations, messages of agents, texts of users' functions. Such a text
+may be a ``str`` that is not valid Unicode: JSON writes half of a surrogate pair as ``"\\ud83d"``, and Python reads the bytes of
 file names and arguments that are not UTF-8 as surrogates. Tokenizers and encoders raise errors of various types for them. Every text passes
 ``valid_text`` (or ``valid_data``) where it enters, so that one text never ends a run.
 """
@@ -51,7 +50,7 @@ def _valid_key(key: Any) -> Any:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type of an error of other code and its message, if it has one: valid text of limited length, whatever its ``__str__`` does."""
+    """Return the type and the message of an error of other code, as valid text of limited length, even if its ``__str__`` fails."""
     name = type(error).__name__
     try:
         message = valid_text(str(error))

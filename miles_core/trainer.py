@@ -1,5 +1,5 @@
-"""What trainers import, and plugins that change what is trained: the contract, the data that crosses it, and the pure functions of
-advantages, corrections and losses.
+"""Public names for trainers and for plugins that change training: the contract, its data types, and the pure functions of advantages,
+corrections and losses.
 
 Manifests are made with ``miles_core.plugin``. ``miles_testing`` has the contract as tests.
 """

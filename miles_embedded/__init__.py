@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 from miles_core.lookup import make_lazy_exports
 from miles_embedded.manifest import plugin
 
-# Transformers imports torchao wherever it is installed, and that warns of kernels for other devices in every process.
+# Transformers imports torchao if it is installed, which logs a warning about kernels for other devices in every process.
 for _noisy in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 

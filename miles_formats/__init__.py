@@ -1,9 +1,10 @@
-"""Number formats: the encoder of weights, conversion of checkpoints, and what the module of a format imports.
+"""Number formats: the encoder of weights, conversion of checkpoints, and the API for modules of formats.
 
 ``format_plugin`` makes a format's manifest. ``Format`` is the contract, ``Stored`` and ``store`` are for its storage. A GPU kernel is
 used where ``runs_kernels`` is true, reads ``convert_for_kernel`` results and writes into ``allocate_output``. A ``Product`` multiplies
-codes on tensor cores. ``FormatCodec`` encodes ``WeightUnit`` s with a format, as a weight sync does; ``make_codec`` makes the one of a policy.
-Backends say with ``Quantizer`` and ``Parity`` how they quantise. Names are imported on first use, so that a manifest imports no torch.
+codes on tensor cores. ``FormatCodec`` encodes ``WeightUnit`` s with a format, as a weight sync does; ``make_codec`` creates the codec of a
+policy. Backends declare how they quantise with ``Quantizer`` and ``Parity``. Names are imported on first use, so that a manifest imports no
+torch.
 """
 
 from typing import TYPE_CHECKING

@@ -291,7 +291,7 @@ class EngineContract(Interruptions):
 
     def test_sleep_and_wake(self, engine: Engine, runner: asyncio.Runner, checkpoints: list[Path]) -> None:
         before = ask(runner, engine, PROMPTS, GREEDY)
-        if "sleep" in engine.capabilities:  # with only the cache asleep, the weights are still served
+        if "sleep" in engine.capabilities:  # if only the cache sleeps, the engine still has its weights
             runner.run(engine.sleep(["cache"]))
             runner.run(engine.sleep(["cache"]))
             runner.run(engine.wake(["cache"]))

@@ -53,7 +53,7 @@ class RunContract:
             assert not wrong, f"step {record['step']}: {wrong}"
 
     def test_two_runs_are_equal(self) -> None:
-        """A part that keeps state between runs, or draws numbers of its own without the seed, fails here."""
+        """Fails for a part that keeps state between runs or draws random numbers without the seed."""
         one, two = self.whole_run(), self.run()
         assert _all_compared(one) == _all_compared(two)
         assert [_answer(sample) for sample in one.samples] == [_answer(sample) for sample in two.samples]

@@ -1,4 +1,4 @@
-"""What a user runs besides training: conversion, verification, report, demo, diagnosis, and tools for plugin authors.
+"""Tools besides training: conversion, verification, report, demo, diagnosis, and tools for plugin authors.
 
 They extend core like a third-party plugin, through this manifest: commands, sinks, rewards and the report. Core does not import them.
 """

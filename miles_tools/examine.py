@@ -1,4 +1,4 @@
-"""What is checked of a run that was accepted, before anything is built. Imports torch only to encode weights in a number format."""
+"""Checks of an accepted run before anything is built. Imports torch only to encode weights in a number format."""
 
 from __future__ import annotations
 

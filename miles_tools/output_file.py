@@ -1,4 +1,4 @@
-"""Writes the files of pages that a command makes in a run directory."""
+"""Writes the pages of commands to a run directory."""
 
 from __future__ import annotations
 

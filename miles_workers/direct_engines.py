@@ -1,4 +1,4 @@
-"""The engines of a policy as a rollout worker uses them: it sends requests straight to their processes, so the driver sees no tokens.
+"""The engines of a policy in a rollout worker, which sends requests directly to their processes, so that the driver handles no tokens.
 
 The driver pauses, updates and replaces engines. It sends each worker the set of engines that serve (``EngineState``) whenever it changes. A
 worker that loses the connection to an engine reports the loss, sends the request to another one, and waits if there is none.
@@ -98,7 +98,9 @@ class DirectEngines(EnginePool):
         self.policy, self.client, self._lost = policy, client, lost
         self.serving, self._alive = set(), set()
         first = place[0] * len(engines) // place[1]
-        for number in range(len(engines)):  # less than a request: it decides between engines with equally many
+        for number in range(
+            len(engines)
+        ):  # a fraction below 1, which decides between engines with equal numbers of requests
             self._in_flight.add(number, (number - first) % len(engines) / (1 << 20))
 
     def update(self, state: EngineState) -> None:

@@ -80,7 +80,7 @@ class EnginePool(Engine):
         self._resend: Callable[[], Awaitable[None]] | None = None
         self._lost_engines: dict[int, WorkerLost] = {}
         self._unsent: WorkerLost | None = (
-            None  # the loss of a rank that kept the weights from a new engine when none served
+            None  # the loss of a rank because of which a new engine got no weights while no engine served
         )
         self._mending: asyncio.Task[None] | None = None
         self._news = asyncio.Event()

@@ -2,9 +2,9 @@
 
 A message is a pickle on a pair of sockets that no other process can open. Arrays of ``SHARED`` bytes or more, and the pickle if it is as
 large, are written next to it: one copy, into anonymous memory (memfd_create(2)) whose descriptor goes with the message (SCM_RIGHTS,
-unix(7)). The receiver maps it, so its arrays are views; the memory is freed when the last of them is. Stored objects have such memory of their own,
-which the receiver maps only when it reads them. Nothing is left if a process is killed. Without such memory (not Linux) everything
-is part of the pickle.
+unix(7)). The receiver maps it, so its arrays are views; the memory is freed when the last of them is. Stored objects have separate memory
+of this kind, which the receiver maps only when it reads them. The memory is freed even if a process is killed. On systems other than Linux
+everything is part of the pickle.
 """
 
 from __future__ import annotations

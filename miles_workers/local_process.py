@@ -149,7 +149,9 @@ class _Server:
         if error is not None:
             if self.closed:
                 os._exit(0)
-            os.killpg(os.getpid(), signal.SIGKILL)  # with the processes that it started: there was no farewell
+            os.killpg(
+                os.getpid(), signal.SIGKILL
+            )  # with the processes that it started, because the connection ended unexpectedly
         number, method, args = message
         if method == "beat":
             self._channel.send(Message((number, self.worker.beat() if self.worker is not None else (), None)))

@@ -1,6 +1,6 @@
 """Values that training recorded for each token, which stay where the trainer computed them.
 
-A rank returns them as one stored object for all samples of its share, and the driver passes references to whoever stores them.
+A rank returns them as one stored object for all samples of its share, and the driver passes references to the processes that save them.
 """
 
 from __future__ import annotations

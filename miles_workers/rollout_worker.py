@@ -1,8 +1,8 @@
 """A worker that generates and scores groups of samples (``--rollout-workers``).
 
-It runs what the driver runs without such workers: the rollout functions, the hooks of requests and samples, the rewards. It sends requests
-to engines in other processes itself (``direct_engines``); an engine in the driver's process is called by the driver. Groups and calls
-travel in both directions in few messages: ``post`` brings all that the driver has at a time, and ``news`` returns all that the worker has.
+The worker runs rollout functions, request and sample hooks, and rewards, which otherwise run in the driver. It sends requests directly to
+engines in other processes (``direct_engines``); the driver calls an engine in its own process. Groups and calls are sent in batches:
+``post`` delivers everything the driver has at that time, and ``news`` returns everything the worker has.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Algorithms, one page each: advantages, losses and weights of tokens; KL and corrections.
+"""Algorithms, one module each: advantages, losses and weights of tokens; KL and corrections.
 
 All functions map tensors to tensors, over flat columns of tokens. They do not depend on samples, options or runs, so tests compare
-them with numbers computed by hand. ``objective`` is the interface of a page, ``choices`` the table of the pages.
+them with numbers computed by hand. ``objective`` defines the interface of an algorithm, ``choices`` maps names to algorithms.
 """

@@ -12,7 +12,7 @@ The n rollouts of a prompt have the rewards R_1, ..., R_n. For every trained tok
 
     w_t (L_t * correction_t + kl_loss_coef * kl_t - entropy_coef * entropy_t)
 
-(``train.loss``; a correction is that of a plugin, else 1). PPO, Dr.GRPO, RLOO, DAPO and REINFORCE++ share this loss of a token.
+(``train.loss``; without a plugin the correction is 1). PPO, Dr.GRPO, RLOO, DAPO and REINFORCE++ share this loss of a token.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""What an algorithm consists of: advantages of tokens, and the policy loss of a token. The algorithms themselves are pages of their own.
-
-Both are pure functions of flat columns (see ``data.batch``): tensors [tokens] of all samples, one after the other, and tensors [samples].
+"""Interface of an algorithm: the advantages of tokens, and the policy loss of a token. Each algorithm has a separate module. Both are pure
+functions of flat columns (see ``data.batch``): tensors [tokens] of all samples, one after the other, and tensors [samples].
 """
 
 from __future__ import annotations

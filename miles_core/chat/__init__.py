@@ -1,4 +1,4 @@
-"""What plugins for conversations share: how models write reasoning and tool calls, with one parser per family and detection of the format from a
+"""Shared code of plugins for conversations: parsers of reasoning and tool calls, one per model family, and detection of the format from a
 chat template; rows of recorded fields (``rows``); tokenizing of long texts (``tokenizing``); users' files and calls that may block
 (``user_code``).
 

@@ -309,7 +309,7 @@ class Renderer:
         return bool(text[1:] != self.tokenizer.encode("a", add_special_tokens=False))
 
 
-#: An answer with reasoning, as fields of a message that different templates read, and as a part of the content.
+#: An answer with reasoning: in the message fields that different templates read, and inside the content.
 _FIELDS = {"content": "", "reasoning_content": _REASONING, "thinking": _REASONING}
 _INLINE = {"content": f"<think>\n{_REASONING}\n</think>\n\n{_ANSWER}"}
 

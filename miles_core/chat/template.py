@@ -1,7 +1,7 @@
-"""What a model's chat template does with tools, and in which format it writes calls.
+"""Detects whether a model's chat template supports tools, and in which format it writes calls.
 
-A probe is rendered with the template: a schema must appear in the prompt, a tool's result must appear in the conversation, and a rendered
-call must be read back as it was by a parser. A template that fails is refused before the run, with what to do.
+A probe is rendered with the template: a schema must appear in the prompt, a tool's result must appear in the conversation, and a parser
+must read back a rendered call unchanged. A template that fails is refused before the run, with what to do.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class Checkpoints:
         earlier = [_size(self.path(s)) for s in self.steps()]
         safe = f"the {len(earlier)} earlier checkpoints there are untouched" if earlier else "nothing was left there"
         if _no_space(error):
-            # no number of free bytes: the partial checkpoint is deleted by now, and other programs write to the disk, too
+            # does not report the free space, which has changed: the partial checkpoint is already deleted
             size = f" (an earlier checkpoint has {max(earlier):,} bytes)" if earlier else ""
             return CheckpointError(
                 f"the disk is full: saving step {step} in {self.directory} failed after {written:,} bytes{size}; {safe}. Free space there "

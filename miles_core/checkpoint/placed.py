@@ -1,4 +1,5 @@
-"""Where a directory is prepared that is written atomically. ``miles_formats.convert.placement`` moves its files into place."""
+"""Staging directories, in which a directory is prepared before it is moved into place atomically. ``miles_formats.convert.placement`` moves
+its files into place."""
 
 from __future__ import annotations
 

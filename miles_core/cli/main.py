@@ -27,10 +27,10 @@ _PATHS = {getattr(errno, name) for name in ("ENAMETOOLONG", "ELOOP", "EISDIR", "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if argv is None:  # the process's own command line: its tracebacks are its last words
+    if argv is None:  # the process's own command line: redact its tracebacks
         sys.excepthook = show_exception
-        gc.set_threshold(50_000)  # until the parts are built: imports create many objects and no garbage
-        atexit.register(gc.freeze)  # the interpreter's end would search all objects for garbage
+        gc.set_threshold(50_000)  # until the parts are built, because imports create many objects but no garbage
+        atexit.register(gc.freeze)  # at exit the interpreter would search all objects for garbage
     try:
         return _dispatch(words)
     except KeyboardInterrupt:

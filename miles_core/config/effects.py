@@ -1,4 +1,4 @@
-"""Find options that a user set and that have no effect in the run.
+"""Find options that a user set although they have no effect in the run.
 
 An option declares with ``only_if`` the condition under which it has an effect. One that is set without that condition is an error.
 It is only a note of the plan if it changes nothing: its value is the default, or the user explicitly switched off what it
@@ -23,7 +23,7 @@ class Idle:
 
     Attributes:
         message: names the option, its condition, the values that violate it and what to do.
-        harmless: whether the run is what the user asked for without the option, too.
+        harmless: whether the run would do the same without the option.
     """
 
     message: str
@@ -58,7 +58,7 @@ def find_idle(schema: Schema, facts: Facts, plugins: Collection[str] = ()) -> It
 
 
 def undecide(facts: Facts, schema: Schema) -> Facts:
-    """Return the facts of a configuration in which the values that an installed plugin may still set are unknown."""
+    """Return the facts of a configuration; values that an installed plugin may still set are marked as unknown."""
     settable = {path for manifest in schema.manifests.values() for path in manifest.sets}
     return facts.with_facts(
         dataclasses.replace(fact, state=State.UNKNOWN)
@@ -68,7 +68,7 @@ def undecide(facts: Facts, schema: Schema) -> Facts:
 
 
 def _find_idle(option: Option, facts: Facts, scopes: list[Facts]) -> Idle | None:
-    """Judge the run's value of an option, which has an effect if it has one for any policy."""
+    """Check an option of the run; it has an effect if it has one for any policy."""
     fact = facts.get(option.fact)
     found = [_judge(option, fact, scope) for scope in scopes] if fact is not None else []
     return found[0] if found and all(found) else None

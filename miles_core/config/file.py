@@ -30,7 +30,7 @@ DEFAULTS = "defaults"  # the table of a saved configuration with the values that
 class Entry:
     """One key of a file: its value, its line (0 if unknown), and its entries if the value is a table.
 
-    ``text`` is a number or boolean as written; a text option takes it instead of the value (``model_name: 1.10``).
+    ``text`` is the original text of a number or boolean, which text options use instead of the value (``model_name: 1.10``).
     """
 
     key: str

@@ -118,7 +118,7 @@ _LENGTH = (
 )
 
 
-#: Condition -> line of the plan about options that change nothing together.
+#: Condition -> note of the plan about options that have no effect in combination.
 REMARKS = {
     "verify_logprobs_tolerance != 0.1 and not verify_logprobs": "--verify-logprobs-tolerance has no effect in training without --verify-logprobs",
     "train.use_dynamic_batch_size and train.micro_batch_size": "--micro-batch-size has no effect with --use-dynamic-batch-size, which "
@@ -148,7 +148,7 @@ def find_rule_violations(facts: Iterable[Fact]) -> Iterator[str]:
 
 
 def find_remarks(facts: Facts) -> Iterator[str]:
-    """Yield a line of the plan for each option of one policy (``Facts.scope``) whose effect ends with the run or before it begins."""
+    """Yield a note for the plan for each option of one policy (``Facts.scope``) that has no effect within the length of the run."""
     yield from (line for condition, line in REMARKS.items() if evaluate(condition, facts.lookup) is Truth.TRUE)
     rollouts = int(facts.value("rollout.num_rollout") or 0)
     steps = count_steps(facts.value)

@@ -1,6 +1,6 @@
 """Read and write YAML with the scalars of YAML 1.2's core schema (yaml.org/spec/1.2.2, section 10.3).
 
-A plain value then means in a file what it means as the value of a flag: ``010`` is ten, and ``yes``, ``1:30``, ``1_000`` and dates
+A plain value then has the same meaning in a file as on the command line: ``010`` is ten, and ``yes``, ``1:30``, ``1_000`` and dates
 are texts, which the type of an option may still accept. PyYAML implements YAML 1.1, in which they are 8, true, 90, 1000 and dates.
 yaml is imported on first use.
 """
@@ -31,8 +31,8 @@ def make_loader(text: str) -> Any:
 
 
 def dump(data: Any) -> str:
-    """Return ``data`` as YAML that readers of YAML 1.1 and of YAML 1.2 understand alike: texts that either takes for another type
-    are quoted."""
+    """Return ``data`` as YAML that YAML 1.1 and YAML 1.2 parse to equal values: texts that either version reads as another type are
+    quoted."""
     import yaml
 
     return str(yaml.dump(data, Dumper=_dumper(), sort_keys=False, allow_unicode=True))

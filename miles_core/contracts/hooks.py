@@ -109,7 +109,7 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "inline_rollouts": (("run",), "miles_core.contracts.runtime.Runtime", "driver"),
     "sent_weights": (("codec", "dtypes"), "miles_core.train.rank.SentWeights", "every trainer rank"),
 }
-#: Kinds of parts that work without a run, which commands find in any installed plugin: kind -> (arguments, result).
+#: Kinds of parts that commands use without a run, from any installed plugin: kind -> (arguments, result).
 WITHOUT_A_RUN: dict[str, tuple[tuple[str, ...], str]] = {
     "search": (("argv",), "exit code of miles plan --search"),
     "correction": (

@@ -268,7 +268,7 @@ def _column(spec: Field, first: np.ndarray, values: Sequence[Any], total: int) -
     out = np.full((total, *np.shape(known[0][1])[1:]), spec.pad, spec.dtype)
     if are_columns(arrays := [value for _, value in known]):
         borders = np.array([(at, at + len(value)) for at, value in known]).ravel()
-        runs = np.diff(borders, prepend=0, append=total)  # without values and with values by turns
+        runs = np.diff(borders, prepend=0, append=total)  # alternating parts without and with values
         out[np.repeat(np.arange(len(runs)) % 2 == 1, runs)] = _join(arrays, spec.dtype)
     else:
         for at, value in known:

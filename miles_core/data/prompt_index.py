@@ -1,4 +1,4 @@
-"""Which rows of prompt files are checked before a run, and positions of rows, kept between runs.
+"""Selects the rows of prompt files that are checked before a run, and caches the positions of rows between runs.
 
 Before a run starts, it checks every row of its prompt files and renders every prompt. Of large files it checks and renders a sample, so
 that the first start with ten million rows takes less than 30 seconds (``benchmarks/scale/prompt_file.py``); the others are checked when they

@@ -22,7 +22,7 @@ class Row:
         policy: name of the policy that generates the response; "" for the first trained policy.
         examined: whether the prompt was checked and rendered before the run. If not, and it turns out to be invalid, it is left out
             with a warning; an error in an examined row ends the run.
-        fault: why the row is invalid; "" if it is not, as far as is known.
+        fault: why the row is invalid; "" if no error is known.
     """
 
     prompt: str | Chat

@@ -38,7 +38,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False) -> Any:
 
 
 class _EncodeValid:
-    """Replaces the method of a Transformers tokenizer to which ``encode``, ``tokenize`` and calls lead. It is an attribute of the object,
+    """Replaces the method of a Transformers tokenizer that ``encode``, ``tokenize`` and ``__call__`` use. It is an attribute of the object,
     because a subclass would change the name of the class that ``save_pretrained`` writes."""
 
     def __init__(self, encode: Callable[..., Any]) -> None:
@@ -49,7 +49,7 @@ class _EncodeValid:
 
 
 def _valid_input(text: Any) -> Any:
-    """Make a text valid, or those of a batch, whose lists and tuples stay what they are."""
+    """Make a text, or all texts of a batch, valid; lists remain lists and tuples remain tuples."""
     if isinstance(text, str):
         return valid_text(text)
     return type(text)(map(_valid_input, text)) if isinstance(text, list | tuple) else text

@@ -1,4 +1,4 @@
-"""Imports Transformers without the packages that its model classes do not use, which take seconds where many packages are installed.
+"""Imports Transformers without packages that its model classes do not use, because importing them can take seconds.
 
 Wherever they are installed, Transformers imports scikit-learn with SciPy and pandas for one function of assisted generation, and SciPy for
 one function of detection losses; here these functions import them when they are called. Its first module lists the files of all installed
@@ -47,7 +47,8 @@ def import_transformers() -> None:
 
 
 def _read_models_once() -> None:
-    """Give the reader of a package's files the package's folder, also where it is called with the package's first file. It keeps its results by
+    """Call the function that reads a package's files with the package's folder, even if the caller passes the package's first file. It
+    keeps its results by
     argument, so the second call for the folder of all models reads nothing."""
     utils = importlib.import_module("transformers.utils.import_utils")
     read: Callable[[Path], Any] | None = getattr(utils, "create_import_structure_from_path", None)
@@ -60,8 +61,8 @@ def _read_models_once() -> None:
 
 
 def _import_deferring(module: str, functions: Mapping[str, tuple[str, str]]) -> None:
-    """Import a module while the checks in ``functions`` are false, then give the true checks and deferred functions to the modules
-    that this imported."""
+    """Import a module while the checks in ``functions`` return False; then restore the checks in all newly imported modules and defer the
+    functions."""
     utils = importlib.import_module("transformers.utils")
     checks = {name: getattr(utils, name) for name in functions if hasattr(utils, name)}
     for name in checks:

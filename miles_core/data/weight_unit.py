@@ -44,8 +44,8 @@ class WeightUnit:
 class Encoded:
     """One checkpoint tensor as stored: ``name`` is the plain name (``...q_proj.weight``), ``parts`` maps stored names
     (``...q_proj.weight``, ``...q_proj.weight_scale_inv``) to tensors, ``format`` is a format's name or "" for as is, ``lasting``
-    as for ``WeightUnit``. Who copies a part uses ``copy(to, part)``: as ``to.copy_(part)``, but what arrived from elsewhere may be checked in the
-    same pass, and is in ``to`` when the stream was read to its end."""
+    as for ``WeightUnit``. Copy parts with ``copy(to, part)`` instead of ``to.copy_(part)``: it may verify received data in the same pass.
+    The data is in ``to`` once the stream has been read to its end."""
 
     name: str
     parts: dict[str, Tensor] = field(default_factory=dict)

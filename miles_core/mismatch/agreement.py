@@ -1,8 +1,8 @@
-"""Tests whether the errors of an engine's log-probabilities are rounding errors, or show that it computes another function.
+"""Tests whether the errors of an engine's log-probabilities are rounding errors or indicate that it computes another function.
 
 Both sides are compared with a reference on the same tokens. The errors of the trainer show what rounding does to this model: their size
 depends on its weights and not only on its precision, and in a mixture of experts a few tokens that are routed to other experts have large
-errors on either side. The engine may have such errors as often, and ``RATIO`` times as large, because its kernels round elsewhere:
+errors on either side. The engine's errors may be as frequent, and ``RATIO`` times as large, because its kernels round elsewhere:
 
 - over all tokens, and over every stretch of ``STRETCH`` tokens (a window, other rotary frequencies, a temperature that starts at a
   position): the mean of the errors, in which large ones are cut off, must not exceed ``RATIO`` times that of the trainer by more than
@@ -23,7 +23,7 @@ import numpy as np
 RATIO = 1.25
 #: Number of consecutive tokens in a stretch.
 STRETCH = 64
-#: Errors below this size (nats) are never judged, larger ones with formats that round inputs, and neither are smaller slopes.
+#: Errors and slopes below this size (nats) are ignored; the size is larger for formats that round inputs.
 FLOOR = 1e-3
 #: Standard errors that count as chance, of the fractions over all tokens, of those of any stretch, and of the slope.
 _CHANCE, _CHANCE_OF_ANY, _CHANCE_OF_SLOPE = 4.0, 5.0, 4.0
@@ -62,7 +62,7 @@ class Errors:
         return f"{sizes[0]:.2g} nats (root mean square; {sizes[1]:.2g} of the trainer)"
 
     def find_excess(self) -> list[str]:
-        """Describe what rounding does not explain, with the numbers of both sides; [] if the engine computes the same function."""
+        """Describe errors that rounding does not explain, with the numbers of both sides; [] if there are none."""
         engine, own, scores = map(_join, (self.engine, self.own, self.scores))
         if not len(engine):
             return []

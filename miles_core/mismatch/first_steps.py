@@ -1,12 +1,11 @@
-"""Checks at the first steps that the engine sampled from the distribution that is trained.
-
-The comparison after the first sync scores given text. Samples also pass through the sampler, its options, the decode kernels, the cache
+"""Checks in the first steps that the engine samples from the trained distribution. The comparison after the first sync scores given text.
+Samples also pass through the sampler, its options, the decode kernels, the cache
 and the scheduler, so the first samples of a run are compared with the trainer before it trains on them: the log-probabilities that the
 engine recorded, against those of a verification pass with the same weights.
 
 Only samples that were generated with exactly the trainer's weights are compared, so staleness has no influence; recorded routes and
 supports are used as in training; a verification pass has no dropout and no capacity of experts. A difference counts as at most
-``MOST`` nats, so the few tokens that took other experts have little influence. If half of all differences stay within the median that the
+``MOST`` nats, so the few tokens with other experts have little influence. If half of all differences stay within the median that the
 declared precisions explain (``tolerance``), the mean of ordinary rounding errors stays within ``FACTOR`` times that: this is the bound.
 The run stops at its first step if the mean exceeds the bound by more than chance explains, and at the latest if the median over
 three steps exceeds it.
@@ -53,7 +52,7 @@ def make_check(run: Run, parts: PolicyParts) -> Callable[[Sequence[Sample]], Awa
 
 
 class FirstSteps:
-    """Compares the samples of the first steps of a policy, until it has decided for each pair of precisions."""
+    """Compares the samples of the first steps of a policy, until there is a result for each pair of precisions."""
 
     def __init__(self, run: Run, parts: PolicyParts) -> None:
         self._run, self._parts = run, parts

@@ -57,7 +57,7 @@ class Finding:
         worker: name of the worker, "" if there is only one or it is not known.
         what: how the engine computed the tokens.
         errors: the errors of both sides.
-        phrases: what rounding and chance do not explain; [] if nothing.
+        phrases: descriptions of unexplained differences; [] if there are none.
     """
 
     worker: str

@@ -1,7 +1,7 @@
-"""Tokens that an engine generates to be checked after the first sync: through every path of its decoder, and with the run's options.
+"""Generates tokens with the engine to check them after the first sync, through every path of its decoder and with the run's options.
 
-An engine may compute given text correctly and the tokens that it generates wrongly: other kernels read the cache, positions are counted
-elsewhere, and the sampler changes logits. The probes follow short and long prompts, one after another and several at once; two of each
+An engine may score given text correctly but generate tokens incorrectly: decoding uses other kernels and position counters, and the sampler
+changes logits. The probes follow short and long prompts, one after another and several at once; two of each
 prompt share its prefix, some continue earlier ones, whose tokens the engine may have cached. They are sampled with the run's temperature,
 top-p and top-k, and greedily.
 """
@@ -44,8 +44,8 @@ class Generated:
     Attributes:
         sampled: probes with the run's sampling options.
         greedy: greedy probes.
-        drawn: whether the distribution is known from which the tokens of ``sampled`` were drawn: nothing was cut off by top-p or top-k, or
-            the engine recorded what was left.
+        drawn: whether the distribution of the tokens in ``sampled`` is known: without top-p and top-k, or if the engine recorded the
+        support.
     """
 
     sampled: list[Sample]
@@ -103,7 +103,8 @@ async def generate(
 
 
 def judge_draws(log_probs: Sequence[np.ndarray], entropies: Sequence[np.ndarray]) -> list[str]:
-    """Describe whether tokens are no plausible draws of the distributions: the mean of their log-probabilities plus the entropies is 0 if
+    """Return a description if tokens are not plausible draws from the distributions: the mean of their log-probabilities plus the entropies
+    is 0 if
     they were drawn from them, and its standard error follows from the spread.
 
     Args:
@@ -124,7 +125,7 @@ def judge_draws(log_probs: Sequence[np.ndarray], entropies: Sequence[np.ndarray]
 
 
 def judge_greedy(gaps: Sequence[np.ndarray], own: np.ndarray, floor: float = FLOOR) -> list[str]:
-    """Describe whether greedy tokens are not the most likely ones.
+    """Return a description if greedy tokens are not the most likely ones.
 
     Args:
         gaps: log-probability of the most likely token minus that of the chosen one under the reference, one array per sample.

@@ -1,4 +1,4 @@
-"""Scores probes with the trainer: as it computes while it imitates the engine's number format, and in a wider type (the reference)."""
+"""Scores probes with the trainer: in its own precision, imitating the engine's number format, and in a wider type (the reference)."""
 
 from __future__ import annotations
 
@@ -44,11 +44,8 @@ class Scorer:
     """Scores probes with the trainer of a policy.
 
     Attributes:
-        learner: the trainer.
-        emulation: with which it imitates the engine.
-        wider: whether it can compute in a wider type.
-        columns: what it computes besides log-probabilities.
-        declared: precisions of engine and trainer; the trainer's as far as it cannot imitate the engine's.
+        learner: the trainer. emulation: switches that imitate the engine. wider: whether it can compute in a wider type. columns: computed
+        columns besides log-probabilities. declared: precisions of engine and trainer, as far as they differ after imitation.
     """
 
     learner: LearnerHandle
@@ -69,7 +66,7 @@ class Scorer:
 
     @classmethod
     async def make(cls, run: Run, parts: PolicyParts) -> Scorer:
-        """Find out what the trainer can do, by scoring two tokens."""
+        """Determine the trainer's capabilities by scoring two tokens."""
         learner, (engine, trainer) = parts.learner, precisions(run, parts)
         tiny = [Sample(tokens=[0, 0], response_length=1, index=0, group_index=0)]
         emulation, why = AS_TRAINED, f"the trainer computes in {trainer.format} and the engine in {engine.format}"
@@ -93,7 +90,7 @@ class Scorer:
         return cls(learner, emulation, not why, tuple(n for names in computed for n in names), (engine, trainer))
 
     def describe(self) -> str:
-        """Say what the errors of the engine were compared with."""
+        """Describe the reference for the errors of the engine."""
         engine, trainer = self.declared
         if self.wider:
             return f"The reference is the trainer's model computed in a wider type, and rounding is what the trainer's errors in {trainer} are"

@@ -2,8 +2,8 @@
 
 An engine that keeps an older version of a layer reports the new version, and its scores differ from the trainer's by less than the
 mismatch. Where the layout of the engine's weights is known (capability ``weight_checksums``), the checksums of both sides are compared,
-and an error names the tensors that differ. Any other engine that can score is judged by its scores of a few fixed tokens, which must have
-moved as the trainer's have (``at_sync.check_movement``).
+and an error names the tensors that differ. For any other engine that can score, the scores of a few fixed tokens must change in the same
+way as the trainer's (``at_sync.check_movement``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 #: First key of the fixed tokens, outside the range of the run's samples and of other probes.
 _FIRST_KEY = 1 << 42
-#: With ``--colocate``, where the trainer has to return to the device, scores are compared at the first syncs and then once in so many.
+#: With ``--colocate``, where the trainer has to return to the device, scores are compared at the first syncs and then at this interval.
 _FIRST, _PERIOD = 3, 8
 #: Number of tensors that an error names.
 _NAMED = 4
@@ -49,7 +49,7 @@ class _Scores:
 
 
 class WeightsArrived:
-    """Compares what every engine of a policy holds with what was sent to it."""
+    """Compares the weights in every engine of a policy with the weights that were sent to it."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

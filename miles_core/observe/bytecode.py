@@ -1,4 +1,4 @@
-"""Where Python keeps the compiled code of modules, and whether it keeps it.
+"""Detects whether Python stores the bytecode of modules, and where.
 
 Python compiles a module when it imports it, and stores the bytecode in ``__pycache__`` next to the source, or below PYTHONPYCACHEPREFIX.
 Container images often set PYTHONDONTWRITEBYTECODE, and some installers do not compile. Then every process compiles torch and Transformers

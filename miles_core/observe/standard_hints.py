@@ -17,7 +17,7 @@ HINTS = (
     Hint(
         "gradient-jump",
         "train/grad_norm",
-        detect_jump(20, least=1.0),  # where clipping begins; where nothing is left to learn any gradient is a jump
+        detect_jump(20, least=1.0),  # where clipping begins; after convergence any gradient is a jump
         "the gradient norm jumped to {value}",
         UNSTABLE,
         trouble="instability",
@@ -33,7 +33,9 @@ HINTS = (
     Hint(
         "mismatch-jump",
         "mismatch/kl_k3",
-        detect_jump(10, least=1e-5),  # far under any bfloat16 model's, and over what float32 rounds
+        detect_jump(
+            10, least=1e-5
+        ),  # far below the value of any bfloat16 model, and above the rounding noise of float32
         "the KL between engine and trainer jumped to {value}, over ten times its median: collapse often follows",
         f"lower --lr; {MISMATCH}",
         trouble="mismatch",

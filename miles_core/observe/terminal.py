@@ -160,7 +160,7 @@ class TerminalProgress(Progress):
 
 
 def is_graded(metrics: Mapping[str, float]) -> bool:
-    """Whether held-out rewards are more than right or wrong, so that their mean says more than the share of right answers."""
+    """Whether held-out rewards have values other than right and wrong, so that their mean differs from the accuracy."""
     return "eval/reward" in metrics and metrics["eval/reward"] != metrics.get("eval/accuracy")
 
 

@@ -55,7 +55,7 @@ def refuse(plugin: str, hook: str, wrong: str) -> PluginError:
 
 
 class ErrorNote(AbstractContextManager[None]):
-    """Names a plugin in an exception that leaves the body, unless one inside was named before.
+    """Names a plugin in an exception that leaves the body, unless the exception already names one.
 
     The message of a ``PluginError``, a mistake in the plugin's code, then begins with the plugin; other errors get a note. An error of core
     (empty ``plugin``) gets no note, but is marked so that no plugin around it is named.

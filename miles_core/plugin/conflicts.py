@@ -73,7 +73,7 @@ def _note_unselected(active: Mapping[str, Plugin], rollout: str, train: str, who
 
 
 def claims(active: Mapping[str, Plugin], facts: Facts, who: str) -> Iterator[Problem]:
-    """Yield a problem for each exclusive slot that two plugins claim for one policy.
+    """Yield a problem for each resource that two plugins claim for one policy.
 
     With several policies, the claims of a number format count only for policies that select it.
     """

@@ -151,7 +151,7 @@ class _Search:
             rejected = check(begun.requested, self.manifests, begun.facts)
             for fix in find_fixes(begun.requested, self.manifests, begun.facts, rejected, drops, self.startable, False):
                 if any(fix.facts.value(path) != value for path, value in change.values.items()):
-                    continue  # it takes the first change back
+                    continue  # it reverts the first change
                 listed = change.drop and fix.text.startswith("--plugins ")
                 yield fix if listed else replace(fix, text=_join([change.text, fix.text]))
 

@@ -1,4 +1,5 @@
-"""The encoder of the export stream: sends every tensor as it is. ``miles_formats.FormatCodec`` encodes with a number format."""
+"""The encoder of the export stream; this base class sends every tensor unchanged. ``miles_formats.FormatCodec`` encodes with a number
+format."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The contract of a number format.
 
 One object per format serves the trainer's forward, the weight export, the engine and the checkpoint converter, so
-that all of them hold the same bytes. A format says how one weight matrix is stored; what core derives from it: the
-trainer's fake-quantised forward, what travels at a weight sync and what the engine computes with (``precision.codec``),
-which weights are left alone (``precision.selector``), and the suite a new format must pass (``testing.FormatContract``).
+that all of them hold the same bytes. A format defines how one weight matrix is stored. Core derives from it the trainer's fake-quantised
+forward, the tensors of a weight sync and of the engine (``precision.codec``), the selection of weights (``precision.selector``), and the
+test suite of a format (``testing.FormatContract``).
 
 A weight is a matrix [N, K] in the layout of the checkpoint: a row per output feature, blocks along K. Core encodes the BF16 model
 copy of the weight (``Codec`` rounds other dtypes), never an FP32 master copy; arithmetic is FP32.

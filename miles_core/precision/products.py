@@ -1,7 +1,7 @@
 """The choice between native and emulated products (``precision.product``).
 
 The kind of product is chosen once per model from the user's options, the device and its libraries. It never depends on the number of
-rows, because a token's result would then depend on the rest of the batch. A trainer may choose otherwise than the engine.
+rows, because a token's result would then depend on the rest of the batch. Trainer and engine may use different kinds.
 """
 
 from __future__ import annotations

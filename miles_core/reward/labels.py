@@ -1,6 +1,5 @@
-"""Labels of the rewards that compare a response with one: which answers a label accepts.
-
-A text is compared as text, a number with any notation of the same number, a truth value with its name. A list holds alternatives.
+"""Defines which answers a label accepts, for rewards that compare a response with a label. A text is compared as text, a number accepts any
+notation of the same number, and a boolean its name. A list holds alternatives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Recorded fields of conversations with many turns: each row is kept once.
-
-An engine reports the rows of a field for all tokens of a request, those of earlier turns included. Kept like this, the rows of a conversation
-would grow with the square of its turns.
+"""Stores each row of the recorded fields of a multi-turn conversation once. An engine reports the rows of a field for all tokens of a
+request, including those of earlier turns. Without this, the size of the rows would grow with the square of the number of turns.
 """
 
 from __future__ import annotations

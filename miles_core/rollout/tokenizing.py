@@ -1,6 +1,5 @@
-"""Renders and tokenizes conversations without holding the event loop.
-
-A text of a few megabytes takes seconds, in which no other sample would advance. Long texts are therefore tokenized in threads, a few at a
+"""Renders and tokenizes conversations without blocking the event loop. A text of a few megabytes takes seconds, during which no other
+sample would advance. Long texts are therefore tokenized in threads, a few at a
 time, and for a limited time. (Tokenizers release the interpreter's lock while they work.)
 """
 

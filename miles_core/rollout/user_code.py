@@ -1,6 +1,5 @@
-"""Code of users that a rollout calls: files are imported once, and calls that may block run in threads.
-
-A thread cannot be ended: a caller that stops waiting leaves it behind, and its result is dropped. Threads do not keep the program from ending.
+"""Runs users' code during a rollout: files are imported once, and calls that may block run in threads. A thread cannot be killed: if the
+caller stops waiting, the thread continues and its result is dropped. The threads are daemons, so they do not delay the exit of the program.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def _import_file(path: Path, kind: str) -> ModuleType:
 
 
 async def call_in_thread(function: Callable[[], T], name: str) -> T:
-    """Call a function in a new thread and wait for the result. SystemExit and the like are raised as RuntimeError; a fork of the function
-    ends when it comes back.
+    """Call a function in a new thread and wait for the result. SystemExit and the like are raised as RuntimeError; a process that the
+    function forks exits when the function returns.
 
     Args:
         function: the function.

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 #: Store entry with finished samples that were not trained on yet.
 HELD = "held"
-#: Seconds between two questions whether the ranks have written a checkpoint.
+#: Interval in seconds at which the driver asks whether the ranks have written a checkpoint.
 INTERVAL = 0.2
 
 

@@ -1,8 +1,8 @@
-"""A run that ends before its last step never ends with status 0, even if a function of the user ends the process at once.
+"""Ensures that an incomplete run never exits with status 0, even if a user's function exits the process immediately.
 
 ``os._exit`` and ``os.exec*`` run no handler, no ``finally`` and no ``atexit``: without the replacements here, a reward that calls
-``os._exit(0)`` would look like a complete run. Forks of the process, which end with ``os._exit`` as a rule, are not affected. What C code
-does is not seen.
+``os._exit(0)`` would look like a complete run. Forks of the process, which end with ``os._exit`` as a rule, are not affected. Exits in C
+code are not detected.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ from typing import Any
 
 #: Ends the process at once.
 leave = os._exit
-#: The functions to which the others of these families lead.
+#: The functions that the other functions of these families call.
 _ENDING = ("_exit", "execv", "execve")
 
 
 @contextmanager
 def report_exits(report: Callable[[str], None]) -> Iterator[None]:
-    """Replace the functions that end the process at once, for the duration of the context.
-
-    A call in this process reports what was called and where, and ends the process with the given status, or 1 instead of 0.
-
-    Args:
-        report: called in the thread of the call, with such as ``os._exit(0) at judge.py:3``.
+    """Replace the functions that exit the process immediately, for the duration of the context. A call in this process reports the function
+    and its location, and exits with the given status, or 1 instead of 0. Args: report: called in the thread of the call, with a text such
+    as ``os._exit(0) at judge.py:3``.
     """
     process = os.getpid()
     previous = {name: getattr(os, name) for name in _ENDING}

@@ -170,7 +170,7 @@ class Inputs:
 
 
 class RolloutCode:
-    """The reward and the rollout functions of a run: a user's files and parts of plugins, which a rollout worker loads by name, too.
+    """The reward and the rollout functions of a run: users' files and parts of plugins. Rollout workers load them by name.
 
     The constructor loads the files, ``make`` the parts of plugins.
 

@@ -1,4 +1,4 @@
-"""Checks of the model that a run names, by its plugins. Imports no torch: a plan must be quick."""
+"""Runs the plugins' checks of a run's model. Does not import torch, so that a plan stays fast."""
 
 from __future__ import annotations
 

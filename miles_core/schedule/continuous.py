@@ -6,8 +6,7 @@ weights trained on these are served. A group sent now is therefore trained on at
 
 At a push, requests in flight continue under the new weights (``--partial-rollout``, the default of this schedule). With
 ``--no-partial-rollout`` they are finished first, each group under its initial version. A response that continues over several pushes
-can become older than N versions: its group is then dropped and its prompt sent again, or trained on nevertheless
-(``--stale-samples``).
+can become older than N versions: its group is then dropped and its prompt sent again, or it is trained on anyway (``--stale-samples``).
 """
 
 from __future__ import annotations

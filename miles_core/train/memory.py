@@ -1,8 +1,8 @@
 """Device memory of a policy's trainer and engine: on separate devices, or shared by both (``--colocate``).
 
 With ``--colocate`` the trainer releases its memory while the engine generates, and the engine while the trainer learns. During a push both
-keep only their weights in memory: neither the trainer's optimizer state nor the engine's cache. The calls of a ``LearnerHandle`` determine
-which of them may use the devices, so no other part has to handle it.
+keep only their weights in memory: neither the trainer's optimizer state nor the engine's cache. The methods of a ``LearnerHandle`` switch
+the devices between them, so no other part has to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records what each token was trained with, for the run's saved samples."""
+"""Records the log-probability and advantage that each token was trained with, for the run's saved samples."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Static steps that are launched before the host has read the results of the step in front of them.
+"""Static steps that are launched before the host has read the results of the previous step.
 
 A step reads and writes device buffers (``StaticBatch``), so the GPU keeps working while the host appends tokens, checks stop conditions and
-answers requests. When rows leave, the others continue in their new slots. When rows join, the step in flight still counts for the rows that
-were there; the step after it is filled from the host again.
+answers requests. When rows leave, the others continue in their new slots. When rows join, the step in flight remains valid for the earlier
+rows; the host fills the batch of the following step.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class AsyncScheduling(ABC, Generic[S]):
 
     @abstractmethod
     def step(self, rows: list[Row]) -> Emitted | None:
-        """Advance all running rows; None when the step has to run without static buffers."""
+        """Advance all running rows; None if the step has to run without static buffers."""
 
     def leave(self, rows: Sequence[Row]) -> None:
         """Drop rows that left the cache from the step in flight."""

@@ -174,7 +174,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
     token = row_head // heads
     row = token // QUERIES
     used = (tl.load(prompt_lengths + row) + tl.load(own_lengths + row) + token % QUERIES) // split_size + 1
-    dim = tl.arange(0, BLOCK_VALUE)[None, :]  # two dimensions, as STORE takes them
+    dim = tl.arange(0, BLOCK_VALUE)[None, :]  # two dimensions, as STORE expects
     known = dim < VALUE_DIM
     highest, total = tl.full([1, 1], -float("inf"), tl.float32), tl.zeros([1, 1], tl.float32)
     if SINKS:

@@ -1,6 +1,7 @@
 """Prompts computed by CUDA graphs.
 
-Few tokens keep a GPU busy for less time than the host needs to launch the kernels of a pass; a graph launches them at once. The first pass of an
+For few tokens, the host needs more time to launch the kernels of a pass than the GPU to run them; a graph launches all of them at once. The
+first pass of an
 engine is recorded and compared with a plain one. Any other shape is recorded when it occurs for the second time. Until then its step is launched
 kernel by kernel, with the same results.
 """
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 _WORK = 8e12
 #: Most graphs; further shapes are launched kernel by kernel.
 _MOST_GRAPHS = 64
-#: Largest mean difference, relative to the mean, between what a static and a plain pass store in the cache that rounding explains.
+#: Largest relative mean difference, due to rounding, between the cache entries of a static and a plain pass.
 _TOLERANCE = 0.25
 
 
@@ -136,7 +137,8 @@ class PromptGraphs:
             self.clear()
 
     def _compute_plain(self, sequences: Sequence[Sequence[int]], slots: np.ndarray, names: set[str]) -> list[Tensor]:
-        """Return what a plain pass computes: hidden states of the last tokens, and what it stores in the cache, where zeros replace it."""
+        """Return the results of a plain pass: hidden states of the last tokens, and the entries that it stores in the cache, which are then
+        zeroed."""
         hidden, _ = self.runner.fill_prefixes(sequences, slots, names)
         lengths = [len(s) for s in sequences]
         stored = self._stored(slots, lengths)

@@ -1,4 +1,4 @@
-"""A request while it is in the engine, and what a step reads from several of them."""
+"""A request in the engine, and the inputs that a step reads from several requests."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _mix(x: Integers) -> Integers:
 
 @cache
 def stream_start(seed: int, stream: int = 0) -> int:
-    """What the hash of a stream's draws starts from, int64."""
+    """Return the start value of the hash for a stream's random numbers, int64."""
     state = torch.full((), _signed(seed & (1 << 64) - 1), dtype=torch.int64)
     return int(_mix(state + _GOLDEN + stream * 0x632BE59B))
 

@@ -1,4 +1,4 @@
-"""The queue of the engine: which requests are valid, when they end and what they return."""
+"""The queue of the engine: validates requests, decides when they end, and builds their responses."""
 
 from __future__ import annotations
 

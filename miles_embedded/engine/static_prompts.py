@@ -1,7 +1,7 @@
-"""A pass over prompts in static buffers: they are packed one after the other, and the step reads no number from the host.
+"""A pass over packed prompts in static buffers, which reads no numbers from the host.
 
 The numbers of tokens and prompts and the length of the longest prompt are rounded up, so that few shapes serve prompts of all lengths. The
-tokens of the padding are one more prompt, which is stored in a free slot of the cache.
+padding tokens form one more prompt, which is stored in a free slot of the cache.
 """
 
 from __future__ import annotations

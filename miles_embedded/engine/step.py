@@ -1,4 +1,4 @@
-"""What a decoder returns from a step, and what it may use of its engine."""
+"""The result of a decoder's step, and the engine's interface for decoders."""
 
 from __future__ import annotations
 

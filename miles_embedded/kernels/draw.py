@@ -1,8 +1,7 @@
-"""Drawing the next token of each row (``engine.sampling``), and moving a batch on to its next step.
-
-One program a row reads its logits twice, for their largest and the sum of exponentials, and for the mass of each block; then one block again,
-for the first token at which the mass up to it exceeds the drawn share. Masses are float64, as in ``sampling.pick``, and the random number is
-``sampling.uniform``'s.
+"""Samples the next token of each row (``engine.sampling``), and advances the batch to its next step. One program per row reads the logits
+twice: for the maximum and the sum of exponentials, and for the probability mass of each block. It then reads one block again to find the
+first token at which the cumulative mass exceeds the random number. Masses are float64, as in ``sampling.pick``, and the random number is
+that of ``sampling.uniform``.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def _draw(  # type: ignore[no-untyped-def]
     state = _mix(state + (tl.load(prompt_lengths + row) + length + 1) * -7046029254386353131)
     share = (((state >> 16) & 0xFFFFFFFFFFFF).to(tl.float64) + 0.5) * 3.552713678800501e-15  # 2**-48
     target = share * tl.sum(masses, 0)
-    # Sums of the same numbers in another order differ in their last places: without a block, or a token, that exceeds the target, the last one.
+    # Sums in another order differ in their last places: if no block or token exceeds the target, take the last one.
     block = tl.min(tl.where((tl.cumsum(masses, 0) > target) & (masses > 0), place, BLOCKS), 0)
     block = tl.where(block == BLOCKS, tl.max(tl.where(masses > 0, place, 0), 0), block)
     at = block * BLOCK + column
@@ -73,7 +72,7 @@ def _draw(  # type: ignore[no-untyped-def]
     token = tl.min(tl.where(reached, at, 0x7FFFFFFF), 0)
     token = tl.where(token == 0x7FFFFFFF, tl.max(tl.where(part > 0, at, -1), 0), token)
     token = tl.where(tl.load(greedy + row) != 0, tl.min(best, 0), token)
-    token = tl.minimum(tl.maximum(token, 0), vocab - 1)  # of logits that are not finite
+    token = tl.minimum(tl.maximum(token, 0), vocab - 1)  # logits that are not finite
     log_prob = tl.load(source + token).to(tl.float32) / temperature - level - log_total
     tl.store(results + row, token.to(tl.float64))
     tl.store(results + results_row + row, log_prob.to(tl.float64))
@@ -84,7 +83,7 @@ def _draw(  # type: ignore[no-untyped-def]
 
 
 class Batch(Protocol):
-    """The rows, and what the next step reads; see ``engine.static_batch``."""
+    """The rows and the inputs of the next step; see ``engine.static_batch``."""
 
     temperature: Tensor
     greedy: Tensor
@@ -96,7 +95,7 @@ class Batch(Protocol):
 
 
 def draw_rows(logits: Tensor, batch: Batch, start: int) -> None:
-    """Draw a token for each row of ``logits`` and write it where the next step reads it.
+    """Sample a token for each row of ``logits`` and store it as input of the next step.
 
     Args:
         logits: [rows, vocab], untruncated.

@@ -1,4 +1,4 @@
-"""The end of a kernel that computes rows: it may store them in a second form, such as the codes of a number format."""
+"""Epilogue of a kernel that computes rows, which may also store them in a second form, such as the codes of a number format."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The steps of a mixture-of-experts layer around its products: sorting choices, sums over the choices of a row, and their gradients.
 
-The products of few rows are those of ``grouped``, of more torch's own; both need where each expert's rows end and nothing from the host.
+Few rows are multiplied by ``grouped``, more rows by torch's grouped product. Both need only the end of each expert's rows, and no numbers
+from the host.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Products of the experts' few rows (decoding): a program takes one expert and some of its columns, and reads the weights once.
-
-torch's grouped product is made for many rows an expert. Here the rows are gathered and the gate is computed within the product, so one
+"""Products of experts with few rows (decoding): a program computes some columns of one expert, and reads the weights once. torch's grouped
+product is optimised for many rows per expert. Here the rows are gathered and the gate is computed within the product, so one
 layer of experts is two products and a sum.
 """
 
@@ -16,7 +15,7 @@ from miles_embedded.kernels.overlap import overlap, release, wait
 
 #: Columns and inner entries of a block; warps and pipeline stages of a program.
 COLUMNS, INNER, WARPS, STAGES = 64, 64, 4, 3
-#: Up to this many rows an expert on average.
+#: Maximum mean number of rows per expert.
 FEW = 96
 
 

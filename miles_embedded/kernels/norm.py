@@ -13,7 +13,7 @@ from miles_embedded.kernels.blocks import cdiv, next_power_of_2
 from miles_embedded.kernels.epilogue import RowEpilogue, end_of
 from miles_embedded.kernels.overlap import overlap, release, wait
 
-#: Elements of a program's block, and programs of a backward pass: each adds up its own gradient of the weight.
+#: Elements of a program's block, and number of programs of a backward pass, which each sum a part of the weight's gradient.
 _BLOCK, _PROGRAMS = 1024, 528
 
 
@@ -145,9 +145,8 @@ def _launch_options(x: Tensor, rows: int, blocks: dict[str, Any]) -> tuple[tuple
 
 
 def _layout(x: Tensor) -> tuple[int, int]:
-    """Rows that follow one another, and from one run of them to the next; 0 where this does not describe ``x``.
-
-    Heads that are a part of the columns of a matrix are such runs."""
+    """Return the number of rows in a run with constant stride, and the distance between two runs; 0 if ``x`` has no such layout. Heads that
+    are a part of the columns of a matrix form such runs."""
     dim = x.shape[-1]
     if x.is_contiguous():
         return 1, dim

@@ -34,7 +34,7 @@ def wait(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
 def release(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel start when all programs have called this or ended.
 
-    Its programs take room on multiprocessors while they wait. A kernel of one short step calls this first of all, a kernel with a loop after it."""
+    While they wait, its programs occupy multiprocessors. A short kernel calls this at its start, a kernel with a loop after the loop."""
     if OVERLAP:
         gdc_launch_dependents()
 

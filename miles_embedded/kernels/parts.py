@@ -1,4 +1,4 @@
-"""Attention in two parts, over a shared prompt and over a sample's own tokens: their merge, and the sum of their gradients (``trainer.flash``)."""
+"""Merges attention over a shared prompt with attention over a sample's own tokens, and sums their gradients (``trainer.flash``)."""
 
 from __future__ import annotations
 

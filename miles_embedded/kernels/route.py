@@ -1,4 +1,4 @@
-"""The usual router's choice, the largest of a softmax, and its gradient: one launch forward and one backward.
+"""The standard router, which selects the largest entries of a softmax, and its gradient: one launch forward and one backward.
 
 With ``p = softmax(z)`` of a row's logits and experts ``c_1 ... c_k``, the weights are ``p[c_i]``, or ``p[c_i] / sum_j p[c_j]`` if they are
 normalized. Let ``g`` be the gradient of the weights and ``G[e]`` the sum of ``g_i`` over ``c_i = e``. Without normalization the gradient of the
@@ -6,7 +6,7 @@ logits is ``p[e] (G[e] - sum_j p[j] G[j])``. With it, let ``q`` be ``p`` times t
 its sum, and ``M`` the mean of ``g_i`` over an expert's places: the gradient is ``q[e] (M[e] - sum_j q[j] M[j])``, which is 0 for all other
 experts. The backward pass computes the softmax again, so that nothing but the logits and the experts is kept.
 
-The experts may be given, as those of a rollout that is replayed. The own choice is then returned all the same.
+The experts may be given, as in the replay of a rollout. The router's own choice is returned as well.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _launch(logits: Tensor, k: int, normalized: bool, given: Tensor | None) -> t
     weights = logits.new_empty(rows, k)
     index = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
     block = {"BLOCK": _block(experts), "BLOCK_K": next_power_of_2(k)}
-    which = index if given is None else given  # the kernel reads only those that are given
+    which = index if given is None else given  # the kernel reads only the arguments that are given
     sizes = {"K": k, "NORMALIZED": normalized, "GIVEN": given is not None}
     if rows:
         options = {**sizes, **block, **overlap(logits), "num_warps": 1}

@@ -1,6 +1,5 @@
-"""Examines a model without importing torch or Transformers, if its family and all entries of its ``config.json`` are known.
-
-A plan must be quick. ``known_weights`` accepts only what is certain to load: a family of the table, entries with known names and possible
+"""Examines a model without importing torch or Transformers, if its family and all entries of its ``config.json`` are known, so that a plan
+is fast. ``known_weights`` accepts only models that are certain to load: a family of the table, entries with known names and possible
 values, and weight files (if there are any) with exactly the tensors and shapes that follow. Everything else is examined by building the model
 with Transformers (``model.examine``), which decides; a test compares the table with Transformers' own modules.
 """

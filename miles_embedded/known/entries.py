@@ -1,4 +1,4 @@
-"""Checks that every entry of a ``config.json`` is known and has a possible value. What is unusual is left to Transformers."""
+"""Checks that every entry of a ``config.json`` is known and has a possible value. Transformers checks unusual configurations."""
 
 from __future__ import annotations
 

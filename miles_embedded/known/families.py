@@ -1,4 +1,4 @@
-"""The families whose weights are known without their code: which entries ``config.json`` has, and which tensors follow."""
+"""Families whose weights can be derived without their code: the entries of ``config.json``, and the resulting tensors."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The trainer keeps a BF16 copy of each parameter, an FP32 master, its FP32 gradient and two FP32 moments: 18 bytes (16 if the copy is
 FP32 and serves as the master). Plugins that provide an optimizer set the bytes of its state (``--optimizer-state-bytes``). With
-``--offload-optimizer`` masters and state are there after the activations only. ``full_shard`` shards all of it across the ranks and
+``--offload-optimizer`` masters and state are on the GPU only after the activations are freed. ``full_shard`` shards all of it across the
+ranks and
 gathers one decoder layer at a time, prefetching the next. Activations are counted per token as Transformers' modules keep them; with
 recomputation a layer keeps its input only.
 """

@@ -1,7 +1,5 @@
-"""Compare the memory that a run asks for with what is free on its GPU, when engine and trainer are built.
-
-The plan compares with the memory of the whole GPU. Other programs may hold a part of it, which would end the run at its first step or, worse,
-at the first long response.
+"""Compares the memory that a run needs with the free memory of its GPU, when engine and trainer are built. The plan compares it with the
+total memory of the GPU. If other programs use a part of it, the run would fail at its first step or at the first long response.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The steps of a model computed by the GPU kernels (``miles_embedded.kernels``), as a table of operations."""
+"""Table of the operations of a model that the GPU kernels (``miles_embedded.kernels``) compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from miles_embedded.model.operations import Operations, operations_of, use_opera
 
 
 def use_kernels(model: nn.Module) -> None:
-    """Let a model on a GPU compute its norms, rotations, gates and experts with these kernels, as far as Triton is installed."""
+    """Make a model on a GPU compute its norms, rotations, gates and experts with these kernels if Triton is installed."""
     device = next(model.parameters()).device
     if kernels_run(device):
         use_operations(model, replace(with_row_kernels(operations_of(model)), route=route, experts=_experts))

@@ -1,8 +1,7 @@
-"""Linear layers that read one input (query, key and value; gate and up), multiplied at once on a GPU while there is no gradient.
-
-Their weights lie one behind the other in one piece of memory, so together they are one matrix, and each stays the parameter that it
-was. The first layer's call computes all of them, and the calls of the others find their columns there. Where the weights are elsewhere
-(an update shared others, a format hides them, processes divide them) or an input is another tensor, each layer multiplies by itself.
+"""Linear layers that read one input (query, key and value; gate and up), computed as one product on a GPU without gradient. Their weights
+are adjacent in one block of memory, so together they form one matrix, while each remains a separate parameter. The call of the first layer
+computes all of them, and the calls of the others return their columns. If the weights have moved (shared by an update, hidden by a format,
+sharded) or the input is another tensor, each layer computes its own product.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _ATTRIBUTE = "miles_joint"
 
 
 class Joint:
-    """Some linear layers of one module, in order, and what the first one computed for the others."""
+    """Some linear layers of one module, in order, and the results that the first one computed for the others."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers = layers
@@ -33,7 +32,7 @@ class Joint:
         """``layer`` of x [..., in]; may be a part of the columns of a larger matrix."""
         if layer is self.layers[0]:
             self._kept.clear()
-            # a hook in front of a layer gives each an input of its own
+            # a pre-forward hook gives each layer another input
             apart = torch.is_grad_enabled() or not x.is_cuda or any(each._forward_pre_hooks for each in self.layers)
             matrix = None if apart else self._matrix()
             if matrix is None:
@@ -46,7 +45,7 @@ class Joint:
 
     @torch.no_grad()
     def lay_out(self) -> None:
-        """Put the weights one behind the other."""
+        """Store the weights adjacently in one block of memory."""
         weights = [layer.weight for layer in self.layers]
         whole = torch.cat([weight.detach() for weight in weights])
         for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
@@ -69,7 +68,7 @@ class Joint:
 
 
 def join_linear(model: nn.Module) -> int:
-    """Let the linear layers of ``model`` that read one input be multiplied at once; returns how many groups there are."""
+    """Compute the linear layers of ``model`` that read one input as one product; returns the number of groups."""
     done = 0
     for module in model.modules():
         for names in SIBLINGS:
@@ -97,7 +96,7 @@ def _plain(layer: Any) -> bool:
 
 def _join(layers: list[nn.Linear]) -> None:
     joint = Joint(layers)
-    if joint._matrix() is None:  # else an owner of the same memory has laid them out
+    if joint._matrix() is None:  # otherwise the owner of the shared memory has done this
         joint.lay_out()
     for layer in layers:
         layer.__dict__[_ATTRIBUTE] = joint

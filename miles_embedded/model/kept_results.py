@@ -1,4 +1,4 @@
-"""Results that the first of several layers computes for the others, because all of them read one input."""
+"""Results that the first of several layers with the same input computes for the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class KeptResults:
-    """Keeps results until each layer has taken its own with the same input. Every thread has results of its own; copies have none."""
+    """Keeps results until each layer has taken its result with the same input. Results are thread-local and are not copied."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -18,7 +18,7 @@ class KeptResults:
         return KeptResults, ()
 
     def put(self, x: Tensor, results: Mapping[Hashable, Tensor]) -> None:
-        """Replace what is kept by the results for input ``x``, layer -> result."""
+        """Replace the kept results by those for input ``x``, layer -> result."""
         self._local.found = x, dict(results)
 
     def clear(self) -> None:
@@ -26,7 +26,7 @@ class KeptResults:
         self._local.found = None
 
     def take(self, layer: Hashable, x: Tensor) -> Tensor | None:
-        """Return the result of ``layer`` for this very tensor, once; None if there is none."""
+        """Return and remove the result of ``layer`` for this tensor object; None if there is none."""
         kept = getattr(self._local, "found", None)
         if kept is None or kept[0] is not x or layer not in kept[1]:
             return None

@@ -76,7 +76,7 @@ def replace_rotation(module: Any, rotation: Rotation | None) -> bool:
 
 
 def replace_gate(module: Any, gate: Gate | None) -> bool:
-    """Let an MLP compute its gate with ``gate`` where both are the same; otherwise, and for None, with its class's code."""
+    """Make an MLP use ``gate`` if both agree; otherwise, and for None, restore its class's forward."""
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(isinstance(part, nn.Module) for part in parts):
         return False
@@ -102,7 +102,7 @@ def replace_gate(module: Any, gate: Gate | None) -> bool:
 
 
 def replace_router(module: Any, route: Route | None) -> bool:
-    """Let a router choose with ``route`` where both are the same; otherwise, and for None, with its class's code."""
+    """Make a router use ``route`` if both agree; otherwise, and for None, restore its class's forward."""
     weight, k = getattr(module, "weight", None), getattr(module, "top_k", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not isinstance(k, int):
         return False

@@ -1,11 +1,10 @@
-"""Compute the sums of a decoder layer together with the norm that reads each of them.
+"""Computes each residual addition of a decoder layer together with the norm that reads the sum. A decoder layer like Llama's adds the
+results of its attention and of its MLP to the residual stream. A norm reads each sum: the layer's second
+one, then the first one of the next layer, or the model's last one. One kernel computes sum and norm; the norm's module then returns this
+result if it receives the same sum. Hooks on all modules run as before.
 
-A decoder layer of Llama's kind adds the results of its attention and of its MLP to the residual stream. A norm reads each sum: the layer's second
-one, then the first one of the next layer, or the model's last one. One kernel computes sum and norm; the norm's module then returns what was
-computed, if it receives that very sum. Hooks on all modules run as before.
-
-The operation ``norm`` of the model's table has a method ``of_sum`` for this. A layer's forward is replaced only if its class computes the same
-from the results of its four parts; and it is used only without gradients.
+The operation ``norm`` of the model's table has a method ``of_sum`` for this. A layer's forward is replaced only if its class computes the
+same results, and it is used only without gradients.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ _OF_SUM, _COMPUTED = "miles_of_sum", "miles_computed"
 
 
 def replace_sums(layers: nn.ModuleList, last: nn.Module | None) -> int:
-    """Let decoder layers compute their sums with the norms that read them where these can (``set_of_sum``), otherwise with their classes' code.
+    """Make decoder layers compute their sums with the norms that read them if these support it (``set_of_sum``), otherwise with their
+    classes' code.
 
     Args:
         layers: the layers in order.
         last: the norm after the last layer.
 
     Returns:
-        the number of layers that do.
+        the number of layers whose sums were replaced.
     """
     count, following = 0, [getattr(layer, _PARTS[0], None) for layer in layers]
     for layer, norm in zip(layers, [*following[1:], last], strict=True):
@@ -60,7 +60,7 @@ def set_of_sum(norm: Any, of_sum: OfSum | None, eps: float) -> None:
 
 
 def take_computed(norm: Any, x: Tensor) -> Tensor | None:
-    """Return the norm of this very sum, once; None if it was not computed with it, or the sum has changed since."""
+    """Return and remove the norm of this sum; None if it was not computed with the sum, or the sum has changed since."""
     computed = norm.__dict__.pop(_COMPUTED, None)
     if computed is None or computed[0] is not x or x._version != computed[1]:
         return None
@@ -97,7 +97,7 @@ def _fit(weight: Tensor, x: Tensor, other: Tensor) -> bool:
 
 
 class _Stub:
-    """A layer for the forward of a class, with what ``GradientCheckpointingLayer`` looks up."""
+    """A stand-in for a layer in its class's forward, with the attributes that ``GradientCheckpointingLayer`` reads."""
 
     gradient_checkpointing = training = False
     forward: Any = None

@@ -1,7 +1,6 @@
-"""Connects modules that compute rows with the layer that reads them, so that one kernel computes the rows and what that layer needs of them.
-
-A module has at most one reader. The reader decides at every call whether it needs more than the rows, and finds it by the rows themselves: for a
-reader that receives another tensor, because of a hook or in a family with another order of layers, nothing changes.
+"""Connects modules that compute rows with the layer that reads them, so that one kernel computes both the rows and a second form that the
+layer needs. A module has at most one reader. The reader decides at every call whether it needs the second form, and identifies it by the
+tensor of rows. If it receives another tensor, because of a hook or another order of layers, results do not change.
 """
 
 from __future__ import annotations

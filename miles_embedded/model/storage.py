@@ -1,12 +1,12 @@
-"""How the values of a parameter are stored: whole or as a shard, for training or constant, as numbers or as codes.
+"""Storage of a parameter's values: whole or as a shard, trained or constant, as numbers or as codes.
 
 Constant parameters keep their values for the whole run, such as the base model under adapters. A weight update may leave them out,
 checkpoints do not contain them (they come from ``--hf-checkpoint`` again), and they survive the sleep of an engine. A constant parameter
 may also be stored as the codes of a number format only (``quantized.encoded``), and so may an engine's parameter whose product reads codes
 (``quantized.freed``): its own storage is then empty, and ``full_values`` decodes it.
 
-A hosted parameter lives in host memory, although another device computes with it: a plugin copies it there when a layer needs it, and
-hands its gradients over where they are computed (``offload_gradient``).
+A hosted parameter is stored in host memory although another device computes with it: a plugin copies it to the device when a layer needs
+it, and passes its gradients to ``offload_gradient``.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def put_values(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def codes_of(parameter: Any) -> Codes | None:
-    """Return what is stored of a parameter; None if it has a storage of its own."""
+    """Return the codes of a parameter; None if its values are stored."""
     found: Codes | None = getattr(parameter, _CODES, None)
     return found
 

@@ -1,8 +1,8 @@
 """Rows that are the input of native products: the kernel that computes them may also write their codes (``Product.row_epilogue``).
 
 The norms of a decoder layer compute the input of query, key and value, and of gate and up or of the experts; attention computes the input of its
-output projection, and the gate of an MLP that of ``down_proj``. Layers are found by name. A name that is wrong for a family costs time, but
-changes no result: products find codes by the rows that they receive.
+output projection, and the gate of an MLP that of ``down_proj``. Layers are found by name. A wrong name for a family costs time but does not
+change results, because products identify codes by the rows that they receive.
 """
 
 from __future__ import annotations

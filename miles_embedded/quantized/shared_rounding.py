@@ -1,6 +1,5 @@
-"""One rounding of the input that several emulated linear layers read (query, key and value; gate and up).
-
-The call of the first layer rounds, and the calls of the others read the same tensor. This saves their launches and, in training, the copies
+"""Rounds the common input of several emulated linear layers once (query, key and value; gate and up). The call of the first layer rounds
+it, and the others reuse the result. This saves their launches and, in training, the copies
 that autograd would keep for the backward pass.
 """
 

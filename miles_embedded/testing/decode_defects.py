@@ -1,4 +1,4 @@
-"""Defects of an engine that affect only the tokens it generates: a given text is scored correctly."""
+"""Defects of an engine that affect only generated tokens; given text is scored correctly."""
 
 from __future__ import annotations
 

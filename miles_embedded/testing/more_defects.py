@@ -1,4 +1,4 @@
-"""Further defects for ``benchmarks/mismatch/planted_defects.py``: those of public bug reports about engines, most of them small."""
+"""Additional defects for ``benchmarks/mismatch/planted_defects.py``, taken from public bug reports about engines; most are small."""
 
 from __future__ import annotations
 

@@ -63,9 +63,8 @@ def steps_follow(config: Any) -> bool:
 
 
 def host_policy(run: Any, policy: Policy) -> Policy:
-    """Return a policy whose trainer keeps its model, which only has to be sent to the engine and to be compared with it, in host memory.
-
-    A model that engine and trainer may share, and one that is divided among ranks, stays on the device.
+    """Return a policy whose trainer keeps its model in host memory, if the model is only sent to the engine and compared with it. A model
+    that engine and trainer share, or that is sharded, stays on the device.
     """
     options = run.config_of(policy).model
     shared = run.config.run.transport != "copy" or run.hooks.find_provided("model")[0] != "transformers"

@@ -101,7 +101,7 @@ def _read_step(directory: Path) -> dict[str, Any]:
 
 
 def _changing(model: nn.Module) -> dict[str, LocalShard]:
-    """Return this rank's part of the tensors that a checkpoint contains: all that do not keep their values for the whole run."""
+    """Return this rank's part of the tensors that a checkpoint contains: all except constant ones."""
     return {name: local_shard(tensor) for name, tensor in sources(model).items() if not is_constant(tensor)}
 
 

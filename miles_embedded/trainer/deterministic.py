@@ -1,9 +1,8 @@
-"""A trainer whose results depend on its input alone, on a GPU too (``--embedded-deterministic``).
-
-Some operations of a GPU add in the order in which blocks of threads finish: the query gradients of flash attention, ``index_add``, the gradient
-of ``gather`` and ``index_select``. PyTorch has variants of fixed order, which cost time; its mode for deterministic algorithms selects them, and
-raises an error where an operation has none. The mode is global to the process, so it is on only while the trainer computes: an engine in the
-same process uses cumulative sums that the mode refuses, although along the rows of a matrix their order is fixed.
+"""A trainer with deterministic results, also on a GPU (``--embedded-deterministic``). Some GPU operations sum in the order in which blocks
+of threads finish: the query gradients of flash attention, ``index_add``, the gradient
+of ``gather`` and ``index_select``. PyTorch has slower variants with a fixed order. Its mode for deterministic algorithms selects them, and
+raises an error if an operation has none. The mode is global to the process, so it is enabled only while the trainer computes: an engine in
+the same process uses cumulative sums, which the mode refuses although their order along the rows of a matrix is fixed.
 """
 
 from __future__ import annotations

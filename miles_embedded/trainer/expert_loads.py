@@ -40,7 +40,7 @@ class _Served:
 class ExpertLoads:
     """Counts the choices of a model's routers while a context is open; without effect for a dense model.
 
-    Several may count one model; the trainer opens the contexts for all of them.
+    Several instances may count the same model; the trainer opens their contexts.
 
     Args:
         model: any causal language model.
@@ -85,7 +85,7 @@ class ExpertLoads:
         counts, self._counts = self._counts, None
         if not self._experts:
             return []
-        # a rank without samples counted nothing, but has to take part in the sum
+        # a rank without samples has no counts, but must take part in the sum
         flat = torch.zeros(self._starts[-1], dtype=torch.float64) if counts is None else counts.double().cpu()
         return list(sum(flat).split(self._experts))
 

@@ -1,12 +1,8 @@
-"""Optimizer steps of parameters that live in host memory (``model.storage.mark_hosted``), on the device that computes with them.
-
-Master weight and optimizer state of one tensor at a time travel to the device and back. AdamW treats every element alone, so the result
-is that of one step over all tensors. The gradients are on the device together for the duration of the step, because clipping needs the norm
-of all.
-
-Before it they accumulate in pinned host memory, which is kept from step to step: the sum so far travels to the device, and the new sum back, on a
-stream of its own while the backward pass continues. Sums in pageable memory that is allocated for each micro-batch would cost far more:
-the operating system clears and maps every page again.
+"""Optimizer steps, on the device, of parameters in host memory (``model.storage.mark_hosted``). The master weight and optimizer state of
+one tensor at a time are copied to the device and back. AdamW is elementwise, so the result equals one step over all tensors. All gradients
+are on the device during the step, because clipping needs their norm. Before the step they accumulate in pinned host memory, which is reused
+from step to step: a separate stream copies the sum to the device and the new sum back while the backward pass continues. Pageable memory
+that is allocated for each micro-batch would be much slower, because the operating system clears and maps every page again.
 """
 
 from __future__ import annotations
@@ -52,12 +48,10 @@ class HostedMasters:
             total.copy_(gradient) if first else total.add_(gradient)
             return
         current = torch.cuda.current_stream(gradient.device)
-        current.wait_stream(
-            stream
-        )  # for the sum before this one: sums that wait for their copies would fill the device
+        current.wait_stream(stream)  # wait for the previous sum: sums that wait for their copies would fill the device
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            if first:  # in the strides of the sum: another layout would be copied by way of pageable memory
+            if first:  # with the strides of the sum: another layout would be copied through pageable memory
                 here = torch.empty_like(total, device=gradient.device, pin_memory=False).copy_(gradient)
             else:
                 here = total.to(gradient.device, non_blocking=True).add_(gradient)

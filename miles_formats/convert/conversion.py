@@ -230,7 +230,7 @@ def _write(pool: ThreadPoolExecutor, shard: Shard, descriptor: int, jobs: list[J
     except BaseException:
         for future, _ in futures:
             future.cancel()
-        for future, _ in futures:  # nobody may write through the descriptor once it is closed
+        for future, _ in futures:  # no thread may write through the descriptor once it is closed
             if not future.cancelled():
                 future.exception()
         raise

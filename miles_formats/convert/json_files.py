@@ -38,7 +38,7 @@ def quantized_files(config: Mapping[str, Any], format: Format, unquantized: list
 
 
 def plain_files(config: Mapping[str, Any]) -> dict[str, str]:
-    """config.json of a checkpoint whose weights are BF16 again."""
+    """Return config.json for a checkpoint that was converted back to BF16."""
     return {CONFIG: dump(plain_config(config))}
 
 
@@ -56,8 +56,8 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_files(directory: Path, without: Iterable[str] = ()) -> dict[str, Path]:
-    """Relative name -> file of everything that goes along unchanged: tokenizer, templates, generation settings, remote
-    code, licence. Hidden files and weights in any format stay behind, and so does what is written anew."""
+    """Return relative name -> file of all files that are copied unchanged: tokenizer, templates, generation settings, remote code, licence.
+    Omits hidden files, weights in any format, and files that the conversion writes."""
     left = {CONFIG, INDEX, _SIDE_FILE, *without}
     found = {}
     for path in sorted(directory.rglob("*")):
@@ -70,10 +70,10 @@ def other_files(directory: Path, without: Iterable[str] = ()) -> dict[str, Path]
 
 
 def unquantized_modules(shapes: Mapping[str, tuple[int, ...]], quantized: Iterable[str]) -> list[str]:
-    """Linear modules that keep their precision, as an engine must know them: every matrix of the checkpoint that is not
-    quantised and no embedding, and ``lm_head`` also where it is tied and so not in the checkpoint. Engines hold all
-    experts of a layer in one module, so where none of them is quantised that module is named too; and so are towers of
-    other modalities, because engines place them, and join matrices in them, under paths of their own."""
+    """Return the linear modules that keep their precision, which an engine must know. These are all matrices of the checkpoint that are
+    neither quantised nor embeddings, and ``lm_head``, which is not in the checkpoint if it is tied. If no expert of a layer is quantised,
+    the module of all its experts is included, because engines hold them in one module. Towers of other modalities are included, because
+    engines use different paths for them and join matrices in them."""
     chosen = set(quantized)
     left: dict[str, None] = {}
     experts: dict[str, bool] = {}  # module of all experts of a layer -> whether none of them is quantised

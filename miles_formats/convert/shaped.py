@@ -1,8 +1,7 @@
-"""Converting a checkpoint whose weights plugins change on the way (``wrap_weights`` with the purpose ``convert``).
-
-The plugins see the checkpoint as a trainer would export it, one unit after the other. They see it twice: on the meta device when the
-conversion is planned, which gives names, shapes and dtypes without reading a weight, and with the weights when it is run. The second stream
-is read in order, a unit at a time, while units that were read before are encoded.
+"""Converts a checkpoint whose weights plugins change (``wrap_weights`` with the purpose ``convert``). The plugins receive the checkpoint as
+a trainer would export it, one unit at a time. They receive it twice: on the meta device when the conversion is planned, which gives names,
+shapes and dtypes without reading weights, and with the weights when it runs. The second stream is read in order, one unit at a time, while
+earlier units are encoded.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from miles_core.precision.codec import Codec
 from miles_formats.codec import find_coupled
 
 Units = Callable[[], Iterator[WeightUnit]]
-#: Puts what plugins do around the stream of a checkpoint's weights.
+#: Wraps the stream of a checkpoint's weights with the plugins' functions.
 Shape = Callable[[Units], Units]
 Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class ShapedFiles:
-    """A checkpoint as plugins change it: looks like ``CheckpointFiles``, but is read in one order.
+    """A checkpoint with the plugins' changes; has the interface of ``CheckpointFiles``, but is read in a fixed order.
 
     Args:
         files: the checkpoint.
@@ -63,7 +62,7 @@ class ShapedFiles:
         return self._shape(partial(_units, *self._sources, device))()
 
     def begin(self, number: int) -> None:
-        """Read on to this unit; those before it are not written."""
+        """Skip to this unit; units before it are not written."""
         with self._lock:
             while self._next < number:
                 self._read()

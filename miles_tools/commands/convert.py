@@ -164,8 +164,8 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
 
 
 def _shape(config: Config, options: argparse.Namespace) -> tuple[Shape | None, str]:
-    """What the plugins named after ``--plugins`` put around the checkpoint's weights, and what decides it: plugins and their options.
-    None where none of them changes weights."""
+    """Return the change of the weights by the plugins in ``--plugins``, and its identity: plugins and their options. None if no plugin
+    changes weights."""
     from miles_core.plugin.boundary import compose
     from miles_core.run.make import make_run
     from miles_core.run.prepare import apply_plan, prepare

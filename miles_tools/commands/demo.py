@@ -62,8 +62,8 @@ def _runs_on_a_gpu(device: str) -> bool:
 
 
 def _leave_processors_to_others() -> None:
-    """Use fewer threads if other processes keep some of the processors busy: threads that wait for one another make a step several times
-    as long. ``OMP_NUM_THREADS`` sets another number."""
+    """Use fewer threads if other processes use some of the processors: threads that wait for each other make a step several times as long.
+    ``OMP_NUM_THREADS`` sets another number."""
     if "OMP_NUM_THREADS" in os.environ:
         return
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,8 +2,8 @@
 
 A prompt is ``37+58=`` and its label ``95``. The 8,100 sums of two numbers from 10 to 99 are split by unordered pair, so
 that ``58+37=`` is never trained on when ``37+58=`` is held out. The demonstrations for the supervised warm start come
-from a careless teacher who forgets each carry with a certain probability: imitating it cannot give more than that
-teacher's accuracy, the rest has to come from the reward.
+from a careless teacher who forgets each carry with a certain probability: imitation cannot exceed that teacher's accuracy, so the rest must
+be learned from the reward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Options of other programs, and what to use here instead: one TOML file per program in this folder.
 
 ``names`` maps an option (``*`` matches anything) to a sentence. A sentence that begins with a flag and a placeholder (``--lr X, in ...``)
-is a translation of every value; one that begins with a switch (``--rollout-shuffle``) translates true and drops false; any other one
-says why nothing corresponds to the option. ``values`` has exceptions: option -> pattern of its value -> replacement, "" to drop it.
+is a translation of every value; one that begins with a switch (``--rollout-shuffle``) translates true and drops false; any other sentence
+explains why no option corresponds. ``values`` has exceptions: option -> pattern of its value -> replacement, "" to drop it.
 ``docs/coming-from.md`` is generated from the sentences.
 """
 

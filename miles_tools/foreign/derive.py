@@ -1,4 +1,4 @@
-"""What follows from several options of another program together: sizes in other units, the reward, and what the user has to decide."""
+"""Derives options from several options of another program: sizes in other units, the reward, and decisions that remain for the user."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _pair_evaluation(found: Translation, words: list[str]) -> list[str]:
 
 
 def _place_kl(found: Translation, in_reward: bool, words: list[str]) -> list[str]:
-    """Put verl's coefficient of a KL in the reward into the loss, where estimators over groups have it."""
+    """Convert verl's coefficient of a KL in the reward to one of the loss, because group estimators support only the latter."""
     if "--kl-coef" not in words:
         return words
     coefficient = words[words.index("--kl-coef") + 1]

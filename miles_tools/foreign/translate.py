@@ -30,7 +30,7 @@ _ON, _OFF, _UNSET = ("true", "1", "yes", "on"), ("false", "0", "no", "off"), ("n
 COMMAND = ("--help", "--help-all", "--dry-run", "--config", "--json", "--hardware", "--fact", "--search")
 #: Similarity from which on a flag is corrected and not only suggested.
 _TYPING_ERROR = 0.8
-#: Options of another program from which on a command line is one of that program, and is completed.
+#: Minimum number of options of another program for treating a command line as that program's and completing it.
 _WHOLE = 3
 #: Words that start other programs.
 _LAUNCH = frozenset(
@@ -42,7 +42,7 @@ _SECRET = ("key", "token", "password")
 
 
 def translate(argv: Sequence[str], schema: Schema) -> Translation:
-    """Translate every option that this program does not have, and correct the spelling of others."""
+    """Translate options that this program does not have, and correct misspelled ones."""
     known = set(schema.spellings()) | set(COMMAND)
     groups = read_groups(argv)
     foreign = [group.name for group in groups if group.name not in known]
@@ -62,7 +62,7 @@ def translate(argv: Sequence[str], schema: Schema) -> Translation:
 
 
 def _as_in(line: Sequence[str], here: str) -> str:
-    """Return a flag with its value as the complete line has it, which may have been converted since."""
+    """Return a flag with its value in the complete line, which may have been converted."""
     flag, _, value = here.partition(" ")
     if not value or " " in value or flag not in line:
         return here
@@ -87,7 +87,7 @@ def _translate_group(
     found: Translation,
     values: dict[str, str],
 ) -> list[str]:
-    """Return the words that take the place of one option and its values, and record what changed."""
+    """Return the words that replace one option and its values, and record the change."""
     name, words = group.name, list(group.words)
     if not name:
         _note_words(words, found)
@@ -118,7 +118,7 @@ def _translate_group(
 
 
 def _find_spelling(name: str, schema: Schema, known: set[str]) -> list[str]:
-    """Return the flag that is meant by a wrong spelling, a path such as ``train.lr``, or a typing error; empty if none is similar."""
+    """Return the flag meant by a misspelled flag or a path such as ``train.lr``; empty if none is similar."""
     spelling = "--" + name.lstrip("-").replace("_", "-")
     if spelling in known:
         return [spelling]
@@ -163,7 +163,7 @@ def _translate_foreign(group: Group, schema: Schema, found: Translation, values:
 def _translate_sentence(
     sentence: str, words: Sequence[str], schema: Schema, several: bool
 ) -> tuple[list[str] | None, Sequence[str]]:
-    """Translate by the flag with which a sentence begins; None if it begins with none, or the option is switched off. Also returns the
+    """Translate by the flag at the start of a sentence; None if there is none, or if the option is switched off. Also returns the
     words that are none of its values. several: the sentence is about several options, so that only a switch can stand for each."""
     match = _FLAG.match(sentence)
     name = match[1] if match else ""
@@ -215,7 +215,7 @@ def _fit_alias(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _note_words(words: Sequence[str], found: Translation) -> None:
-    """Record words that belong to no option, but for those that start another program."""
+    """Record words that belong to no option, except those that start another program."""
     found.unknown += [word for word in words if word not in _LAUNCH and not _MODULE.fullmatch(word)]
 
 
@@ -228,7 +228,7 @@ def _record(group: Group, replacement: Sequence[str], reason: str, found: Transl
 
 
 def _without_duplicates(words: Sequence[str], schema: Schema) -> list[str]:
-    """Return a command line in which the last value of each option counts, at the place of its first."""
+    """Return a command line with each option once: its last value, at its first position."""
     parts: dict[str, list[str]] = {}
     for number, group in enumerate(read_groups(words)):
         flag = schema.flags.get(group.name) or schema.flags.get(f"--{group.name.removeprefix('--no-')}")

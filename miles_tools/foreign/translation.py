@@ -30,5 +30,5 @@ class Translation:
     is_whole: bool = False
 
     def drop(self, name: str, reason: str) -> None:
-        """Leave an option out for a reason."""
+        """Omit an option, with the reason."""
         self.dropped.setdefault(reason, []).append(name)

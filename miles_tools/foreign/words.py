@@ -73,7 +73,7 @@ def _values(text: str) -> tuple[str, ...]:
 
 
 def _expand(group: Group) -> Iterator[Group]:
-    """Yield the entries of a file of another program in place of its name; else the group."""
+    """Yield the group, or the entries of the file if it names a file of another program."""
     files = [word for word in group.words if word.endswith((".toml", ".yaml", ".yml")) and Path(word).is_file()]
     entries = (
         [entry for file in files[:1] for entry in read_entries(Path(file))] if group.name in ("", "--config") else []

@@ -82,7 +82,7 @@ def _within(entries: list[dict[str, Any]], budget: int) -> list[str]:
 
 
 def _show(value: Any) -> Any:
-    """Make the control characters of all texts visible: as JSON they would come back raw in the page."""
+    """Make the control characters of all texts visible; the page would decode them from JSON."""
     if isinstance(value, str):
         return show_controls(value)
     if isinstance(value, dict):

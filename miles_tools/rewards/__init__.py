@@ -1,5 +1,5 @@
-"""Rewards that ship with core and are no part of it.
+"""Rewards that are installed with core but are not part of it.
 
-Rules on texts (``text_rules``), mathematics, judged by math-verify in processes of their own (``math_verifier``), and a user's HTTP
+Rules on texts (``text_rules``), mathematics, checked by math-verify in separate processes (``math_verifier``), and a user's HTTP
 service (``remote``).
 """

@@ -1,7 +1,7 @@
-r"""The final answer of a mathematical response, in a form that math-verify reads as it is meant.
+r"""Finds the final answer of a mathematical response and converts it to a form that math-verify reads correctly.
 
-The answer is what the last box holds, ``\boxed{...}`` or ``\fbox{...}``, unless "final answer is ..." follows it. Boxes that only commas,
-"and" or "or" separate are one answer with several parts. Without a box, math-verify searches the text for one. It
+The answer is what the last box holds, ``\boxed{...}`` or ``\fbox{...}``, unless "final answer is ..." follows it. Boxes separated only by
+commas, "and" or "or" are one answer with several parts. Without a box, math-verify searches the text for one. It
 misreads notations that models write: 1e3 as 3 times e, ``1\,000`` as 0, and "12." not at all. Here they become plain decimal numbers.
 """
 
@@ -56,7 +56,8 @@ def read_answer(text: str) -> tuple[str, bool]:
 
 
 def tidy(text: str, whole: bool = True) -> str:
-    """Rewrite numbers without exponents, separators of thousands and styles. ``whole``: the text is an answer, and not prose with one."""
+    """Remove exponents, thousands separators and styles from numbers. ``whole``: the text is only an answer, not prose that contains
+    one."""
     text = _GROUPS.sub("", _STYLED.sub(r"\1", text.strip()))
     text = _SCIENTIFIC.sub(lambda found: text_of(Decimal(found[0])), text)
     if not whole:

@@ -2,7 +2,7 @@
 
 The service receives ``POST {"prompt", "response", "label", "metadata"}`` and returns a JSON number, or an object that is used as a dict
 reward (``--reward-key``). Connection failures, truncated responses and HTTP 5xx, 408 and 429 are retried; all other errors stop the
-run. So does a redirection, because it would send the request without its body, to an address that the user did not choose.
+run. Redirects also stop the run: the request would go to an address that the user did not choose, without its body.
 
 Credentials come from the environment, so no file of the run holds them: ``MILES_RM_TOKEN`` is sent as ``Authorization: Bearer``,
 and ``${NAME}`` in the address is replaced by that variable when a request is sent.

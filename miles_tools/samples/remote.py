@@ -114,8 +114,8 @@ class RemoteWriters:
         self._readers: list[ObjectReader] = []
 
     def write(self, part: Path, step: int, entries: list[tuple[Entry, int]]) -> None:
-        """Write the samples of ``make_entries`` to ``part``. Called in another thread than that of ``texts``. Empties ``entries`` when they
-        are sent: the messages hold the samples, so that not the driver frees gigabytes but the process that reads them last.
+        """Write the samples of ``make_entries`` to ``part``. Called in another thread than that of ``texts``. Empties ``entries`` once they
+        are sent. The messages then hold the samples, so the process that reads them last frees the gigabytes instead of the driver.
 
         Raises:
             OSError: the file cannot be written.

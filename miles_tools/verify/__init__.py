@@ -1,1 +1,1 @@
-"""``miles verify``: how far engine and trainer differ, and its page."""
+"""``miles verify`` measures the difference between engine and trainer and writes a page about it."""

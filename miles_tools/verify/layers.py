@@ -1,9 +1,10 @@
 """Compares the outputs of every module of engine and trainer bit by bit, and finds the first module that differs.
 
-Both sides compute a token's row in calls of other shapes: the engine in a prompt or a decode step, the trainer in a packed micro-batch. Which
-call computed a row is not needed to compare them. Every row that the trainer computes for the samples of an engine is also a row that the
-engine computed, so a module is bit-identical if each output row of the trainer is among those of the engine. The first module in the order
-of computation for which this fails has equal inputs and other outputs.
+The two sides compute a token's row in calls of different shapes: the engine in a prefill or decode step, the trainer in a packed
+micro-batch. The comparison does not need to know which call computed a row. Every row that the trainer computes for the samples of an
+engine is also a row that the
+engine computed, so a module is bit-identical if each output row of the trainer is among those of the engine. The first module, in the order
+of computation, that is not bit-identical has equal inputs and different outputs.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ PARITY_COLUMNS = ("side", "format", "tensors", "declared", "measured", "values t
 LAYER_COLUMNS = ("module", "rows", "differ", "engine's digest", "trainer's digest")
 WORST_COLUMNS = ("sample", "token", "text", "engine", "trainer", "Δ", "before", "after")
 
-#: Columns of a terminal on which any table has room: what a table would like to have is measured against it.
+#: Width of a terminal that has room for any table; used to measure a table's preferred width.
 _UNBOUNDED = 10_000
 
 #: Modules that differ in the table of layers; verify.json has all.

@@ -39,7 +39,7 @@ def parse_mistral(text: str, parameters: Mapping[str, Mapping[str, Any]]) -> Ans
 
 
 def parse_llama(text: str, parameters: Mapping[str, Mapping[str, Any]]) -> Answer:
-    """Read the calls of an answer of Llama 3. An answer that does not begin with a call has none, as JSON in a text is no call."""
+    """Read the calls of an answer of Llama 3. An answer that does not begin with a call has none: JSON inside a text is not a call."""
     content, tagged, calls_text = text.partition(_PYTHON_TAG)
     body = calls_text if tagged else text
     if not body.lstrip().startswith(("{", "[")):

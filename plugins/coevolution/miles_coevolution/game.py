@@ -1,7 +1,8 @@
 """Games: a rollout function in which several policies act, and exact scores.
 
-A game plays one sample between the policies of a match and returns what each role did and scored. ``play`` asks policies through ``ask``, and
-the plugin makes one sample for each role that learns: the role's own tokens are trained, all others are context.
+A game plays one sample between the policies of a match and returns the turns and the score of each role. ``play`` sends requests to
+policies through ``ask``. The plugin creates one sample for each role that learns: the tokens of this role are trained on, all others are
+context.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PLAYER = "player"
 
 @dataclass(frozen=True)
 class Played:
-    """What one role did in one game.
+    """The turns and the result of one role in one game.
 
     Attributes:
         role: the role.
@@ -34,7 +35,8 @@ class Played:
         last: the turn at which its sample ends.
         score: the reward.
         win: share of the contest that the role won, 0 to 1 (0.5 is a draw); used for metrics.
-        complete: whether the rules end the turns, as in a game with moves of one token; their length limit cuts nothing then.
+        complete: whether the rules of the game end each turn, as in a game with one-token moves, so that reaching the length limit is not a
+        truncation.
         attempt: whether it is one of several attempts at one task. Advantages compare these with each other, instead of with the other games of
             the group, whose tasks may be easier.
     """
@@ -110,7 +112,7 @@ def sample_of(like: Sample, played: Played, policy: str, ask: GenerationClient, 
     one.loss_mask = None if all(mask) else mask
     if played.complete or not played.turns:
         one.status = Status.COMPLETED
-    if not played.turns:  # no engine call of this policy to take these from
+    if not played.turns:  # no engine call of this policy provides these
         one.rollout_log_probs = [0.0] * one.response_length
         one.weight_versions = [(first, played.last.response.weight_versions[0][1])]
     past = match is not None and match.against_past
@@ -121,7 +123,7 @@ def sample_of(like: Sample, played: Played, policy: str, ask: GenerationClient, 
 
 
 def group_attempts(samples: Sequence[Sample]) -> list[Sample]:
-    """Give the attempts at each task a group of their own, in which each attempt is a rollout.
+    """Assign the attempts at each task to a separate group, in which each attempt is a rollout.
 
     Attempts at one task are siblings: they have the rollout id of their game. All other samples keep their groups and siblings.
 

@@ -1,4 +1,4 @@
-"""Where co-evolution takes part in a run: who exists, who learns in a step, and what happens at the end of a round."""
+"""Hooks of co-evolution: adds policies, selects the sides that learn in a step, and ends rounds."""
 
 from __future__ import annotations
 

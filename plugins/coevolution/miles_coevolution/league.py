@@ -1,6 +1,6 @@
 """The league: state of all sides during a run, and the end of steps and rounds.
 
-Everything here runs in the driver. What a resumed run needs is in ``state``, and past versions are in the pool.
+Runs in the driver. ``state`` holds the data for a resumed run; past versions are in the pool.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Who plays whom: the policies of each game, drawn from the run's seed and the number of the group.
-
-All samples of a group are games between the same policies in the same roles, so that advantages compare like with like.
+"""Matchmaking: selects the policies of each game at random, from the run's seed and the number of the group. All samples of a group are
+games between the same policies in the same roles, so that their scores are comparable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Nim with one pile: two players take 1 to 3 objects in turns, and who takes the last one wins.
+"""Nim with one pile: two players alternately take 1 to 3 objects; the player who takes the last one wins.
 
 The game is solved (Bouton, 1901): the player to move loses exactly if the size of the pile is a multiple of 4, and wins by leaving such a pile. So
-every move can be scored, and a perfect opponent exists: from a pile that is no multiple of 4, the mover beats it only with perfect play.
+every move can be scored, and a perfect opponent exists: from a pile that is not a multiple of 4, the mover beats it only with perfect play.
 
 A position is text, ``7:``, and a move is one token, ``3``. The next position follows in the same conversation. Any other text loses.
 """
@@ -34,7 +34,7 @@ def position(pile: int) -> str:
 
 
 def read_move(text: str, pile: int) -> int | None:
-    """The move that a text means; None if it is no legal one."""
+    """The move that a text represents; None if it is not a legal move."""
     text = text.strip()
     move = int(text) if text in ("1", "2", "3") else 0
     return move if 1 <= move <= pile else None

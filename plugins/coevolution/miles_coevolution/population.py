@@ -1,8 +1,8 @@
-"""Populations: who belongs to which side, and population based training (PBT, Jaderberg et al. 2017, arXiv 1711.09846).
+"""Populations: the members of each side, and population based training (PBT, Jaderberg et al. 2017, arXiv 1711.09846).
 
 After each round the members of a side are ranked by their mean score. Each of the worst is replaced by a copy of a random member of the best
-(exploit: weights, optimizer state and options), whose options are then multiplied or divided by a factor (explore). Everything that is
-random depends on the run's seed, the side and the round only, so that a resumed run makes the same choices.
+(exploit: weights, optimizer state and options), whose options are then multiplied or divided by a factor (explore). Random choices depend
+only on the run's seed, the side and the round, so that a resumed run makes the same choices.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The proposer writes a task as a letter and a level, for example ``b3``. The solver answers the task's question several times. The solver's score
 is the verifier's (1 for a correct answer). The proposer's is ``4 p (1 - p)``, with the fraction p of correct answers: 1 for a task that the
-solver solves half of the time, 0 for one that it always or never solves, and for text that is no task (learnability, as in Absolute Zero, arXiv
+solver solves half of the time, 0 for one that it always or never solves, and for invalid tasks (learnability, as in Absolute Zero, arXiv
 2505.03335, and SFL, arXiv 2408.15099).
 
 Questions for training depend on the number of the sample; held-out questions have other seeds. The lowest levels have few different questions,

@@ -1,7 +1,7 @@
 """The reverse Kullback-Leibler divergence KL(student || teacher) at each position, from samples of the student.
 
 The sampled token alone gives an unbiased estimate, ``log p_student - log p_teacher``, whose negative is the advantage of that token: the
-gradient of the policy loss is then that of the divergence at this position, the later ones left out (on-policy distillation; MiniLLM,
+gradient of the policy loss is then that of the divergence at this position, without later positions (on-policy distillation; MiniLLM,
 arXiv 2306.08543, derives it; GKD, arXiv 2306.13649, compares divergences on the student's own samples).
 
 With the teacher's k most probable tokens the divergence itself can be computed, between the distributions that have these tokens and one

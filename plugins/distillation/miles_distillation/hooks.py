@@ -1,6 +1,5 @@
-"""Where teachers take part in a run.
-
-Teachers score each rollout before the student learns from it. Their log-probabilities travel with the samples as fields.
+"""Hooks of distillation: teachers score each rollout before the student learns from it. Their log-probabilities are attached to the samples
+as fields.
 """
 
 from __future__ import annotations
@@ -31,14 +30,15 @@ ESTIMATOR = "distillation"
 
 
 class Distillation:
-    """Has teachers score samples, and adds the divergence to the loss."""
+    """Lets teachers score samples, and adds the divergence to the loss."""
 
     def __init__(self, options: DistillationConfig) -> None:
         self.options = options
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """Refuse a teacher that is missing or reads other tokens (the plan cannot read every tokenizer), and name whom a past student follows."""
+        """Refuse a teacher that is missing or has another tokenizer (the plan cannot read every tokenizer), and set which student a past
+        version follows."""
         student = next(policy.name for policy in run.policies if policy.role == "train")
         for teacher in self.teachers(run):
             if self.options.refresh_interval:
@@ -194,7 +194,7 @@ def make_advantage() -> Callable[[AdvantageInputs], Tensor]:
 
 
 def make_reward() -> Callable[[object, Sample], Awaitable[float]]:
-    """``--rm-type nothing``: no reward, for runs in which teachers alone teach."""
+    """``--rm-type nothing``: no reward, for runs that learn only from teachers."""
 
     async def nothing(args: object, sample: Sample) -> float:
         return 0.0

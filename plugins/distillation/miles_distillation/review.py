@@ -1,4 +1,4 @@
-"""Checks of a plan: the teachers exist, read the student's tokens, and have the parts that score."""
+"""Checks of a plan: the teachers exist, have the student's tokenizer, and have the parts needed for scoring."""
 
 from __future__ import annotations
 

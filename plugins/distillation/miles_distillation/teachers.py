@@ -20,7 +20,7 @@ from miles_core.trainer import LearnerHandle
 
 @dataclass(frozen=True)
 class Score:
-    """What teachers say about one sample.
+    """The teachers' scores of one sample.
 
     Attributes:
         log_probs: [response_length] float32, the weighted mean of the teachers' log-probabilities of the sampled tokens.
@@ -35,7 +35,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Teacher:
-    """One teacher: its trainer, its engine if that one scores, and the temperature of its log-probabilities."""
+    """One teacher: its trainer, its engine if the engine scores, and the temperature of its log-probabilities."""
 
     name: str
     handle: LearnerHandle

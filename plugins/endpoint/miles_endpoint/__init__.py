@@ -1,4 +1,4 @@
-"""Agents that speak the OpenAI protocol as rollout functions for miles-core: an exact endpoint with one session per sample."""
+"""Agents that use the OpenAI API as rollout functions for miles-core: an endpoint with exact tokens and one session per sample."""
 
 from miles_core.plugin import Hint, Panel, Plugin, Rule, above
 from miles_endpoint.config import EndpointConfig

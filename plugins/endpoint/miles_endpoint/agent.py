@@ -1,4 +1,4 @@
-"""Runs an agent for one sample: a program in a process of its own, or a Python function.
+"""Runs an agent for one sample: a program in a separate process, or a Python function.
 
 A program receives the prompt's row as JSON on standard input, and ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its environment. Its last
 line of standard output may be a JSON object, its result. A function is called with a ``Task`` and returns its result.
@@ -27,11 +27,11 @@ from miles_core.chat import import_code
 from miles_core.data import describe_error, valid_data
 from miles_core.plugin import ConfigError
 
-#: Bytes of an agent's output that are kept: the end of each stream.
+#: Number of bytes kept of each stream of an agent's output, from its end.
 KEPT = 64 * 1024
-#: Seconds between the request to end a process and its end by force.
+#: Seconds between SIGTERM and SIGKILL of a process.
 GRACE = 5.0
-#: Variables that let the common libraries talk to a server on this machine only.
+#: Variables that make common libraries bypass proxies for a server on this machine.
 _ENVIRONMENT = {
     "NO_PROXY": "127.0.0.1,localhost,::1",
     "no_proxy": "127.0.0.1,localhost,::1",
@@ -148,7 +148,7 @@ async def _read_end(stream: asyncio.StreamReader) -> str:
 
 
 async def _end(transport: asyncio.SubprocessTransport, protocol: _Exit, streams: Sequence[asyncio.Future[str]]) -> None:
-    """End the process and all processes that it started: politely, then by force."""
+    """End the process and all processes that it started: first with SIGTERM, then with SIGKILL."""
     if not protocol.exited.is_set():
         _kill(transport.get_pid(), signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
@@ -211,7 +211,7 @@ class FunctionAgent(Agent):
 
 
 async def _contain(function: Callable[[Task], Any], task: Task) -> Any:
-    """Call an async function; what would end the event loop of all agents, such as ``SystemExit``, ends this agent only."""
+    """Call an async function; an exception that would end the event loop of all agents, such as ``SystemExit``, ends only this agent."""
     try:
         return await function(task)
     except (SystemExit, KeyboardInterrupt) as error:
@@ -223,7 +223,7 @@ def _left(error: BaseException) -> AgentFailed:
 
 
 def _call_in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Call ``function`` in a new thread. A thread cannot be ended: one that hangs is left behind, and its API key no longer works."""
+    """Call ``function`` in a new thread. A thread cannot be killed: one that hangs keeps running, but its API key is no longer valid."""
     future: Future[Any] = Future()
 
     def call() -> None:

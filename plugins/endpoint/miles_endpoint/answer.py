@@ -1,4 +1,4 @@
-"""Reads what a model wrote: text, reasoning and tool calls, as an agent sees them. The tokens are not changed."""
+"""Parses a model's answer into the text, reasoning and tool calls that the agent receives. The tokens are not changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Number of tokens of a prompt's end that can hold the opening of the reasoning.
+#: Number of tokens at the end of a prompt that are searched for the start of the reasoning.
 _OPENING = 8
 
 
@@ -31,7 +31,7 @@ class Answer:
         content: the text outside of reasoning and calls.
         reasoning: the reasoning; empty if there is none.
         calls: tool calls as ``messages.make_call`` returns them.
-        errors: number of calls that cannot be read (they stay in ``content``), or that name no offered tool.
+        errors: number of calls that cannot be read (they stay in ``content``), or that do not name an offered tool.
         digests: every digest by which a later request may show this answer.
     """
 

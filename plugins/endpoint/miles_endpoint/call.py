@@ -1,4 +1,5 @@
-"""The parameters of a request, in one form for all interfaces: checked, and refused where the engines cannot honour them."""
+"""Checks the parameters of a request and converts them to one form for all interfaces. Parameters that the engines do not support are
+refused."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from miles_endpoint.messages import ChatMessage, digest_of
 
 log = logging.getLogger(__name__)
 
-#: Parameters that the engines cannot honour -> the value that changes nothing. Another value is refused.
+#: Parameters that the engines do not support -> the value without effect. Other values are refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "seed": (),
     "frequency_penalty": (0,),
@@ -83,7 +84,7 @@ class Call:
 
 
 def check_parameters(body: Mapping[str, Any]) -> None:
-    """Refuse parameters that the engines cannot honour; log unknown ones once.
+    """Refuse parameters that the engines do not support; log unknown ones once.
 
     Raises:
         ApiError: names the parameter.
@@ -122,8 +123,7 @@ def read_whole(body: Mapping[str, Any], name: str, low: int, high: int) -> int |
 def read_stop(body: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the stop strings of the request.
 
-    Raises:
-        ApiError: they are no texts.
+    Raises: ApiError: they are not texts.
     """
     stop = body.get("stop")
     stops = () if stop is None else (stop,) if isinstance(stop, str) else stop

@@ -1,7 +1,7 @@
 """Finds the turn that a request continues, by its messages.
 
-The messages of all requests of a sample form a tree, one for each set of tools: every place is reached by a path of messages, and
-holds the turns whose answer is the last message of the path. A request continues the deepest turn on its path if the messages after it
+The messages of all requests of a sample form a tree, one for each set of tools: every node corresponds to a path of messages, and holds the
+turns whose answer is the last message of the path. A request continues the deepest turn on its path if the messages after it
 can be appended to the turn's tokens. Otherwise the whole conversation is rendered, as a new branch, for one of ``REASONS``.
 """
 
@@ -103,6 +103,6 @@ def _deepest(root: Place | None, messages: Sequence[ChatMessage]) -> tuple[Turn 
         fitting = [t for t, reasoning in place.turns if wanted is None or wanted.strip() == reasoning.strip()]
         if fitting:
             turn, end = fitting[-1], number
-        elif place.turns:  # an answer with other reasoning: what follows it was not generated
+        elif place.turns:  # an answer with other reasoning: its continuation was not generated
             return turn, end
     return turn, end

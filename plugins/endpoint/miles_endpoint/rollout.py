@@ -136,7 +136,7 @@ class EndpointFunction(RolloutFunction):
         session.ask.metrics |= {f"endpoint/{name}": value for name, value in metrics.items()}
 
     def _samples(self, sample: Sample, session: Session, result: Any) -> list[Sample]:
-        """Make the samples of all leaves, each with what the report shows about its turns."""
+        """Make the samples of all leaves, each with the data about its turns for the report."""
         transcript = session.ask.transcript
         if isinstance(result, Mapping) or _is_number(result):
             sample.metadata = {

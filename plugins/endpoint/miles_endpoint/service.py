@@ -1,4 +1,4 @@
-"""What all interfaces share: the models of the run, and the steps from a request's parameters to a reply."""
+"""Shared code of all interfaces: the models of the run, and the steps from a request's parameters to a reply."""
 
 from __future__ import annotations
 

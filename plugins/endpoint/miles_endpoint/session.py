@@ -47,7 +47,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Generated:
-    """An answer of an engine: its turn, and what the agent sees."""
+    """An answer of an engine: its turn, and the parsed answer for the agent."""
 
     turn: Turn
     answer: Answer
@@ -95,7 +95,7 @@ class Session:
     # ---- requests
 
     async def exchange(self, digest: bytes, again: bool, work: Callable[[], Awaitable[Any]]) -> Exchange:
-        """Start the work of a request, or join that of the request which it repeats.
+        """Start the work of a request, or join the work of the request that it repeats.
 
         Args:
             digest: identifies the request.
@@ -260,7 +260,7 @@ class Session:
     async def close(self) -> None:
         """End the session: cancel what is in flight, and discard answers that no client received."""
         self.closed = True
-        for _ in range(2):  # what has just arrived reaches the engine, where it can be aborted
+        for _ in range(2):  # lets pending requests reach the engine, where they can be aborted
             await asyncio.sleep(0)
         open_ = list(self._open)
         for task in open_:

@@ -1,4 +1,4 @@
-"""Difficulty that follows success: a level goes up when most rollouts succeed, and down when few do."""
+"""Adapts the difficulty to success: the level rises when most rollouts succeed, and falls when few do."""
 
 from __future__ import annotations
 

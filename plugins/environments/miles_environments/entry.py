@@ -1,4 +1,4 @@
-"""Entries of ``--environments``: which environment, how often, and with which options.
+"""Parses the entries of ``--environments``: environment, weight and options.
 
 As text: ``LIBRARY:TASK?key=value&key=value``. In a configuration file also as a table: ``{name: LIBRARY, task: TASK, key: value}``. Keys that this
 module does not know are options of the library; a table ``options`` holds those whose names are known here.

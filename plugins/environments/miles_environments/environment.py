@@ -22,7 +22,7 @@ TAG_INSTRUCTIONS = "Give the final answer between <answer> and </answer>."
 
 
 class EnvironmentFault(DataError):
-    """An environment failed: the sample fails or is masked, the run goes on."""
+    """An environment failed. The sample fails or is masked, and the run continues."""
 
 
 @dataclass(frozen=True)

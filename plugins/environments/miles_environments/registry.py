@@ -1,4 +1,5 @@
-"""The environments of a run, and what happened in them since the last step. Prompt source, rollout function, reward and hooks share it."""
+"""The environments of a run, and the results of their rollouts since the last step. Prompt source, rollout function, reward and hooks share
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 #: Added to the run's seed for held-out tasks.
 HELD_OUT = 7_368_787
-#: Name of the entry of a sample's metadata that says which task it is.
+#: Metadata entry that identifies a sample's task.
 KEY = "environment"
 
 

@@ -157,13 +157,13 @@ class Play:
         try:
             return await self.registry.calls(f"{self._name}: {what}", function)
         except BaseException:
-            self._broken = True  # its thread may still be inside
+            self._broken = True  # its thread may still be running
             raise
         finally:
             self.seconds += time.monotonic() - started
 
     async def close(self) -> None:
-        """Close the episode; one that does not close is reported and left."""
+        """Close the episode; a failure to close is logged."""
         if self._episode is None:
             return
         try:

@@ -30,7 +30,7 @@ from miles_environments.environment import EnvironmentFault
 OUTPUT = 1 << 20
 #: Largest file that a program may write, in bytes.
 FILE = 64 << 20
-#: Sets the limits of its own process and becomes the program: CPU seconds, bytes of memory and of a file, then the command.
+#: Sets the limits of its process and executes the program. Arguments: CPU seconds, bytes of memory and of a file, then the command.
 _LAUNCH = (
     "import os, resource as r, sys\n"
     "s, m, f = map(int, sys.argv[1:4])\n"
@@ -195,7 +195,7 @@ async def _run(command: Sequence[str], seconds: float, directory: str, environme
             await process.wait()
     except TimeoutError:
         timed_out = True
-    finally:  # also what the program started and left behind
+    finally:  # also processes that the program left behind
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.shield(process.wait())

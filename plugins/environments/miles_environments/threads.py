@@ -1,4 +1,4 @@
-"""Calls of environments in threads, limited in number and time. What these threads print is discarded."""
+"""Calls environments in threads, limited in number and time. Output of these threads is discarded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Calls:
 
 
 class Quiet:
-    """Standard output without what the threads of environments print."""
+    """Standard output that drops the output of the threads of environments."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -2,10 +2,9 @@
 
 An expert computes at most ``C = ceil(F * tokens * top_k / experts)`` tokens of a micro-batch. Assignments above C are dropped: the token
 receives nothing from this expert, and its other weights do not change. With the policy ``probs`` an expert keeps the tokens with the
-largest weights, with ``position`` the first ones; the token that comes first wins a tie. Both are those of Megatron-Core.
-
-A dropped assignment has weight 0, so neither expert nor router receives a gradient from it. Its product is computed all the same:
-experts of the embedded trainer have no buffer of fixed size that a capacity would limit.
+largest weights, with ``position`` the first ones; the token that comes first wins a tie. Megatron-Core has the same policies. A dropped
+assignment has weight 0, so neither expert nor router receives a gradient from it. Its product is still computed, because experts of the
+embedded trainer have no fixed-size buffers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Statistics of the tokens that each expert receives, and the file from which the report draws them."""
+"""Statistics of the tokens that each expert receives, and the file with which the report plots them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Expert weights in host memory, on the device only while a layer uses them.
 
-The parameters of a layer's experts live in pinned host memory. Before the experts run, a copy on the device takes their place; the next
-layer's copy starts at the same time on a stream of its own. Autograd does not keep a layer's copy until its backward pass: it keeps a note,
-and the weights travel again, in reverse order of layers. Gradients wait in host memory for the other micro-batches; the optimizer steps the
+The parameters of a layer's experts are stored in pinned host memory. Before the experts run, they are replaced by a copy on the device; the
+next layer's copy starts at the same time on a separate stream. Autograd keeps only a reference, and the backward pass copies the weights
+again, in reverse order of layers. Gradients of micro-batches accumulate in host memory; the optimizer steps the
 master weights and moments of one tensor after another on the device (``miles_embedded.mark_hosted``). Values and the order of operations are those of
 weights that stay on the device.
 """
@@ -85,7 +85,7 @@ class OffloadedExperts:
         return self._values
 
     def drop(self) -> None:
-        """Forget the copy on the device; its memory is freed when the last tensor of a graph that refers to it is."""
+        """Drop the copy on the device; its memory is freed together with the last graph tensor that refers to it."""
         self._values, self._copied = {}, None
 
     def _enter(self, experts: nn.Module, args: Any) -> None:
@@ -122,7 +122,7 @@ class OffloadedExperts:
             self.drop()
 
     def _note(self, tensor: Tensor) -> Any:
-        """Return what autograd keeps of a tensor: for a weight, its name and layout."""
+        """Return the object that autograd keeps for a tensor: for a weight, its name and layout."""
         place = tensor.untyped_storage().data_ptr()
         for name, value in self._values.items():
             if value.untyped_storage().data_ptr() == place:

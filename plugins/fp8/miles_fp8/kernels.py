@@ -210,7 +210,7 @@ def quantize(weight: Tensor, codes: Tensor, scales: Tensor, power_of_two: bool) 
 def quantize_alike(weights: list[Tensor], codes: list[Tensor], scales: list[Tensor], power_of_two: bool) -> None:
     """Quantise several weights of the same dtype, shape and strides in one launch; weights and codes must be aligned to ``ALIGNED``.
 
-    For thousands of small experts, single launches would take the host longer than the GPU needs."""
+    With thousands of small experts, separate launches would take longer on the host than the work on the GPU."""
     first = weights[0]
     rows, columns = first.shape
     with torch.cuda.device(first.device):

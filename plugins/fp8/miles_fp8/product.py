@@ -10,8 +10,8 @@ codes, the native product has an RMS error of .0017 on N(0, 1), the emulated one
 
 cuBLAS supports this GEMM only on sm_90 (12.9 and later). It needs a weight's scales in K-major rows padded to a multiple of four, an
 activation's scales M-major with M a multiple of four, and N and K multiples of 16. For few rows it is often slower than BF16's product.
-Products of few rows, and those of experts, therefore have kernels of their own (``product_kernels``), which multiply the same codes and add in
-the same precision.
+Products of few rows and of experts therefore use separate kernels (``product_kernels``), which multiply the same codes and sum in the same
+precision.
 
 A kernel that computes rows may write their codes as well (``row_epilogue``); a product of these rows finds them (``row_cache``).
 

@@ -7,7 +7,8 @@ takes as long as reading the weight, so these kernels read each code once. Witho
 of ``kernels``, so the same codes) instead of in a launch of their own.
 
 Hopper's instruction takes at least 64 rows of the left operand and 8 of the right one. With fewer than 64 rows of ``x`` the weight is the left
-operand, so that none is computed in vain. Otherwise the rows are the left one (``ROWS_LEFT``): a thread of that product needs the scales of
+operand, so that no padding rows are computed. Otherwise the rows are the left one (``ROWS_LEFT``): a thread of that product needs the
+scales of
 two rows, and a thread of the other one those of a quarter of them, which takes as long as the product.
 
 A long K and a small N would occupy few multiprocessors. Several programs then share the blocks of K, write their partial sums, and the last
@@ -79,7 +80,7 @@ def _zeros(rows: tl.constexpr, columns: tl.constexpr, ROWS_LEFT: tl.constexpr):
 
 @triton.jit
 def _across(of_rows, of_columns, ROWS_LEFT: tl.constexpr):
-    """What is known of rows [M] and of columns [N], in the shape of their product."""
+    """Broadcast values of rows [M] and of columns [N] to the shape of their product."""
     if ROWS_LEFT:
         return of_rows[:, None], of_columns[None, :]
     else:

@@ -10,7 +10,7 @@ Codes = tuple[Tensor, Tensor]
 
 
 class QuantizedRowCache:
-    """Keeps the codes of one tensor. Every thread has codes of its own; copies have none.
+    """Keeps the codes of one tensor. The codes are thread-local and are not copied.
 
     A product may receive another view of the rows, so rows are recognised by their memory: the tensor is kept, too, so that its memory is not
     reused, and its version shows whether an operation changed it since.

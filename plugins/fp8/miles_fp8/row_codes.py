@@ -1,6 +1,5 @@
-"""Codes of rows that the kernel which computes the rows writes as well, so that a product needs no launch to quantise them.
-
-``store_codes`` is the end of such a kernel (``Product.row_epilogue``). It applies the rule of ``kernels`` to the rounded values, and writes the
+"""Lets the kernel that computes rows also write their codes, so that a product needs no separate launch to quantise them. ``store_codes``
+is the epilogue of such a kernel (``Product.row_epilogue``). It applies the rule of ``kernels`` to the rounded values, and writes the
 bytes that ``kernels.activation_codes`` would write.
 """
 

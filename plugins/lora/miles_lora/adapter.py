@@ -1,4 +1,4 @@
-"""Adapters, and how they take part in a model's computation.
+"""Adapters and their computation inside a model.
 
 An adapter of a linear layer is two matrices, A [rank, in] and B [out, rank]: the layer computes ``W x + scale B (A x)`` (Hu et al., arXiv
 2106.09685, section 4.1). Joined experts have a pair per expert, stored as ``peft`` stores them: A [experts * rank, in], and B

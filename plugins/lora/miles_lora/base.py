@@ -56,6 +56,6 @@ def codec_of(run: Run, policy: Policy, role: str) -> Codec:
 
 
 def shares(run: Run) -> bool:
-    """Whether the models of this process share parameters: not if ranks divide them, or if engine and trainer take turns on a GPU."""
+    """Whether the models of this process share parameters: not if they are sharded over ranks, or with ``--colocate``."""
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     return not (several and torch.distributed.get_world_size() > 1) and not run.config.run.colocate

@@ -58,7 +58,7 @@ class ShardedAdapters:
         seed: determines the initial values.
 
     Attributes:
-        start: adapted parameter -> complete A and B of the adapter to start from; others start with an A that is drawn and B = 0.
+        start: adapted parameter -> complete A and B of the adapter to start from; others start with a random A and B = 0.
     """
 
     def __init__(self, model: nn.Module, options: LoraOptions, seed: str) -> None:

@@ -1,8 +1,8 @@
 """The weights that get an adapter: linear layers and joined experts (one tensor [experts, ...] per matrix) of the decoder layers.
 
 A target is the end of a name, whole parts only, as in ``peft``'s ``target_modules`` and ``target_parameters``: ``q_proj`` matches
-``model.layers.0.self_attn.q_proj``. The output layer and embeddings are no targets: log-probabilities are computed from the weight of the
-output layer directly. Indexers of sparse attention are none either, because they get no gradient.
+``model.layers.0.self_attn.q_proj``. The output layer and embeddings are not targets, because log-probabilities are computed directly from
+the weight of the output layer. Indexers of sparse attention are not targets either, because they get no gradient.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Host memory of a machine's ranks, for the plan. Imports no torch.
 
-Counted are: the optimizer's state and masters there (``--optimizer-cpu-offload``), with pinned copies of the gradients that Megatron-Core's
-hybrid optimizer keeps next to them; what a sleeping rank moves to the host (``--colocate``), pinned; the reference model; a copy of a
-checkpoint that is written in the background (``--async-save``); and the processes themselves. Not counted is the page cache while weights
-are read, which the system gives back.
+The estimate includes: the optimizer's state and masters in host memory (``--optimizer-cpu-offload``), with the pinned copies of gradients
+that Megatron-Core's hybrid optimizer keeps; pinned memory for a sleeping rank (``--colocate``); the reference model; a copy of a
+checkpoint that is written in the background (``--async-save``); and the processes themselves. It does not include the page cache while
+weights are read, which the system can reclaim.
 
 Compared with published runs that offload all of Adam's state of 671 billion parameters: 1,500 GB per machine were published for 96 GPUs
 (verl's guide to DeepSeek 671B), and 1,400 to 1,500 GB for 128 GPUs (miles' guide to DeepSeek), whose trainer also keeps pinned copies

@@ -19,7 +19,8 @@ from miles_planner import TrainerLayout
 _TOKENS = (8192, 16384, 32768)
 #: Context-parallel sizes to try.
 _CONTEXT = (1, 2, 4, 8)
-#: Options that save memory, cheapest first: (options, changes of the work). The first keeps what the user set, and no other one undoes it.
+#: Options that save memory, cheapest first: (options, changes of the work). The first one keeps the user's options; the others do not
+#: override them.
 _SAVINGS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({}, {}),
     ({"megatron.recompute_granularity": "full"}, {"recompute": "full"}),

@@ -1,4 +1,4 @@
-"""Presets of published algorithms, further policy losses, and several rewards per sample, for miles-core."""
+"""Presets of published algorithms, additional policy losses, and several rewards per sample, for miles-core."""
 
 from miles_core.data import Field
 from miles_core.plugin import Panel, Plugin, Rule, Set

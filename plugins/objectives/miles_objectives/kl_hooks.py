@@ -1,4 +1,4 @@
-"""Where the adaptive KL coefficient plugs in: around each policy's ``learn``, in the driver."""
+"""Hook of the adaptive KL coefficient: wraps each policy's ``learn`` in the driver."""
 
 from __future__ import annotations
 

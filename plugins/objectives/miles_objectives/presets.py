@@ -25,7 +25,7 @@ class Preset:
     Attributes:
         paper: identifier of the paper.
         values: option path -> (value, place in the paper).
-        left: what the paper also describes and the preset leaves to the user.
+        left: further parts of the paper that the preset does not set.
     """
 
     paper: str
@@ -123,7 +123,7 @@ def describe(name: str) -> str:
 
 
 def because(name: str, path: str) -> str:
-    """Say where the value of a preset comes from, for a plan that refuses another one."""
+    """Describe the source of a preset's value, for plans that refuse another value."""
     preset = PRESETS[name]
     return (
         f"--preset {name} takes this value from {preset.paper}, {preset.values[path][1]}; leave your value out, or give the options of the "

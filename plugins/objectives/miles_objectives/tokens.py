@@ -1,4 +1,4 @@
-"""What the policy losses share: ratios of trained tokens, and fractions as metrics."""
+"""Shared code of the policy losses: ratios of trained tokens, and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Further optimizers: Muon, AdamW with 8-bit state, and AdamW on the host, for miles-core."""
+"""Additional optimizers: Muon, AdamW with 8-bit state, and AdamW on the host, for miles-core."""
 
 from miles_core.plugin import Package, Plugin, Rule, Set
 from miles_optimizers.config import OptimizersConfig

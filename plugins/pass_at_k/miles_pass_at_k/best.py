@@ -33,7 +33,7 @@ class BestCheckpoint:
         self.metric, self._sign = options.keep_best, 1.0 if options.keep_best_mode == "max" else -1.0
         self.value: float | None = None
         self.step = 0
-        #: last step that was saved; a later directory is that of a branch which the run has left
+        #: last saved step; later directories belong to an abandoned branch of the run
         self._saved = 0
 
     @hookimpl
@@ -67,7 +67,7 @@ class BestCheckpoint:
     def on_load(self, run: Run, policy: Any, store: Any) -> None:
         if policy is not None:
             return
-        for later in (run.directory / FOLDER).glob("step_*"):  # of the branch that this run leaves
+        for later in (run.directory / FOLDER).glob("step_*"):  # belongs to the abandoned branch
             if later.name > _name(run.step):
                 shutil.rmtree(later)
         self._saved = run.step

@@ -1,4 +1,4 @@
-"""Hooks: add metrics to evaluations, and end a run that no longer improves."""
+"""Hooks: add metrics to evaluations, and stop a run that no longer improves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PassAtK:
         check_metric("--early-stop-metric", self.options.metric, metrics)
         several = any(entry.rpartition("=")[0] for entry in run.config.evaluation.prompt_data)
         if several and self.options.metric in metrics and self.options.metric.count("/") == 1:
-            self._compare(metrics[self.options.metric])  # over all data sets, which on_evaluation does not see
+            self._compare(metrics[self.options.metric])  # over all data sets; on_evaluation receives only one
         if self.waited >= patience and not run.stop_requested:
             log.warning(
                 "stopping: %s has not risen above %.4g in %d evaluations (--early-stop-after)",

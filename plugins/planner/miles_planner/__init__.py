@@ -1,4 +1,4 @@
-"""Plans and simulates runs for hardware that is elsewhere: layouts and seconds per step, and runs on a virtual clock.
+"""Plans and simulates runs for hardware that is not available locally: layouts and seconds per step, and runs on a virtual clock.
 
 Backends describe the layouts that they support, and their memory, through the entry points ``miles.planning`` (``layout``). This package
 estimates how long each phase of a step takes (``rollout_time``, ``training_time``, ``step_time``), from the peak rates of the GPUs and from

@@ -1,4 +1,4 @@
-"""The plugin packages that a plan needs: those of its runtime, engine and trainer, without what they drive."""
+"""The plugin packages that a plan needs: those of its runtime, engine and trainer, without their dependencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements to try: engines on the trainer's GPUs or on GPUs of their own, and how many."""
+"""Placements to try: engines on the trainer's GPUs or on separate GPUs, and the numbers of GPUs."""
 
 from __future__ import annotations
 

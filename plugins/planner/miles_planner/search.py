@@ -1,7 +1,7 @@
 """Searches the layouts of a run: placement, trainer, engines and, if allowed, number formats, ranked by the estimated seconds of a step.
 
 The backends propose layouts that divide and fit (``layout``); this package estimates their times, and asks the plan's own checker about the
-fastest. So every result is a run that ``miles plan`` accepts. Options that the user sets are kept, as long as this leaves a choice: a
+fastest. Every result is therefore a run that ``miles plan`` accepts. Options that the user sets are kept if this leaves a choice: a
 complete command line sets every part of its layout, and the search then proposes which of these options to change.
 """
 
@@ -94,7 +94,7 @@ def search(task: Task, count: int) -> Result:
             best.sort(key=lambda found: found.time.seconds)
             return replace(other, best=tuple(best[:count]), relaxed=tuple(sorted(relaxed)))
         if not kept:
-            result = other  # its reasons are those that no choice of these options removes
+            result = other  # these reasons hold for any choice of these options
     return result
 
 

@@ -1,4 +1,4 @@
-"""Prints the results of a search: a table, where the time goes, and a complete command for each layout."""
+"""Prints the results of a search: a table, the time of each phase, and a complete command for each layout."""
 
 from __future__ import annotations
 

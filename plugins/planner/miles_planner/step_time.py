@@ -1,4 +1,4 @@
-"""Seconds of a training step: generation, training and weight sync, in turns or at the same time."""
+"""Seconds of a training step: generation, training and weight sync, one after the other or concurrently."""
 
 from __future__ import annotations
 

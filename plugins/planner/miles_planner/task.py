@@ -1,4 +1,4 @@
-"""What is searched, and which options a layout may change."""
+"""The task of a search, and the options that a layout may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work of one training step: how many samples, how long, and how often each is passed through the model."""
+"""The work of one training step: number and length of the samples, and number of forward passes per sample."""
 
 from __future__ import annotations
 

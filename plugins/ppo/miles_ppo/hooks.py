@@ -127,7 +127,7 @@ class _Step:
         if alone or not self.concurrent:
             await self.critic.learn(samples, step)
             return Learned({}, 0) if alone else await inner(samples, step)
-        # both calls end before an error is raised, so that no worker is left in the middle of one
+        # wait for both calls before raising an error, so that no worker is interrupted
         both = await asyncio.gather(self.critic.learn(samples, step), inner(samples, step), return_exceptions=True)
         for result in both:
             if isinstance(result, BaseException):
@@ -135,7 +135,7 @@ class _Step:
         return both[1]
 
     async def attach(self, samples: Sequence[Sample]) -> None:
-        """Attach the values of before this rollout's first optimizer step, and what a KL penalty in the reward needs.
+        """Attach the values from before this rollout's first optimizer step, and the log-probabilities for a KL penalty in the reward.
 
         Log-probabilities that are attached are not computed again in training.
         """

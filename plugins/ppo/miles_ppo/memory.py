@@ -1,4 +1,4 @@
-"""Memory of a critic with a model of its own, for the plan: a second trainer. Does not import torch.
+"""Memory of a separate critic, which is a second trainer, for the plan. Does not import torch.
 
 In one process it adds to the policy's trainer and to the engine; a runtime with several processes gives each policy and each critic GPUs of
 their own, or those of the policy (``--share-policy-gpus``).

@@ -23,7 +23,7 @@ from miles_core.data import Unmasked
 from miles_core.plugin import MilesError
 from miles_core.trainer import AdvantageInputs, Needs, Objective, at_last_token
 
-#: Columns of a batch: the critic's values, and what they should have been.
+#: Columns of a batch: the critic's values, and their targets.
 VALUES, RETURNS = "values", "returns"
 
 

@@ -1,4 +1,4 @@
-"""Plan checks: every policy that trains has exactly one critic, which learns, and which leaves steps to the policy."""
+"""Plan checks: every trained policy has exactly one critic that learns, and the critic-only steps end before the run."""
 
 from __future__ import annotations
 

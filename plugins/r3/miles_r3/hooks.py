@@ -179,7 +179,7 @@ def disagreement(ctx: Context) -> dict[str, tuple[Tensor, Tensor]]:
     here = slice(layers[0], layers[-1] + 1) if layers[-1] - layers[0] < len(layers) else layers
     replayed = ctx.attached[REPLAY][:, here].unsqueeze(-2)
     mine = torch.stack([own[i] for i in layers], dim=1).unsqueeze(-1)
-    # both have k distinct experts, so the sets are equal if each expert of one is in the other
+    # both have k distinct experts, so the sets are equal if one contains each expert of the other
     differs = (mine != replayed).all(-1).any(-1) & recorded[:, None]
     tokens = recorded.sum()
     return {

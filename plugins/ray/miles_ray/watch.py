@@ -53,7 +53,7 @@ async def death(connect: Open, file: bool = False) -> None:
     Args:
         connect: opens a connection; raises OSError where it is refused.
         file: the connection is to a socket file, where one refusal is enough. Ray ends this process when it writes to a dead raylet, so
-            there is no time for a second look.
+        there is no time for another attempt.
     """
     refused = 0
     while refused < LOOKS:

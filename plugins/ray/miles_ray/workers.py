@@ -154,7 +154,7 @@ class RayWorkers(Workers):
         found: Sequence[str] = await self._answer(number, self.actors[number].beat.remote())
         try:
             await asyncio.gather(*(self._answer(number, answer) for answer in parts))
-        except WorkerLost as lost:  # the first part does not notice, and would wait for the lost one
+        except WorkerLost as lost:  # the first part does not detect the loss and would wait
             await self.declare_lost(number, f"a part of it on another machine was lost: {lost.cause}")
             raise
         return found

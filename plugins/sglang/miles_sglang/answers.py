@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from miles_sglang.retraction import VERSIONS
 
 try:
-    from pybase64 import b64decode  # SGLang requires it; it decodes records of experts several times faster
+    from pybase64 import b64decode  # a dependency of SGLang that decodes expert records several times faster
 except ImportError:  # the run's own process decodes nothing
     from base64 import b64decode
 

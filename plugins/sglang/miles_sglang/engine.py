@@ -269,7 +269,7 @@ class SglangEngine(Engine):
 
     async def _renew(self) -> None:
         """Restart SGLang, send it the learner's weights, and restore the pause mode."""
-        assert self.resend is not None  # a run that restarts SGLang itself has the learner in this process
+        assert self.resend is not None  # if the run itself restarts SGLang, the learner is in this process
         was_open, paused = self._open.is_set(), self._paused
         self._open.clear()
         try:

@@ -4,7 +4,7 @@ SGLang starts its scheduler and its detokenizer with ``multiprocessing``'s metho
 and SGLang again, after the arguments are known. A ``Standby`` starts such an interpreter first, and ``Process.start()`` sends it the process
 object, as ``spawn`` would. A fork of an interpreter that has imported SGLang is no alternative: the import may initialise CUDA.
 
-The interpreter has the environment of an earlier time. Changes of variables that are read late (``LATE``) are passed on. If another variable
+The interpreter has the environment at its start. Later changes of variables in ``LATE`` are passed on. If another variable
 has changed since, or the interpreter has ended, ``spawn`` starts the process as usual.
 """
 

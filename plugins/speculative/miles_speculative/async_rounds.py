@@ -47,7 +47,7 @@ class AsyncRounds(AsyncScheduling[RoundShape]):
         self._warned = False
 
     def step(self, rows: list[Row]) -> Emitted | None:
-        """Advance all running rows by a round; None when the step has to run without static buffers."""
+        """Advance all running rows by a round; None if the step has to run without static buffers."""
         pending, self._pending = self._pending, None
         if pending is None or not pending.waiting:
             if not self.used or not self._can_draw(rows):
@@ -68,7 +68,7 @@ class AsyncRounds(AsyncScheduling[RoundShape]):
             self._unread.pop(row, None)
 
     def apply_moves(self, where: np.ndarray, sources: np.ndarray) -> None:
-        """See ``AsyncScheduling``; the rings move also while no round is in flight."""
+        """See ``AsyncScheduling``; also moves the rings while no round is in flight."""
         self.batch.move(where, sources, self.runner.cache.rows)
 
     def release(self, rows: Sequence[Row]) -> dict[Row, Tensor]:

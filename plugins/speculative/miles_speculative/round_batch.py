@@ -1,8 +1,8 @@
 """The rows of a round (see ``static_round``) in buffers with fixed addresses, as a CUDA graph requires.
 
-The draft processes a token together with the policy's hidden state of the token in front of it. Both wait in a ring: those of the token in
-own column c of the cache are in place c % ``kept``. A round overwrites only places that neither it nor the round in front of it reads, so a
-round that is discarded can be repeated.
+The draft processes a token together with the policy's hidden state of the previous token. Both are stored in a ring buffer: those of the
+token in column c of the row's cache are at index c % ``kept``. A round overwrites only entries that neither it nor the previous round
+reads, so a discarded round can be repeated.
 """
 
 from __future__ import annotations

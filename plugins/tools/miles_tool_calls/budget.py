@@ -1,4 +1,4 @@
-"""Limits of one sample, and what its calls have used."""
+"""Limits of one sample, and the resources that its calls have used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Budget:
     reached: set[str] = field(default_factory=set)
 
     def refuse(self, position: int) -> str:
-        """Return why the call at this position of an answer is not carried out; empty if it is. Counts it otherwise."""
+        """Return why the call at this position of an answer is not executed; empty if it is. Counts executed calls."""
         if position >= self.limits.calls_per_turn:
             self.reached.add("calls_per_turn")
             return f"not carried out: at most {self.limits.calls_per_turn} calls are allowed in one answer"

@@ -9,12 +9,12 @@ from miles_core.plugin import DataError
 
 
 class ToolFault(DataError):
-    """The machinery of tools failed (a server is gone, an instance cannot be made): the sample fails, the run goes on."""
+    """A tool could not be called (a lost server, an instance that cannot be created): the sample fails, the run continues."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the model receives for a call. The text of a tool becomes valid here (``valid_text``).
+    """The result of a call for the model. Makes the tool's text valid (``valid_text``).
 
     Attributes:
         text: the result, or the description of the error.

@@ -1,4 +1,4 @@
-"""``--generate tools``: the model answers, its calls are carried out and their results are appended, until it answers without a call."""
+"""``--generate tools``: executes the calls in the model's answers and appends their results, until an answer has no call."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Rollout:
         return {"role": "assistant", "content": "\n".join([answer.content, *(_tagged(c) for c in calls)]).strip()}
 
     async def _carry_out(self, session: Session, answer: Answer, names: Sequence[str], turn: int) -> list[str]:
-        """Carry out the calls of an answer concurrently; returns the texts for the model, in order."""
+        """Execute the calls of an answer concurrently; returns the texts for the model, in order."""
         started = time.monotonic()
         tasks = [
             asyncio.ensure_future(self._call(session, call, position)) for position, call in enumerate(answer.calls)

@@ -33,8 +33,8 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class _Problems(logging.Handler):
-    """Receives what the package ``mcp`` logs: it writes a traceback for each line of a server that is no message of the protocol. Here each is
-    one line at the level debug, and the last one is part of the error if the server does not answer.
+    """Receives what the package ``mcp`` logs: it writes a traceback for each line of a server that is not a message of the protocol. Here
+    each becomes one line at the level debug, and the last one is part of the error if the server does not answer.
 
     Attributes:
         last: the last problem; empty if there was none since it was set so.
@@ -108,7 +108,7 @@ def _fill(value: str, where: str) -> str:
 
 
 class Server:
-    """One connection to a server, which a task of its own opens and closes.
+    """One connection to a server, opened and closed by a separate task.
 
     Attributes:
         schemas: tool name -> schema for the chat template; set by ``start``.
@@ -232,7 +232,7 @@ class Server:
             ready.set_exception(
                 ToolFault(f"the MCP server {self.name} ({self._where}) cannot be reached: {_innermost(error)}")
             )
-            if not isinstance(error, Exception):  # a stop of the run is not a fault of the server
+            if not isinstance(error, Exception):  # the run was stopped; this is not an error of the server
                 raise
 
     async def _make(self, stack: AsyncExitStack) -> Any:

@@ -1,4 +1,4 @@
-"""All tools of a run by name, and how each of them is called.
+"""All tools of a run by name; calls each kind in a different way.
 
 Plain functions run in worker processes (``pool``); async functions are awaited in the run's event loop; methods of a class run in threads,
 on the instance of the sample; tools of MCP servers go to their server.
@@ -178,7 +178,7 @@ class Session:
             ) from error
 
     async def close(self) -> None:
-        """Close the instances; one that does not close is reported and left."""
+        """Close the instances; a failure to close is logged."""
         for owner, task in self._instances.items():
             if task.done() and (task.cancelled() or task.exception() is not None):
                 continue

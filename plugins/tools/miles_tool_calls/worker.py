@@ -1,8 +1,8 @@
 """A process that calls tools: ``python -m miles_tool_calls.worker``.
 
 Messages are JSON with a length of four bytes before them. The first one names the functions (``{"specs": [...]}``); each further one is a
-call. What a tool prints is discarded, so that it cannot mix with the messages; a fork of a tool belongs to the worker's process group and
-ends with it.
+call. Output of tools is discarded, so that it cannot mix with the messages. A process that a tool forks belongs to the worker's process
+group and ends with it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _answer(function: Any, call: dict[str, Any]) -> dict[str, Any]:
         answer = {"text": to_text(function.function(**arguments), limit)}
     except BaseException as error:  # also sys.exit of a tool
         answer = {"error": cut(describe_error(error), limit)}
-    if os.getpid() != process:  # a fork of the tool came back; only the process itself answers
+    if os.getpid() != process:  # this is a fork of the tool; only the original process answers
         os._exit(0)
     return answer
 

@@ -1,4 +1,4 @@
-"""Log-probabilities that are bit-identical in engine and trainer, whatever the batch; for miles-core."""
+"""Bit-identical log-probabilities in engine and trainer for any batch, for miles-core."""
 
 from miles_core.plugin import Hint, Plugin, Remedy, Rule, above
 from miles_true_on_policy.config import TrueOnPolicyConfig

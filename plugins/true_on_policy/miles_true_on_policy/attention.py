@@ -1,12 +1,13 @@
-"""Attention in which a query's result depends on its own keys only: the same bits in a prompt, a decode step and a packed training batch.
+"""Attention in which a query's result depends only on its keys, so that it is bit-identical in prompts, decode steps and packed training
+batches.
 
-On a GPU one kernel serves every call (``tiles``, ``attention_kernel``). On a CPU every call is brought into one form: the keys and values of
-each sequence by position (``sequences``). The keys are then read in blocks of ``BLOCK`` positions. The scores of a block are one product of
-whole tiles of queries; the sums over keys are one sum per block, and the blocks are added in order. Blocks beyond a query contribute exactly
-zero, so the length of the longest sequence changes nothing. Scores, softmax and sums are FP32 (FP64 for an FP64 model).
+On a GPU one kernel computes every call (``tiles``, ``attention_kernel``). On a CPU every call is first converted to one layout: keys and
+values of each sequence by position (``sequences``). The keys are then read in blocks of ``BLOCK`` positions. The scores of a block are one
+product of whole tiles of queries. Keys are summed within a block, and blocks are added in order. Blocks beyond a query contribute exactly
+zero, so the length of the longest sequence has no effect. Scores, softmax and sums are FP32 (FP64 for an FP64 model).
 
-The backward pass is that of flash attention where it takes the call (a GPU, no options), and otherwise of the call's own attention, computed
-again there: gradients need not be the same for every batch.
+The backward pass uses flash attention if it supports the call (a GPU, no options); otherwise it recomputes the call's own attention.
+Gradients may depend on the batch.
 """
 
 from __future__ import annotations

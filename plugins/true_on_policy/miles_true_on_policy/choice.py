@@ -1,7 +1,6 @@
-"""The largest entries of each row on a GPU, with one program per row; equal entries in the order of their places, as a stable sort has them.
-
-A stable sort of whole rows is several launches and sorts what a router drops; a router's rows are short, so that looking for the largest entry
-``k`` times is one launch. The entries are gathered, which is what the gradient needs.
+"""Selects the largest entries of each row on a GPU, with one program per row; equal entries are in index order, as in a stable sort. A
+stable sort needs several launches and also sorts entries that a router drops. A router's rows are short, so one launch can search for the
+largest entry ``k`` times. The entries are gathered, so that autograd computes their gradient.
 """
 
 from __future__ import annotations

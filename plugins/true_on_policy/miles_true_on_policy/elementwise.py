@@ -1,4 +1,4 @@
-"""Elementwise functions whose results do not depend on an element's place in its tensor.
+"""Elementwise functions whose results do not depend on an element's position in its tensor.
 
 PyTorch computes most elements of a tensor with vector instructions, and the last few, or the last few of each thread's share, one by one
 with another implementation of the same function (``cpu_kernel_vec`` in ``aten/src/ATen/native/cpu/Loops.h``). For ``silu``, ``gelu``,

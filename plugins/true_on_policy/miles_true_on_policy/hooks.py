@@ -29,7 +29,7 @@ from miles_true_on_policy.products import check_tiles, multiply_groups
 
 
 class TrueOnPolicy:
-    """Makes the models of the embedded engine and trainer compute every row by itself."""
+    """Makes the models of the embedded engine and trainer compute every row independently."""
 
     @hookimpl
     def on_model(self, model: nn.Module, role: str) -> None:

@@ -1,9 +1,9 @@
-"""Products of PyTorch's library on a GPU, for the numbers of rows at which they have the bits of the plugin's kernel.
+"""Uses PyTorch's library for products on a GPU if their result is bit-identical to that of the plugin's kernel.
 
 cuBLAS is faster than ``kernels``, but it chooses an algorithm by the shape, and some of them divide the inner dimension. For a fixed shape it always
 chooses the same one. A product is therefore divided into pieces of ``SIZES`` rows, and each size is compared with the kernel once for each
 weight shape, when the model is built (``compare``). Sizes at which any entry differs, and shapes that were not compared, are computed by the
-kernel. So every entry has the kernel's bits, whichever computes it.
+kernel. Every result is therefore identical to the kernel's.
 """
 
 from __future__ import annotations

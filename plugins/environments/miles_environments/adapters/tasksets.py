@@ -17,7 +17,7 @@ from miles_environments.environment import Environment, Task
 
 
 class Taskset(Environment):
-    """The tasks of a task set; an endless one is read as far as it is needed."""
+    """The tasks of a task set; an endless one is read on demand."""
 
     def __init__(self, entry: Entry) -> None:
         import verifiers.v1 as vf

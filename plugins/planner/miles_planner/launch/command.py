@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def write_file(options: argparse.Namespace, argv: Sequence[str]) -> str:
-    """Write the launch file of a run and return what to do next.
+    """Write the launch file of a run and return a message with the next command.
 
     Args:
         options: the job's options and ``--hardware``.

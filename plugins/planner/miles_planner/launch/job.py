@@ -16,7 +16,7 @@ JOIN_SECONDS = 600
 
 @dataclass(frozen=True)
 class Job:
-    """What a launch file starts.
+    """The job that a launch file starts.
 
     Attributes:
         name: name of the job: lower-case letters, digits and dashes.

@@ -28,7 +28,7 @@ from miles_workers.learner_group import LearnerGroup
 from miles_workers.rank_worker import RankWorker
 from miles_workers.workers import Workers
 
-#: What an ``EngineWorker`` reports of its engine.
+#: The facts that an ``EngineWorker`` reports about its engine.
 _BUILD_INFO = {"capabilities": frozenset(), "kv_cache_dtype": "", "native_products": False, "model_facts": {}}
 
 #: Calls of an engine that take virtual time.
@@ -67,7 +67,7 @@ class EngineWorkers(Workers):
     async def call(self, number: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if method.__name__ in _WAITING:
             return await super().call(number, method, *args, **kwargs)
-        # takes no time: with thousands of engines, tasks would take most of ours
+        # takes no virtual time; with thousands of engines, tasks would dominate the real time
         return self._answer(number, method.__name__, *args)
 
     async def send(self, number: int, method: str, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the virtual engines have in common: lengths, progress of aborted responses, and counts over time."""
+"""Shared state of the virtual engines: lengths, progress of aborted responses, and counts over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``parts`` names: the runtime, the prompts and the reward of a simulated run."""
+"""The parts of a simulated run that ``parts`` refers to: runtime, prompts and reward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_runtime(run: Run) -> SimulatedRuntime:
 
 
 class EndlessPrompts(PromptSource):
-    """The same row for ever: the length of a prompt belongs to its group."""
+    """The same row without end: the length of a prompt depends on its group."""
 
     def __init__(self) -> None:
         self.count = 0
