@@ -16,10 +16,10 @@ from miles_core.config.candidates import collect_plugins, is_local, peek
 from miles_core.config.config import Config
 from miles_core.config.effects import find_idle, undecide
 from miles_core.config.flags import Assignment, Source, parse
+from miles_core.config.owners import backends_of, with_requirements
 from miles_core.config.rules import explain_stretched_decay, find_rule_violations
 from miles_core.config.schema import CORE, ROOT, Option, Schema, collect
 from miles_core.errors import ConfigError
-from miles_core.plugin.activate import BACKENDS
 from miles_core.plugin.facts import Facts
 from miles_core.plugin.load import find_part
 from miles_core.plugin.manifest import Plugin
@@ -213,6 +213,7 @@ class _ConfigBuilder:
         self.passthrough: dict[str, Any] = {}
         self.wrong: set[str] = set()  # flags with an invalid value
         self.missing: dict[str, str] = {}  # flags that would enable the plugins of the options in use
+        self.enabled: dict[str, str] = {}  # plugins of options in use that nothing else enables, plugin -> origin
 
     def build(self) -> Config:
         """Build the configuration; appends an error message to ``problems`` for each problem."""
@@ -230,7 +231,9 @@ class _ConfigBuilder:
                 self.origins[policies.CHECKPOINT] = origins[f"{policies.PREFIX}{first}.{policies.CHECKPOINT}"]
                 self.chosen.add(policies.CHECKPOINT)
         requested = self._collect_requested()
-        self._check_owners_enabled(by_path, tuple(requested))
+        if self._enable_owners(self._find_idle(by_path, requested)):
+            requested = self._collect_requested()
+        self._report_idle(self._find_idle(by_path, requested))
         chosen = frozenset(self.chosen)
         return Config(
             self.schema, self.values, self.origins | origins, chosen, requested, self.passthrough, policies=own
@@ -298,6 +301,9 @@ class _ConfigBuilder:
                 else:
                     specs[providers[0]] = providers[0]
                     origins[providers[0]] = self.origins[path]
+        for name, origin in self.enabled.items():
+            specs.setdefault(name, name)
+            origins.setdefault(name, origin)
         if specs:
             self.values[PLUGINS] = tuple(specs.values())
             self.origins.setdefault(PLUGINS, ", ".join(origins.values()))
@@ -318,19 +324,49 @@ class _ConfigBuilder:
 
         return name_of_file(spec)
 
-    def _check_owners_enabled(self, by_path: Mapping[str, list[Assignment]], plugins: Sequence[str]) -> None:
-        """Report options of installed plugins that this run does not enable."""
-        possible = {CORE, *_with_requirements(self.schema, plugins), *self._providers()}
+    def _find_idle(
+        self, by_path: Mapping[str, list[Assignment]], plugins: Iterable[str]
+    ) -> dict[tuple[str, ...], list[Assignment]]:
+        """Return the values of options that only installed plugins outside this run have: owners -> assignments."""
+        possible = {CORE, *with_requirements(self.schema, plugins), *self._providers()}
         idle: dict[tuple[str, ...], list[Assignment]] = {}
         for path, given in by_path.items():
             last = given[-1]
             option = self.schema.options.get(path)
             owners = self.schema.flag_of(path).owners if option else (self.schema.owners[path.partition(".")[0]],)
-            harmless = option is not None and option.info.enables and self.values.get(path) in (None, False)
+            off = self.values.get(path) in (None, False)
+            harmless = option is not None and off and option.info.enables
             # an invalid value of an option that enables the plugin; already reported
             invalid = option is not None and option.flag in self.wrong and bool(option.info.part or option.info.enables)
             if not (possible & set(owners) or not last.chosen or harmless or invalid):
                 idle.setdefault(tuple(owners), []).append(last)
+        return idle
+
+    def _enable_owners(self, idle: Mapping[tuple[str, ...], list[Assignment]]) -> bool:
+        """Add the plugin of every option that exactly one installed plugin can have to the run; return whether any was added.
+
+        A plugin that provides a backend is added by selecting this backend, unless the user selected another. Of several owners,
+        such as an engine and a feature with flags for every engine, the one that provides no backend is added. Environment variables
+        add no plugin: they may be set for other programs.
+        """
+        added = set(self.enabled)
+        for owners, given in sorted(idle.items(), key=lambda entry: len(entry[0])):
+            origins = [a.origin for a in given if a.source is not Source.ENVIRONMENT]
+            if not origins or set(owners) & {*self.enabled, *self._providers()}:
+                continue
+            features = [name for name in owners if not backends_of(self.schema, name)]
+            owner = owners[0] if len(owners) == 1 else features[0] if len(features) == 1 else ""
+            selections = backends_of(self.schema, owner) if owner else {}
+            if not owner or any(path in self.chosen for path in selections):
+                continue
+            for path, name in selections.items():
+                self.values[path] = name
+                self.origins[path] = f"selected by {origins[0]}"
+            self.enabled[owner] = origins[0]
+        return set(self.enabled) != added
+
+    def _report_idle(self, idle: Mapping[tuple[str, ...], list[Assignment]]) -> None:
+        """Report options of installed plugins that this run does not enable."""
         if not idle:
             return
         self.missing = self._flags_to_enable([owners[0] for owners in idle])
@@ -350,26 +386,7 @@ class _ConfigBuilder:
         flags: dict[str, str] = {}
         names: list[str] = []
         for owner in dict.fromkeys(owners):
-            backends = [
-                (option.flag, next(iter(self.schema.manifests[owner].provides[option.info.part])))
-                for option in self.schema.options.values()
-                if option.info.part in BACKENDS and option.info.part in self.schema.manifests[owner].provides
-            ]
-            flags |= dict(backends)
+            backends = {self.schema.options[path].flag: name for path, name in backends_of(self.schema, owner).items()}
+            flags |= backends
             names += [] if backends else [owner]
         return {**flags, "--plugins": ",".join([*self.values.get(PLUGINS, ()), *names])} if names else flags
-
-
-def _with_requirements(schema: Schema, plugins: Iterable[str]) -> set[str]:
-    """Return these plugins and, recursively, all plugins that their rules may activate (``needs = "plugin.x"``)."""
-    names: set[str] = set()
-    waiting = list(plugins)
-    while waiting:
-        name = waiting.pop()
-        if name not in names and name in schema.manifests:
-            names.add(name)
-            for rule in schema.manifests[name].requires:
-                needs = rule.needs.strip()
-                if needs.startswith("plugin."):
-                    waiting.append(needs.removeprefix("plugin.").split()[0])
-    return names

@@ -47,6 +47,8 @@ KNOWN_GPUS: dict[str, tuple[int, int]] = {
     "MI350X": (0, 288),
     "MI355X": (0, 288),
 }
+#: Names of GPUs without the letter of their product.
+_SHORT = {"MI325": "MI325X", "MI350": "MI350X"}
 #: Assumed GPUs per machine if only the total number of GPUs is given.
 GPUS_PER_MACHINE = 8
 #: ``[[MACHINESx]GPUSx]TYPE``.
@@ -350,7 +352,7 @@ def _parse_gpu(word: str, origin: str) -> list[Fact]:
     match = _HARDWARE.fullmatch(word)
     assert match is not None  # the word is not empty
     machines, count = (int(number) if number else None for number in (match[1], match[2]))
-    typed = match[3]
+    typed = _SHORT.get(match[3].upper(), match[3])
     name = next((known for known in KNOWN_GPUS if known.lower() == typed.lower()), None)
     if name is None:
         hint = did_you_mean(typed.upper(), KNOWN_GPUS) or f"known ones are {', '.join(KNOWN_GPUS)}"

@@ -141,8 +141,17 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
     if violations := list(dict.fromkeys([*new_violations(known), *refused])):
         raise ConfigError("; ".join(violations))
     remarks = [line for policy in known.policies for line in find_remarks(known.scope(policy))]
-    notes = dict.fromkeys([*(f"no effect: {each.message}" for each in idle), *remarks])
+    idle_lines = [*(each.message for each in idle), *_find_unused_variables(plan)]
+    notes = dict.fromkeys([*(f"no effect: {message}" for message in idle_lines), *remarks])
     return dataclasses.replace(plan, advice=(*plan.advice, *notes)), catalogue
+
+
+def _find_unused_variables(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for every environment variable of the user that a plugin sets in other runs, but none in this one."""
+    used = {setting.path for setting in plan.sets}
+    for fact in plan.facts:
+        if fact.name.startswith(ENVIRONMENT) and fact.chosen and fact.name not in used:
+            yield f"{fact.origin}={fact.value}: no plugin of this run uses it with these options"
 
 
 def find_violations(config: Config, facts: Facts) -> list[str]:

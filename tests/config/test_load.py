@@ -65,14 +65,14 @@ def test_an_enabling_flag_enables_its_plugin(loaded):
         assert config.plugin("replay").buffer_size == 7
 
 
-def test_a_flag_of_a_plugin_that_is_not_enabled_is_refused_with_the_command(loaded):
-    message = refused(loaded, "--plugins", "replay", "--weights-threshold", "2")
-    assert "--weights-threshold 2" in message and "--plugins replay,weights" in message
-
-
-def test_a_file_key_or_variable_of_a_plugin_that_is_not_enabled_is_refused(loaded, written):
+def test_a_flag_or_file_key_of_one_installed_plugin_enables_it(loaded, written):
+    config = loaded("--plugins", "replay", "--weights-threshold", "2")
+    assert config.plugins == ("replay", "weights") and config.requested["weights"] == "--weights-threshold 2"
     path = written("weights:\n  threshold: 2\n")
-    assert f"{path} line 2" in refused(loaded, "--config", path)
+    assert loaded("--config", path).requested == {"weights": f"{path} line 2"}
+
+
+def test_a_variable_of_a_plugin_that_is_not_enabled_is_refused(loaded):
     message = refused(loaded, SMALL_GROUP_SIZE="3")
     assert "environment variable SMALL_GROUP_SIZE=3" in message and "add --plugins small or unset it" in message
 
@@ -128,8 +128,11 @@ def test_pass_through_flags_reach_their_table_and_leave_declared_ones_alone(load
     assert config.origin("server.mem_fraction") == "--server-mem-fraction 0.5"
 
 
-def test_pass_through_without_the_plugin_is_refused(loaded):
-    assert "--engine server" in refused(loaded, "--server-mem-fraction", "0.5")
+def test_a_flag_of_a_backend_selects_it_unless_another_one_was_selected(loaded):
+    config = loaded("--server-mem-fraction", "0.5")
+    assert config.get("run.engine") == "server" and config.plugins == ("server",)
+    assert config.origin("run.engine") == "selected by --server-mem-fraction 0.5"
+    assert "--engine server" in refused(loaded, "--engine", "embedded", "--server-mem-fraction", "0.5")
 
 
 def test_pass_through_keys_in_a_file(loaded, written):

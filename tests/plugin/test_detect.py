@@ -223,6 +223,8 @@ def test_facts_can_be_declared_unknown():
     assert detect.override(HOST, ["gpu=unknown"])["gpu.sm"].state is State.UNKNOWN
     assert detect.override(HOST, ["model.moe=unknown"])["model.moe"].state is State.UNKNOWN
     assert detect.override(HOST, ["model.moe=true"]).value("model.moe") is True
+    assert detect.override(HOST, ["hardware=8xMI325"]).value("gpu") == "MI325X"
+    assert detect.override(HOST, ["gpu=mi350"]).value("gpu.memory_gb") == 288
     assert detect.override(HOST, ["gpu=none"]).value("gpu.sm") == 0
 
 

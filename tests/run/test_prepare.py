@@ -8,7 +8,7 @@ from miles_core.errors import PlanError
 from miles_testing import plan, toy_run
 
 PLUGIN = """
-from miles_core.plugin import Plugin
+from miles_core.plugin import Plugin, Set
 
 plugin = Plugin("ordered", "sets a variable", "0", "~=0.1", sets={"env.MILES_TEST_ORDER": "1"})
 """
@@ -32,3 +32,11 @@ def test_a_value_of_the_user_contradicts_it(ordered, monkeypatch):
     monkeypatch.setenv("MILES_TEST_ORDER", "0")
     with pytest.raises(PlanError, match="environment variable MILES_TEST_ORDER"):
         plan([ordered])
+
+
+def test_a_variable_that_changes_nothing_is_a_line_of_the_plan(ordered, monkeypatch):
+    monkeypatch.setenv("MILES_TEST_ORDER", "0")
+    with open(ordered, "w", encoding="utf-8") as file:
+        file.write(PLUGIN.replace('"1"}', 'Set("1", when="colocate")}'))
+    line = "no effect: environment variable MILES_TEST_ORDER=0: no plugin of this run uses it with these options"
+    assert line in plan([ordered]).advice

@@ -7,6 +7,7 @@ import pytest
 from miles_core.config.load import load
 from miles_core.config.schema import collect
 from miles_core.plugin import ConfigError, Plugin, option
+from miles_embedded.manifest import plugin as embedded
 from miles_tools import plugin as tools
 from miles_tools.command_line import COMPLETE
 from miles_tools.foreign.translate import translate, translate_value
@@ -76,26 +77,17 @@ PLUGINS = (
 )
 
 
-def test_all_plugins_are_named_at_once():
+def test_a_translated_flag_enables_its_plugin():
     text = said("--first-size 2 --old-size 3 --driver-size 4", *PLUGINS)
-    line = working(text)
-    assert {tuple(line[i : i + 2]) for i in range(0, len(line), 2)} >= {
-        ("--plugins", "first,second"),
-        ("--trainer", "driver"),
-    }
-    config = load(line, manifests=PLUGINS, environment={})
+    config = load(working(text), manifests=PLUGINS, environment={})
     assert set(config.plugins) == {"first", "second", "driver"} and config.get("second.second_size") == 3
 
 
-def test_plugins_that_are_named_already_stay():
-    line = working(said("--plugins first --first-size 2 --second-size 3 --use-kl-loss", *PLUGINS))
-    assert line[line.index("--plugins") + 1] == "first,second"
-
-
-def test_several_flags_of_one_plugin_are_one_problem():
-    text = said("--driver-size 2 --first-size 3", *PLUGINS)
-    assert "--driver-size 2: it belongs to the plugin driver" in said("--driver-size 2", *PLUGINS)
-    assert "--trainer driver" in text and "--plugins first" in text
+def test_a_plugin_of_a_backend_is_named_if_another_backend_was_selected():
+    text = said("--trainer embedded --driver-size 2 --first-size 3", *PLUGINS, embedded)
+    assert "--driver-size 2: it belongs to the plugin driver" in text
+    line = working(text)
+    assert line[line.index("--trainer") + 1] == "driver" and "--plugins" not in line
 
 
 def test_a_command_line_that_needs_no_translation_is_left_alone():

@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 from miles_core.plugin import option
 
+#: Past versions that a policy without any other opponent plays against.
+ALONE = 1
+#: Rollout function -> names of the policies that its roles need. Other games are played by any policies.
+ROLES = {"proposer": ("proposer", "solver")}
 #: Name after ``mutate`` -> path of the option.
 MUTABLE = {
     "lr": "train.lr",
@@ -48,10 +52,11 @@ class CoevolutionConfig:
         choices=tuple(MUTABLE),
         only_if="coevolution.population_size > 1",
     )
-    past_versions: int = option(
-        0,
+    past_versions: int | None = option(
+        None,
         flag="--co-evolution-past-versions",
-        help="versions of each side that are kept as opponents, one more after each round; 0 for none",
+        help="versions of each side that are kept as opponents, one more after each round "
+        "(default: 1 for a policy without any other opponent, else 0)",
         ge=0,
     )
     past_probability: float = option(
@@ -60,7 +65,7 @@ class CoevolutionConfig:
         help="fraction of the games in which one player is a past version of its side",
         gt=0,
         le=1,
-        only_if="coevolution.past_versions > 0",
+        only_if="coevolution.past_versions != 0",
     )
     attempts: int = option(
         4,
@@ -69,3 +74,17 @@ class CoevolutionConfig:
         ge=2,
         only_if="rollout.generate == proposer or rollout.generate_key",
     )
+
+
+def count_past_versions(given: int | None, sides: int, population_size: int | None, generate: object) -> int:
+    """Return the number of past versions of each side: ``given``, or one if a single policy has no other opponent.
+
+    Args:
+        given: the option ``past_versions``.
+        sides: number of policies that train, without further members.
+        population_size: the option ``population_size``.
+        generate: the rollout function.
+    """
+    if given is not None:
+        return given
+    return ALONE if sides == 1 and population_size is None and str(generate) not in ROLES else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from miles_coevolution.config import MUTABLE, CoevolutionConfig
+from miles_coevolution.config import MUTABLE, CoevolutionConfig, count_past_versions
 from miles_coevolution.game import MATCHMAKER, group_attempts
 from miles_coevolution.league import League
 from miles_coevolution.matches import Matchmaker
@@ -33,7 +33,11 @@ class Coevolution:
         paths = [MUTABLE[name] for name in options.mutate] if (options.population_size or 1) > 1 else []
         values: dict[str, dict[str, float]] = {}
         sides = []
-        for base in [policy for policy in run.policies if policy.role == "train"]:
+        trained = [policy for policy in run.policies if policy.role == "train"]
+        versions = count_past_versions(
+            options.past_versions, len(trained), options.population_size, run.config.rollout.generate
+        )
+        for base in trained:
             config = run.config_of(base)
             values[base.name] = {path: float(config.get(path)) for path in paths}
             members = [base.name, *(f"{base.name}-{n}" for n in range(1, options.population_size or 1))]
@@ -42,7 +46,7 @@ class Coevolution:
                 values[name] = perturb(values[base.name], FACTOR, draw)
                 own = {**base.options, **values[name]}
                 run.policies.append(Policy(base.hf_checkpoint, name, "train", options=own))
-            past = f"{base.name}-past" if options.past_versions else ""
+            past = f"{base.name}-past" if versions else ""
             if past:
                 run.policies.append(
                     Policy(base.hf_checkpoint, past, "frozen", True, dict(base.options), follows=base.name)
@@ -53,7 +57,7 @@ class Coevolution:
                 f"coevolution: the policy {sides[0].name} plays with itself alone; add a policy to the table policies of the configuration "
                 "file, give --co-evolution-population-size 2 or more, or --co-evolution-past-versions"
             )
-        self.league = run.state[LEAGUE] = League(run, options, sides, values)
+        self.league = run.state[LEAGUE] = League(run, options, sides, values, versions)
         run.state[MATCHMAKER] = Matchmaker(sides, run.config.train.seed, self.active, options.past_probability)
 
     def active(self, step: int) -> tuple[Side, ...]:

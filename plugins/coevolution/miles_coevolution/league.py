@@ -29,17 +29,23 @@ class League:
         options: options of the plugin.
         sides: all sides.
         values: options of each member that vary.
+        versions: past versions that are kept of each side.
 
     Attributes:
         handles: learners by policy; set when all policies are built.
     """
 
     def __init__(
-        self, run: Run, options: CoevolutionConfig, sides: Sequence[Side], values: Mapping[str, Options]
+        self,
+        run: Run,
+        options: CoevolutionConfig,
+        sides: Sequence[Side],
+        values: Mapping[str, Options],
+        versions: int,
     ) -> None:
         self.run, self.options, self.sides = run, options, list(sides)
         self.handles: Mapping[str, LearnerHandle] = {}
-        self.pool = Pool(run.directory, options.past_versions)
+        self.pool = Pool(run.directory, versions)
         self._initial = {name: dict(own) for name, own in values.items()}
         self._metrics: dict[str, float] = {}
         self.restart()

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_coevolution.config import MUTABLE
+from miles_coevolution.config import MUTABLE, ROLES, count_past_versions
 from miles_core.plugin import Facts, Problem, Review, describe_fact
-
-#: Rollout function -> names of the policies that its roles need. Other games are played by any policies.
-SIDES = {"proposer": ("proposer", "solver")}
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
@@ -25,16 +22,26 @@ def _trained(facts: Facts) -> list[str]:
 
 def _summary(facts: Facts) -> str:
     """The policies that the run will have."""
-    size, past = facts.value("coevolution.population_size") or 1, facts.value("coevolution.past_versions")
     sides = _trained(facts)
+    size, past = facts.value("coevolution.population_size") or 1, _past_versions(facts, sides)
     members = [f"{name}: {size} that learn{', one for past versions' if past else ''}" for name in sides]
     engines = len(sides) * (size + bool(past))
+    if past and facts.value("coevolution.past_versions") is None:
+        members.append(
+            f"self-play: {sides[0]} has no other opponent and plays against {past} past version of itself, replaced after each round "
+            "(--co-evolution-past-versions K keeps more)"
+        )
     return "\n".join([f"co-evolution: {engines} policies with an engine", *members])
+
+
+def _past_versions(facts: Facts, sides: list[str]) -> int:
+    given, size = facts.value("coevolution.past_versions"), facts.value("coevolution.population_size")
+    return count_past_versions(given, len(sides), size, facts.value("rollout.generate"))
 
 
 def _problems(facts: Facts) -> Iterator[Problem]:
     sides = _trained(facts)
-    size, past = facts.value("coevolution.population_size"), facts.value("coevolution.past_versions")
+    size, past = facts.value("coevolution.population_size"), _past_versions(facts, sides)
     if size == 1:
         yield Problem(
             "coevolution",
@@ -44,7 +51,7 @@ def _problems(facts: Facts) -> Iterator[Problem]:
             choices=("coevolution.population_size",),
             tries=lambda: [{"coevolution.population_size": 2}],
         )
-    if len(sides) == 1 and size is None and not past and not SIDES.get(str(facts.value("rollout.generate"))):
+    if len(sides) == 1 and size is None and not past and not ROLES.get(str(facts.value("rollout.generate"))):
         yield Problem(
             "coevolution",
             "an opponent for its only policy",
@@ -62,7 +69,7 @@ def _problems(facts: Facts) -> Iterator[Problem]:
 def _check_players(facts: Facts, sides: list[str]) -> Iterator[Problem]:
     """Every role of the game has a policy, every policy has a role, and all of them have engines."""
     generate = facts.value("rollout.generate")
-    needed = SIDES.get(str(generate), ())
+    needed = ROLES.get(str(generate), ())
     if missing := [name for name in needed if name not in sides]:
         yield Problem(
             "coevolution",

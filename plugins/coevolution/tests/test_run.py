@@ -207,7 +207,7 @@ def test_a_population_of_another_size_is_not_resumed(run, tmp_path, caplog, size
     ("configuration", "options", "message"),
     [
         ("co_evolution: {population_size: 1}", {}, "a population of one has none to compare"),
-        ("co_evolution: {}", {}, "an opponent for its only policy"),
+        ("co_evolution: {past_versions: 0}", {}, "an opponent for its only policy"),
         (
             f"{TWO}co_evolution: {{strategy: parallel}}",
             {},
@@ -227,6 +227,14 @@ def test_what_cannot_evolve_is_refused_in_the_plan(plan, tmp_path, configuration
     (tmp_path / "run.yaml").write_text(configuration)
     with pytest.raises(MilesError, match=f"(?s){message}"):
         plan(["coevolution"], config=tmp_path / "run.yaml", **NIM | options)
+
+
+@pytest.mark.parametrize("written", ["co_evolution: {strategy: alternating}", "co_evolution: {interval: 20}"])
+def test_a_single_policy_plays_against_a_past_version_of_itself(plan, run, tmp_path, written):
+    (tmp_path / "run.yaml").write_text(written)
+    planned = "\n".join(plan([], config=tmp_path / "run.yaml", **NIM).reviews)
+    assert "plays against 1 past version of itself" in planned
+    assert "policy-past" in [policy.name for policy in run(written, steps=1).run.policies]
 
 
 def test_a_plan_lists_the_policies_that_the_run_will_have(plan, tmp_path):

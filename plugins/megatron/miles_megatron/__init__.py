@@ -26,6 +26,13 @@ plugin = Plugin(
             when="trainer == megatron and train.precision == fp8 and not fp8.power_of_two_scales",
             because="TransformerEngine rounds block scales up to powers of two by default",
         ),
+        "env.CUDA_DEVICE_MAX_CONNECTIONS": Set(
+            "1",
+            when="trainer == megatron and gpu.sm > 0 and gpu.sm < 100 and "
+            "(megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1)",
+            because="Megatron-Core overlaps the communication of tensor and context parallel with computation by the order of launches, "
+            "which one hardware queue keeps on GPUs before Blackwell",
+        ),
         "env.NVTE_BACKWARD_OVERRIDE": Set(
             "dequantized",
             when="trainer == megatron and train.precision in {fp8, mxfp8} and megatron.backward_override == dequantized",

@@ -177,7 +177,19 @@ def test_a_plan_with_replay_and_fp8_on_both_sides(checkpoint, options, override)
     )
     assert accepted.fact("env.NVTE_FP8_BLOCK_SCALING_FP32_SCALES") == "1"
     assert accepted.fact("env.NVTE_BACKWARD_OVERRIDE") == override
+    assert accepted.fact("env.CUDA_DEVICE_MAX_CONNECTIONS") is None, "no tensor or context parallelism"
     assert [text for text in accepted.advice if "quantises gradients too" in text] == [ANY] * len(options)
+
+
+@pytest.mark.parametrize(("gpu", "tp", "value"), [("H200", 2, "1"), ("H200", 1, None), ("B200", 2, None)])
+def test_one_hardware_queue_where_communication_overlaps(checkpoint, gpu, tp, value):
+    accepted = plan(
+        trainer="megatron",
+        hf_checkpoint=checkpoint(PUBLISHED["QWEN3_8B"]),
+        facts=[f"gpu={gpu}", "megatron.ranks=8", "gpu.count=8"],
+        tensor_model_parallel_size=tp,
+    )
+    assert accepted.fact("env.CUDA_DEVICE_MAX_CONNECTIONS") == value
 
 
 @pytest.mark.parametrize(("tp", "notes"), [(1, 1), (2, 0)])

@@ -66,8 +66,17 @@ plugin = Plugin(
         )
     },
     sets={
-        "sglang.enable_memory_saver": Set(
-            True, when="colocate and engine == sglang", because="the trainer needs the memory during the training step"
+        "sglang.enable_memory_saver": (
+            Set(
+                True,
+                when="colocate and engine == sglang",
+                because="the trainer needs the memory during the training step",
+            ),
+            Set(
+                True,
+                when="sglang.enable_draft_weights_cpu_backup and engine == sglang",
+                because="the CPU copy restores draft weights after SGLang released their memory",
+            ),
         ),
         "sglang.enable_return_routed_experts": Set(
             True, when="plugin.r3 and engine == sglang", because="r3 replays the experts that SGLang chose"
@@ -136,11 +145,6 @@ plugin = Plugin(
             needs="not sglang.enable_dp_attention",
             when=f"{_SPECULATIVE} == STANDALONE",
             because="SGLang does not support data-parallel attention with a separate draft model",
-        ),
-        Rule(
-            needs="sglang.enable_memory_saver",
-            when="sglang.enable_draft_weights_cpu_backup",
-            because="the CPU copy restores draft weights after SGLang released their memory, which needs --sglang-enable-memory-saver",
         ),
         Rule(
             needs="sglang.enable_draft_weights_cpu_backup",

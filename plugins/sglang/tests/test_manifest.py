@@ -168,13 +168,13 @@ def test_drafts_that_sglang_cannot_serve_are_refused_with_the_reason(plan):
     refused("would not have sampled", **draft, speculative_accept_threshold_acc=0.9)
     refused("does not support data-parallel attention", **draft, enable_dp_attention=True)
     refused("do not include a separate draft model", **draft, enable_memory_saver=True)
-    refused("enable-memory-saver", **draft, enable_draft_weights_cpu_backup=True)
     rejection = {"speculative_use_rejection_sampling": True, "enable_deterministic_inference": True}
     head = ["model.mtp_layers=1", "model.type=glm4_moe"]
     refused("depend on the batch", head, speculative_algorithm="NEXTN", **rejection)
-    backup = {"sglang_enable_memory_saver": True, "sglang_enable_draft_weights_cpu_backup": True}
+    backup = {"sglang_enable_draft_weights_cpu_backup": True}
     named = {f"sglang_{k}": v for k, v in draft.items()}
-    plan(engine="sglang", facts=["gpu.count=1"], **named, **backup)
+    accepted = plan(engine="sglang", facts=["gpu.count=1"], **named, **backup)
+    assert accepted.fact("sglang.enable_memory_saver") is True
     with pytest.raises(PlanError, match="whatever the temperature"):
         plan(engine="sglang", device="cpu", **named)
 
