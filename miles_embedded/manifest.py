@@ -45,30 +45,17 @@ REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: (
         *(
             "bailing_hybrid",
-            "bamba",
-            "falcon_h1",
             "falcon_mamba",
             "inkling_text",
             "inkling2_text",
-            "jamba",
-            "kimi_linear",
         ),
         *(
-            "lfm2",
-            "lfm2_moe",
             "lfm3",
             "mamba",
             "mamba2",
             "minimax",
-            "nemotron_h",
-            "olmo_hybrid",
-            "qwen3_5",
-            "qwen3_5_text",
         ),
         *(
-            "qwen3_5_moe",
-            "qwen3_5_moe_text",
-            "qwen3_next",
             "qwen4_exp",
             "qwen4_exp_text",
             "recurrent_gemma",
@@ -112,13 +99,17 @@ SINCE = {
 }
 #: Model type -> a Transformers release whose code for it fails, and how.
 EXCEPT = {"llama4": ("5.24.0", "its Llama4ForConditionalGeneration fails on text alone")}
-#: Supported layer types (``layer_types`` of a configuration). The last two are names for the same type in different releases.
+#: Types of layers that keep a state between tokens (``model.states``), and of those that only feed forward in such models.
+STATE_TYPES = ("linear_attention", "conv", "hybrid")
+#: Supported layer types (``layer_types`` of a configuration). ``indexed_attention`` and ``deepseek_sparse_attention`` are
+#: names for the same type in different releases.
 LAYER_TYPES = {
     "full_attention",
     "sliding_attention",
     "chunked_attention",
     "indexed_attention",
     "deepseek_sparse_attention",
+    *STATE_TYPES,
 }
 
 

@@ -2,6 +2,8 @@
 
 It has two stores. ``prefixes`` stores the prompt of each group once, independently of the number of rows that continue it; ``own``
 stores the tokens each row generated. A store has one slab per layer and kind, [slots, heads, width, dim], which doubles when full.
+Layers that keep a state between tokens instead of keys and values (``model.states``) have slabs of their own: a prompt's state is the one
+after its last token, and a row starts with a copy of it.
 Live slots are always the first ones: when a row leaves, the last row moves to its slot, so a decode step attends to slices of the
 slabs without copying. Recorded fields of cached tokens are stored in additional slabs that follow the same moves.
 """
@@ -17,23 +19,32 @@ import torch
 from torch import Tensor
 
 from miles_embedded.model.attention import AttentionOptions
+from miles_embedded.model.states import StateKey
 
 _SLOTS, _WIDTH = 8, 16
+#: States kept per row: the state after n own tokens is version n % 2. A step thus reads one and writes the other, so that it can be
+#: discarded and computed again, as steps launched ahead of the host are.
+VERSIONS = 2
 
 
 class Store:
     """Slabs for one kind of sequence.
 
+    Args:
+        versions: number of states kept per slot.
+
     Attributes:
         slabs: key -> [slots, heads, width, ...].
+        states: layer -> key -> [slots * versions, ...].
         size: number of live slots.
         slots, width: capacity of every slab.
         lengths: [slots] tokens stored in each slot; valid up to ``size``.
         generation: incremented when a slab is created or reallocated. Holders of slab addresses must refresh them then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, versions: int = 1) -> None:
         self.slabs: dict[Hashable, Tensor] = {}
+        self.versions, self.states = versions, dict[int, dict[StateKey, Tensor]]()
         self.size = 0
         self.slots, self.width = _SLOTS, _WIDTH
         self.generation = 0
@@ -50,6 +61,14 @@ class Store:
             found = self.slabs[key] = like.new_zeros(self.slots, heads, self.width, *tail)
         return found
 
+    def state(self, layer: int, key: StateKey, like: Tensor) -> Tensor:
+        """Return the states ``key`` of a layer, [slots * versions, ...], created on first use for states ``like`` [n, ...]."""
+        of_layer = self.states.setdefault(layer, {})
+        if key not in of_layer:
+            self.generation += 1
+            of_layer[key] = like.new_zeros(self.slots * self.versions, *like.shape[1:])
+        return of_layer[key]
+
     def reserve(self, slots: int, width: int) -> None:
         """Grow the capacity to at least ``slots`` slots of ``width`` tokens."""
         if slots <= self.slots and width <= self.width:
@@ -62,6 +81,10 @@ class Store:
             # copy all columns: a slab may contain more entries than ``lengths`` counts
             new[: self.size, :, : old.shape[2]] = old[: self.size]
             self.slabs[key] = new
+        for of_layer in self.states.values():
+            for name, old in of_layer.items():
+                of_layer[name] = old.new_zeros(slots * self.versions, *old.shape[1:])
+                of_layer[name][: len(old)] = old
         self.lengths = np.concatenate([self.lengths, np.zeros(slots - len(self.lengths), np.int64)])
         self.slots, self.width = slots, width
 
@@ -88,9 +111,18 @@ class Store:
                     indexes[slab.device] = to_device(holes, slab.device), to_device(movers, slab.device)
                 to, source = indexes[slab.device]
                 slab[:, :, :width].index_copy_(0, to, slab[:, :, :width].index_select(0, source))
+            self._move_states(holes, movers)
             self.lengths[holes] = self.lengths[movers]
         self.size = left
         return holes, movers
+
+    def _move_states(self, holes: np.ndarray, movers: np.ndarray) -> None:
+        version = np.arange(self.versions)
+        to, source = ((slots[:, None] * self.versions + version).ravel() for slots in (holes, movers))
+        for of_layer in self.states.values():
+            for slab in of_layer.values():
+                there, here = to_device(to, slab.device), to_device(source, slab.device)
+                slab.index_copy_(0, there, slab.index_select(0, here))
 
 
 def round_up(value: int, step: int) -> int:
@@ -109,7 +141,7 @@ class Cache:
     """
 
     def __init__(self) -> None:
-        self.prefixes, self.own = Store(), Store()
+        self.prefixes, self.own = Store(), Store(VERSIONS)
         self.prefix_of = np.zeros(_SLOTS, np.int64)
         self.users = np.zeros(_SLOTS, np.int64)
         self._grouped: tuple[tuple[bytes, bytes, torch.device], SharedPrompts] | None = None
@@ -141,6 +173,10 @@ class Cache:
         self.prefix_of = _extend(self.prefix_of, self.own.slots)
         self.prefix_of[slots] = prefixes
         np.add.at(self.users, np.asarray(prefixes), 1)
+        for layer, of_layer in self.prefixes.states.items():
+            for key, slab in of_layer.items():
+                start, to = (to_device(np.asarray(x), slab.device) for x in (prefixes, slots * VERSIONS))
+                self.own.state(layer, key, slab).index_copy_(0, to, slab.index_select(0, start))
         return slots
 
     def remove_rows(self, dead: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -174,6 +210,8 @@ class Cache:
         own = self.own_lengths(slots, lengths)
         if (own > self.own.lengths[slots]).any():
             raise ValueError(f"cannot cut rows to {list(lengths)} tokens: the cache has fewer")
+        if self.own.states and (self.own.lengths[slots] - own >= VERSIONS).any():
+            raise ValueError(f"cannot cut rows to {list(lengths)} tokens: the states of its layers after them are gone")
         self.own.lengths[slots] = own
 
     def pick(self, slots: np.ndarray, front: np.ndarray, counts: np.ndarray, picked: np.ndarray) -> None:
@@ -391,6 +429,13 @@ class CachedRows:
                 depth[:, node] = np.where(above < 0, 0, depth[np.arange(self.count), above] + 1)
             return ((self.prefix_lengths + self.front)[:, None] + depth[:, -self.queries :]).reshape(-1)
         return np.repeat(self.prefix_lengths + self.before, self.counts) + self.within
+
+    @cached_property
+    def states(self) -> tuple[Tensor, Tensor]:
+        """[rows] where the state of each row in front of the fed token is, and where the one after it is stored."""
+        first = self.slots * VERSIONS
+        before, after = (to_device(first + n % VERSIONS, self.device) for n in (self.before, self.after))
+        return before, after
 
     def write(self, slab: Tensor, flat: Tensor) -> None:
         """Store the fed tokens' entries [tokens, heads, ...] in ``slab`` of the own store."""
