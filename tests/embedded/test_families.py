@@ -135,6 +135,16 @@ def test_the_plan_says_no_to_what_the_build_would_refuse(kind, layers, words):
         plan(facts=["model.type=mamba2"])
 
 
+def test_drafts_for_layers_with_a_state_are_refused_in_the_plan():
+    config = {"model_type": "qwen3_next"}
+    facts = [*config_facts(config), Fact("engine", "embedded", ""), Fact("plugin.speculative", True, "")]
+    (found,) = review(Facts(facts), config).problems
+    assert (
+        "model of type qwen3_next with the plugin speculative" in found.headline and "rejected drafts" in found.because
+    )
+    assert not review(Facts(facts[:-1]), config).problems
+
+
 def test_a_gpu_that_is_not_there_is_refused_in_the_plan():
     with pytest.raises(PlanError, match=r"embedded needs a GPU[\s\S]*would do:\n(.*\n)?    --device cpu"):
         plan(device="cuda", facts=["gpu=none"])
