@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
 from miles_core.errors import MilesError
-from miles_embedded.engine.cache import Cache, CachedRows, to_device
+from miles_embedded.engine.cache import Cache, CachedRows
+from miles_embedded.engine.store import to_device
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded, causal_mask
 from miles_embedded.model.indexer import Indexed, choose_in_parts
 from miles_embedded.model.states import Advance, LayerStates

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from miles_core.contracts.trainer import Context
 from miles_embedded.engine.attention import advance_rows, product
-from miles_embedded.engine.cache import VERSIONS, Cache, Store
+from miles_embedded.engine.cache import Cache
 from miles_embedded.engine.runner import field_slab
 from miles_embedded.engine.static_batch import StaticBatch
+from miles_embedded.engine.store import VERSIONS, Store
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys
 from miles_embedded.model.indexer import Indexed

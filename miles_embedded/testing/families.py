@@ -53,10 +53,7 @@ _LONG = {
 }
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "layer_types": ["linear_attention", "full_attention"],
 }
 _GEMMA4 = tiny.ROUTER_FAMILIES["gemma4"][1]

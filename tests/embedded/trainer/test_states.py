@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from miles_core.contracts.trainer import Callbacks
 from miles_core.data.batch import collate
