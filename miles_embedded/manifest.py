@@ -16,8 +16,12 @@ from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fac
 version = functools.cache(metadata.version)
 
 _STATE = (
-    "its layers keep a recurrent state (linear attention, Mamba, convolutions), but the embedded backend caches keys and values only, "
-    "and packs sequences in one row, where such a state would leak from one sequence to the next; use another engine and trainer"
+    "its layers keep a recurrent state that its code does not read and write through Transformers' cache, as the embedded backend "
+    "requires; use another engine and trainer"
+)
+_STATE_DIFFERS = (
+    "with the states of its layers, generation or the gradient of packed samples does not agree with Transformers' plain forward; use "
+    "another engine and trainer"
 )
 _NO_LAYERS = (
     "its code has no list of decoder layers that attend through Transformers' attention interface, which the embedded backend "
@@ -43,40 +47,10 @@ _NO_TEXT = (
 #: are compared with plain forwards when an engine is built.
 REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: (
-        *(
-            "bailing_hybrid",
-            "bamba",
-            "falcon_h1",
-            "falcon_mamba",
-            "inkling_text",
-            "inkling2_text",
-            "jamba",
-            "kimi_linear",
-        ),
-        *(
-            "lfm2",
-            "lfm2_moe",
-            "lfm3",
-            "mamba",
-            "mamba2",
-            "minimax",
-            "nemotron_h",
-            "olmo_hybrid",
-            "qwen3_5",
-            "qwen3_5_text",
-        ),
-        *(
-            "qwen3_5_moe",
-            "qwen3_5_moe_text",
-            "qwen3_next",
-            "qwen4_exp",
-            "qwen4_exp_text",
-            "recurrent_gemma",
-            "rwkv",
-            "xlstm",
-        ),
-        *("zamba", "zamba2"),
+        *("bailing_hybrid", "falcon_mamba", "inkling_text", "inkling2_text", "lfm3", "mamba", "mamba2", "minimax"),
+        *("qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
     ),
+    _STATE_DIFFERS: ("jamba", "nemotron_h"),
     _NO_LAYERS: (
         *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
         *("camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon", "gpt-sw3", "gpt2"),
@@ -103,22 +77,32 @@ REFUSED: dict[str, tuple[str, ...]] = {
     _OWN_LOGITS: ("chameleon",),
     _NO_TEXT: ("diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"),
 }
+#: Model types with layers that keep a state between tokens, next to layers that attend (``model.states``).
+STATEFUL = (
+    *("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "olmo_hybrid"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {
     "granitemoe": (
         "5.13",
         "in earlier releases its routers and experts are not modules, so they could not be replayed or balanced",
-    )
+    ),
+    **dict.fromkeys(STATEFUL, ("5.24", "the caches of earlier releases store the states of its layers in other ways")),
 }
 #: Model type -> a Transformers release whose code for it fails, and how.
 EXCEPT = {"llama4": ("5.24.0", "its Llama4ForConditionalGeneration fails on text alone")}
-#: Supported layer types (``layer_types`` of a configuration). The last two are names for the same type in different releases.
+#: Types of layers that keep a state between tokens (``model.states``).
+STATE_TYPES = ("linear_attention", "conv", "hybrid")
+#: Supported layer types (``layer_types`` of a configuration). ``indexed_attention`` and ``deepseek_sparse_attention`` are
+#: names for the same type in different releases.
 LAYER_TYPES = {
     "full_attention",
     "sliding_attention",
     "chunked_attention",
     "indexed_attention",
     "deepseek_sparse_attention",
+    *STATE_TYPES,
 }
 
 
@@ -130,6 +114,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         _refuse_family(kind.value)
         or _refuse_layers(model or {})
         or _refuse_installation(kind.value, model or {}, trusted)
+        or _refuse_drafts(kind.value, facts)
     )
     problems = [Problem("embedded", *found, (describe_fact(kind),), "cannot run")] if found else []
     device, gpus = facts.lookup("model.device"), facts.lookup("gpu.count")
@@ -144,6 +129,14 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
 def _refuse_family(kind: Any) -> tuple[str, str] | None:
     """Return (description, reason) if the model type is refused."""
     return next(((f"a model of type {kind}", why) for why, types in REFUSED.items() if kind in types), None)
+
+
+def _refuse_drafts(kind: Any, facts: Facts) -> tuple[str, str] | None:
+    """Return (description, reason) if the embedded engine would draft for a model whose layers keep a state."""
+    if kind not in STATEFUL or facts.value("engine") != "embedded" or not facts.value("plugin.speculative"):
+        return None
+    why = "its layers keep the state after the last token only, so rejected drafts cannot be removed; run it without the plugin"
+    return f"a model of type {kind} with the plugin speculative", why
 
 
 def _refuse_installation(kind: Any, model: Mapping[str, Any], trusted: bool) -> tuple[str, str] | None:

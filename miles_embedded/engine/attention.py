@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
-from miles_embedded.engine.cache import Cache, CachedRows, to_device
+from miles_core.errors import MilesError
+from miles_embedded.engine.cache import Cache, CachedRows
+from miles_embedded.engine.store import to_device
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded, causal_mask
 from miles_embedded.model.indexer import Indexed, choose_in_parts
+from miles_embedded.model.states import Advance, LayerStates
 
 #: Kind of the cache slabs that store an indexer's keys.
 INDEX = "index"
@@ -110,6 +113,38 @@ class PromptCall:
         self.store(INDEX, indexed.module.layer_idx, keys.unsqueeze(1))
         return ChosenKeys(None if mask is None else mask.unsqueeze(1))
 
+    def advance(self, module: Any, hidden: Tensor, compute: Advance) -> Tensor:
+        """See ``Call.advance``. Prompts of equal length are computed together, so that each one's state is that after its last token."""
+        flat = hidden[0]
+        if self.cache is None or self.slots is None:  # no state is kept, so padding at the end has no effect
+            out = compute(self.pad(flat), None).flatten(0, 1)
+            return (out if self.even else out.index_select(0, self._unpad)).unsqueeze(0)
+        parts = []
+        for prompts, rows in self._by_length:
+            states = LayerStates()
+            batch = flat.index_select(0, rows).view(len(prompts), -1, flat.shape[-1])
+            parts.append(compute(batch, states).flatten(0, 1))
+            slots = to_device(self.slots[prompts], flat.device)
+            for key, kept in states.kept.items():
+                self.cache.prefixes.state(module.layer_idx, key, kept)[slots] = kept
+        return torch.cat(parts).index_select(0, self._by_length_inverse).unsqueeze(0)
+
+    @cached_property
+    def _by_length(self) -> list[tuple[np.ndarray, Tensor]]:
+        """Prompts of each length, and the rows of their tokens."""
+        size = np.asarray(self.lengths, np.int64)
+        start = size.cumsum() - size
+        found = []
+        for length in np.unique(size):
+            prompts = np.flatnonzero(size == length)
+            rows = (start[prompts, None] + np.arange(length)).ravel()
+            found.append((prompts, to_device(rows, self.ctx.rows.device)))
+        return found
+
+    @cached_property
+    def _by_length_inverse(self) -> Tensor:
+        return torch.cat([rows for _, rows in self._by_length]).argsort()
+
     def store(self, kind: str, layer: int, entries: Tensor) -> None:
         """Store entries [sequences, heads, longest, ...] if this call has cache slots."""
         if self.cache is None or self.slots is None:
@@ -174,6 +209,16 @@ class DecodeCall:
         if not held.even:
             out = out.index_select(0, held.query_unpad)
         return out.unsqueeze(0)
+
+    def advance(self, module: Any, hidden: Tensor, compute: Advance) -> Tensor:
+        """See ``Call.advance``."""
+        held = self.rows
+        if held.queries > 1 or held.parents is not None:
+            raise MilesError(
+                f"{type(module).__name__} keeps a state after its last token only, so a decoder cannot feed several tokens per step and "
+                "drop some of them; run without drafts"
+            )
+        return advance_rows(held.cache, *held.states, module, hidden, compute)
 
     def choose(self, indexed: Indexed) -> ChosenKeys:
         """See ``Call.choose``."""
@@ -247,6 +292,25 @@ class DecodeCall:
         rows = by_group.view(held.groups, kv_heads, held.members, -1, n).transpose(1, 2)
         rows = rows.reshape(held.groups * held.members, kv_heads, -1, n)
         return rows if held.scatter is None else rows.index_select(0, held.scatter)
+
+
+def advance_rows(cache: Cache, before: Tensor, after: Tensor, module: Any, hidden: Tensor, compute: Advance) -> Tensor:
+    """Compute a layer for one token of each row; reads no number from the host.
+
+    Args:
+        cache: with the states of the rows.
+        before, after: [rows] where the states in front of the tokens are, and where those after them are stored.
+        module, hidden, compute: see ``Call.advance``.
+
+    Returns:
+        [1, rows, hidden].
+    """
+    slabs = cache.own.states[module.layer_idx]
+    states = LayerStates({key: slab.index_select(0, before) for key, slab in slabs.items()})
+    out = compute(hidden[0].unsqueeze(1), states)
+    for key, slab in slabs.items():
+        slab.index_copy_(0, after, states.kept[key].to(slab.dtype))
+    return out.transpose(0, 1)
 
 
 def _batch(slab: Tensor, count: int, slots: Tensor | None, width: int) -> Tensor:

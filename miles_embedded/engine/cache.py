@@ -2,13 +2,15 @@
 
 It has two stores. ``prefixes`` stores the prompt of each group once, independently of the number of rows that continue it; ``own``
 stores the tokens each row generated. A store has one slab per layer and kind, [slots, heads, width, dim], which doubles when full.
+Layers that keep a state between tokens instead of keys and values (``model.states``) have slabs of their own: a prompt's state is the one
+after its last token, and a row starts with a copy of it.
 Live slots are always the first ones: when a row leaves, the last row moves to its slot, so a decode step attends to slices of the
 slabs without copying. Recorded fields of cached tokens are stored in additional slabs that follow the same moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,86 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles_embedded.engine.store import SLOTS, VERSIONS, Store, round_up, to_device
 from miles_embedded.model.attention import AttentionOptions
-
-_SLOTS, _WIDTH = 8, 16
-
-
-class Store:
-    """Slabs for one kind of sequence.
-
-    Attributes:
-        slabs: key -> [slots, heads, width, ...].
-        size: number of live slots.
-        slots, width: capacity of every slab.
-        lengths: [slots] tokens stored in each slot; valid up to ``size``.
-        generation: incremented when a slab is created or reallocated. Holders of slab addresses must refresh them then.
-    """
-
-    def __init__(self) -> None:
-        self.slabs: dict[Hashable, Tensor] = {}
-        self.size = 0
-        self.slots, self.width = _SLOTS, _WIDTH
-        self.generation = 0
-        self.lengths = np.zeros(_SLOTS, np.int64)
-
-    def slab(self, key: Hashable, heads: int, tail: Sequence[int], like: Tensor) -> Tensor:
-        """Return the slab ``key``, [slots, heads, width, *tail], created on first use with the dtype and device of ``like``.
-
-        New slabs are zero, because masked entries are still multiplied by a weight of zero.
-        """
-        found = self.slabs.get(key)
-        if found is None:
-            self.generation += 1
-            found = self.slabs[key] = like.new_zeros(self.slots, heads, self.width, *tail)
-        return found
-
-    def reserve(self, slots: int, width: int) -> None:
-        """Grow the capacity to at least ``slots`` slots of ``width`` tokens."""
-        if slots <= self.slots and width <= self.width:
-            return
-        slots = self.slots if slots <= self.slots else max(slots, min(2 * self.slots, slots + 256))
-        width = self.width if width <= self.width else round_up(max(width, min(2 * self.width, width + 1024)), _WIDTH)
-        self.generation += 1
-        for key, old in self.slabs.items():
-            new = old.new_zeros(slots, old.shape[1], width, *old.shape[3:])
-            # copy all columns: a slab may contain more entries than ``lengths`` counts
-            new[: self.size, :, : old.shape[2]] = old[: self.size]
-            self.slabs[key] = new
-        self.lengths = np.concatenate([self.lengths, np.zeros(slots - len(self.lengths), np.int64)])
-        self.slots, self.width = slots, width
-
-    def add(self, lengths: Sequence[int]) -> np.ndarray:
-        """Allocate slots for sequences of ``lengths`` tokens; returns the slot indices."""
-        first = self.size
-        self.reserve(first + len(lengths), int(max(lengths)))
-        self.size += len(lengths)
-        self.lengths[first : self.size] = lengths
-        return np.arange(first, self.size)
-
-    def remove(self, dead: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Free slots ``dead`` and move the last slots into the gaps; returns (destination, source) slots of the moves."""
-        left = self.size - len(dead)
-        holes = dead[dead < left]
-        alive = np.ones(self.size, bool)
-        alive[dead] = False
-        movers = np.flatnonzero(alive[left:]) + left
-        if len(holes):
-            width = int(self.lengths[movers].max())
-            indexes: dict[torch.device, tuple[Tensor, Tensor]] = {}
-            for slab in self.slabs.values():
-                if slab.device not in indexes:
-                    indexes[slab.device] = to_device(holes, slab.device), to_device(movers, slab.device)
-                to, source = indexes[slab.device]
-                slab[:, :, :width].index_copy_(0, to, slab[:, :, :width].index_select(0, source))
-            self.lengths[holes] = self.lengths[movers]
-        self.size = left
-        return holes, movers
-
-
-def round_up(value: int, step: int) -> int:
-    """Round ``value`` up to a multiple of ``step``."""
-    return -(-value // step) * step
 
 
 class Cache:
@@ -109,9 +33,9 @@ class Cache:
     """
 
     def __init__(self) -> None:
-        self.prefixes, self.own = Store(), Store()
-        self.prefix_of = np.zeros(_SLOTS, np.int64)
-        self.users = np.zeros(_SLOTS, np.int64)
+        self.prefixes, self.own = Store(), Store(VERSIONS)
+        self.prefix_of = np.zeros(SLOTS, np.int64)
+        self.users = np.zeros(SLOTS, np.int64)
         self._grouped: tuple[tuple[bytes, bytes, torch.device], SharedPrompts] | None = None
 
     @property
@@ -141,6 +65,10 @@ class Cache:
         self.prefix_of = _extend(self.prefix_of, self.own.slots)
         self.prefix_of[slots] = prefixes
         np.add.at(self.users, np.asarray(prefixes), 1)
+        for layer, of_layer in self.prefixes.states.items():
+            for key, slab in of_layer.items():
+                start, to = (to_device(np.asarray(x), slab.device) for x in (prefixes, slots * VERSIONS))
+                self.own.state(layer, key, slab).index_copy_(0, to, slab.index_select(0, start))
         return slots
 
     def remove_rows(self, dead: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -174,6 +102,8 @@ class Cache:
         own = self.own_lengths(slots, lengths)
         if (own > self.own.lengths[slots]).any():
             raise ValueError(f"cannot cut rows to {list(lengths)} tokens: the cache has fewer")
+        if self.own.states and (self.own.lengths[slots] - own >= VERSIONS).any():
+            raise ValueError(f"cannot cut rows to {list(lengths)} tokens: the states of its layers after them are gone")
         self.own.lengths[slots] = own
 
     def pick(self, slots: np.ndarray, front: np.ndarray, counts: np.ndarray, picked: np.ndarray) -> None:
@@ -199,11 +129,6 @@ class Cache:
 
 def _extend(values: np.ndarray, length: int) -> np.ndarray:
     return np.concatenate([values, np.zeros(max(length - len(values), 0), values.dtype)])
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy a host index array to ``device`` without waiting for a GPU."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -391,6 +316,13 @@ class CachedRows:
                 depth[:, node] = np.where(above < 0, 0, depth[np.arange(self.count), above] + 1)
             return ((self.prefix_lengths + self.front)[:, None] + depth[:, -self.queries :]).reshape(-1)
         return np.repeat(self.prefix_lengths + self.before, self.counts) + self.within
+
+    @cached_property
+    def states(self) -> tuple[Tensor, Tensor]:
+        """[rows] where the state of each row in front of the fed token is, and where the one after it is stored."""
+        first = self.slots * VERSIONS
+        before, after = (to_device(first + n % VERSIONS, self.device) for n in (self.before, self.after))
+        return before, after
 
     def write(self, slab: Tensor, flat: Tensor) -> None:
         """Store the fed tokens' entries [tokens, heads, ...] in ``slab`` of the own store."""

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from miles_core.errors import NonFiniteError, first_line
-from miles_embedded.engine.cache import to_device
 from miles_embedded.engine.graphs import Graphs, check_gap
 from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.static_attention import CannotBeStatic
 from miles_embedded.engine.static_prompts import MOST_TOKENS, PromptBatch, PromptShape, StaticPrompts, TooManyTokens
+from miles_embedded.engine.store import to_device
 from miles_embedded.model.operations import attention, operations_of
 
 log = logging.getLogger(__name__)

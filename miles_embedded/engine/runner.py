@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
 from miles_embedded.engine.attention import DecodeCall, PromptCall
-from miles_embedded.engine.cache import Cache, CachedRows, Store, to_device
+from miles_embedded.engine.cache import Cache, CachedRows
 from miles_embedded.engine.prompts import Prompts
+from miles_embedded.engine.store import Store, to_device
 from miles_embedded.model.call import Call
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype

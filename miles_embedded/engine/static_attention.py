@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from miles_core.contracts.trainer import Context
-from miles_embedded.engine.attention import product
-from miles_embedded.engine.cache import Cache, Store
+from miles_embedded.engine.attention import advance_rows, product
+from miles_embedded.engine.cache import Cache
 from miles_embedded.engine.runner import field_slab
 from miles_embedded.engine.static_batch import StaticBatch
+from miles_embedded.engine.store import VERSIONS, Store
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys
 from miles_embedded.model.indexer import Indexed
 from miles_embedded.model.row_readers import find_epilogue
+from miles_embedded.model.states import Advance
 
 #: Largest head dimension that the kernel supports.
 _WIDEST = 256
@@ -52,6 +54,10 @@ class DeviceCall:
     def choose(self, indexed: Indexed) -> ChosenKeys:
         """See ``Call.choose``."""
         raise CannotBeStatic("an indexer chooses the keys of its attention")
+
+    def advance(self, module: Any, hidden: Tensor, compute: Advance) -> Tensor:
+        """See ``Call.advance``."""
+        raise CannotBeStatic("its layers keep a state between tokens, which ends at the last token of each sequence")
 
     def write(self, slab: Tensor, entries: Tensor) -> None:
         """Store the fed tokens' entries [tokens, heads, ...] in ``slab`` of the store."""
@@ -129,6 +135,14 @@ class StaticCall(DeviceCall):
             return attend_rows(q.contiguous(), keys, values, self, scaling, options, epilogue, (key, value))[None]
         keys, values = self.append(module.layer_idx, key, value)
         return self._attend_with_torch(q, keys, values, scaling, options)[None]
+
+    def advance(self, module: Any, hidden: Tensor, compute: Advance) -> Tensor:
+        """See ``Call.advance``."""
+        if self.queries > 1:
+            return super().advance(module, hidden, compute)
+        first = self.slots * VERSIONS
+        before, after = (first + n % VERSIONS for n in (self.lengths, self.lengths + 1))
+        return advance_rows(self.cache, before, after, module, hidden, compute)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Store the fed tokens' keys and values of a layer, [1, heads, count * queries, dim] each; on a GPU in one launch.

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_embedded.engine.cache import to_device
 from miles_embedded.engine.sampling import Params
+from miles_embedded.engine.store import to_device
 
 
 class StaticBatch:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from miles_core.contracts.trainer import Context
-from miles_embedded.engine.cache import Cache, round_up
+from miles_embedded.engine.cache import Cache
 from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.static_attention import CannotBeStatic, DeviceCall
+from miles_embedded.engine.store import round_up
 from miles_embedded.model.attention import AttentionOptions, attend_padded
 from miles_embedded.model.flash import Sequences, flash_forward, flash_supports, pad_heads
 

@@ -11,11 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from miles_embedded.engine.cache import round_up
 from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.sampling import sample_on_device, stream_start, uniform
 from miles_embedded.engine.static_attention import StaticCall
 from miles_embedded.engine.static_batch import StaticBatch
+from miles_embedded.engine.store import round_up
 from miles_embedded.kernels.available import kernels_run
 from miles_embedded.model.operations import divide_by_temperature, log_softmax, operations_of
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from miles_core.contracts.trainer import Context
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys, window_mask
 from miles_embedded.model.indexer import Indexed, watch_indexer
+from miles_embedded.model.states import Advance, use_states
 
 
 class Call(Protocol):
@@ -59,6 +60,18 @@ class Call(Protocol):
             [1, rows, heads, value dim].
         """
 
+    def advance(self, module: nn.Module, hidden: Tensor, compute: Advance) -> Tensor:
+        """Compute a layer that keeps a state between tokens, sequence by sequence.
+
+        Args:
+            module: the layer's module with the state; ``module.layer_idx`` is the layer's index.
+            hidden: [1, rows, hidden] for the rows of this call.
+            compute: computes the layer for batches of sequences, see ``states.Advance``.
+
+        Returns:
+            [1, rows, hidden].
+        """
+
     def choose(self, indexed: Indexed) -> ChosenKeys:
         """Choose keys for the rows of this call with an indexer, in the form that ``attend`` of the same call expects."""
 
@@ -80,7 +93,7 @@ def watch_layers(backbone: nn.Module, layers: nn.ModuleList) -> None:
     """Make ``active_context()`` valid inside these layers, in the forward pass and in recomputation.
 
     Recomputation calls a layer's ``forward`` without the layer's hooks, but with those of its submodules. The context is therefore set
-    at the start of attention; every family attends before it routes.
+    at the start of attention and of modules that keep a state; layers with neither get it from ``recomputation``.
     """
     for layer in layers:
         for child in layer.children():
@@ -90,17 +103,29 @@ def watch_layers(backbone: nn.Module, layers: nn.ModuleList) -> None:
                 if indexer is not None:
                     child.register_forward_pre_hook(_with_mask, with_kwargs=True)
                     watch_indexer(indexer, lambda: _active.call)
+    use_states(layers, _enter_states)
     backbone.register_forward_pre_hook(_begin, with_kwargs=True)
     backbone.register_forward_hook(_leave, always_call=True)
 
 
 def _begin(backbone: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    _active.call = kwargs.get("call")
+    enter_call(kwargs.get("call"))
 
 
 def _enter(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    call = kwargs.get("call")
+    enter_call(kwargs.get("call"))
+
+
+def enter_call(call: Call | None) -> None:
+    """Make ``call`` the active call of this thread, until the backbone's forward ends or another call is entered."""
     _active.call, _active.ctx = call, None if call is None else call.ctx
+
+
+def _enter_states(call: Call | None) -> Call | None:
+    """Make the call that a module with a state received the active one. Not every layer passes it on (Jamba)."""
+    if call is not None:
+        enter_call(call)
+    return active_call()
 
 
 def _with_mask(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
-from miles_embedded.manifest import LAYER_TYPES
+from miles_embedded.manifest import LAYER_TYPES, STATE_TYPES
 from miles_embedded.model.attention import window_mask
 from miles_embedded.model.call import watch_layers
 from miles_embedded.model.dequantize import dequantize
@@ -46,6 +46,7 @@ from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.operations import call_attention, make_mask, tune_by_position
 from miles_embedded.model.parts import backbone, configuration, decoder_layers, head, text_configuration
 from miles_embedded.model.rotary_entries import complete_rotary
+from miles_embedded.model.states import stateful_modules
 from miles_embedded.model.value_head import replace_output
 
 NAME = "miles"
@@ -225,7 +226,7 @@ def refuse_config(model: nn.Module) -> None:
         CheckpointError: it has unsupported layers, or rotary frequencies that are not finite.
     """
     _refuse_unknown_attention(model)
-    decoder_layers(model)
+    _refuse_unknown_states(model)
     for name, module in model.named_modules():
         if getattr(module, "inv_freq", None) is not None and hasattr(module, "config"):
             made: Any = type(module)(module.config)  # the model itself may be on the meta device, without values
@@ -313,6 +314,17 @@ def _refuse_unknown_attention(model: nn.Module) -> None:
             f"{type(model).__name__} has layers of type {', '.join(sorted(kinds))} (layer_types in config.json), which the "
             "embedded backend does not compute; use another engine and trainer"
         )
+
+
+def _refuse_unknown_states(model: nn.Module) -> None:
+    """CheckpointError for layers that should keep a state, but not through the methods of Transformers' cache (``states``)."""
+    kinds = getattr(text_configuration(model), "layer_types", None) or ()
+    for number, (layer, kind) in enumerate(zip(decoder_layers(model), kinds, strict=False)):
+        if kind in STATE_TYPES and next(stateful_modules(layer), None) is None:
+            raise CheckpointError(
+                f"layer {number} of {type(model).__name__} is of type {kind}, but its code keeps its state in a way that the embedded backend "
+                "does not support; use another engine and trainer"
+            )
 
 
 def has_windows(model: nn.Module) -> bool:

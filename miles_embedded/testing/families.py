@@ -51,6 +51,11 @@ _LONG = {
     "short_factor": [1.0] * 4,
     "long_factor": [4.0] * 4,
 }
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "layer_types": ["linear_attention", "full_attention"],
+}
 _GEMMA4 = tiny.ROUTER_FAMILIES["gemma4"][1]
 _TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _IMAGE = {**_TOWER, "image_size": 28, "patch_size": 14}
@@ -119,6 +124,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5Config", _COMMON),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", _HEADS),
     "seed_oss": ("SeedOssConfig", _HEADS),
+    "qwen3_next": ("Qwen3NextConfig", {**_HEADS, **_MOE, **_DELTA, "shared_expert_intermediate_size": 16}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", {**_HEADS, **_DELTA}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {**_HEADS, **_MOE, **_DELTA, "shared_expert_intermediate_size": 16}),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **_LATENT,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
+    "olmo_hybrid": ("OlmoHybridConfig", {**_COMMON, **_DELTA, "linear_num_key_heads": 4}),
+    "lfm2": ("Lfm2Config", {**_COMMON, "layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {**_COMMON, **_MOE, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    ),
+    "falcon_h1": ("FalconH1Config", {**_HEADS, **_MAMBA, "mamba_d_ssm": 32, "mamba_d_head": 8}),
+    "bamba": ("BambaConfig", {**_COMMON, **_MAMBA, "attn_layer_indices": [1]}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_COMMON,
+            **_LOCAL_MOE,
+            **_MAMBA,
+            "shared_intermediate_size": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
     "gemma3": (
         "Gemma3Config",
         {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +19,11 @@ from miles_core.data.batch import to_device
 from miles_embedded.model.attention import AttentionOptions, ChosenKeys, attend_padded
 from miles_embedded.model.flash import flash_supports
 from miles_embedded.model.indexer import Indexed, choose_in_parts
+from miles_embedded.model.states import Advance
 from miles_embedded.trainer.flash import FlashPlan, flash, flash_gradients
 from miles_embedded.trainer.packing import Ints, Packing, Segments
-
-#: The shortest segment of a bucket has at least this fraction of its longest (or differs by at most _SLACK rows).
-_FILL = 0.75
-_SLACK = 16
+from miles_embedded.trainer.rows import Collect, Spread, group_similar
+from miles_embedded.trainer.states import StateGroups
 
 
 @dataclass
@@ -100,6 +98,10 @@ class PackedCall:
     def buckets(self) -> Buckets:
         """Buckets of the packing, created on first use."""
         return Buckets(self.packing)
+
+    @cached_property
+    def _states(self) -> StateGroups:
+        return StateGroups(self.packing)
 
     @cached_property
     def _flash(self) -> FlashPlan:
@@ -181,6 +183,10 @@ class PackedCall:
         flat = torch.cat([o.transpose(1, 2).reshape(-1, heads, width) for o in outputs])
         return Collect.apply(flat, *index)
 
+    def advance(self, module: nn.Module, hidden: Tensor, compute: Advance) -> Tensor:
+        """See ``Call.advance``."""
+        return self._states.advance(hidden, compute)
+
     def choose(self, indexed: Indexed) -> ChosenKeys:
         """See ``Call.choose``."""
         if self.longest <= indexed.most:
@@ -209,37 +215,6 @@ def _segments(x: Tensor, bucket: Bucket) -> Tensor:
     return x[bucket.slot : bucket.slot + s * length].view(s, length, *x.shape[1:])
 
 
-class Spread(torch.autograd.Function):
-    """Gather rows into slots: [rows, ...] -> [slots, ...]. Every row has one slot, so the backward pass is a gather too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, inverse: Tensor, pads: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return grads[0].index_select(0, inverse), None, None, None
-
-
-class Collect(torch.autograd.Function):
-    """Gather slots into rows: [slots, ...] -> [rows, ...]. Padding slots receive no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, inverse: Tensor, pads: Tensor) -> Tensor:
-        ctx.save_for_backward(slots, pads)
-        return x.index_select(0, inverse)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        slots, pads = ctx.saved_tensors
-        grad = grads[0].index_select(0, slots)
-        if len(pads):
-            grad.index_fill_(0, pads, 0.0)
-        return grad, None, None, None
-
-
 def _buckets(packing: Packing) -> tuple[list[Bucket], list[Bucket], Ints, np.ndarray]:
     """Return trunk buckets, branch buckets, the row in each slot and which slots are padding."""
     slots: list[Ints] = []
@@ -259,7 +234,7 @@ def _buckets(packing: Packing) -> tuple[list[Bucket], list[Bucket], Ints, np.nda
         size += len(chosen) * bucket.length
         return bucket
 
-    trunks = [make(packing.trunks, chosen) for chosen in _group_similar(packing.trunks.length)]
+    trunks = [make(packing.trunks, chosen) for chosen in group_similar(packing.trunks.length)]
     where = np.zeros(len(packing.trunks), np.int64)
     within = np.zeros(len(packing.trunks), np.int64)
     for i, bucket in enumerate(trunks):
@@ -269,25 +244,13 @@ def _buckets(packing: Packing) -> tuple[list[Bucket], list[Bucket], Ints, np.nda
     home = where[packing.branches.trunk]
     for i in np.unique(home):
         members = (home == i).nonzero()[0]
-        for similar in _group_similar(packing.branches.length[members]):
+        for similar in group_similar(packing.branches.length[members]):
             bucket = make(packing.branches, members[similar])
             bucket.trunk_bucket = int(i)
             trunk = torch.from_numpy(within[packing.branches.trunk[bucket.segments]])
             bucket.trunk = to_device(trunk, packing.rows.device)
             branches.append(bucket)
     return trunks, branches, np.concatenate(slots), np.concatenate(pads)
-
-
-def _group_similar(lengths: Ints) -> list[Ints]:
-    """Group indices by similar length, longest first; indices stay ascending within a group."""
-    order = np.argsort(-lengths, kind="stable")
-    found: list[Ints] = []
-    while len(order):
-        longest = lengths[order[0]]
-        same = lengths[order] >= min(_FILL * longest, longest - _SLACK)
-        found.append(np.sort(order[same]))
-        order = order[~same]
-    return found
 
 
 def _make_mask(buckets: Buckets, packing: Packing, bucket: Bucket, options: AttentionOptions | None = None) -> Tensor:

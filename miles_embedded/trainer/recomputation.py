@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from miles_embedded.model.call import enter_call
 from miles_embedded.model.parts import decoder_layers
 
 
@@ -29,12 +30,23 @@ def recompute_layers(model: nn.Module, sharded: bool = False, observed: bool = F
     # dropout, stay in evaluation mode, because a policy's log-probs must not be random.
     for layer in decoder_layers(model):
         layer.training = True
-        if not sharded and not observed and hasattr(layer, _FUNCTION):
-            setattr(layer, _FUNCTION, recompute)
+        if hasattr(layer, _FUNCTION):
+            plain = not sharded and not observed
+            setattr(layer, _FUNCTION, partial(_enter_and_run, recompute if plain else getattr(layer, _FUNCTION)))
 
 
 #: Attribute of Transformers' layers: called with the layer's forward and its positional arguments.
 _FUNCTION = "_gradient_checkpointing_func"
+
+
+def _enter_and_run(function: Callable[..., Any], forward: partial[Any], *args: Any) -> Any:
+    """Call ``function`` with a forward that first makes the layer's call the active one: not every layer passes it on to its modules."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        enter_call(kwargs.get("call"))
+        return forward.func(*args, **kwargs)
+
+    return function(partial(run, *forward.args, **forward.keywords), *args)
 
 
 def recompute(forward: partial[Any], *args: Any) -> Any:

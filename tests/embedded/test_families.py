@@ -39,6 +39,7 @@ ALIKE = {
     "olmo2",
     "olmoe",
 }
+ALIKE |= {"qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "granitemoehybrid"}
 ALIKE |= {"smollm3", "starcoder2", "ernie4_5", "hunyuan_v1_dense", "seed_oss", "qwen2_vl", "cohere"}
 
 
@@ -48,6 +49,7 @@ def test_it_is_what_transformers_computes(family, tmp_path, monkeypatch):
     if lacking(family):
         fixes = (
             "pip install 'transformers >=5.13'",
+            "pip install 'transformers >=5.24'",
             "pip install 'transformers !=5.24.0'",
             "is there a newer release?",
         )
@@ -92,7 +94,7 @@ def test_what_the_installed_transformers_lacks_is_refused(monkeypatch):
     assert "5.12.1" in found[0] and "transformers >=5.13" in found[1]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3", "phi3", "qwen3_next", "bamba"])
 def test_the_self_check_lets_it_pass(family, tmp_path):
     self_check(
         load_model(family_checkpoint(family, tmp_path / family), dtype="bfloat16" if "moe" in family else "auto")
@@ -119,7 +121,7 @@ def test_the_page_lists_them_and_what_the_plan_refuses():
 @pytest.mark.parametrize(
     ("kind", "layers", "words"),
     [
-        ("qwen3_next", None, "cannot run a model of type qwen3_next"),
+        ("mamba2", None, "cannot run a model of type mamba2"),
         ("gpt2", None, "cannot run a model of type gpt2"),
         ("made_up", ["full_attention", "rwkv"], "cannot run layers of type rwkv (layer_types in config.json)"),
         ("qwen3", ["full_attention", "sliding_attention"], ""),
@@ -130,7 +132,17 @@ def test_the_plan_says_no_to_what_the_build_would_refuse(kind, layers, words):
     found = review(Facts(config_facts(config)), config).problems
     assert [p.headline.removeprefix("embedded ") for p in found] == [words] * bool(words)
     with pytest.raises(PlanError, match="use another engine and trainer"):
-        plan(facts=["model.type=qwen3_next"])
+        plan(facts=["model.type=mamba2"])
+
+
+def test_drafts_for_layers_with_a_state_are_refused_in_the_plan():
+    config = {"model_type": "qwen3_next"}
+    facts = [*config_facts(config), Fact("engine", "embedded", ""), Fact("plugin.speculative", True, "")]
+    (found,) = review(Facts(facts), config).problems
+    assert (
+        "model of type qwen3_next with the plugin speculative" in found.headline and "rejected drafts" in found.because
+    )
+    assert not review(Facts(facts[:-1]), config).problems
 
 
 def test_a_gpu_that_is_not_there_is_refused_in_the_plan():

@@ -150,11 +150,14 @@ def test_a_window_over_all_keys_is_none():
     assert AttentionOptions(8, sinks).within(8).window == 0 and AttentionOptions(8, sinks).within(8).sinks is sinks
 
 
-def test_layers_that_do_more_than_attend_are_refused():
+def test_layers_with_a_state_of_their_own_kind_are_refused():
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.Qwen3NextConfig(**COMMON, **MOE, head_dim=16), attn_implementation="miles"
+        transformers.MiniMaxConfig(
+            **COMMON, num_local_experts=4, head_dim=16, layer_types=["full_attention", "linear_attention"]
+        ),
+        attn_implementation="miles",
     )
-    with pytest.raises(CheckpointError, match="layers of type linear_attention"):
+    with pytest.raises(CheckpointError, match="layer 1 of MiniMaxForCausalLM is of type linear_attention"):
         prepare(model)
 
 

@@ -1,0 +1,103 @@
+"""Layers that keep a state between tokens: gated delta nets, Mamba layers, short convolutions.
+
+Attention keeps keys and values, which the call caches. These layers keep tensors of a fixed size per sequence instead: the last inputs of a
+convolution, and a recurrent state. Transformers' modules read and write them through methods of its cache. Here ``LayerStates`` has these
+methods, for the sequences of one call of one module, and the module's own forward computes the layer. Each kind of call (``Call.advance``)
+divides its rows into batches of sequences, provides the states in front of them and stores those after them.
+
+The forward of a module that plugins replaced (its class changed) is not divided into sequences; see ``parts.put_forward``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from miles_embedded.model.parts import put_forward
+
+#: (kind of state, its index in the layer).
+StateKey = tuple[str, int]
+#: Computes a layer for a batch of sequences [sequences, tokens, hidden] with their states; None starts each and keeps no state.
+Advance = Callable[[Tensor, "LayerStates | None"], Tensor]
+
+CONVOLUTION, RECURRENT = "convolution", "recurrent"
+#: Methods of Transformers' cache that modules with a state call.
+_UPDATES = {"update_conv_state", "update_recurrent_state"}
+
+
+class LayerStates:
+    """States of one layer for a batch of sequences, with the methods of Transformers' cache that its module calls.
+
+    Args:
+        given: states after the tokens in front of the batch, [sequences, ...] each; empty for sequences that start. A module may modify
+            them in place if every sequence has one token.
+
+    Attributes:
+        kept: states after the tokens of the batch; complete after the forward.
+    """
+
+    def __init__(self, given: dict[StateKey, Tensor] | None = None) -> None:
+        self._given = dict(given or {})
+        self.kept = dict(self._given)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the last inputs of the layer's convolution, [sequences, channels, width]; None if the sequences start."""
+        return self._given.get((CONVOLUTION, state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        """Append inputs of the convolution [sequences, channels, tokens]; returns all inputs that their outputs depend on."""
+        width = conv_kernel_size or conv_states.shape[-1]
+        key = CONVOLUTION, state_idx
+        if key in self._given:
+            inputs = torch.cat([self._given[key], conv_states], -1)
+        else:
+            inputs = nn.functional.pad(conv_states, (max(width - conv_states.shape[-1], 0), 0))
+        self.kept[key] = inputs[..., -width:]
+        return inputs
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the recurrent state [sequences, ...]; None if the sequences start."""
+        return self._given.get((RECURRENT, state_idx))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        """Replace the recurrent state."""
+        self.kept[RECURRENT, state_idx] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether earlier states are kept: never."""
+        return False
+
+
+def stateful_modules(layer: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a decoder layer that keep a state, found by the methods of the cache that their forward calls."""
+    for module in layer.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and _UPDATES & set(code.co_names):
+            yield module
+
+
+def use_states(layers: nn.ModuleList, enter: Callable[[Any], Any]) -> None:
+    """Make the modules of ``layers`` that keep a state compute the sequences of a call.
+
+    Args:
+        layers: decoder layers.
+        enter: called with the call that the layer received, or None; returns the call that is active.
+    """
+
+    def forward(module: Any, hidden_states: Tensor, *args: Any, call: Any = None, **kwargs: Any) -> Tensor:
+        own, call = type(module).forward, enter(call)
+        if call is None:
+            return own(module, hidden_states, *args, **kwargs)
+        out: Tensor = call.advance(module, hidden_states, lambda x, states: own(module, x, cache=states))
+        return out
+
+    for layer in layers:
+        for module in stateful_modules(layer):
+            put_forward(module, forward)
