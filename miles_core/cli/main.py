@@ -83,7 +83,7 @@ def _dispatch(words: list[str]) -> int:
     if name in ("--version", "-V"):
         print(f"miles-core {__version__}")
         return 0
-    # core's commands read the plugins themselves, for their options; loading all manifests twice would take a third of a plan's time
+    # core's commands read the manifests themselves, for the options; reading them twice would take a tenth of a plan's time
     commands = Commands({}) if name in CORE_COMMANDS else Commands.installed()
     if name not in commands:
         raise MilesError(_explain_unknown(name, commands))
