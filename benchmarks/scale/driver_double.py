@@ -154,11 +154,11 @@ class DoubleLearner(LearnerHandle):
         from miles_core.contracts.runtime import TrainedTokens
         from miles_core.train.data_shard import merge_recorded, split_by_replica
         from miles_workers.remote_tokens import pack_tokens, refer_tokens
-        from miles_workers.sample_list import pack_share
+        from miles_workers.sample_list import pack_shard
 
         shares = split_by_replica(samples, self.run.config.train, 2)
         for share in shares:
-            sent = local_channel.Message(pack_share(share))
+            sent = local_channel.Message(pack_shard(share))
             if sent.buffers:
                 os.close(write_buffers(sent.buffers))
         seen = []

@@ -18,7 +18,7 @@ from miles_workers.object_ref import ObjectRef
 from miles_workers.remote_sample import heads, pack_samples, refer
 from miles_workers.remote_tokens import pack_tokens, refer_tokens
 from miles_workers.rollout_worker import GroupOrder, Letters, News
-from miles_workers.sample_list import pack_share
+from miles_workers.sample_list import pack_shard
 
 ROOT = Path(__file__).parents[2]
 #: Issue 30: the driver handles less than this per sample.
@@ -81,7 +81,7 @@ def messages(groups: list[list[Sample]], at_once: int, options: object) -> dict[
         for head, ref in zip(sent, refs, strict=True):
             samples += refer(head, ref)
     shares = split_by_replica(samples, options, 2)
-    found["to_ranks"] = sum(size((1, "learn", (pack_share(share), 3))) for share in shares)
+    found["to_ranks"] = sum(size((1, "learn", (pack_shard(share), 3))) for share in shares)
     recorded = []
     for share in shares:
         ref: ObjectRef = pack_tokens([Recorded() for _ in share.samples])
