@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -108,7 +108,15 @@ class Steps:
             self.reporter.send(**{name: statistics.fmean(step[name] for step in counted) for name in counted[0]})
 
 
-def alternate(workers: Sequence[Worker], turns: int, warm_up: int) -> dict[str, list[dict[str, Any]]]:
+class Side(Protocol):
+    """What takes turns with others: a ``Worker``, or a process per turn."""
+
+    name: str
+
+    def turn(self) -> dict[str, Any]: ...
+
+
+def alternate(workers: Sequence[Side], turns: int, warm_up: int) -> dict[str, list[dict[str, Any]]]:
     """``turns`` measured turns of each, A B A B ..., after ``warm_up`` unmeasured ones."""
     reports: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}
     for number in range(warm_up + turns):

@@ -12,6 +12,7 @@ tools (like Qwen2.5's) or also removes earlier reasoning (like Qwen3's, ``--temp
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
@@ -232,7 +233,8 @@ def read_versions(python: str) -> dict[str, str]:
     return installed("miles-core", "uvicorn", "transformers", "tokenizers") | json.loads(done.stdout)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = options(__doc__)
     parser.add_argument("--tokenizer", help="a checkpoint's directory, or a tokenizer.json")
     parser.add_argument("--tokenizer-name", default="", help="name in the result and in its file's name")
@@ -244,6 +246,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="with --checkpoint: tokens per answer")
     parser.add_argument("--verbose", action="store_true", help="show the agents' own output")
     given = parser.parse_args()
+    if not (given.checkpoint or given.tokenizer):
+        parser.error("give --tokenizer or --checkpoint")
+    return given
+
+
+def main() -> None:
+    given = parse()
     if given.checkpoint:
         models = {}
         for agent in given.agents.split(","):
@@ -257,8 +266,6 @@ def main() -> None:
             f"model-{given.template}",
         )
         return
-    if not given.tokenizer:
-        parser.error("give --tokenizer or --checkpoint")
     tokenizer = read_tokenizer(Path(given.tokenizer))
     tokenizer.chat_template = {"chatml": CHATML, "strips": STRIPS}[given.template]
     renderer = Renderer(tokenizer)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Reporter, Steps, Worker, alternate, finish, installed, medians, options, spread
-from benchmarks.training.grpo_step import SAMPLES, trl_config
+from benchmarks.training.grpo_step import SAMPLES, time_method, trl_config
 
 #: Tokens of one answer, and of all answers and results of a sample together (TRL's limit).
 ANSWER, COMPLETION = 32, 96
@@ -191,7 +191,8 @@ def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
 
-    turn, calls, spent = Steps(reporter, given.steps_a_turn), [0], [0.0]
+    turn, calls = Steps(reporter, given.steps_a_turn), [0]
+    phases = {"generate": 0.0}
 
     class Environment(load_shop(Path(given.tools))):  # type: ignore[misc]
         def reset(self, **_: Any) -> None:
@@ -214,21 +215,12 @@ def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             seconds = time.perf_counter() - Held.started
-            turn.report(seconds=seconds, calls=calls[0] / given.trl_batch, generate=spent[0])
-            calls[0], spent[0] = 0, 0.0
+            turn.report(seconds=seconds, calls=calls[0] / given.trl_batch, **phases)
+            calls[0], phases["generate"] = 0, 0.0
             turn.wait()
             Held.started = time.perf_counter()
 
-    inner = GRPOTrainer._generate
-
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            spent[0] += time.perf_counter() - started
-
-    GRPOTrainer._generate = generate
+    time_method(GRPOTrainer, "_generate", "generate", phases, given)
     rows = [json.loads(line)["prompt"] for line in Path(given.prompts).read_text().splitlines()]
     with tempfile.TemporaryDirectory() as directory:
         config = trl_config(directory, given)

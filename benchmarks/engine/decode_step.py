@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine.checkpoints import SIZES, make_model
 from benchmarks.engine.embedded_rollout import make_engine
 from benchmarks.engine.rollout_sides import requests
-from benchmarks.engine.sglang_engine import SIZES, make_model
 from benchmarks.measure import finish, installed, options
 
 #: The first responses have ROOM tokens, so that the cache is large enough. Before a step is replayed, responses have BEFORE tokens; every replay

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.sglang_engine import make_model
+from benchmarks.engine.checkpoints import make_model
 from benchmarks.measure import finish, installed, options
 from miles_core.data.weight_unit import WeightUnit
 from miles_core.engine import Request, Sampling

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine.checkpoints import SIZES, make_model
 from benchmarks.engine.embedded_rollout import PROMPT, Result, make_engine
-from benchmarks.engine.sglang_engine import SIZES, engine_for, make_model
+from benchmarks.engine.sglang_engine import engine_for
 from benchmarks.measure import commit, finish, installed, options
 from miles_core.engine import Request, Sampling
 

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine.checkpoints import word_tokenizer
 from benchmarks.engine.drafting_model import pretrained, random_checkpoint, train
 from benchmarks.engine.languages import Language
-from benchmarks.engine.sglang_engine import word_tokenizer
 from benchmarks.measure import commit, finish, installed, options
 from miles_embedded import export_checkpoint, load_model
 from miles_speculative.head import attach

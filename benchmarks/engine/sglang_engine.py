@@ -24,65 +24,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine.checkpoints import SIZES, VOCABULARY, make_model
 from benchmarks.measure import commit, finish, installed, options
 from miles_core.data import Sample, WeightUnit, collate
 from miles_core.engine import Request, Sampling
 from miles_core.trainer import Callbacks
 from miles_formats import Codec, FormatCodec
-
-SIZES: dict[str, dict[str, Any]] = {
-    "dense": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 12},
-    "moe": {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16},
-    # Qwen3-8B but for its vocabulary
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2},
-}
-EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True}
-VOCABULARY = 32000
-
-
-def make_model(kind: str, directory: Path) -> Path:
-    """A random checkpoint with a tokenizer of one word an id."""
-    import transformers
-
-    common = {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": 1}
-    common |= {
-        "head_dim": 64 if kind == "tiny" else 128,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        **SIZES[kind],
-    }
-    if kind in ("dense", "8b"):
-        config = transformers.Qwen3Config(**common, pad_token_id=0)
-    else:
-        config = transformers.Qwen3MoeConfig(**common, **EXPERTS, pad_token_id=0)
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=1.0 / parameter.shape[-1] ** 0.5)
-    model.save_pretrained(directory)
-    word_tokenizer().save_pretrained(directory)
-    return directory
-
-
-def word_tokenizer(vocabulary: int = VOCABULARY) -> Any:
-    """Of the words w2, w3, ... behind two special ones: one an id."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, vocabulary))]
-    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
 
 
 class Results:

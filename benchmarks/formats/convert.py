@@ -173,7 +173,7 @@ def main() -> None:
     arguments.add_argument("--save", action="store_true")
     given = arguments.parse_args()
     sys.path.insert(0, str(ROOT))
-    from benchmarks.project.startup import processor
+    from benchmarks.measure import hardware
     from miles_core.config.load import load
     from miles_formats.convert.installed import format_class, providers
     from miles_formats.options import codec_for
@@ -201,7 +201,7 @@ def main() -> None:
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
         ).stdout.strip(),
         "python": platform.python_version(),
-        "hardware": processor(),
+        "hardware": hardware(),
         "load_average": round(os.getloadavg()[0], 1),
         "command": " ".join(["python", "benchmarks/formats/convert.py", *sys.argv[1:]]),
         "workers": given.workers,

@@ -329,14 +329,8 @@ def main() -> None:
         report(given, True)
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line; ``words``: flags in its place."""
-    parser = options(__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the runs")
-    parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="none: only the warm starts")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the task, the model and its training, which all arms share."""
     parser.add_argument("--steps", type=int, default=60, help="rollouts of a run")
     parser.add_argument("--updates", type=int, default=8, help="optimizer steps per rollout")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a rollout, 8 samples each")
@@ -362,6 +356,17 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--sft-steps", type=int, default=300)
     parser.add_argument("--sft-batch", type=int, default=256)
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line; ``words``: flags in its place."""
+    parser = options(__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the runs")
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="none: only the warm starts")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    add_training_options(parser)
     parser.add_argument(
         "--prefix",
         default="",

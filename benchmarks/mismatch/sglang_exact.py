@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine import sglang_engine as base
+from benchmarks.engine.checkpoints import VOCABULARY, make_model
 from benchmarks.measure import finish, installed, options
 from benchmarks.mismatch import sglang_shared_kernels as shared
 from miles_core.data import Sample, collate
@@ -192,7 +193,7 @@ def main() -> None:
     for name in ("--checkpoint", "--work"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    for name, value in (("requests", 256), ("vocabulary", base.VOCABULARY), ("tokens", TOKENS), ("precision", "bf16")):
+    for name, value in (("requests", 256), ("vocabulary", VOCABULARY), ("tokens", TOKENS), ("precision", "bf16")):
         setattr(given, name, value)
     given.routes = False
     given.fp8_gemm, given.eager, given.deterministic, given.bucket = "", True, False, 512
@@ -201,7 +202,7 @@ def main() -> None:
         (given.work / "result.json").write_text(json.dumps(found))
         return
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint = base.make_model(given.model, Path(directory) / "model")
+        checkpoint = make_model(given.model, Path(directory) / "model")
         with ThreadPoolExecutor(len(given.variants)) as pool:
             runs = {pool.submit(run_variant, name, given, checkpoint, Path(directory)): name for name in given.variants}
             trainers, rows = load_trainers(checkpoint, given.trainer == "megatron"), {}

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.sglang_engine import EXPERTS, VOCABULARY
+from benchmarks.engine.checkpoints import EXPERTS, VOCABULARY
 from benchmarks.training.sglang_step import workload
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.sglang_engine import word_tokenizer
+from benchmarks.engine.checkpoints import word_tokenizer
 from benchmarks.measure import commit, finish, installed, options
 from benchmarks.planning.cluster_options import flags_of, make_config, run_options
 from benchmarks.planning.cluster_prediction import compare, predict, simulate

@@ -106,7 +106,7 @@ def measure(
         prompt: tokens of a prompt.
     """
     found: dict[str, Any] = {}
-    plain, traffic = loop.step, Traffic()
+    plain, traffic, tokens = loop.step, Traffic(), groups * size * length
 
     async def step(run: Any, *rest: Any) -> None:
         processor, wall = time.process_time(), time.perf_counter()
@@ -114,9 +114,7 @@ def measure(
             traffic.bytes.clear()
         await plain(run, *rest)
         found["step_seconds"] = round(time.perf_counter() - wall, 3)
-        found["driver_microseconds_per_token"] = round(
-            (time.process_time() - processor) / (groups * size * length) * 1e6, 3
-        )
+        found["driver_microseconds_per_token"] = round((time.process_time() - processor) / tokens * 1e6, 3)
 
     os.environ |= {"DRIVER_TOKENS": str(length), "DRIVER_ROUTES": str(routes)}
     with tempfile.TemporaryDirectory() as temporary:
@@ -135,14 +133,10 @@ def measure(
             custom_rm_path=reward,
             save_rollouts_size=1 << 40,
         )
-        loop.step = step
-        try:
-            with traffic.count():
-                status = run_command(["train", *words])
-            if status:
-                raise SystemExit(status)
-        finally:
-            loop.step = plain
+        with patch.object(loop, "step", step), traffic.count():
+            status = run_command(["train", *words])
+        if status:
+            raise SystemExit(status)
     samples = STEPS * groups * size
     return {"driver_bytes_per_sample": {k: round(n / samples, 1) for k, n in sorted(traffic.bytes.items())}, **found}
 

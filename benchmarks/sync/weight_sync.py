@@ -9,7 +9,7 @@ receiver of buckets is another process that copies each tensor into its own, cod
 ``of_limit`` is the speed in units of one plain copy of as many bytes within one memory, measured beside it, or for NCCL of a broadcast alone;
 ``of_copy`` compares seconds with those of a copy of the BF16 weights. One storage is measured on a Llama of that size, Ray's object store as
 the plain copy under Ray uses it. Messages carry everything; then what changed, where the lowest bits of a share of the weights did
-(``weight_delta.py`` has the shares of real steps).
+.
 
 A copy of memory is timed before every sync, so that the two are slowed by the same neighbours; ``of_limit`` is the lower quartile of these ratios.
 Large sizes are sent fewer times.

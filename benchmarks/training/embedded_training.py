@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.engine.checkpoints import EXPERTS, VOCABULARY, make_model
 from benchmarks.engine.embedded_rollout import Result, breakdown
-from benchmarks.engine.sglang_engine import EXPERTS, VOCABULARY, make_model
 from benchmarks.measure import finish, installed, options
 from miles_core.data import Sample, collate
 from miles_core.precision.products import Products

@@ -20,11 +20,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.measure import finish, installed, options
 from benchmarks.training.forked import Clock, in_fork
 from benchmarks.training.random_model import import_family, make_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles_core.data import Batch
 
 #: Mode -> (offload, recompute activations).
 MODES = {
@@ -37,11 +42,31 @@ MODES = {
 REPEATED = {"on the device, again": MODES["on the device"]}
 
 
+def make_batch(given: argparse.Namespace) -> Batch:
+    """One sample per micro-batch, of random tokens."""
+    import torch
+
+    from miles_core.data import Sample, collate
+
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(2, 60, (given.tokens,), generator=generator).tolist() for _ in range(given.micro_batches)]
+    return collate([Sample(tokens=row, response_length=given.tokens - 1, index=n) for n, row in enumerate(rows)])
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    """The first 16 digits of the SHA-256 of all weights."""
+    import torch
+
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def measure(given: argparse.Namespace, mode: str, checkpoint: Path) -> dict[str, Any]:
     """Train some steps in this process."""
     import torch
 
-    from miles_core.data import Batch, Sample, collate
     from miles_core.trainer import Callbacks, Context, Loss, OptimizerConfig, Output
     from miles_embedded import load_model
     from miles_embedded.trainer.deterministic import DeterministicTrainer
@@ -67,9 +92,7 @@ def measure(given: argparse.Namespace, mode: str, checkpoint: Path) -> dict[str,
 
     trainer.bind(Callbacks(trainer.forward, loss, trainer.optimizer_step))
     clock.note("trainer")
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(2, 60, (given.tokens,), generator=generator).tolist() for _ in range(given.micro_batches)]
-    batch = collate([Sample(tokens=row, response_length=given.tokens - 1, index=n) for n, row in enumerate(rows)])
+    batch = make_batch(given)
     seconds, norms = [], []
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -82,14 +105,12 @@ def measure(given: argparse.Namespace, mode: str, checkpoint: Path) -> dict[str,
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     clock.note("steps")
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    digest = digest_of(model)
     clock.note("digest")
     found = {
         "seconds": float(f"{statistics.median(seconds[1:]):.4g}"),
         "norms": norms,
-        "digest": digest.hexdigest()[:16],
+        "digest": digest,
         "phases": clock.phases,
     }
     if cuda:

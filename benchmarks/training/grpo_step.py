@@ -111,6 +111,21 @@ def trl_config(directory: str, given: argparse.Namespace, **changes: Any) -> Any
     return GRPOConfig(**settings | changes)
 
 
+def time_method(owner: type, name: str, phase: str, phases: dict[str, float], given: argparse.Namespace) -> None:
+    """Add the seconds of every call of a method to ``phases[phase]``."""
+    inner = getattr(owner, name)
+
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            wait_for_device(given)
+            phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - started
+
+    setattr(owner, name, outer)
+
+
 def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
     """Run ``GRPOTrainer.train``, held between two steps."""
     import pyarrow
@@ -144,21 +159,8 @@ def work_with_trl(given: argparse.Namespace, reporter: Reporter) -> None:
             turn.wait()
             Held.started = time.perf_counter()
 
-    def timed(name: str, phase: str) -> None:
-        inner = getattr(GRPOTrainer, name)
-
-        def outer(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                wait_for_device(given)
-                phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - started
-
-        setattr(GRPOTrainer, name, outer)
-
-    timed("_generate", "generate")
-    timed("_compute_loss", "forward")
+    time_method(GRPOTrainer, "_generate", "generate", phases, given)
+    time_method(GRPOTrainer, "_compute_loss", "forward", phases, given)
     rows = [json.loads(line)["prompt"] for line in Path(given.prompts).read_text().splitlines()]
     with tempfile.TemporaryDirectory() as directory:
         config = trl_config(directory, given)

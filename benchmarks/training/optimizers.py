@@ -81,7 +81,7 @@ def main() -> None:
 
 def every_step(given: argparse.Namespace, directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Measure each side in a process of its own."""
-    from benchmarks.engine.sglang_engine import make_model
+    from benchmarks.engine.checkpoints import make_model
 
     clock = Clock()
     import_family("qwen3_moe" if given.model == "moe" else "qwen3")
@@ -94,6 +94,21 @@ def every_step(given: argparse.Namespace, directory: Path) -> Iterator[tuple[str
         found = in_fork(partial(measure, given, side, directory))
         clock.note(side)
         yield side, found
+
+
+def bytes_of(optimizer: Any) -> dict[str, float]:
+    """The number of weights of a trainer's optimizer, and its bytes per weight."""
+    between = sum(t.untyped_storage().nbytes() for t in optimizer.memory())
+    with optimizer.on_device():
+        device = sum(t.nbytes for t in optimizer.memory())
+        every = sum(t.nbytes for t in optimizer.tensors().values())
+    weights = sum(m.numel() for m in optimizer.masters.values())
+    return {
+        "weights": weights,
+        "bytes_per_weight_during_a_step": round(device / weights, 3),
+        "bytes_per_weight_between_steps": round(between / weights, 3),
+        "bytes_per_weight_in_a_checkpoint": round(every / weights, 3),
+    }
 
 
 def measure(given: argparse.Namespace, side: str, checkpoint: Path) -> dict[str, Any]:
@@ -140,18 +155,9 @@ def measure(given: argparse.Namespace, side: str, checkpoint: Path) -> dict[str,
             skipped += 1
             if skipped > SKIPS:
                 raise SystemExit(f"{side}: {skipped} steps overflowed")
-    optimizer = trainer.optimizer
-    between = sum(t.untyped_storage().nbytes() for t in optimizer.memory())
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
-    with optimizer.on_device():
-        device = sum(t.nbytes for t in optimizer.memory())
-        every = sum(t.nbytes for t in optimizer.tensors().values())
-    weights = sum(m.numel() for m in optimizer.masters.values())
     return {
-        "weights": weights,
-        "bytes_per_weight_during_a_step": round(device / weights, 3),
-        "bytes_per_weight_between_steps": round(between / weights, 3),
-        "bytes_per_weight_in_a_checkpoint": round(every / weights, 3),
+        **bytes_of(trainer.optimizer),
         "optimizer_seconds": round(statistics.median(seconds[2:]), 4),
         "first_optimizer_seconds": round(seconds[0], 4),
         "step_seconds": round(statistics.median(wholes[2:]), 4),

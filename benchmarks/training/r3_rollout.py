@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.sglang_engine import VOCABULARY, engine_for, generate, make_model, prompts
+from benchmarks.engine.checkpoints import VOCABULARY, make_model
+from benchmarks.engine.sglang_engine import engine_for, generate, prompts
 from benchmarks.measure import finish, installed, options
 from benchmarks.training.r3_overhead import median_interval
 from miles_core.engine import Sampling

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.sglang_engine import SIZES, VOCABULARY, make_model
+from benchmarks.engine.checkpoints import SIZES, VOCABULARY, make_model
 from benchmarks.measure import commit, finish, installed, options
 
 #: Marks in SGLang's log of its start.

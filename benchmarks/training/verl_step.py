@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.engine.sglang_engine import make_model
+from benchmarks.engine.checkpoints import make_model
 from benchmarks.measure import commit, finish, installed, options
 from benchmarks.training.sglang_step import measure as measure_miles
 from benchmarks.training.sglang_step import workload

@@ -59,7 +59,7 @@ def letters(text: str) -> float:
 
 def random_words(directory: Path, kind: str, count: int = 512) -> Workload:
     """A random BF16 model of ``sglang_engine.py`` and prompts of 64 random words, one token each."""
-    from benchmarks.engine.sglang_engine import VOCABULARY, make_model
+    from benchmarks.engine.checkpoints import VOCABULARY, make_model
 
     draw = random.Random(0)
     prompts = [" ".join(f"w{draw.randrange(2, VOCABULARY)}" for _ in range(64)) for _ in range(count)]

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from miles_core.cli.commands import Commands
+from miles_core.cli.commands import CORE_COMMANDS, Commands
 from miles_core.errors import MilesError
 from miles_core.redact import redact, show_controls, show_exception
 from miles_core.version import __version__
@@ -83,7 +83,8 @@ def _dispatch(words: list[str]) -> int:
     if name in ("--version", "-V"):
         print(f"miles-core {__version__}")
         return 0
-    commands = Commands.installed()
+    # core's commands read the manifests themselves, for the options; reading them twice would take a tenth of a plan's time
+    commands = Commands({}) if name in CORE_COMMANDS else Commands.installed()
     if name not in commands:
         raise MilesError(_explain_unknown(name, commands))
     run: Callable[[list[str]], int] = commands.load(name)

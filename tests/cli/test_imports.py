@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 #: Packages whose import takes seconds or much of a plan's time.
-LARGE = ("torch", "transformers", "numpy", "tokenizers", "huggingface_hub", "pydantic", "ray", "sglang", "asyncio")
+LARGE = (
+    *("torch", "transformers", "numpy", "tokenizers", "huggingface_hub", "pydantic", "ray", "sglang", "asyncio"),
+    "packaging.requirements",
+)
 #: Most modules of a plan, of Python's own library, too; an idle laptop imports as many in .3 s.
 MOST = 480
 CODE = """

@@ -103,6 +103,17 @@ def test_an_interrupt_is_130(command, capsys):
     assert cli.main(["doctor"]) == 130
 
 
+def test_cores_commands_read_the_manifests_once(monkeypatch, capsys):
+    from miles_core.plugin import discovery
+
+    read = []
+    load = discovery.Catalogue._load
+    monkeypatch.setattr(discovery.Catalogue, "_load", lambda self, name: read.append(name) or load(self, name))
+    assert cli.main(["plan"]) == 0
+    capsys.readouterr()
+    assert read and sorted(read) == sorted(set(read))
+
+
 def test_help_loads_only_what_it_needs():
     code = (
         "import sys; from miles_core.cli.main import main; main(['--help']);"

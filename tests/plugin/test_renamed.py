@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from inspect import signature
 
 import pytest
+from test_discovery import HOOKS, MANIFEST
 
 from miles_core.errors import PluginError
 from miles_core.plugin import renamed
@@ -95,6 +96,30 @@ def test_a_plugin_for_other_versions_is_refused_before_its_code_runs(install):
     assert str(refused.value).startswith(
         "plugin 'later' (miles-plugin-later 0.1.0): it supports miles-core ~=9.1, and 0.1.0 is installed"
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "fits"),
+    [
+        ("Miles.Core>=0.1,<9", True),
+        ("miles_core", True),
+        ("miles-core (>=0.1)", True),
+        ("miles-core >=9 ; python_version < '3'", True),
+        ("miles-core >=9 ; extra == 'test'", True),
+        ("miles-core-tools >=9", True),
+        ("miles-core not-a-version", True),  # pip reports it
+        ("miles-core>=9", False),
+        ("miles-core[test] >=9", False),
+        ("miles-core >=9 ; python_version > '3'", False),
+    ],
+)
+def test_the_range_of_core_versions_is_read_from_every_form_of_a_requirement(install, line, fits):
+    install("ranged", MANIFEST.format(name="ranged"), HOOKS, requires=[line])
+    if fits:
+        assert discover().request("ranged") == "ranged"
+    else:
+        with pytest.raises(PluginError, match=r"it supports miles-core >=9, and 0\.1\.0 is installed"):
+            discover().request("ranged")
 
 
 def test_public_modules_exist():

@@ -102,9 +102,13 @@ _BACKWARD = (
     ),
 )
 
+_DOC = """The fields of Megatron-Core's configurations, and TransformerEngine's ``backward_override``. None keeps Megatron-Core's
+default."""
 MegatronConfig = make_dataclass(
-    "MegatronConfig", [*(_entry(row) for row in table()), _BACKWARD], frozen=True, kw_only=True
+    "MegatronConfig",
+    [*(_entry(row) for row in table()), _BACKWARD],
+    namespace={"__doc__": _DOC},  # else dataclasses writes one, from a signature of hundreds of fields
+    frozen=True,
+    kw_only=True,
 )
-MegatronConfig.__doc__ = """The fields of Megatron-Core's configurations, and TransformerEngine's ``backward_override``. None keeps
-Megatron-Core's default."""
 MegatronConfig.__module__ = __name__
