@@ -8,7 +8,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to hook modules: ``load_model``, ``decoder_layers``, ``is_embedded``, ``routed_blocks`` and ``find_routed`` (both return ``Routed``), and
   inside a layer ``active_context``;
 - to wrap an engine or a trainer: ``make_engine``, ``make_trainer``;
-- to write decoders: ``Decoder``, ``StepEngine``, ``Row``, ``Emitted``, ``Prompts``, ``to_emitted``, ``pick``; with steps in static buffers,
+- to write decoders: ``Decoder``, ``StepEngine``, ``Row``, ``Sampled``, ``Emitted``, ``Prompts``, ``pick``; with steps in static buffers,
   which CUDA graphs replay: ``AsyncScheduling``, ``Launched``, ``StaticBatch``, ``StaticCall``, ``fill_rows``, ``padded_rows``, ``distribution``,
   ``stream_start``, ``uniform_from``, ``check_finite``;
 - to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``; a value head next to
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from miles_embedded.engine.attention import DecodeCall, PromptCall
     from miles_embedded.engine.build import make_engine
     from miles_embedded.engine.cache import CachedRows
-    from miles_embedded.engine.decoder import Decoder, to_emitted
+    from miles_embedded.engine.decoder import Decoder
     from miles_embedded.engine.prompts import Prompts
     from miles_embedded.engine.row import Row
-    from miles_embedded.engine.sampling import check_finite, distribution, pick, stream_start, uniform_from
+    from miles_embedded.engine.sampling import Sampled, check_finite, distribution, pick, stream_start, uniform_from
     from miles_embedded.engine.static_attention import StaticCall
     from miles_embedded.engine.static_batch import StaticBatch
     from miles_embedded.engine.static_step import padded_rows
@@ -143,6 +143,7 @@ __all__ = [
     "Released",
     "Routed",
     "Row",
+    "Sampled",
     "StaticBatch",
     "StaticCall",
     "StepEngine",
@@ -204,7 +205,6 @@ __all__ = [
     "stream_start",
     "sum_over_ranks",
     "text_configuration",
-    "to_emitted",
     "trainer_parts",
     "trainer_usage",
     "training_of",
@@ -224,10 +224,10 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.engine.attention": "DecodeCall PromptCall",
         "miles_embedded.engine.build": "make_engine",
         "miles_embedded.engine.cache": "CachedRows",
-        "miles_embedded.engine.decoder": "Decoder to_emitted",
+        "miles_embedded.engine.decoder": "Decoder",
         "miles_embedded.engine.prompts": "Prompts",
         "miles_embedded.engine.row": "Row",
-        "miles_embedded.engine.sampling": "check_finite distribution pick stream_start uniform_from",
+        "miles_embedded.engine.sampling": "Sampled check_finite distribution pick stream_start uniform_from",
         "miles_embedded.engine.static_attention": "StaticCall",
         "miles_embedded.engine.static_batch": "StaticBatch",
         "miles_embedded.engine.static_step": "padded_rows",

@@ -20,6 +20,7 @@ from torch import Tensor
 from miles_core.errors import NonFiniteError, first_line
 from miles_embedded.engine.graphs import Graphs, check_gap
 from miles_embedded.engine.row import Row
+from miles_embedded.engine.sampling import Sampled
 from miles_embedded.engine.static_attention import CannotBeStatic
 from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.engine.step import Emitted, StepEngine
@@ -105,7 +106,7 @@ class AsyncScheduling(ABC, Generic[S]):
         self.refused = ""
 
     @abstractmethod
-    def step(self, rows: list[Row]) -> Emitted | None:
+    def step(self, rows: list[Row]) -> Emitted | Sampled | None:
         """Advance all running rows; None if the step has to run without static buffers."""
 
     def leave(self, rows: Sequence[Row]) -> None:

@@ -33,9 +33,12 @@ class Decoder(ABC):
     """
 
     @abstractmethod
-    def step(self, engine: StepEngine, rows: list[Row]) -> Emitted:
-        """Advance every row. ``row.tokens`` is prompt and response so far; its last token is not cached yet. Numbers stored in
-        ``row.metrics`` are returned with the response."""
+    def step(self, engine: StepEngine, rows: list[Row]) -> Emitted | Sampled:
+        """Advance every row, by one token (``Sampled``) or several (``Emitted``).
+
+        ``row.tokens`` is prompt and response so far; its last token is not cached yet. Numbers stored in ``row.metrics`` are returned
+        with the response.
+        """
 
     def prompts(self, engine: StepEngine, prompts: Prompts) -> None:
         """Handle newly computed prompts, each computed once for all rows that will continue it; ``join`` follows."""
@@ -55,19 +58,12 @@ class Decoder(ABC):
 class PlainDecoder(Decoder):
     """Sample one token per row and step; on a GPU with steps launched ahead of the host (``AsyncSteps``)."""
 
-    def step(self, engine: StepEngine, rows: list[Row]) -> Emitted:
+    def step(self, engine: StepEngine, rows: list[Row]) -> Emitted | Sampled:
         emitted = engine.async_steps.step(rows)
         if emitted is not None:
             return emitted
         logits = engine.forward(rows, [row.tokens[-1:] for row in rows]).logits
-        return to_emitted(engine.sample(logits, rows))
-
-
-def to_emitted(sampled: Sampled) -> Emitted:
-    """Convert a ``Sampled`` with one token per row to an ``Emitted``."""
-    supports = None if sampled.supports is None else [[s] for s in sampled.supports]
-    capped = None if sampled.capped is None else [[c] for c in sampled.capped]
-    return Emitted([[t] for t in sampled.tokens], [[p] for p in sampled.log_probs], supports, capped)
+        return engine.sample(logits, rows)
 
 
 def make_decoder() -> PlainDecoder:
@@ -83,7 +79,7 @@ class AsyncSteps(AsyncScheduling[Shape]):
         batch = StaticBatch(size, engine.runner.device)
         super().__init__(engine, used, batch, StaticStep(engine.runner, batch, engine.settings.seed))
 
-    def step(self, rows: list[Row]) -> Emitted | None:
+    def step(self, rows: list[Row]) -> Emitted | Sampled | None:
         """Advance all running rows by one token; None when the step has to run without static buffers."""
         pending, self._pending = self._pending, None
         if pending is None or not pending.waiting:
@@ -120,20 +116,22 @@ class AsyncSteps(AsyncScheduling[Shape]):
             shape = launched.shape  # of a few rows more
         return shape if possible and self.graphs.ready(shape) else None
 
-    def _read(self, launched: Launched[Shape], rows: Sequence[Row]) -> Emitted:
+    def _read(self, launched: Launched[Shape], rows: Sequence[Row]) -> Emitted | Sampled:
         """Wait for the step and return its tokens for ``rows``; empty lists for rows that joined after the launch."""
-        drawn, log_probs = launched.wait().tolist()
-        places = [launched.waiting.get(row) for row in rows]
-        tokens = [[] if i is None else [int(drawn[i])] for i in places]
-        found = [[] if i is None else [log_probs[i]] for i in places]
+        results = launched.wait()
+        drawn, log_probs = results[0].long().tolist(), results[1].tolist()
         draw.check_finite(drawn, log_probs, self.runner.vocabulary)
-        return Emitted(tokens, found)
+        places = [launched.waiting.get(row) for row in rows]
+        if None in places:
+            tokens = [[] if i is None else [drawn[i]] for i in places]
+            return Emitted(tokens, [[] if i is None else [log_probs[i]] for i in places])
+        return Sampled([drawn[i] for i in places], [log_probs[i] for i in places])  # type: ignore[index]
 
-    def _from_logits(self, rows: list[Row], shape: Shape) -> Emitted:
+    def _from_logits(self, rows: list[Row], shape: Shape) -> Sampled:
         """Run a step that returns logits and sample on the host, which truncated distributions (top-k, top-p) require."""
         logits = self.graphs.run(shape)[: len(rows)]
         self.runner.cache.own.lengths[: len(rows)] += 1
-        return to_emitted(self.engine.sample(logits, rows))
+        return self.engine.sample(logits, rows)
 
     def _compare(self, rows: list[Row], shape: Shape) -> None:
         shape = Shape(padded_rows(len(rows)), draws=False)

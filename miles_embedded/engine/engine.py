@@ -25,7 +25,7 @@ from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.async_scheduling import AsyncScheduling
 from miles_embedded.engine.attention import DecodeCall
-from miles_embedded.engine.decoder import AsyncSteps, Decoder, PlainDecoder, to_emitted
+from miles_embedded.engine.decoder import AsyncSteps, Decoder, PlainDecoder
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, missing_fields_error
 from miles_embedded.engine.prompt_graphs import PromptGraphs
 from miles_embedded.engine.row import Row, parameters_of, slots_of, uniform_of
@@ -311,7 +311,7 @@ class EmbeddedEngine(Engine, StepEngine):
         for row in rows:
             row.recompute = False
         sampled = self.sample(logits.index_select(0, index), rows)
-        self._finish(self.scheduler.accept(rows, to_emitted(sampled), self.version))
+        self._finish(self.scheduler.accept(rows, sampled, self.version))
 
     def _finish(self, rows: list[Row], finish: str = "") -> None:
         if not rows:

@@ -27,6 +27,7 @@ class Row:
         limit: total length at which generation stops, from the token budget and the context.
         stops: token ids that end the response.
         log_probs, versions, supports, capped: of the response, see ``Response`` and ``Emitted``.
+        version: version of the weights that generated the last token, None before the first one.
         saved: recorded fields of tokens that left the cache; they take precedence when these tokens are computed again.
         slot: cache slot, -1 outside the cache.
         fields: names of the requested recorded fields, without the sampling support.
@@ -44,6 +45,7 @@ class Row:
     stops: frozenset[int]
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
+    version: int | None = None
     supports: list[np.ndarray] = field(default_factory=list)
     capped: int = 0
     saved: dict[str, np.ndarray] = field(default_factory=dict)
@@ -66,6 +68,23 @@ class Row:
     def response(self) -> list[int]:
         """Tokens generated so far."""
         return self.tokens[self.prompt_length :]
+
+    def begin_version(self, version: int) -> None:
+        """Note that the next tokens are generated with weights of ``version``."""
+        self.version = version
+        self.versions.append((len(self.tokens) - self.prompt_length, version))
+
+    def add(self, token: int, log_prob: float) -> bool:
+        """Append a generated token; returns whether the row ended, and sets ``finish`` then. Called for every token of a step."""
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        if token in self.stops or (self.text is not None and self.text.add(token)):
+            self.finish = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.finish = "length"
+        else:
+            return False
+        return True
 
 
 class StopText:

@@ -13,6 +13,7 @@ from miles_core.contracts.engine import Request, Response
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.errors import MilesError
 from miles_embedded.engine.row import Decode, Row, StopText
+from miles_embedded.engine.sampling import Sampled
 from miles_embedded.engine.step import Emitted
 
 
@@ -64,25 +65,36 @@ class Scheduler:
             text=StopText(self.decode, sampling.stop) if sampling.stop else None,
         )
 
-    def accept(self, rows: Sequence[Row], emitted: Emitted, version: int) -> list[Row]:
+    def accept(self, rows: Sequence[Row], emitted: Emitted | Sampled, version: int) -> list[Row]:
         """Append the tokens of a step; returns the rows that ended. Drops tokens after the end of a row."""
+        if isinstance(emitted, Sampled):
+            return self._accept_one_each(rows, emitted, version)
         done = []
         for i, (row, tokens, log_probs) in enumerate(zip(rows, emitted.tokens, emitted.log_probs, strict=True)):
-            if tokens and (not row.versions or row.versions[-1][1] != version):
-                row.versions.append((len(row.tokens) - row.prompt_length, version))
+            if tokens and row.version != version:
+                row.begin_version(version)
             for j, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
-                row.tokens.append(token)
-                row.log_probs.append(log_prob)
                 if row.records_support and emitted.supports is not None:
                     row.supports.append(emitted.supports[i][j])
                     row.capped += bool(emitted.capped and emitted.capped[i][j])
-                if token in row.stops or (row.text is not None and row.text.add(token)):
-                    row.finish = "stop"
-                elif len(row.tokens) >= row.limit:
-                    row.finish = "length"
-                if row.finish:
+                if row.add(token, log_prob):
                     done.append(row)
                     break
+        return done
+
+    def _accept_one_each(self, rows: Sequence[Row], sampled: Sampled, version: int) -> list[Row]:
+        """``accept`` for one token per row. This runs for every token of plain steps."""
+        done = []
+        for row, token, log_prob in zip(rows, sampled.tokens, sampled.log_probs, strict=True):
+            if row.version != version:
+                row.begin_version(version)
+            if row.add(token, log_prob):
+                done.append(row)
+        if sampled.supports is not None:
+            for i, row in enumerate(rows):
+                if row.records_support:
+                    row.supports.append(sampled.supports[i])
+                    row.capped += bool(sampled.capped and sampled.capped[i])
         return done
 
     def respond(self, row: Row, finish: str, extras: dict[str, Any]) -> None:

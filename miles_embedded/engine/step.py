@@ -42,7 +42,7 @@ class StaticSteps(Protocol):
 
     used: bool
 
-    def step(self, rows: list[Row]) -> Emitted | None:
+    def step(self, rows: list[Row]) -> Emitted | draw.Sampled | None:
         """Advance all running rows; None when the step has to run without static buffers."""
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_embedded import Decoder, Emitted, Prompts, Row, StepEngine, pick, to_emitted
+from miles_embedded import Decoder, Emitted, Prompts, Row, Sampled, StepEngine, pick
 from miles_speculative.draft import Draft
 from miles_speculative.ledger import Ledger
 from miles_speculative.lookahead import Lookahead
@@ -71,9 +71,9 @@ class SpeculativeDecoder(Decoder):
             self.ledger.end(row)
         self._blind.difference_update(rows)
 
-    def step(self, engine: StepEngine, rows: list[Row]) -> Emitted:
+    def step(self, engine: StepEngine, rows: list[Row]) -> Emitted | Sampled:
         if self.rounds is not None:
-            emitted: Emitted | None = self.rounds.step(rows)
+            emitted = self.rounds.step(rows)
             if emitted is not None:
                 return emitted
             self._fresh.update({row: [hidden] for row, hidden in self.rounds.release(rows).items()})
@@ -135,17 +135,17 @@ class SpeculativeDecoder(Decoder):
             torch.cuda.synchronize()
         return self._clock()
 
-    def _plain(self, engine: StepEngine, rows: list[Row]) -> Emitted:
+    def _plain(self, engine: StepEngine, rows: list[Row]) -> Sampled:
         """Run a step without drafts. Performance-critical: overhead beyond the policy's forward pass adds to every plain step."""
         start = self.now()
         fed = engine.forward(rows, [row.tokens[-1:] for row in rows])
-        emitted = to_emitted(engine.sample(fed.logits, rows))
+        sampled = engine.sample(fed.logits, rows)
         self._passed.append(([self._fresh[row] for row in rows], fed.hidden))
         if len(self._passed) > UNREAD:
             for pieces in self._passed.popleft()[0]:
                 pieces.clear()
         self.count_round(rows, 0, [], self.now() - start, True)
-        return emitted
+        return sampled
 
     def _append_passed(self) -> None:
         """Append the hidden states of steps without drafts to those of their rows."""
