@@ -1,6 +1,15 @@
 """Hints about the metrics that every run writes; ``miles_core.observe.hints`` follows them."""
 
-from miles_core.plugin.hint import Hint, above, below, detect_fall, detect_jump, not_finite
+from miles_core.plugin.hint import (
+    Hint,
+    above,
+    below,
+    detect_fall,
+    detect_growth,
+    detect_jump,
+    detect_rise,
+    not_finite,
+)
 
 SOLVED = ("reward/mean", above(0.9))
 #: Gradient norms below it come from rounding alone.
@@ -75,6 +84,21 @@ HINTS = (
         unless=(("reward/all_equal", above(0.9)),),
     ),
     Hint(
+        "zero-learning-rate",
+        "train/lr",
+        below(1e-30, 3),
+        "the learning rate has been {value} for three steps: the weights do not change",
+        "set --lr, and --min-lr for a schedule that would end at 0",
+    ),
+    Hint(
+        "length-growth",
+        "rollout/length_mean",
+        detect_growth(3.0),
+        "responses have grown to {value} tokens on average, over three times as many as at the start, and the reward has not risen",
+        "look at the samples for repetition (miles report), lower --lr, or penalise long responses (--overlong-buffer-len)",
+        unless=(SOLVED, ("reward/mean", detect_rise())),
+    ),
+    Hint(
         "truncated",
         "rollout/truncated",
         above(0.3, 5),
@@ -103,6 +127,21 @@ HINTS = (
         above(1.0, 5),
         "the policy is {value} nats per token away from the reference model",
         "raise --kl-loss-coef or lower --lr",
+    ),
+    Hint(
+        "engines-idle",
+        "idle/engine-*",
+        above(0.75, 5),
+        "{metric}: the engine is idle {percent} of the time",
+        "generate while the trainer trains (--schedule ahead or --fully-async), or give the trainer more of the GPUs",
+        when="not colocate",
+    ),
+    Hint(
+        "stale-samples",
+        "rollout/staleness_mean",
+        above(3.0, 5),
+        "the samples of a step are {value} weight versions old on average",
+        "bound their age (--max-weight-staleness), or give the engines more of the GPUs",
     ),
     Hint(
         "expert-imbalance",

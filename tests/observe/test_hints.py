@@ -36,6 +36,10 @@ def test_missing_metrics_give_no_hint():
         ("no-signal", [{"reward/all_equal": 1.0}] * 5),
         ("no-signal", [{"reward/all_equal": 1.0, "train/grad_norm": 0.0}] * 5),
         ("no-gradient", [{"reward/all_equal": 0.2, "train/grad_norm": 0.0}] * 3),
+        ("zero-learning-rate", [{"train/lr": 0.0}] * 3),
+        ("length-growth", [{"rollout/length_mean": 100.0 * 2**i, "reward/mean": 0.5 - 0.01 * i} for i in range(10)]),
+        ("engines-idle", [{"idle/engine-0": 0.9}] * 5),
+        ("stale-samples", [{"rollout/staleness_mean": 5.0}] * 5),
         ("truncated", [{"rollout/truncated": 0.5}] * 5),
         ("ids-without-token", [{"rollout/ids_without_token": 0.001}]),
         ("clipped", [{"train/clip_fraction_high": 0.5}] * 5),
@@ -109,6 +113,11 @@ def test_a_run_knows_its_number_format(toy_run):
     run = toy_run(["int4"], rollout_precision="int4", int4_group_size=16, emulate_precision=True, steps=3)
     assert "INT4 weights in the engine differ" in (run.directory / "run.log").read_text()
     assert "INT4 weights in the engine differ" in report(run.directory).read_text()
+
+
+def test_longer_responses_with_rising_rewards_are_no_trouble():
+    steps = [{"step": i, "rollout/length_mean": 100.0 * 2**i, "reward/mean": 0.1 + 0.05 * i} for i in range(10)]
+    assert review(steps, INSTALLED) == []
 
 
 def test_a_solved_task_needs_no_advice():
