@@ -103,6 +103,9 @@ LAYER_TYPES = {
     "indexed_attention",
     "deepseek_sparse_attention",
     *STATE_TYPES,
+    # layers that neither attend nor keep a state (Nemotron-H)
+    "moe",
+    "mlp",
 }
 
 

@@ -83,6 +83,28 @@ def stateful_modules(layer: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def continues_sequences(module: nn.Module) -> bool:
+    """Whether a module with a state can compute several tokens after a given recurrent state.
+
+    The scan of Mamba's first version (Jamba) always starts at zero: such a forward reads the state for single tokens only. Forwards that
+    can continue pass the state to their scan as ``initial_state`` or ``initial_states``.
+    """
+    code = inspect.unwrap(type(module).forward).__code__
+    constants = {name for entry in code.co_consts for name in (entry if isinstance(entry, tuple) else (entry,))}
+    return "update_recurrent_state" not in code.co_names or bool(constants & {"initial_state", "initial_states"})
+
+
+def use_configured_limit(module: Any) -> None:
+    """Limit the time steps of a Mamba layer as its configuration says (``time_step_limit``).
+
+    Transformers' Nemotron-H limits those of prompts, but not those of single tokens, to at least ``time_step_min``, so that its generation
+    differs from its plain forward (huggingface/transformers#48989). The published model has the configured limits.
+    """
+    limit = getattr(getattr(module, "config", None), "time_step_limit", None)
+    if limit is not None and hasattr(module, "time_step_limit"):
+        module.time_step_limit = tuple(limit)
+
+
 def use_states(layers: nn.ModuleList, enter: Callable[[Any], Any]) -> None:
     """Make the modules of ``layers`` that keep a state compute the sequences of a call.
 
@@ -100,4 +122,5 @@ def use_states(layers: nn.ModuleList, enter: Callable[[Any], Any]) -> None:
 
     for layer in layers:
         for module in stateful_modules(layer):
+            use_configured_limit(module)
             put_forward(module, forward)

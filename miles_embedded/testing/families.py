@@ -30,6 +30,7 @@ from miles_embedded.engine.settings import Settings
 from miles_embedded.manifest import review
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.load import kind_of, load_model
+from miles_embedded.model.states import use_configured_limit
 from miles_embedded.model.views import export
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_testing import tiny
@@ -157,6 +158,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **_MAMBA,
             "shared_intermediate_size": 16,
             "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **{name: value for name, value in _HEADS.items() if name != "num_hidden_layers"},
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
+    "jamba": (
+        "JambaConfig",
+        {
+            **_COMMON,
+            **{"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8},
+            **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
         },
     ),
     "gemma3": (
@@ -288,7 +307,10 @@ def _reference(checkpoint: str | Path) -> Any:
     import transformers
 
     auto = kind_of(transformers.AutoConfig.from_pretrained(checkpoint))
-    return auto.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    reference = auto.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    for module in reference.modules():
+        use_configured_limit(module)
+    return reference
 
 
 def expected_log_probs(reference: Any, tokens: Sequence[int]) -> Tensor:
