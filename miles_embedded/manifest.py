@@ -19,17 +19,14 @@ _STATE = (
     "its layers keep a recurrent state that its code does not read and write through Transformers' cache, as the embedded backend "
     "requires; use another engine and trainer"
 )
-_STATE_DIFFERS = (
-    "with the states of its layers, generation or the gradient of packed samples does not agree with Transformers' plain forward; use "
-    "another engine and trainer"
-)
 _NO_LAYERS = (
     "its code has no list of decoder layers that attend through Transformers' attention interface, which the embedded backend "
     "requires; use another engine and trainer"
 )
 _OWN_ATTENTION = (
     "its attention is incompatible with packed sequences or cached keys (two attentions in one cache slot, its own mask or positions, "
-    "a compressed or indexed cache); use another engine and trainer"
+    "a compressed or "
+    "indexed cache, one attention module in several layers); use another engine and trainer"
 )
 _OWN_CALL = (
     "its forward does not pass the arguments that carry the embedded backend's attention on to its decoder layers; use another engine "
@@ -47,10 +44,9 @@ _NO_TEXT = (
 #: are compared with plain forwards when an engine is built.
 REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: (
-        *("bailing_hybrid", "falcon_mamba", "inkling_text", "inkling2_text", "lfm3", "mamba", "mamba2", "minimax"),
-        *("qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
+        *("falcon_mamba", "mamba", "mamba2", "minimax"),
+        *("recurrent_gemma", "rwkv", "xlstm"),
     ),
-    _STATE_DIFFERS: ("jamba", "nemotron_h"),
     _NO_LAYERS: (
         *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
         *("camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon", "gpt-sw3", "gpt2"),
@@ -71,7 +67,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm", "reformer"),
     ),
     _OWN_ATTENTION: (
-        *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "modernbert-decoder"),
+        *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "inkling_text", "inkling2_text"),
+        *("modernbert-decoder", "qwen4_exp", "qwen4_exp_text", "zamba", "zamba2"),
     ),
     _OWN_CALL: ("moshi",),
     _OWN_LOGITS: ("chameleon",),
@@ -79,8 +76,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
 }
 #: Model types with layers that keep a state between tokens, next to layers that attend (``model.states``).
 STATEFUL = (
-    *("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "olmo_hybrid"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
+    *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {

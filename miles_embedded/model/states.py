@@ -37,16 +37,17 @@ class LayerStates:
             them in place if every sequence has one token.
 
     Attributes:
-        kept: states after the tokens of the batch; complete after the forward.
+        kept: states after the tokens of the batch of the kinds that the module reads or writes; complete after the forward. A layer may have
+            several modules with different kinds.
     """
 
     def __init__(self, given: dict[StateKey, Tensor] | None = None) -> None:
-        self._given = dict(given or {})
-        self.kept = dict(self._given)
+        self._given = given or {}
+        self.kept: dict[StateKey, Tensor] = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the last inputs of the layer's convolution, [sequences, channels, width]; None if the sequences start."""
-        return self._given.get((CONVOLUTION, state_idx))
+        return self._read((CONVOLUTION, state_idx))
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
@@ -63,12 +64,18 @@ class LayerStates:
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the recurrent state [sequences, ...]; None if the sequences start."""
-        return self._given.get((RECURRENT, state_idx))
+        return self._read((RECURRENT, state_idx))
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
         """Replace the recurrent state."""
         self.kept[RECURRENT, state_idx] = recurrent_states
         return recurrent_states
+
+    def _read(self, key: StateKey) -> Tensor | None:
+        found = self._given.get(key)
+        if found is not None:
+            self.kept[key] = found
+        return found
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Whether earlier states are kept: never."""

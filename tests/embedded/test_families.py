@@ -20,7 +20,8 @@ from miles_embedded.model.examine import examine_checkpoint
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.load import load_model
 from miles_embedded.model.logprobs import head_steps
-from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint, lacking, score_gap
+from miles_embedded.testing.comparison import compare, score_gap
+from miles_embedded.testing.families import FAMILIES, family_checkpoint, lacking
 from miles_embedded.testing.tiny_configuration import tiny_configuration
 from miles_testing import plan, tiny_checkpoint
 from miles_testing.tiny import random_checkpoint
