@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles_core import __version__
+from miles_core.plugin.detect import language_model
+from miles_core.plugin.layer_kinds import layer_kinds
 from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fact, option
 
 #: The installed version of a distribution. Cached, because the search for changes of a refused run reviews many of them.
@@ -182,9 +184,7 @@ def _language_models() -> frozenset[str]:
 
 def _refuse_layers(model: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return (description, reason) if the model has unsupported layer types."""
-    text = model.get("text_config")
-    listed = {**model, **(text if isinstance(text, dict) else {})}.get("layer_types")
-    unknown = sorted({str(x) for x in listed} - LAYER_TYPES) if isinstance(listed, list) else []
+    unknown = sorted(set(layer_kinds(language_model(model))) - LAYER_TYPES)
     if not unknown:
         return None
     found = f"layers of type {', '.join(unknown)} (layer_types in config.json)"

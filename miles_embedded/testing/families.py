@@ -123,6 +123,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2MoeConfig",
         {**_COMMON, **_MOE, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     ),
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        {
+            **_LATENT,
+            **{"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
+    "lfm3": ("Lfm3Config", {**_HEADS, "layer_types": ["conv", "full_attention", "sliding_attention"], "num_hidden_layers": 3, "sliding_window": 5}),
     "falcon_h1": ("FalconH1Config", {**_HEADS, **_MAMBA, "mamba_d_ssm": 32, "mamba_d_head": 8}),
     "bamba": ("BambaConfig", {**_COMMON, **_MAMBA, "attn_layer_indices": [1]}),
     "granitemoehybrid": (
