@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles_core import __version__
+from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fact, option
 from miles_core.plugin.detect import language_model
 from miles_core.plugin.layer_kinds import layer_kinds
-from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fact, option
 
 #: The installed version of a distribution. Cached, because the search for changes of a refused run reviews many of them.
 version = functools.cache(metadata.version)
@@ -46,8 +46,7 @@ _NO_TEXT = (
 #: are compared with plain forwards when an engine is built.
 REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: (
-        *("falcon_mamba", "mamba", "mamba2", "minimax"),
-        *("recurrent_gemma", "rwkv", "xlstm"),
+        *("minimax", "recurrent_gemma", "rwkv", "xlstm"),
     ),
     _NO_LAYERS: (
         *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
@@ -76,10 +75,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
     _OWN_LOGITS: ("chameleon",),
     _NO_TEXT: ("diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"),
 }
-#: Model types with layers that keep a state between tokens, next to layers that attend (``model.states``).
+#: Model types with layers that keep a state between tokens (``model.states``), and those without any layer that attends.
+UNLIMITED = ("falcon_mamba", "mamba", "mamba2")
 STATEFUL = (
     *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
-    *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *(*UNLIMITED, "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {
@@ -115,8 +115,10 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     found = (
         _refuse_family(kind.value)
         or _refuse_layers(model or {})
+        or _refuse_time_steps(model or {})
         or _refuse_installation(kind.value, model or {}, trusted)
         or _refuse_drafts(kind.value, facts)
+        or _refuse_unlimited(kind.value, facts)
     )
     problems = [Problem("embedded", *found, (describe_fact(kind),), "cannot run")] if found else []
     device, gpus = facts.lookup("model.device"), facts.lookup("gpu.count")
@@ -139,6 +141,14 @@ def _refuse_drafts(kind: Any, facts: Facts) -> tuple[str, str] | None:
         return None
     why = "its layers keep the state after the last token only, so rejected drafts cannot be removed; run it without the plugin"
     return f"a model of type {kind} with the plugin speculative", why
+
+
+def _refuse_unlimited(kind: Any, facts: Facts) -> tuple[str, str] | None:
+    """Return (description, reason) if neither the model nor an option limits the sequences of the embedded engine."""
+    if kind not in UNLIMITED or facts.value("engine") != "embedded" or facts.value("rollout.max_context_len"):
+        return None
+    why = "its config.json states no longest sequence, which the engine needs: set the option"
+    return f"a model of type {kind} without --rollout-max-context-len", why
 
 
 def _refuse_installation(kind: Any, model: Mapping[str, Any], trusted: bool) -> tuple[str, str] | None:
@@ -189,6 +199,22 @@ def _refuse_layers(model: Mapping[str, Any]) -> tuple[str, str] | None:
         return None
     found = f"layers of type {', '.join(unknown)} (layer_types in config.json)"
     return found, "the embedded backend does not support them; use another engine and trainer"
+
+
+def _refuse_time_steps(model: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return (description, reason) if Mamba layers limit their time steps, which Transformers does not do for single tokens."""
+    keys = language_model(model)
+    limit = keys.get("time_step_limit") or keys.get("mamba_dt_limit")
+    if not isinstance(limit, list) or len(limit) != 2:
+        return None
+    least, most = (x.get("__float__") if isinstance(x, dict) else x for x in limit)
+    if least == 0 and str(most).lower() in ("infinity", "inf"):
+        return None
+    found = f"Mamba layers with time steps between {least} and {most} (time_step_limit in config.json)"
+    return found, (
+        "Transformers limits those of prompts and of training, but not those of generated tokens, so that the engine would differ from the "
+        "trainer; use another engine and trainer"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

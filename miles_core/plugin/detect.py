@@ -230,6 +230,8 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
     experts, origin = entries["num_experts"]
     experts = int(experts or 0)
     kinds = layer_kinds(inner)
+    if kinds and entries["layers"][0] is None:
+        entries["layers"] = len(kinds), "config.json: one layer per entry of its list of layers"
     moe = experts > 1 and ("moe" in kinds or "mlp" not in kinds)
     entries["num_experts"] = (experts, origin)
     entries["moe"] = (moe, origin)

@@ -17,7 +17,9 @@ from miles_embedded.memory.state_size import StateSize, state_size
 #: Kinds of layers that keep a state, and of those that neither keep one nor attend.
 STATE_TYPES, NO_MIXER = frozenset({"linear_attention", "conv", "hybrid"}), frozenset({"moe", "mlp"})
 #: Model types whose feed-forward layers have no gate.
-_UNGATED = frozenset({"gpt_neox", "starcoder2", "phi", "nemotron", "gpt2", "opt", "bloom", "falcon", "gptj", "codegen", "nemotron_h"})
+_UNGATED = frozenset(
+    {"gpt_neox", "starcoder2", "phi", "nemotron", "gpt2", "opt", "bloom", "falcon", "gptj", "codegen", "nemotron_h"}
+)
 
 
 #: Model types whose attention has a gate for its output, of the size of the queries.
@@ -110,9 +112,11 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
     hidden, layers = _number(keys, "hidden_size", "n_embd"), _number(keys, "num_hidden_layers", "n_layer", "num_layers")
     layers = layers or len(kinds)
     vocab, heads = _number(keys, "vocab_size"), _number(keys, "num_attention_heads", "n_head")
-    if not (hidden and layers and vocab and heads):
+    stateful = sum(kind in STATE_TYPES for kind in kinds)
+    if not (hidden and layers and vocab and (heads or stateful == layers)):
         return None
-    attention, cached, kv_heads = _attention(keys, hidden, heads)
+    # without heads no layer attends, and Mamba's layers are all of it
+    attention, cached, kv_heads = _attention(keys, hidden, heads) if heads else (0, 0, 1)
     matrices = 2 if str(keys.get("model_type")) in _UNGATED else 3
     inner = _inner(keys, hidden)
     expert = _number(keys, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
@@ -122,7 +126,6 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
         keys, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_topk", "moe_k"
     )
     dense = _number(keys, "intermediate_size_mlp") or inner
-    stateful = sum(kind in STATE_TYPES for kind in kinds)
     attending = sum(kind not in ("linear_attention", "conv", *NO_MIXER) for kind in kinds) if kinds else layers
     return ModelSize(
         layers=layers,
@@ -136,10 +139,10 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
         sparse_layers=moe_layers,
         cached=attending * cached,
         heads=kv_heads,
-        active_ffn=top_k * expert + shared if moe_layers else dense,
+        active_ffn=(top_k * expert + shared if moe_layers else dense) if heads else 0,
         mtp_layers=mtp_layers,
         attending=attending,
-        dense_layers=kinds.count("mlp") if set(kinds) & NO_MIXER else None,
+        dense_layers=kinds.count("mlp") if set(kinds) & NO_MIXER or not heads else None,
         state=state_size(keys, hidden, heads) if stateful else None,
         state_layers=stateful,
     )

@@ -50,14 +50,19 @@ def state_size(keys: Mapping[str, Any], hidden: int, heads: int) -> StateSize | 
         given = inner if isinstance(inner, Mapping) else {}
         count = int(given.get("num_heads") or number("linear_num_heads", default=heads))
         size = int(given.get("head_dim") or number("linear_head_dim", "head_dim", default=hidden // max(count, 1)))
-        width = int(given.get("short_conv_kernel_size") or number("linear_conv_kernel_dim", "short_conv_kernel_size", default=4))
+        width = int(
+            given.get("short_conv_kernel_size") or number("linear_conv_kernel_dim", "short_conv_kernel_size", default=4)
+        )
         return _kimi(hidden, count, size, width, full="short_conv_kernel_size" in keys)
     if "linear_conv_kernel_dim" in keys:
         keyed, valued = (number(f"linear_num_{x}_heads", default=heads) for x in ("key", "value"))
         key = number("linear_key_head_dim", default=3 * hidden // (4 * max(keyed, 1)))
         value = number("linear_value_head_dim", default=2 * key)
         return _delta(hidden, keyed, key, valued, value, number("linear_conv_kernel_dim"))
-    state, width = number("mamba_d_state", "ssm_state_size", "state_size"), number("mamba_d_conv", "conv_kernel", default=4)
+    state, width = (
+        number("mamba_d_state", "ssm_state_size", "state_size"),
+        number("mamba_d_conv", "conv_kernel", default=4),
+    )
     if not state:
         return None
     expanded = number("mamba_expand", "expand", default=2) * hidden
@@ -65,7 +70,9 @@ def state_size(keys: Mapping[str, Any], hidden: int, heads: int) -> StateSize | 
     if not count:
         rank = number("mamba_dt_rank", "time_step_rank", default=-(-hidden // 16))
         return _mamba(hidden, expanded, state, width, rank)
-    size = number("mamba_d_head", "mamba_head_dim", *(["head_dim"] if "num_heads" in keys else []), default=expanded // count)
+    size = number(
+        "mamba_d_head", "mamba_head_dim", *(["head_dim"] if "num_heads" in keys else []), default=expanded // count
+    )
     channels = number("mamba_d_ssm") or count * size
     return _mamba2(hidden, channels, count, state, number("mamba_n_groups", "n_groups", default=1), width)
 

@@ -113,6 +113,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 16,
             "n_group": 1,
             "topk_group": 1,
+            **{"linear_num_heads": 4, "linear_head_dim": 8},
             "layer_types": ["linear_attention", "full_attention"],
             "mlp_layer_types": ["dense", "sparse"],
         },
@@ -133,7 +134,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_layer_types": ["dense", "sparse"],
         },
     ),
-    "lfm3": ("Lfm3Config", {**_HEADS, "layer_types": ["conv", "full_attention", "sliding_attention"], "num_hidden_layers": 3, "sliding_window": 5}),
+    "lfm3": (
+        "Lfm3Config",
+        {
+            **_HEADS,
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 3,
+            "sliding_window": 5,
+        },
+    ),
     "falcon_h1": ("FalconH1Config", {**_HEADS, **_MAMBA, "mamba_d_ssm": 32, "mamba_d_head": 8}),
     "bamba": ("BambaConfig", {**_COMMON, **_MAMBA, "attn_layer_indices": [1]}),
     "granitemoehybrid": (
@@ -144,6 +153,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **_MAMBA,
             "shared_intermediate_size": 16,
             "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "mamba": ("MambaConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+    "falcon_mamba": ("FalconMambaConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "mamba2": (
+        "Mamba2Config",
+        {
+            **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "chunk_size": 8},
+            **{"num_heads": 8, "head_dim": 8, "n_groups": 2},
         },
     ),
     "nemotron_h": (
