@@ -84,7 +84,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd"),
-    "context": ("max_position_embeddings", "n_positions", "max_sequence_length"),
+    "context": ("max_position_embeddings", "n_positions", "max_sequence_length", "model_max_length"),
     "mtp_layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers"),
 }
 
