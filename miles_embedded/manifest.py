@@ -45,9 +45,7 @@ _NO_TEXT = (
 #: Reason -> refused model types. ``docs/families.md`` lists them and the tested ones. A type in neither list is untested; its scores
 #: are compared with plain forwards when an engine is built.
 REFUSED: dict[str, tuple[str, ...]] = {
-    _STATE: (
-        *("minimax", "recurrent_gemma", "rwkv", "xlstm"),
-    ),
+    _STATE: (*("minimax", "recurrent_gemma", "rwkv", "xlstm"),),
     _NO_LAYERS: (
         *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
         *("camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon", "gpt-sw3", "gpt2"),
@@ -79,7 +77,16 @@ REFUSED: dict[str, tuple[str, ...]] = {
 UNLIMITED = ("falcon_mamba", "mamba", "mamba2")
 STATEFUL = (
     *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
-    *(*UNLIMITED, "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *(
+        *UNLIMITED,
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+    ),
 )
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {

@@ -156,7 +156,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mamba": ("MambaConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
-    "falcon_mamba": ("FalconMambaConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "falcon_mamba": (
+        "FalconMambaConfig",
+        {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+    ),
     "mamba2": (
         "Mamba2Config",
         {

@@ -26,7 +26,9 @@ class AdapterTransport(Transport):
 
     def __init__(self, engine: Engine, policy: Policy, trained: Trained) -> None:
         self.engine, self.policy, self.trained = engine, policy, trained
-        streamed = {view.source: view.name for view in views(trained.model)}  # names in the stream are those of a checkpoint
+        streamed = {
+            view.source: view.name for view in views(trained.model)
+        }  # names in the stream are those of a checkpoint
         self._names = {
             streamed[
                 f"{_parent(target.source)}.{CHILD}{f'.{target.attribute}' if target.is_joined else ''}.lora_{x}"
