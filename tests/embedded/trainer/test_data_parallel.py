@@ -11,9 +11,9 @@ from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import load_model
 from miles_embedded.quantized.activation import encoded_views
 from miles_embedded.quantized.weights import install
+from miles_embedded.testing.families import family_checkpoint
 from miles_embedded.trainer.build import data_parallel
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
-from miles_embedded.testing.families import family_checkpoint
 from miles_formats.codec import FormatCodec
 from miles_testing.doubles.pair_format import PairFormat
 from miles_testing.ranked_trainer_contract import SHARES, WHOLE, RankedTrainerContract, part
@@ -67,7 +67,8 @@ class Quantised(TestFullyShard):
         return build("full_shard", checkpoint, setup, format=PairFormat())
 
 
-#: Nemotron-H and Jamba keep states, Jamba's without continuing them; llama ties its head to its embeddings, gpt-oss has biases and other strides, DeepSeek's indexer gets no gradient
+#: llama ties its head to its embeddings, gpt-oss has biases and other strides, DeepSeek's indexer gets no gradient, Nemotron-H and Jamba keep
+#: states
 @pytest.mark.parametrize(
     ("suite", "family"),
     [
