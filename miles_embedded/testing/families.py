@@ -113,7 +113,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 16,
             "n_group": 1,
             "topk_group": 1,
-            **{"linear_num_heads": 4, "linear_head_dim": 8},
+            **{"linear_num_heads": 4, "linear_head_dim": 16},
             "layer_types": ["linear_attention", "full_attention"],
             "mlp_layer_types": ["dense", "sparse"],
         },

@@ -45,7 +45,7 @@ COMBINED = {
         },
     ),
     "lora": ("jamba", {"plugins": ["lora"], "lora_target_modules": "all-linear,all-experts", "verify_logprobs": True}),
-    "lora, renamed modules": ("nemotron_h", {"plugins": ["lora"], "lora_sync": "adapter", "verify_logprobs": True}),
+    "lora, renamed modules": ("nemotron_h", {"plugins": ["lora"], "verify_logprobs": True}),
     "partial responses": (
         "bamba",
         {
