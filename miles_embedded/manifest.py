@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles_core import __version__
-from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fact, option
-from miles_core.plugin.detect import language_model
-from miles_core.plugin.layer_kinds import layer_kinds
+from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fact, layer_kinds, option
 
 #: The installed version of a distribution. Cached, because the search for changes of a refused run reviews many of them.
 version = functools.cache(metadata.version)
@@ -201,7 +199,7 @@ def _language_models() -> frozenset[str]:
 
 def _refuse_layers(model: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return (description, reason) if the model has unsupported layer types."""
-    unknown = sorted(set(layer_kinds(language_model(model))) - LAYER_TYPES)
+    unknown = sorted(set(layer_kinds(model)) - LAYER_TYPES)
     if not unknown:
         return None
     found = f"layers of type {', '.join(unknown)} (layer_types in config.json)"
@@ -210,7 +208,8 @@ def _refuse_layers(model: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def _refuse_time_steps(model: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return (description, reason) if Mamba layers limit their time steps, which Transformers does not do for single tokens."""
-    keys = language_model(model)
+    text = model.get("text_config")
+    keys = {**model, **(text if isinstance(text, dict) else {})}
     limit = keys.get("time_step_limit") or keys.get("mamba_dt_limit")
     if not isinstance(limit, list) or len(limit) != 2:
         return None

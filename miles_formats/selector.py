@@ -1,10 +1,10 @@
 """Selects the weights to which a number format applies.
 
 A number format applies to the matrices of linear layers and experts. Norms, embeddings, ``lm_head``, routers, biases,
-1-D tensors, MTP's ``eh_proj``, Mamba's ``dt_proj`` and the towers of other modalities always keep their precision; users can exclude more with selectors
-and layer ranges. Selectors match Hugging Face parameter names: one with a ``*`` is a glob for the whole name, any other is a
-substring, and ``_`` is ignored (``layer_norm`` matches ``input_layernorm``). Engine and trainer use the same selector, so both
-exclude the same weights.
+1-D tensors, MTP's ``eh_proj``, Mamba's ``dt_proj`` and the towers of other modalities always keep their precision; users can
+exclude more with selectors and layer ranges. Selectors match Hugging Face parameter names: one with a ``*`` is a glob for the whole
+name, any other is a substring, and ``_`` is ignored (``layer_norm`` matches ``input_layernorm``). Engine and trainer use the same
+selector, so both exclude the same weights.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import Fact, Facts, State
-from miles_core.plugin.layer_kinds import layer_kinds
+from miles_core.plugin.layers import layer_kinds
 from miles_core.plugin.model_config import EXPERTS, EXPERTS_PER_TOKEN, model_config
 from miles_core.plugin.rule import parse_literal
 

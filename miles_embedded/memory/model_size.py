@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miles_core.plugin.layer_kinds import layer_kinds
+from miles_core.plugin import layer_kinds
 from miles_embedded.memory.state_size import StateSize, state_size
 
 #: Kinds of layers that keep a state, and of those that neither keep one nor attend.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles_core.plugin.layer_kinds import layer_kinds
+from miles_core.plugin.layers import layer_kinds
 
 STATE, FULL = "linear_attention", "full_attention"
 

@@ -19,11 +19,14 @@ def layer_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     Supports the entries of different model families. ``moe`` and ``mlp`` are layers without attention and without a state.
 
     Args:
-        config: the language model's entries of a ``config.json``.
+        config: content of ``config.json``; of a multimodal model its ``text_config`` is used.
 
     Returns:
         One name per layer; empty if the configuration states none, as most models that only attend.
     """
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        config = {**config, **text}
     for key in ("layer_types", "layers_block_type"):
         listed = config.get(key)
         if isinstance(listed, list):
