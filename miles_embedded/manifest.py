@@ -16,8 +16,8 @@ from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fac
 version = functools.cache(metadata.version)
 
 _STATE = (
-    "its layers keep a recurrent state that its code does not read and write through Transformers' cache, as the embedded backend "
-    "requires; use another engine and trainer"
+    "its layers keep a recurrent state, and not in the way that the embedded backend requires: read and written through Transformers' "
+    "cache, by a module with one output; use another engine and trainer"
 )
 _NO_LAYERS = (
     "its code has no list of decoder layers that attend through Transformers' attention interface, which the embedded backend "
@@ -43,7 +43,7 @@ _NO_TEXT = (
 #: Reason -> refused model types. ``docs/families.md`` lists them and the tested ones. A type in neither list is untested; its scores
 #: are compared with plain forwards when an engine is built.
 REFUSED: dict[str, tuple[str, ...]] = {
-    _STATE: (*("minimax", "recurrent_gemma", "rwkv", "xlstm"),),
+    _STATE: (*("minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya"),),
     _NO_LAYERS: (
         *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
         *("camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon", "gpt-sw3", "gpt2"),
@@ -64,7 +64,17 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm", "reformer"),
     ),
     _OWN_ATTENTION: (
-        *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "inkling_text", "inkling2_text"),
+        *(
+            "axk2",
+            "deepseek_v4",
+            "diffllama",
+            "doge",
+            "dory",
+            "gpt_neox_japanese",
+            "hy_v4",
+            "inkling_text",
+            "inkling2_text",
+        ),
         *("modernbert-decoder", "qwen4_exp", "qwen4_exp_text", "zamba", "zamba2"),
     ),
     _OWN_CALL: ("moshi",),
@@ -122,7 +132,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         or _refuse_layers(model or {})
         or _refuse_time_steps(model or {})
         or _refuse_installation(kind.value, model or {}, trusted)
-        or _refuse_drafts(kind.value, facts)
+        or _refuse_drafts(kind.value, model or {}, facts)
         or _refuse_unlimited(kind.value, facts)
     )
     problems = [Problem("embedded", *found, (describe_fact(kind),), "cannot run")] if found else []
@@ -140,9 +150,10 @@ def _refuse_family(kind: Any) -> tuple[str, str] | None:
     return next(((f"a model of type {kind}", why) for why, types in REFUSED.items() if kind in types), None)
 
 
-def _refuse_drafts(kind: Any, facts: Facts) -> tuple[str, str] | None:
+def _refuse_drafts(kind: Any, model: Mapping[str, Any], facts: Facts) -> tuple[str, str] | None:
     """Return (description, reason) if the embedded engine would draft for a model whose layers keep a state."""
-    if kind not in STATEFUL or facts.value("engine") != "embedded" or not facts.value("plugin.speculative"):
+    stateful = kind in STATEFUL or set(layer_kinds(model)) & set(STATE_TYPES)
+    if not stateful or facts.value("engine") != "embedded" or not facts.value("plugin.speculative"):
         return None
     why = "its layers keep the state after the last token only, so rejected drafts cannot be removed; run it without the plugin"
     return f"a model of type {kind} with the plugin speculative", why

@@ -160,12 +160,15 @@ def test_a_model_without_a_longest_sequence_needs_the_option():
     assert not review(Facts([*facts, Fact("rollout.max_context_len", 64, "")]), config).problems
 
 
-def test_drafts_for_layers_with_a_state_are_refused_in_the_plan():
-    config = {"model_type": "qwen3_next"}
+@pytest.mark.parametrize(
+    "config",
+    [{"model_type": "qwen3_next"}, {"model_type": "lfm3_vl", "text_config": {"layer_types": ["conv", "full_attention"]}}],
+)
+def test_drafts_for_layers_with_a_state_are_refused_in_the_plan(config):
     facts = [*config_facts(config), Fact("engine", "embedded", ""), Fact("plugin.speculative", True, "")]
     (found,) = review(Facts(facts), config).problems
     assert (
-        "model of type qwen3_next with the plugin speculative" in found.headline and "rejected drafts" in found.because
+        f"model of type {config['model_type']} with the plugin speculative" in found.headline and "rejected drafts" in found.because
     )
     assert not review(Facts(facts[:-1]), config).problems
 
