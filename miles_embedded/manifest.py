@@ -43,7 +43,7 @@ _NO_TEXT = (
 #: Reason -> refused model types. ``docs/families.md`` lists them and the tested ones. A type in neither list is untested; its scores
 #: are compared with plain forwards when an engine is built.
 REFUSED: dict[str, tuple[str, ...]] = {
-    _STATE: (*("minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya"),),
+    _STATE: ("minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya"),
     _NO_LAYERS: (
         *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
         *("camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon", "gpt-sw3", "gpt2"),
