@@ -10,18 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles_core import __version__
-from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fact, option
+from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fact, layer_kinds, option
 
 #: The installed version of a distribution. Cached, because the search for changes of a refused run reviews many of them.
 version = functools.cache(metadata.version)
 
 _STATE = (
-    "its layers keep a recurrent state that its code does not read and write through Transformers' cache, as the embedded backend "
-    "requires; use another engine and trainer"
-)
-_STATE_DIFFERS = (
-    "with the states of its layers, generation or the gradient of packed samples does not agree with Transformers' plain forward; use "
-    "another engine and trainer"
+    "its layers keep a recurrent state, and not in the way that the embedded backend requires: read and written through Transformers' "
+    "cache, by a module with one output; use another engine and trainer"
 )
 _NO_LAYERS = (
     "its code has no list of decoder layers that attend through Transformers' attention interface, which the embedded backend "
@@ -29,7 +25,8 @@ _NO_LAYERS = (
 )
 _OWN_ATTENTION = (
     "its attention is incompatible with packed sequences or cached keys (two attentions in one cache slot, its own mask or positions, "
-    "a compressed or indexed cache); use another engine and trainer"
+    "a compressed or "
+    "indexed cache, one attention module in several layers); use another engine and trainer"
 )
 _OWN_CALL = (
     "its forward does not pass the arguments that carry the embedded backend's attention on to its decoder layers; use another engine "
@@ -46,11 +43,7 @@ _NO_TEXT = (
 #: Reason -> refused model types. ``docs/families.md`` lists them and the tested ones. A type in neither list is untested; its scores
 #: are compared with plain forwards when an engine is built.
 REFUSED: dict[str, tuple[str, ...]] = {
-    _STATE: (
-        *("bailing_hybrid", "falcon_mamba", "inkling_text", "inkling2_text", "lfm3", "mamba", "mamba2", "minimax"),
-        *("qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
-    ),
-    _STATE_DIFFERS: ("jamba", "nemotron_h"),
+    _STATE: ("minimax", "recurrent_gemma", "rwkv", "xlstm", "zaya"),
     _NO_LAYERS: (
         *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
         *("camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon", "gpt-sw3", "gpt2"),
@@ -71,16 +64,37 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm", "reformer"),
     ),
     _OWN_ATTENTION: (
-        *("axk2", "deepseek_v4", "diffllama", "doge", "gpt_neox_japanese", "hy_v4", "modernbert-decoder"),
+        *(
+            "axk2",
+            "deepseek_v4",
+            "diffllama",
+            "doge",
+            "dory",
+            "gpt_neox_japanese",
+            "hy_v4",
+            "inkling_text",
+            "inkling2_text",
+        ),
+        *("modernbert-decoder", "qwen4_exp", "qwen4_exp_text", "zamba", "zamba2"),
     ),
     _OWN_CALL: ("moshi",),
     _OWN_LOGITS: ("chameleon",),
     _NO_TEXT: ("diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"),
 }
-#: Model types with layers that keep a state between tokens, next to layers that attend (``model.states``).
+#: Model types with layers that keep a state between tokens (``model.states``), and those without any layer that attends.
+UNLIMITED = ("falcon_mamba", "mamba", "mamba2")
 STATEFUL = (
-    *("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "olmo_hybrid"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
+    *(
+        *UNLIMITED,
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+    ),
 )
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {
@@ -103,6 +117,9 @@ LAYER_TYPES = {
     "indexed_attention",
     "deepseek_sparse_attention",
     *STATE_TYPES,
+    # layers that neither attend nor keep a state (Nemotron-H)
+    "moe",
+    "mlp",
 }
 
 
@@ -113,8 +130,10 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     found = (
         _refuse_family(kind.value)
         or _refuse_layers(model or {})
+        or _refuse_time_steps(model or {})
         or _refuse_installation(kind.value, model or {}, trusted)
-        or _refuse_drafts(kind.value, facts)
+        or _refuse_drafts(kind.value, model or {}, facts)
+        or _refuse_unlimited(kind.value, facts)
     )
     problems = [Problem("embedded", *found, (describe_fact(kind),), "cannot run")] if found else []
     device, gpus = facts.lookup("model.device"), facts.lookup("gpu.count")
@@ -131,12 +150,21 @@ def _refuse_family(kind: Any) -> tuple[str, str] | None:
     return next(((f"a model of type {kind}", why) for why, types in REFUSED.items() if kind in types), None)
 
 
-def _refuse_drafts(kind: Any, facts: Facts) -> tuple[str, str] | None:
+def _refuse_drafts(kind: Any, model: Mapping[str, Any], facts: Facts) -> tuple[str, str] | None:
     """Return (description, reason) if the embedded engine would draft for a model whose layers keep a state."""
-    if kind not in STATEFUL or facts.value("engine") != "embedded" or not facts.value("plugin.speculative"):
+    stateful = kind in STATEFUL or set(layer_kinds(model)) & set(STATE_TYPES)
+    if not stateful or facts.value("engine") != "embedded" or not facts.value("plugin.speculative"):
         return None
     why = "its layers keep the state after the last token only, so rejected drafts cannot be removed; run it without the plugin"
     return f"a model of type {kind} with the plugin speculative", why
+
+
+def _refuse_unlimited(kind: Any, facts: Facts) -> tuple[str, str] | None:
+    """Return (description, reason) if neither the model nor an option limits the sequences of the embedded engine."""
+    if kind not in UNLIMITED or facts.value("engine") != "embedded" or facts.value("rollout.max_context_len"):
+        return None
+    why = "its config.json states no longest sequence, which the engine needs: set the option"
+    return f"a model of type {kind} without --rollout-max-context-len", why
 
 
 def _refuse_installation(kind: Any, model: Mapping[str, Any], trusted: bool) -> tuple[str, str] | None:
@@ -182,13 +210,28 @@ def _language_models() -> frozenset[str]:
 
 def _refuse_layers(model: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return (description, reason) if the model has unsupported layer types."""
-    text = model.get("text_config")
-    listed = {**model, **(text if isinstance(text, dict) else {})}.get("layer_types")
-    unknown = sorted({str(x) for x in listed} - LAYER_TYPES) if isinstance(listed, list) else []
+    unknown = sorted(set(layer_kinds(model)) - LAYER_TYPES)
     if not unknown:
         return None
     found = f"layers of type {', '.join(unknown)} (layer_types in config.json)"
     return found, "the embedded backend does not support them; use another engine and trainer"
+
+
+def _refuse_time_steps(model: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return (description, reason) if Mamba layers limit their time steps, which Transformers does not do for single tokens."""
+    text = model.get("text_config")
+    keys = {**model, **(text if isinstance(text, dict) else {})}
+    limit = keys.get("time_step_limit") or keys.get("mamba_dt_limit")
+    if not isinstance(limit, list) or len(limit) != 2:
+        return None
+    least, most = (x.get("__float__") if isinstance(x, dict) else x for x in limit)
+    if least == 0 and str(most).lower() in ("infinity", "inf"):
+        return None
+    found = f"Mamba layers with time steps between {least} and {most} (time_step_limit in config.json)"
+    return found, (
+        "Transformers limits those of prompts and of training, but not those of generated tokens, so that the engine would differ from the "
+        "trainer; use another engine and trainer"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
 """Selects the weights to which a number format applies.
 
 A number format applies to the matrices of linear layers and experts. Norms, embeddings, ``lm_head``, routers, biases,
-1-D tensors, MTP's ``eh_proj`` and the towers of other modalities always keep their precision; users can exclude more with selectors
-and layer ranges. Selectors match Hugging Face parameter names: one with a ``*`` is a glob for the whole name, any other is a
-substring, and ``_`` is ignored (``layer_norm`` matches ``input_layernorm``). Engine and trainer use the same selector, so both
-exclude the same weights.
+1-D tensors, MTP's ``eh_proj``, Mamba's ``dt_proj`` and the towers of other modalities always keep their precision; users can
+exclude more with selectors and layer ranges. Selectors match Hugging Face parameter names: one with a ``*`` is a glob for the whole
+name, any other is a substring, and ``_`` is ignored (``layer_norm`` matches ``input_layernorm``). Engine and trainer use the same
+selector, so both exclude the same weights.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Shape = tuple[int, ...]
 #: contains ``router`` (``router.layer``, ``modality_router``) or is a module ``gate``; the latter is a glob, because as a substring it
 #: would match every ``gate_proj``. ``altup`` predicts and mixes residual streams with matrices of a few numbers.
 #: ``shared_head`` is the ``lm_head`` of an MTP layer; ``weights_proj`` of the sparse-attention indexer is BF16 in engines.
+#: Mamba's code multiplies by the weight of ``dt_proj`` without calling the linear layer.
 NEVER = (
     "norm",
     "embed",
@@ -35,6 +36,7 @@ NEVER = (
     "*.shared_expert_gate.weight",
     "*.indexer.weights_proj.weight",
     "eh_proj",
+    "*.dt_proj.weight",
 )
 
 #: Modules of other modalities and their connectors to the language model: matched in names outside the decoder's layers.
@@ -52,7 +54,7 @@ _HABITS = ("lmhead", "embed", "layernorm")
 
 
 #: Matches the index of a decoder layer; layers in towers of other modalities have longer paths.
-_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:(?:model|backbone)\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 
 
 #: One expert's tensors, and those of all experts of a block.

@@ -42,7 +42,8 @@ from miles_core.plugin.detect import config_facts
 from miles_core.plugin.model_config import model_config
 from miles_embedded.manifest import review
 from miles_embedded.model.examine import examine_checkpoint
-from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint
+from miles_embedded.testing.comparison import compare
+from miles_embedded.testing.families import FAMILIES, family_checkpoint
 from miles_embedded.testing.tiny_configuration import tiny_configuration
 from miles_testing import tiny
 

@@ -1,7 +1,7 @@
 """Model families in the embedded backend, compared with Transformers: the table of ``docs/families.md``.
 
 Run: ``python benchmarks/mismatch/families.py --write`` (a minute). Every family is a tiny random checkpoint in FP32: packed scores, greedy
-generation, gradients and export (``miles_embedded.testing.families``); for mixtures of experts also the gap of a trainer that
+generation, gradients and export (``miles_embedded.testing.comparison``); for mixtures of experts also the gap of a trainer that
 replays the engine's experts (r3); and for each number format an export that went through it, against Transformers with the same
 weights. Plugins are those that are installed here. The last line of the output is one JSON object; the exit code is 1 when a number
 is out of bounds.
@@ -37,7 +37,8 @@ from miles_embedded.model.load import load_model
 from miles_embedded.model.load_units import load_units
 from miles_embedded.model.parts import configuration
 from miles_embedded.model.views import export, views
-from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint, score_gap
+from miles_embedded.testing.comparison import compare, score_gap
+from miles_embedded.testing.families import FAMILIES, family_checkpoint
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_formats.codec import FormatCodec
 from miles_formats.fused_experts import Family

@@ -15,6 +15,7 @@ from typing import Any
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import Fact, Facts, State
+from miles_core.plugin.layers import layer_kinds
 from miles_core.plugin.model_config import EXPERTS, EXPERTS_PER_TOKEN, model_config
 from miles_core.plugin.rule import parse_literal
 
@@ -83,7 +84,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd"),
-    "context": ("max_position_embeddings", "n_positions", "max_sequence_length"),
+    "context": ("max_position_embeddings", "n_positions", "max_sequence_length", "model_max_length"),
     "mtp_layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers"),
 }
 
@@ -228,7 +229,10 @@ def config_facts(config: Mapping[str, Any]) -> list[Fact]:
         )
     experts, origin = entries["num_experts"]
     experts = int(experts or 0)
-    moe = experts > 1
+    kinds = layer_kinds(inner)
+    if kinds and entries["layers"][0] is None:
+        entries["layers"] = len(kinds), "config.json: one layer per entry of its list of layers"
+    moe = experts > 1 and ("moe" in kinds or "mlp" not in kinds)
     entries["num_experts"] = (experts, origin)
     entries["moe"] = (moe, origin)
     entries["moe_layers"] = (len(moe_layers(inner)), origin) if moe else (0, origin)
@@ -288,8 +292,12 @@ def moe_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
             return tuple(i for i, entry in enumerate(listed) if entry == sparse)
     if isinstance(config.get("moe_layers"), list):
         return tuple(config["moe_layers"])
+    if "moe" in (kinds := layer_kinds(config)) or "mlp" in kinds:
+        return tuple(i for i, kind in enumerate(kinds) if kind == "moe")
     layers = next((int(config[key]) for key in _KEYS["layers"] if config.get(key) is not None), 0)
-    first = int(config.get("first_k_dense_replace") or 0)
+    if period := config.get("expert_layer_period"):
+        return tuple(i for i in range(layers) if i % period == config.get("expert_layer_offset", 0))
+    first = int(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
     every = int(config.get("moe_layer_freq") or 1)
     step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
     dense = set(config.get("mlp_only_layers") or ())

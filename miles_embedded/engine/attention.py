@@ -308,8 +308,8 @@ def advance_rows(cache: Cache, before: Tensor, after: Tensor, module: Any, hidde
     slabs = cache.own.states[module.layer_idx]
     states = LayerStates({key: slab.index_select(0, before) for key, slab in slabs.items()})
     out = compute(hidden[0].unsqueeze(1), states)
-    for key, slab in slabs.items():
-        slab.index_copy_(0, after, states.kept[key].to(slab.dtype))
+    for key, kept in states.kept.items():
+        slabs[key].index_copy_(0, after, kept.to(slabs[key].dtype))
     return out.transpose(0, 1)
 
 

@@ -11,8 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from miles_core.plugin import layer_kinds
+from miles_embedded.memory.state_size import StateSize, state_size
+
+#: Kinds of layers that keep a state, and of those that neither keep one nor attend.
+STATE_TYPES, NO_MIXER = frozenset({"linear_attention", "conv", "hybrid"}), frozenset({"moe", "mlp"})
 #: Model types whose feed-forward layers have no gate.
-_UNGATED = frozenset({"gpt_neox", "starcoder2", "phi", "nemotron", "gpt2", "opt", "bloom", "falcon", "gptj", "codegen"})
+_UNGATED = frozenset(
+    {"gpt_neox", "starcoder2", "phi", "nemotron", "gpt2", "opt", "bloom", "falcon", "gptj", "codegen", "nemotron_h"}
+)
+
+
+#: Model types whose attention has a gate for its output, of the size of the queries.
+_GATED = ("qwen3_next", "qwen3_5")
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,10 @@ class ModelSize:
         heads: key/value heads; 1 for a latent, which cannot be split.
         active_ffn: intermediate units per token in one layer, summed over its experts.
         mtp_layers: number of MTP layers, not counted in ``layers``.
+        attending: number of layers that attend; None for all.
+        dense_layers: number of layers with a dense feed-forward layer; None for all without experts.
+        state: a layer that keeps a state between tokens, if there are any.
+        state_layers: number of such layers.
     """
 
     layers: int
@@ -48,6 +63,10 @@ class ModelSize:
     heads: int
     active_ffn: int
     mtp_layers: int = 0
+    attending: int | None = None
+    dense_layers: int | None = None
+    state: StateSize | None = None
+    state_layers: int = 0
 
     @property
     def experts(self) -> int:
@@ -57,14 +76,21 @@ class ModelSize:
     @property
     def layer(self) -> int:
         """Parameters of the largest decoder layer."""
-        return self.attention + max(self.routed + self.shared, self.dense if self.sparse_layers < self.layers else 0)
+        mixer = max(self.attention, self.state.parameters if self.state else 0)
+        return mixer + max(self.routed + self.shared, self.dense if self.sparse_layers < self.layers else 0)
 
     @property
     def parameters(self) -> int:
         """All parameters, without MTP layers."""
         sparse = self.sparse_layers * (self.routed + self.shared)
-        dense = (self.layers - self.sparse_layers) * self.dense
-        return self.embeddings + self.layers * (self.attention + 2 * self.hidden) + sparse + dense + self.hidden
+        dense = self.dense * (self.layers - self.sparse_layers if self.dense_layers is None else self.dense_layers)
+        attention = self.attention * (self.layers if self.attending is None else self.attending)
+        states = self.state_layers * self.state.parameters if self.state else 0
+        return self.embeddings + attention + states + 2 * self.layers * self.hidden + sparse + dense + self.hidden
+
+    def state_bytes(self, width: int) -> int:
+        """Bytes of the states of one sequence, in all layers, with a model dtype of ``width`` bytes."""
+        return self.state_layers * self.state.bytes(width) if self.state else 0
 
     @property
     def mtp(self) -> int:
@@ -82,13 +108,17 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
     """
     text = config.get("text_config")
     keys = {**config, **text} if isinstance(text, Mapping) else config
+    kinds = layer_kinds(keys)
     hidden, layers = _number(keys, "hidden_size", "n_embd"), _number(keys, "num_hidden_layers", "n_layer", "num_layers")
+    layers = layers or len(kinds)
     vocab, heads = _number(keys, "vocab_size"), _number(keys, "num_attention_heads", "n_head")
-    if not (hidden and layers and vocab and heads):
+    stateful = sum(kind in STATE_TYPES for kind in kinds)
+    if not (hidden and layers and vocab and (heads or stateful == layers)):
         return None
-    attention, cached, kv_heads = _attention(keys, hidden, heads)
+    # without heads no layer attends, and Mamba's layers are all of it
+    attention, cached, kv_heads = _attention(keys, hidden, heads) if heads else (0, 0, 1)
     matrices = 2 if str(keys.get("model_type")) in _UNGATED else 3
-    inner = _number(keys, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    inner = _inner(keys, hidden)
     expert = _number(keys, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
     experts = _number(keys, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     shared = _shared(keys, expert)
@@ -96,6 +126,7 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
         keys, "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_top_k", "moe_topk", "moe_k"
     )
     dense = _number(keys, "intermediate_size_mlp") or inner
+    attending = sum(kind not in ("linear_attention", "conv", *NO_MIXER) for kind in kinds) if kinds else layers
     return ModelSize(
         layers=layers,
         hidden=hidden,
@@ -106,11 +137,25 @@ def model_size(config: Mapping[str, Any], moe_layers: int, mtp_layers: int = 0) 
         routed=experts * matrices * hidden * expert,
         shared=matrices * hidden * shared + hidden * experts,
         sparse_layers=moe_layers,
-        cached=layers * cached,
+        cached=attending * cached,
         heads=kv_heads,
-        active_ffn=top_k * expert + shared if moe_layers else dense,
+        active_ffn=(top_k * expert + shared if moe_layers else dense) if heads else 0,
         mtp_layers=mtp_layers,
+        attending=attending,
+        dense_layers=kinds.count("mlp") if set(kinds) & NO_MIXER or not heads else None,
+        state=state_size(keys, hidden, heads) if stateful else None,
+        state_layers=stateful,
     )
+
+
+def _inner(keys: Mapping[str, Any], hidden: int) -> int:
+    """Return the intermediate units of a dense feed-forward layer."""
+    inner = _number(keys, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    if not keys.get("block_auto_adjust_ff_dim"):
+        return inner
+    factor, multiple = keys.get("block_ffn_dim_multiplier"), _number(keys, "block_multiple_of") or 1  # LFM2
+    inner = 2 * inner // 3
+    return inner if factor is None else multiple * -(-int(factor * inner) // multiple)
 
 
 def _number(keys: Mapping[str, Any], *names: str) -> int:
@@ -138,7 +183,8 @@ def _attention(keys: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, i
         )
     size = _number(keys, "head_dim") or hidden // heads
     kv = _number(keys, "num_key_value_heads") or (1 if keys.get("multi_query") else heads)
-    return hidden * size * 2 * (heads + kv), 2 * kv * size, kv
+    gate = heads if str(keys.get("model_type")).startswith(_GATED) else 0
+    return hidden * size * (2 * (heads + kv) + gate), 2 * kv * size, kv
 
 
 def _shared(keys: Mapping[str, Any], expert: int) -> int:

@@ -24,6 +24,8 @@ LOGITS, LOGIT_BYTES = 1 << 26, 14
 CONTEXT, CHANNELS = 1.0e9, 1.0e9
 #: FP32 elements per bucket of the gradient reduction (``trainer.data_parallel``).
 BUCKET = 1 << 24
+#: States kept per row, as ``engine.store``; each prompt has one more.
+VERSIONS = 2
 #: GPUs per machine if the number is unknown.
 _MACHINE = 8
 
@@ -244,6 +246,8 @@ def engine_usage(facts: Facts, size: ModelSize, shares: bool) -> Usage:
     weights += quantised * float(facts.value("embedded.engine_weight_bytes") or _width(facts))
     width = 1 if str(facts.value("rollout.kv_cache_dtype")).startswith("float8") else _width(facts)
     row = float(longest * size.cached * width)
+    states = size.state_bytes(_width(facts)) * (VERSIONS + 1 / int(facts.value("rollout.n_samples_per_prompt") or 1))
+    row += states
     drafts = size.mtp * float(_width(facts)) if facts.value("plugin.speculative") else 0.0
     graphs = 0.0 if facts.value("embedded.disable_cuda_graph") else graph_bytes(size, rows, _width(facts))
     parts = Parts(
@@ -254,6 +258,8 @@ def engine_usage(facts: Facts, size: ModelSize, shares: bool) -> Usage:
         other=0.0 if inline else CONTEXT,
     )
     note = f"engine: a cache of {rows:,} sequences of {longest:,} tokens ({why}; --max-running-requests bounds the sequences)"
+    if states:
+        note += f"; {rows * states / 1e9:.1f} GB of it are states of layers"
     if graphs:
         note += f"; {graphs / 1e9:.1f} GB of its activations are CUDA graphs"
     if shares:

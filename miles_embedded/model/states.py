@@ -37,16 +37,17 @@ class LayerStates:
             them in place if every sequence has one token.
 
     Attributes:
-        kept: states after the tokens of the batch; complete after the forward.
+        kept: states after the tokens of the batch of the kinds that the module reads or writes; complete after the forward. A layer may have
+            several modules with different kinds.
     """
 
     def __init__(self, given: dict[StateKey, Tensor] | None = None) -> None:
-        self._given = dict(given or {})
-        self.kept = dict(self._given)
+        self._given = given or {}
+        self.kept: dict[StateKey, Tensor] = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the last inputs of the layer's convolution, [sequences, channels, width]; None if the sequences start."""
-        return self._given.get((CONVOLUTION, state_idx))
+        return self._read((CONVOLUTION, state_idx))
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
@@ -63,12 +64,18 @@ class LayerStates:
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the recurrent state [sequences, ...]; None if the sequences start."""
-        return self._given.get((RECURRENT, state_idx))
+        return self._read((RECURRENT, state_idx))
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
         """Replace the recurrent state."""
         self.kept[RECURRENT, state_idx] = recurrent_states
         return recurrent_states
+
+    def _read(self, key: StateKey) -> Tensor | None:
+        found = self._given.get(key)
+        if found is not None:
+            self.kept[key] = found
+        return found
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Whether earlier states are kept: never."""
@@ -81,6 +88,28 @@ def stateful_modules(layer: nn.Module) -> Iterator[nn.Module]:
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is not None and _UPDATES & set(code.co_names):
             yield module
+
+
+def continues_sequences(module: nn.Module) -> bool:
+    """Whether a module with a state can compute several tokens after a given recurrent state.
+
+    The scan of Mamba's first version (Jamba) always starts at zero: such a forward reads the state for single tokens only. Forwards that
+    can continue pass the state to their scan as ``initial_state`` or ``initial_states``.
+    """
+    code = inspect.unwrap(type(module).forward).__code__
+    constants = {name for entry in code.co_consts for name in (entry if isinstance(entry, tuple) else (entry,))}
+    return "update_recurrent_state" not in code.co_names or bool(constants & {"initial_state", "initial_states"})
+
+
+def use_configured_limit(module: Any) -> None:
+    """Limit the time steps of a Mamba layer as its configuration says (``time_step_limit``).
+
+    Transformers' Nemotron-H limits those of prompts, but not those of single tokens, to at least ``time_step_min``, so that its generation
+    differs from its plain forward (huggingface/transformers#48989). The published model has the configured limits.
+    """
+    limit = getattr(getattr(module, "config", None), "time_step_limit", None)
+    if limit is not None and hasattr(module, "time_step_limit"):
+        module.time_step_limit = tuple(limit)
 
 
 def use_states(layers: nn.ModuleList, enter: Callable[[Any], Any]) -> None:
@@ -100,4 +129,5 @@ def use_states(layers: nn.ModuleList, enter: Callable[[Any], Any]) -> None:
 
     for layer in layers:
         for module in stateful_modules(layer):
+            use_configured_limit(module)
             put_forward(module, forward)

@@ -185,7 +185,7 @@ class PackedCall:
 
     def advance(self, module: nn.Module, hidden: Tensor, compute: Advance) -> Tensor:
         """See ``Call.advance``."""
-        return self._states.advance(hidden, compute)
+        return self._states.advance(module, hidden, compute)
 
     def choose(self, indexed: Indexed) -> ChosenKeys:
         """See ``Call.choose``."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from miles_embedded.model.call import enter_call
+from miles_embedded.model.call import active_call, enter_call
 from miles_embedded.model.parts import decoder_layers
 
 
@@ -40,10 +40,12 @@ _FUNCTION = "_gradient_checkpointing_func"
 
 
 def _enter_and_run(function: Callable[..., Any], forward: partial[Any], *args: Any) -> Any:
-    """Call ``function`` with a forward that first makes the layer's call the active one: not every layer passes it on to its modules."""
+    """Call ``function`` with a forward that first makes the layer's call the active one: not every model passes it on to its layers (Mamba),
+    and not every layer to its modules (Jamba)."""
+    call = active_call()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        enter_call(kwargs.get("call"))
+        enter_call(kwargs.get("call", call))
         return forward.func(*args, **kwargs)
 
     return function(partial(run, *forward.args, **forward.keywords), *args)

@@ -3,6 +3,9 @@
 A segment of the packing is a sequence: its state starts at zero for a trunk, and for a branch as it is after the last row of its trunk.
 Segments of similar length are computed together, padded at the end, where padding has no effect. Trunks with branches are grouped by
 equal length, because the states after them would include the padding.
+
+Some modules cannot compute several tokens after a state (``states.continues_sequences``). They compute the trunk again in front of each
+branch.
 """
 
 from __future__ import annotations
@@ -11,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from miles_core.data.batch import to_device
-from miles_embedded.model.states import Advance, LayerStates
+from miles_embedded.model.states import Advance, LayerStates, continues_sequences
 from miles_embedded.trainer.packing import Ints, Packing, Segments
 from miles_embedded.trainer.rows import Collect, Spread, group_similar
 
@@ -82,19 +85,25 @@ class StateGroups:
         self.groups.append(StateGroup(len(chosen), longest, keeps, home, trunk))
         return len(self.groups) - 1
 
-    def advance(self, hidden: Tensor, compute: Advance) -> Tensor:
+    def advance(self, module: nn.Module, hidden: Tensor, compute: Advance) -> Tensor:
         """See ``Call.advance``."""
-        index = self._slot_rows, self._inverse, self._padding
-        spread = Spread.apply(hidden[0], *index)
+        index, continues = (self._slot_rows, self._inverse, self._padding), continues_sequences(module)
         sizes = [group.segments * group.length for group in self.groups]
+        inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         after: list[LayerStates | None] = []
-        for group, rows in zip(self.groups, spread.split(sizes), strict=True):
-            states = LayerStates() if group.keeps else None
-            if group.trunk is not None:
-                home = after[group.home]
-                assert home is not None
-                states = LayerStates({key: kept.index_select(0, group.trunk) for key, kept in home.kept.items()})
-            outputs.append(compute(rows.view(group.segments, group.length, -1), states).flatten(0, 1))
+        for group, rows in zip(self.groups, Spread.apply(hidden[0], *index).split(sizes), strict=True):
+            batch = rows.view(group.segments, group.length, -1)
+            states = LayerStates() if group.keeps and continues else None
+            repeated = 0
+            inputs.append(batch)
+            if group.trunk is not None and continues:
+                states = after[group.home]
+                assert states is not None
+                states = LayerStates({key: kept.index_select(0, group.trunk) for key, kept in states.kept.items()})
+            elif group.trunk is not None:
+                trunk = inputs[group.home].index_select(0, group.trunk)
+                batch, repeated = torch.cat([trunk, batch], 1), trunk.shape[1]
+            outputs.append(compute(batch, states)[:, repeated:].flatten(0, 1))
             after.append(states)
         return Collect.apply(torch.cat(outputs), *index).unsqueeze(0)

@@ -20,7 +20,8 @@ from miles_embedded.model.examine import examine_checkpoint
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.load import load_model
 from miles_embedded.model.logprobs import head_steps
-from miles_embedded.testing.families import FAMILIES, compare, family_checkpoint, lacking, score_gap
+from miles_embedded.testing.comparison import compare, score_gap
+from miles_embedded.testing.families import FAMILIES, family_checkpoint, lacking
 from miles_embedded.testing.tiny_configuration import tiny_configuration
 from miles_testing import plan, tiny_checkpoint
 from miles_testing.tiny import random_checkpoint
@@ -39,7 +40,7 @@ ALIKE = {
     "olmo2",
     "olmoe",
 }
-ALIKE |= {"qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "granitemoehybrid"}
+ALIKE |= {"qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "granitemoehybrid", "mamba"}
 ALIKE |= {"smollm3", "starcoder2", "ernie4_5", "hunyuan_v1_dense", "seed_oss", "qwen2_vl", "cohere"}
 
 
@@ -123,10 +124,11 @@ def test_the_page_lists_them_and_what_the_plan_refuses():
 @pytest.mark.parametrize(
     ("kind", "layers", "words"),
     [
-        ("mamba2", None, "cannot run a model of type mamba2"),
+        ("rwkv", None, "cannot run a model of type rwkv"),
         ("gpt2", None, "cannot run a model of type gpt2"),
         ("made_up", ["full_attention", "rwkv"], "cannot run layers of type rwkv (layer_types in config.json)"),
         ("qwen3", ["full_attention", "sliding_attention"], ""),
+        ("granitemoehybrid", ["mamba", "attention"], ""),
     ],
 )
 def test_the_plan_says_no_to_what_the_build_would_refuse(kind, layers, words):
@@ -134,16 +136,44 @@ def test_the_plan_says_no_to_what_the_build_would_refuse(kind, layers, words):
     found = review(Facts(config_facts(config)), config).problems
     assert [p.headline.removeprefix("embedded ") for p in found] == [words] * bool(words)
     with pytest.raises(PlanError, match="use another engine and trainer"):
-        plan(facts=["model.type=mamba2"])
+        plan(facts=["model.type=rwkv"])
 
 
 @pytest.mark.skipif(bool(lacking("qwen3_next")), reason=lacking("qwen3_next"))
-def test_drafts_for_layers_with_a_state_are_refused_in_the_plan():
-    config = {"model_type": "qwen3_next"}
+@pytest.mark.parametrize(
+    ("limit", "refused"),
+    [
+        ([0.0, float("inf")], False),
+        ([0.0, {"__float__": "Infinity"}], False),
+        ([0.0, 0.1], True),
+        ([0.001, float("inf")], True),
+    ],
+)
+def test_limits_of_time_steps_that_transformers_applies_to_prompts_only_are_refused(limit, refused):
+    config = {"model_type": "nemotron_h", "time_step_limit": limit}
+    found = review(Facts(config_facts(config)), config).problems
+    assert bool(found) == refused and all("(time_step_limit in config.json)" in p.headline for p in found)
+
+
+@pytest.mark.skipif(bool(lacking("qwen3_next")), reason=lacking("qwen3_next"))
+def test_a_model_without_a_longest_sequence_needs_the_option():
+    config = {"model_type": "mamba2"}
+    facts = [*config_facts(config), Fact("engine", "embedded", "")]
+    (found,) = review(Facts(facts), config).problems
+    assert "a model of type mamba2 without --rollout-max-context-len" in found.headline
+    assert not review(Facts([*facts, Fact("rollout.max_context_len", 64, "")]), config).problems
+
+
+@pytest.mark.skipif(bool(lacking("qwen3_next")), reason=lacking("qwen3_next"))
+@pytest.mark.parametrize(
+    "config",
+    [{"model_type": "qwen3_next"}, {"model_type": "lfm3_vl", "text_config": {"layer_types": ["conv", "full_attention"]}}],
+)
+def test_drafts_for_layers_with_a_state_are_refused_in_the_plan(config):
     facts = [*config_facts(config), Fact("engine", "embedded", ""), Fact("plugin.speculative", True, "")]
     (found,) = review(Facts(facts), config).problems
     assert (
-        "model of type qwen3_next with the plugin speculative" in found.headline and "rejected drafts" in found.because
+        f"model of type {config['model_type']} with the plugin speculative" in found.headline and "rejected drafts" in found.because
     )
     assert not review(Facts(facts[:-1]), config).problems
 

@@ -19,6 +19,7 @@ SHAPES = {
     f"{LAYER}.mlp.experts.0.gate_proj.weight": (8, 8),
     f"{LAYER}.mlp.experts.0.down_proj.weight": (8, 8),
     "model.layers.1.eh_proj.weight": (8, 16),
+    f"{LAYER}.mamba.dt_proj.weight": (8, 4),
     "lm_head.weight": (32, 8),
 }
 

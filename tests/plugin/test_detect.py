@@ -135,6 +135,22 @@ MODELS = {
         },
         {"moe": True, "num_experts": 16, "top_k": 1, "layers": 4, "moe_layers": 2},
     ),
+    "lfm2_moe": (
+        {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4, "num_dense_layers": 1},
+        {"moe": True, "layers": 4, "moe_layers": 3},
+    ),
+    "jamba": (
+        {"num_experts": 8, "num_hidden_layers": 8, "expert_layer_period": 2, "expert_layer_offset": 1},
+        {"moe": True, "layers": 8, "moe_layers": 4},
+    ),
+    "nemotron_h": (
+        {"n_routed_experts": 8, "hybrid_override_pattern": "ME*EM-"},
+        {"moe": True, "layers": 6, "moe_layers": 2},
+    ),
+    "nemotron_h without experts": (
+        {"n_routed_experts": 8, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+        {"moe": False, "layers": 4, "moe_layers": 0},
+    ),
 }
 
 

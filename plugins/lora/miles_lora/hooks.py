@@ -220,7 +220,7 @@ def merge(trained: Trained, stream: Iterator[WeightUnit]) -> Iterator[WeightUnit
         tensors, changed = {}, False
         for name, tensor in unit.tensors.items():
             view = by_name.get(name)
-            if name in own:
+            if view is not None and view.source in own:  # under the name that a checkpoint would have
                 continue
             if view is not None and view.source in matrices:
                 if view.source != source:

@@ -15,6 +15,7 @@ from torch import Tensor
 from miles_core.data import Encoded
 from miles_core.engine import Engine, SyncReport, Transport
 from miles_core.plugin import Policy, Run, SyncError
+from miles_embedded import views
 from miles_lora.adapter import CHILD
 from miles_lora.hooks import TRAINED, Trained
 from miles_lora.peft_files import adapter_config, names_of
@@ -25,8 +26,13 @@ class AdapterTransport(Transport):
 
     def __init__(self, engine: Engine, policy: Policy, trained: Trained) -> None:
         self.engine, self.policy, self.trained = engine, policy, trained
+        streamed = {
+            view.source: view.name for view in views(trained.model)
+        }  # names in the stream are those of a checkpoint
         self._names = {
-            f"{_parent(target.source)}.{CHILD}{f'.{target.attribute}' if target.is_joined else ''}.lora_{x}": f"{start}lora_{x}.weight"
+            streamed[
+                f"{_parent(target.source)}.{CHILD}{f'.{target.attribute}' if target.is_joined else ''}.lora_{x}"
+            ]: f"{start}lora_{x}.weight"
             for target in trained.targets
             for start in (names_of(trained.targets)[target.source],)
             for x in "AB"

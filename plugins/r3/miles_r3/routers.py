@@ -32,6 +32,11 @@ def softmax_in_float(logits: Tensor, index: Tensor, block: nn.Module) -> Tensor:
     return weights
 
 
+def softmax_unnormalized(logits: Tensor, index: Tensor, block: nn.Module) -> Tensor:
+    """Jamba: softmax over all experts, gather; the weights of a token do not sum to 1."""
+    return logits.softmax(-1, dtype=torch.float32).gather(-1, index).to(logits.dtype)
+
+
 def softmax_of_gathered(logits: Tensor, index: Tensor, block: nn.Module) -> Tensor:
     """gpt-oss: softmax of the gathered logits."""
     return logits.gather(-1, index).softmax(-1, dtype=logits.dtype)
@@ -39,9 +44,18 @@ def softmax_of_gathered(logits: Tensor, index: Tensor, block: nn.Module) -> Tens
 
 def sigmoid_scaled(logits: Tensor, index: Tensor, block: nn.Module) -> Tensor:
     """DeepSeek-V3, GLM-4-MoE: sigmoid, gather, / (sum + 1e-20) iff ``norm_topk_prob``, * ``routed_scaling_factor``."""
+    return _scale_sigmoid(logits, index, block, 1e-20)
+
+
+def sigmoid_scaled_safely(logits: Tensor, index: Tensor, block: nn.Module) -> Tensor:
+    """LFM2-MoE: like ``sigmoid_scaled`` with 1e-6."""
+    return _scale_sigmoid(logits, index, block, 1e-6)
+
+
+def _scale_sigmoid(logits: Tensor, index: Tensor, block: nn.Module, least: float) -> Tensor:
     weights = logits.sigmoid().gather(-1, index)
     if setting(block, "norm_topk_prob", True):
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + least)
     return weights * setting(block, "routed_scaling_factor", 1.0)
 
 
@@ -67,7 +81,9 @@ RULES: tuple[Weights, ...] = (
     softmax_then_gather,
     softmax_in_float,
     softmax_scaled,
+    softmax_unnormalized,
     sigmoid_scaled,
+    sigmoid_scaled_safely,
     sigmoid_plain,
     softmax_of_gathered,
 )

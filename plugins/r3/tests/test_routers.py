@@ -37,6 +37,16 @@ FAMILIES = {
     "Glm4Moe": (GROUPED, "sigmoid_scaled", "sigmoid_scaled"),
     "Mixtral": ({"num_local_experts": 8}, "softmax_then_gather", "softmax_in_float"),
     "MiniMaxM2": ({"num_local_experts": 8, "head_dim": 16, "rotary_dim": 8}, "sigmoid_scaled", "sigmoid_plain"),
+    "Lfm2Moe": (
+        {**QWEN, "num_dense_layers": 0, "layer_types": ["conv"] * 2, "routed_scaling_factor": 2.0},
+        "sigmoid_scaled_safely",
+        "sigmoid_scaled",  # 1e-6 changes no bit of a sum in BF16
+    ),
+    "Jamba": (
+        {"num_experts": 8, "attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_offset": 0},
+        "softmax_unnormalized",
+        "softmax_unnormalized",
+    ),
     "GptOss": ({"num_local_experts": 8, "head_dim": 16}, "softmax_of_gathered", "softmax_of_gathered"),
 }
 

@@ -145,3 +145,15 @@ def test_the_trainer_is_checked_where_the_engine_is_another_one(toy_run, monkeyp
     monkeypatch.setattr("miles_embedded.trainer.build.self_check", lambda model: seen.append(type(model).__name__))
     toy_run(steps=0, self_check=True)
     assert seen == []
+
+
+def test_an_error_of_a_state_that_grows_with_the_fed_tokens_is_found(tmp_path, monkeypatch):
+    """Prompts with time steps of at least 6e-4 and generated tokens without a limit, as Transformers runs Nemotron-H."""
+    model = load_model(family_checkpoint("nemotron_h", tmp_path / "model"), "float32")
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (6e-4, float("inf"))
+    with pytest.raises(CheckpointError, match="where tokens are generated"):
+        self_check(model)
+    monkeypatch.setattr("miles_embedded.engine.self_check.FED_WITH_STATES", 3)
+    self_check(model)

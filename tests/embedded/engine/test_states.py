@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(bool(lacking("qwen3_next")), reason=lacking("qwe
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "bamba", "lfm2"])
+@pytest.fixture(scope="module", params=["qwen3_next", "bamba", "lfm2", "jamba", "nemotron_h"])
 def model(request, tmp_path_factory):
     return load_model(family_checkpoint(request.param, tmp_path_factory.mktemp("models") / "model"), "float32")
 

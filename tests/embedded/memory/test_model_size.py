@@ -9,12 +9,20 @@ import transformers
 
 from miles_core.plugin.detect import config_facts
 from miles_embedded import model_size
+from miles_embedded.engine.runner import Runner
+from miles_embedded.manifest import STATEFUL
+from miles_embedded.memory.usage import VERSIONS
+from miles_embedded.model.load import load_model
+from miles_embedded.testing import families
 from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES
 
 PUBLISHED = Path(__file__).parents[2] / "published"
 #: Entries that are made larger, so that matrices outweigh what is left out.
 WIDE = ("hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "head_dim", "qk_rope_head_dim",
-        "qk_nope_head_dim", "v_head_dim", "intermediate_size_mlp", "global_head_dim")  # fmt: skip
+        "qk_nope_head_dim", "v_head_dim", "intermediate_size_mlp", "global_head_dim", "mamba_head_dim", "mamba_d_ssm", "mamba_d_head",
+        "linear_key_head_dim", "linear_value_head_dim", "shared_expert_intermediate_size", "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size")  # fmt: skip
+STATEFUL_FAMILIES = [name for name in families.FAMILIES if name in STATEFUL and not families.lacking(name)]
 
 
 def size_of(config):
@@ -60,3 +68,26 @@ def test_a_configuration_without_sizes_has_none():
 def test_the_time_does_not_depend_on_the_number_of_layers():
     config = json.loads((PUBLISHED / "qwen3-4b.json").read_text()) | {"num_hidden_layers": 10**9}
     assert model_size(config, 0).layers == 10**9
+
+
+@pytest.mark.parametrize("family", STATEFUL_FAMILIES)
+def test_layers_with_a_state_are_counted_as_transformers_makes_them(family):
+    name, values = families.FAMILIES[family]
+    config = getattr(transformers, name)(**{k: v * 8 if k in WIDE else v for k, v in values.items()})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    made = sum(parameter.numel() for parameter in model.parameters())
+    assert size_of(config.to_dict()).parameters == pytest.approx(made, rel=0.005)
+
+
+@pytest.mark.parametrize("family", STATEFUL_FAMILIES)
+def test_states_take_the_bytes_that_the_engine_allocates(family, tmp_path):
+    checkpoint = families.family_checkpoint(family, tmp_path / "model")
+    runner = Runner(load_model(checkpoint, "bfloat16"))
+    slots, _, _ = runner.prefixes([[3, 4, 5], [6, 7, 8, 9]], set())
+    runner.cache.add_rows(slots.tolist())
+    found = size_of(json.loads((checkpoint / "config.json").read_text()))
+    for store, versions in ((runner.cache.own, VERSIONS), (runner.cache.prefixes, 1)):
+        slabs = [slab for of_layer in store.states.values() for slab in of_layer.values()]
+        allocated = sum(slab.numel() * slab.element_size() for slab in slabs)
+        assert allocated == store.slots * versions * found.state_bytes(2) > 0

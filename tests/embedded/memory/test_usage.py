@@ -10,6 +10,7 @@ import torch
 
 from miles_core.plugin import CheckpointError, Facts, PlanError
 from miles_core.plugin.detect import config_facts
+from miles_core.plugin.facts import Fact
 from miles_embedded.memory.model_size import model_size
 from miles_embedded.memory.usage import Training, activations, engine_usage, trainer_parts
 from miles_testing import plan
@@ -71,6 +72,24 @@ def test_the_optimizer_s_bytes_are_the_trainer_s(tmp_path):
     count = sum(p.numel() for p in model.parameters())
     assert sum(p.nbytes for p in model.parameters()) == 2 * count and gradients == 4 * count
     assert sum(t.nbytes for t in optimizer.memory()) == 12 * count
+
+
+def test_a_cache_includes_the_states_of_its_rows_and_prompts():
+    """Qwen3-Next's sizes: 36 of 48 layers with 8,192 channels of four inputs in BF16, and 32 heads of 128 x 128 in FP32."""
+    entries = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+               "vocab_size": 151936, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+               "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4}  # fmt: skip
+    size = model_size({"model_type": "qwen3_next", **entries}, 0)
+    state = 36 * (2 * 8192 * 4 + 4 * 32 * 128 * 128)
+    given = {
+        "rollout.batch_size": 4,
+        "rollout.n_samples_per_prompt": 8,
+        "rollout.max_context_len": 1000,
+        "model.dtype": "bfloat16",
+    }
+    usage = engine_usage(Facts([Fact(name, value, "") for name, value in given.items()]), size, False)
+    assert usage.parts.cache == 32 * 1000 * 2 * 12 * 2 * 2 * 256 + 32 * 2 * state + 4 * state
+    assert "5.3 GB of it are states of layers" in usage.note
 
 
 @pytest.fixture

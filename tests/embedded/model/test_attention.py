@@ -19,7 +19,7 @@ from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.attention import AttentionOptions, add_sinks, attend_padded
 from miles_embedded.model.load import load_model, prepare
-from miles_embedded.testing.families import small_groups
+from miles_embedded.testing.comparison import small_groups
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_testing.tiny import FAMILIES, ROUTER_FAMILIES, tiny_checkpoint
 

@@ -11,6 +11,7 @@ from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import load_model
 from miles_embedded.quantized.activation import encoded_views
 from miles_embedded.quantized.weights import install
+from miles_embedded.testing.families import family_checkpoint
 from miles_embedded.trainer.build import data_parallel
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_formats.codec import FormatCodec
@@ -66,7 +67,8 @@ class Quantised(TestFullyShard):
         return build("full_shard", checkpoint, setup, format=PairFormat())
 
 
-#: llama ties its head to its embeddings, gpt-oss has biases and other strides, DeepSeek's indexer gets no gradient
+#: llama ties its head to its embeddings, gpt-oss has biases and other strides, DeepSeek's indexer gets no gradient, Nemotron-H and Jamba keep
+#: states
 @pytest.mark.parametrize(
     ("suite", "family"),
     [
@@ -76,10 +78,12 @@ class Quantised(TestFullyShard):
         (Recomputing, "qwen3_moe"),
         (Quantised, "qwen3_moe"),
         (Quantised, "gpt_oss"),
+        (Recomputing, "nemotron_h"),
+        (TestFullyShard, "jamba"),
     ],
 )
 def test_other_models_compute_the_same(ranks, suite, family, tmp_path):
-    checkpoint = tiny_checkpoint(family, tmp_path / "checkpoint")
+    checkpoint = family_checkpoint(family, tmp_path / "checkpoint")
     suite().test_ranks_compute_what_one_process_computes(ranks, checkpoint, SHARES["unequal"])
 
 

@@ -38,7 +38,7 @@ def gradients(model, chosen):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "lfm2", "jamba", "nemotron_h"])
 def test_a_packed_gradient_is_the_sum_of_those_of_its_samples(family, tmp_path):
     model = load_model(family_checkpoint(family, tmp_path / "model"), "float32")
     packed = gradients(model, SAMPLES)

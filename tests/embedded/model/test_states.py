@@ -1,0 +1,56 @@
+"""Modules with a state: what they can continue, and the limits of their time steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from miles_embedded.model.load import load_model
+from miles_embedded.model.parts import decoder_layers
+from miles_embedded.model.states import LayerStates, continues_sequences, stateful_modules
+from miles_embedded.testing.families import family_checkpoint, lacking
+
+#: Families of which each module with a state is of another kind.
+KINDS = ("qwen3_next", "kimi_linear", "bailing_hybrid", "olmo_hybrid", "lfm2", "bamba", "mamba", "jamba")
+
+
+def first_stateful(model):
+    return next(module for layer in decoder_layers(model) for module in stateful_modules(layer))
+
+
+@pytest.mark.parametrize("family", [name for name in KINDS if not lacking(name)])
+def test_a_module_continues_after_a_state_exactly_if_its_code_says_so(family, tmp_path):
+    module = first_stateful(load_model(family_checkpoint(family, tmp_path / "model"), "float32"))
+    hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+    states = LayerStates()
+    own = type(module).forward
+    with torch.no_grad():
+        whole = own(module, hidden)
+        own(module, hidden[:, :5], cache=states)
+        found = own(module, hidden[:, 5:], cache=LayerStates(states.kept))
+    assert (
+        torch.allclose(found, whole[:, 5:], atol=1e-4)
+        == continues_sequences(module)
+        == (family not in ("mamba", "jamba"))
+    )
+
+
+def test_time_steps_have_the_limits_of_the_configuration(tmp_path):
+    """Transformers limits those of Nemotron-H's prompts by another entry of its configuration."""
+    checkpoint = family_checkpoint("nemotron_h", tmp_path / "model")
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert plain.config.time_step_limit == [0.0, float("inf")]
+    assert plain.model.layers[0].mixer.time_step_limit == (plain.config.time_step_min, float("inf"))
+    assert first_stateful(load_model(checkpoint, "float32")).time_step_limit == (0.0, float("inf"))
+
+
+def test_only_states_that_a_module_reads_or_writes_are_kept():
+    """A layer may have several modules, each with a kind of its own."""
+    given = {("convolution", index): torch.full((1, 2, 3), float(index)) for index in range(2)}
+    states = LayerStates(given)
+    states.update_conv_state(torch.ones(1, 2, 1), 0, state_idx=1, conv_kernel_size=3)
+    assert states.kept.keys() == {("convolution", 1)}
+    state = states.get_conv_state(0, state_idx=0)
+    state.add_(5)  # as kernels for one token do
+    assert torch.equal(states.kept["convolution", 0], torch.full((1, 2, 3), 5.0))
