@@ -278,6 +278,7 @@ plugin = Plugin(
             "score_temperature",
             "token_versions",
             "draft",
+            "format:*",
             "keyed_sampling",
             "hot_update",
             "rebuild",
@@ -288,6 +289,7 @@ plugin = Plugin(
         ),
         "trainer": (
             "entropy",
+            "format:*",
             "sampling_support",
             "routing_replay",
             "mtp_layers",
