@@ -3,6 +3,7 @@
 from miles_core.plugin import Package, Plugin, Rule, Set
 from miles_megatron.config import MegatronConfig
 from miles_megatron.foreign_flags import FOREIGN_FLAGS
+from miles_megatron.recipes import TILES
 
 __version__ = "0.1.0"
 
@@ -18,7 +19,10 @@ plugin = Plugin(
     foreign_flags=FOREIGN_FLAGS,
     provides={"trainer": {"megatron": "miles_megatron.trainer.build:make_trainer"}},
     capabilities={
-        "trainer": ("entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep", "values", "adapters")
+        "trainer": (
+            *("entropy", "sampling_support", "routing_replay", "mtp_layers", "rebuild", "sleep", "values", "adapters"),
+            *(f"format:{name}" for name in TILES),
+        )
     },
     sets={
         "env.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": Set(

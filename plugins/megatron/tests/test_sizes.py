@@ -152,7 +152,8 @@ def test_formats_that_the_trainer_does_not_have_are_refused(checkpoint):
     config = PUBLISHED["QWEN3_235B"]
     text = refused(checkpoint, config, "megatron.ranks=256", plugins=["nvfp4"], train_precision="nvfp4",
                    rollout_precision="nvfp4", emulate_precision=True)  # fmt: skip
-    assert "megatron needs --train-precision bf16, fp8, mxfp8, int4" in text
+    assert "train.precision nvfp4 needs the trainer capability format:nvfp4" in text
+    assert "format:fp8, format:mxfp8, format:int4" in text
     text = refused(
         checkpoint, config, "megatron.ranks=256", plugins=["mxfp8"], fp8_recipe="mxfp8", emulate_precision=True
     )
