@@ -47,6 +47,11 @@ plugin = Plugin(
         "trainer == megatron and megatron.sequence_parallel and not megatron.tensor_model_parallel_size > 1": (
             "--sequence-parallel has no effect without --tensor-model-parallel-size above 1, as in Megatron-LM"
         ),
+        "trainer == megatron and model.moe and (train.precision == mxfp8 or (train.precision == fp8 and fp8.power_of_two_scales))": (
+            "Megatron-Core multiplies the activations of an expert by the router's weight before it rounds them, and an engine afterwards. "
+            "With power-of-two scales the codes differ, and log-probabilities of engine and trainer differ about as much as with BF16 "
+            "training; --trainer embedded rounds like the engine"
+        ),
         "trainer == megatron and train.precision in {fp8, mxfp8} and megatron.backward_override == none": (
             "the backward pass quantises gradients too (--backward-override none): they are not the exact gradients of the quantised "
             "forward pass, and differ by the format's rounding error in each product"

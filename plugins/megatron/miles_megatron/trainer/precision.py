@@ -44,7 +44,7 @@ class TrainedFormat:
         self.active = codec.format is not None
         self._inside = False
         self._held: list[Tensor] = []
-        self._configs: dict[int, tuple[Any, Any]] = {}
+        self._configs: dict[int, tuple[Any, str]] = {}
         format = codec.format
         if format is None:
             return
@@ -59,7 +59,7 @@ class TrainedFormat:
         if self._inside:
             _speed_up_dequantisation()
             # some modules have a copy of the configuration
-            configs = (getattr(m, "config", None) for chunk in chunks for m in chunk.modules())
+            configs: list[Any] = [getattr(m, "config", None) for chunk in chunks for m in chunk.modules()]
             self._configs = {id(c): (c, c.fp8) for c in configs if getattr(c, "fp8", None)}
         for entry in (e for e in weights.entries if e.name in weights.held):
             held = weights.held[entry.name]
