@@ -35,7 +35,10 @@ from miles_sglang.engine import SglangEngine
 from miles_sglang.server import ServerLink
 from miles_testing import tiny_checkpoint
 
-CATALOGUE = discover()
+#: Plugins that provide a format or a side; others take no part.
+CATALOGUE = {
+    name: m for name, m in discover().items() if m.standard or m.formats or {"engine", "trainer"} & m.provides.keys()
+}
 FORMATS = sorted(name for manifest in CATALOGUE.values() for name in manifest.formats)
 URL = "http://host:30000"
 #: Engines and trainers: name -> facts. A server that the run did not start has no parity, because it quantises nothing on request.
