@@ -321,6 +321,7 @@ plugin = Plugin(
             "score_temperature",
             "token_versions",
             "draft",
+            "format:*",
             "keyed_sampling",
             "hot_update",
             "rebuild",
@@ -331,6 +332,7 @@ plugin = Plugin(
         ),
         "trainer": (
             "entropy",
+            "format:*",
             "sampling_support",
             "routing_replay",
             "mtp_layers",

@@ -313,7 +313,7 @@ def parity() -> dict[str, Any]:
 
     from miles_core.mismatch.parity import measure, probes
     from miles_fp8.format import Fp8
-    from miles_megatron.trainer.precision import Blocks
+    from miles_megatron.trainer.quantizers import Blocks
 
     format = Fp8()
     real = {"normal": torch.randn(256, 4096), "small": torch.randn(256, 4096) * 1e-3}

@@ -165,8 +165,8 @@ class Engine(ABC):
     """A rollout engine.
 
     ``capabilities`` are those of the manifest: ``routed_experts``, ``sampling_support``, ``score``, ``token_versions``, ``draft``,
-    ``keyed_sampling``, ``rebuild``, ``shared_storage``, ``sleep``, ``span``, ``weight_checksums``, and ``transport:NAME`` for each
-    transport whose messages ``receive`` accepts.
+    ``keyed_sampling``, ``rebuild``, ``shared_storage``, ``sleep``, ``span``, ``weight_checksums``, ``format:NAME`` for each number
+    format of which ``quantizer`` returns an implementation, and ``transport:NAME`` for each transport whose messages ``receive`` accepts.
     """
 
     capabilities: frozenset[str] = frozenset()
@@ -188,7 +188,7 @@ class Engine(ABC):
     def quantizer(self, format: Format) -> Quantizer | None:
         """Return this backend's implementation of a number format, with the parity it declares.
 
-        None declares nothing, which stops a run in that format (``mismatch.parity``).
+        None for a format that the backend does not declare (capability ``format:NAME``), which the plan refuses.
         """
         return None
 

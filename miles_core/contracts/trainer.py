@@ -309,7 +309,7 @@ class Trainer(ABC):
     def quantizer(self, format: Format) -> Quantizer | None:
         """Return this backend's implementation of a number format, with the parity it declares.
 
-        None declares nothing, which stops a run in that format (``mismatch.parity``).
+        None for a format that the backend does not declare (capability ``format:NAME``), which the plan refuses.
         """
         return None
 

@@ -97,6 +97,7 @@ def check(requested: Sequence[str] | Mapping[str, str], manifests: Mapping[str, 
     _check_transport(result)
     for policy in result.facts.policies:
         scope, who = result.facts.scope(policy), f" of {policy}" if len(result.facts.policies) > 1 else ""
+        _check_formats(result, scope)
         cell, problems, advice = precision(active, manifests, scope, who)
         result.problems += [*problems, *claims(active, scope, who)]
         result.advice += advice
@@ -214,8 +215,8 @@ def _check_uses(result: CheckResult, plugin: Plugin) -> None:
             _check_capability(result, plugin.name, kind, capability, reason)
 
 
-def _check_capability(result: CheckResult, who: str, kind: str, capability: str, reason: str) -> None:
-    """Check that the selected backend of a kind has a capability."""
+def _check_capability(result: CheckResult, who: str, kind: str, capability: str, reason: str, *asking: str) -> None:
+    """Check that the selected backend of a kind has a capability. asking: further options that a fix may change."""
     backend = result.facts.lookup(kind)
     owner = provider(kind, backend.value, result.manifests)
     if owner is None:
@@ -225,10 +226,20 @@ def _check_capability(result: CheckResult, who: str, kind: str, capability: str,
     if declared is None:
         has = ", ".join(c.name for c in owner.list_capabilities(kind)) or "none"
         values = (describe_fact(backend), (f"capabilities of {backend.value}", has, f"manifest of {owner.name}"))
-        result.problems.append(Problem(who, needs, reason, values, choices=(kind,)))
+        result.problems.append(Problem(who, needs, reason, values, choices=(kind, *asking)))
     elif declared.when:
         because = f"{backend.value} has {capability} only when {declared.when}; {reason}"
         _check_rule(result, who, Rule(declared.when, because), result.facts)
+
+
+def _check_formats(result: CheckResult, facts: Facts) -> None:
+    """Check that the backends declare the number formats of one policy. At its start the run compares their quantisers with the format
+    (``miles_core.mismatch.parity``) and would stop at a backend without one."""
+    for kind, side in zip(BACKENDS, SIDES, strict=False):
+        name = facts.value(side)
+        if name != BASE and provider("format", name, result.manifests) is not None:
+            reason = f"it must round {name} weights and activations as the other side does"
+            _check_capability(result, f"{side} {name}", kind, f"format:{name}", reason, side)
 
 
 def _check_warm_up(result: CheckResult) -> None:

@@ -132,7 +132,8 @@ class Plugin:
             ``"trainer.x"`` if both kinds have a capability of that name.
         capabilities: capabilities of the backends that the plugin provides, kind -> names (or ``Capability(name, when)``), e.g.
             ``{"engine": ("score",)}``. A transport that sends messages to the engine (``Engine.receive``) is listed under the kind
-            ``transport``; engines that support its messages declare ``transport:NAME``.
+            ``transport``; engines that support its messages declare ``transport:NAME``. An engine or trainer declares the number formats
+            for which its ``quantizer`` returns an implementation as ``format:NAME``, or all of them as ``format:*``.
         packages: packages that its distribution does not install. A plan is rejected if the driver's installation lacks one; a
             plan for other machines assumes that they exist there.
         requires: rules that must hold. A rule ``plugin.x`` activates x.
@@ -215,9 +216,11 @@ class Plugin:
     standard: bool = False
 
     def capability(self, kind: str, name: str) -> Capability | None:
-        """Return the declaration of a capability for the plugin's backends of a kind; None if they do not have it."""
-        found = next((c for c in self.capabilities.get(kind, ()) if name in (c, getattr(c, "name", ""))), None)
-        return Capability(found) if isinstance(found, str) else found
+        """Return the declaration of a capability for the plugin's backends of a kind; None if they do not have it.
+
+        A declared name such as ``format:*`` stands for every capability with this beginning."""
+        every = f"{name.partition(':')[0]}:*"
+        return next((c for c in self.list_capabilities(kind) if c.name in (name, every)), None)
 
     def list_capabilities(self, kind: str) -> tuple[Capability, ...]:
         """Return all capabilities of the plugin's backends of a kind, including conditional ones."""

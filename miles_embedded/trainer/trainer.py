@@ -101,7 +101,7 @@ class EmbeddedTrainer(Trainer):
     """
 
     capabilities = frozenset({
-        "entropy", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "candidates", "optimizers", "adapters",
+        "entropy", "format:*", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "candidates", "optimizers", "adapters",
     })  # fmt: skip
 
     def __init__(

@@ -3,6 +3,7 @@
 from miles_core.plugin import Package, Plugin, Rule, Set
 from miles_megatron.config import MegatronConfig
 from miles_megatron.foreign_flags import FOREIGN_FLAGS
+from miles_megatron.recipes import TILES
 
 __version__ = "0.1.0"
 
@@ -18,7 +19,10 @@ plugin = Plugin(
     foreign_flags=FOREIGN_FLAGS,
     provides={"trainer": {"megatron": "miles_megatron.trainer.build:make_trainer"}},
     capabilities={
-        "trainer": ("entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep", "values", "adapters")
+        "trainer": (
+            *("entropy", "sampling_support", "routing_replay", "mtp_layers", "rebuild", "sleep", "values", "adapters"),
+            *(f"format:{name}" for name in TILES),
+        )
     },
     sets={
         "env.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": Set(
@@ -42,6 +46,11 @@ plugin = Plugin(
     notes={
         "trainer == megatron and megatron.sequence_parallel and not megatron.tensor_model_parallel_size > 1": (
             "--sequence-parallel has no effect without --tensor-model-parallel-size above 1, as in Megatron-LM"
+        ),
+        "trainer == megatron and model.moe and (train.precision == mxfp8 or (train.precision == fp8 and fp8.power_of_two_scales))": (
+            "Megatron-Core multiplies the activations of an expert by the router's weight before it rounds them, and an engine afterwards. "
+            "With power-of-two scales the codes differ, and log-probabilities of engine and trainer differ about as much as with BF16 "
+            "training; --trainer embedded rounds like the engine"
         ),
         "trainer == megatron and train.precision in {fp8, mxfp8} and megatron.backward_override == none": (
             "the backward pass quantises gradients too (--backward-override none): they are not the exact gradients of the quantised "

@@ -16,7 +16,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fp8": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
     "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
 }
-#: Number format -> rows and columns that share a scale; for int4, the default group size.
+#: Number format of the trainer -> rows and columns that share a scale, which decide how matrices can be sharded; for int4, the default group
+#: size. The manifest declares these formats.
 TILES = {"fp8": (128, 128), "mxfp8": (1, 32), "int4": (1, 128)}
 #: TransformerEngine's quantised GEMMs require a multiple of this many activation rows.
 ROWS = 128

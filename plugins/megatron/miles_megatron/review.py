@@ -67,15 +67,10 @@ def _local(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
 def _format(facts: Facts, a: Architecture, s: Sizes) -> Iterator[Problem]:
     """Report why the model cannot be trained in ``--train-precision`` on the machine's GPUs."""
     name = facts.value("train.precision")
-    if name == "bf16":
+    tile = TILES.get(str(name))
+    if tile is None:  # BF16, or a format that the manifest does not declare
         return
     values = (describe_fact(facts.lookup("train.precision")), describe_fact(facts.lookup("gpu.sm")))
-    tile = TILES.get(str(name))
-    if tile is None:
-        known = ", ".join(TILES)
-        why = f"the trainer has no tile size for other formats, which it needs to shard matrices; {name} needs --trainer embedded"
-        yield Problem("megatron", f"--train-precision bf16, {known}", why, values[:1])
-        return
     if name in RECIPES and facts.value("gpu.sm") and facts.value("precision.emulated"):
         why = "on a GPU TransformerEngine needs tensor cores for this format; --trainer embedded emulates them"
         yield Problem("megatron", f"a GPU with {name} tensor cores, or no GPU at all", why, values)

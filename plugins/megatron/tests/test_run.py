@@ -42,6 +42,21 @@ def test_one_rank_an_actor(embedded, monkeypatch):
         ray.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("precision", "model", "sizes"),
+    [("mxfp8", "qwen3", {"intermediate_size": 64}), ("int4", "qwen3_moe", {"moe_intermediate_size": 32})],
+)
+def test_a_run_changes_to_a_format_after_its_warm_up_as_the_embedded_trainer_does(precision, model, sizes):
+    options = {"rollout_precision": precision, "train_precision": precision, "emulate_precision": True}
+    options |= {"int4_group_size": 32} if precision == "int4" else {}
+    options |= {"family": model, "sizes": sizes, "warmup_steps": 2, "steps": 3}
+    here, there = (toy_run([], trainer=trainer, **options) for trainer in ("embedded", "megatron"))
+    for a, b in zip(here.metrics, there.metrics, strict=True):
+        assert b["reward/mean"] == a["reward/mean"] and b["mismatch/abs_log_prob"] < 1e-3
+        assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=1e-3)
+    assert there.parts[0].precisions.train == precision
+
+
 @pytest.mark.parametrize("plugins", [["experts"], ["experts", "r3"]])
 def test_experts_drop_what_they_drop_in_the_embedded_trainer(plugins):
     """With one sample per prompt, because the embedded trainer computes a shared prompt once."""

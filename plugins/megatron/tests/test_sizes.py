@@ -152,13 +152,29 @@ def test_formats_that_the_trainer_does_not_have_are_refused(checkpoint):
     config = PUBLISHED["QWEN3_235B"]
     text = refused(checkpoint, config, "megatron.ranks=256", plugins=["nvfp4"], train_precision="nvfp4",
                    rollout_precision="nvfp4", emulate_precision=True)  # fmt: skip
-    assert "megatron needs --train-precision bf16, fp8, mxfp8, int4" in text
+    assert "train.precision nvfp4 needs the trainer capability format:nvfp4" in text
+    assert "format:fp8, format:mxfp8, format:int4" in text
     text = refused(
         checkpoint, config, "megatron.ranks=256", plugins=["mxfp8"], fp8_recipe="mxfp8", emulate_precision=True
     )
     assert "megatron needs a GPU with mxfp8 tensor cores, or no GPU at all" in text
     text = refused(checkpoint, config, "megatron.ranks=256", plugins=["mxfp8"], fp8_recipe="mxfp8")
     assert "needs gpu.sm >= 100" in text
+
+
+@pytest.mark.parametrize(("config", "notes"), [("QWEN3_235B", 1), ("QWEN3_8B", 0)])
+def test_a_plan_says_where_codes_of_experts_differ_from_the_engine_s(checkpoint, config, notes):
+    accepted = plan(
+        trainer="megatron",
+        hf_checkpoint=checkpoint(PUBLISHED[config]),
+        facts=["gpu=B200", "megatron.ranks=256", "package.sglang=0.5.17", "gpu.count=8"],
+        engine="sglang",
+        sglang_tp_size=8,
+        fp8_recipe="mxfp8",
+        micro_batch_size=1,
+        **{"expert_model_parallel_size": 32} if notes else {},
+    )
+    assert sum("before it rounds them" in text for text in accepted.advice) == notes
 
 
 @pytest.mark.parametrize(("options", "override"), [({}, "dequantized"), ({"backward_override": "none"}, None)])

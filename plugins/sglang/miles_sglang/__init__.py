@@ -2,6 +2,7 @@
 
 from miles_core.plugin import Capability, Package, Plugin, Rule, Set
 from miles_sglang.config import OWN, SglangConfig
+from miles_sglang.formats import CAPABILITIES
 from miles_sglang.installed import INSTALL, TESTED
 
 __version__ = "0.1.0"
@@ -57,7 +58,10 @@ plugin = Plugin(
             "span",
             "transport:buckets",
             "transport:adapter",
+            *CAPABILITIES,
             Capability("sleep", when="sglang.enable_memory_saver"),
+            # by a restart, which takes the memory of a trainer that is awake on the same GPU
+            Capability("rebuild", when="not sglang.url and not sglang.enable_memory_saver"),
             Capability("sampling_support", when=f"not {_SPECULATIVE}"),
             Capability("routed_experts", when="sglang.enable_return_routed_experts"),
             Capability("token_versions", when=_OWN_SCHEDULERS),
@@ -156,12 +160,6 @@ plugin = Plugin(
             needs="sglang.moe_a2a_backend != deepep",
             when="rollout.precision == mxfp8",
             because="SGLang has no MXFP8 kernel for DeepEP's all-to-all",
-        ),
-        Rule(
-            needs="rollout.precision in {bf16, fp8}",
-            when="sglang.url",
-            because="SGLang repacks other formats during loading and cannot load new weights into the packed layout, and this run "
-            "cannot restart a server that it did not start",
         ),
         Rule(
             needs="rollout.pause_generation_mode != in_place",

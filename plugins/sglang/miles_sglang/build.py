@@ -15,13 +15,14 @@ from miles_formats.convert import Layout, layout
 from miles_sglang import HEADS, inside, loader, plugin, standby
 from miles_sglang.capture import graph_arguments
 from miles_sglang.config import server_arguments
-from miles_sglang.engine import IN_PLACE, SglangEngine
+from miles_sglang.engine import SglangEngine
+from miles_sglang.formats import CAPABILITIES, loads_in_place
 from miles_sglang.link import Link
 from miles_sglang.memory import BESIDE_A_TRAINER, default_share
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator
 from miles_sglang.server import ServerLink
-from miles_sglang.settings import Settings
+from miles_sglang.settings import Served, Settings
 from miles_sglang.shapes import check_blocks
 from miles_sglang.spawn import EARLY, Spawned
 from miles_sglang.weight_names import WeightNames
@@ -117,8 +118,14 @@ def make_engine(run: Any, policy: Any) -> SglangEngine:
     def detokenize(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
-    choices, directory = _choices(run, policy), log_file_of(run).parent
-    return assemble(policy.hf_checkpoint, make_codec(run, policy), detokenize, directory, choices, early)
+    def codec_of(precision: str) -> Codec:
+        return make_codec(run, policy, precision)
+
+    checkpoint, directory = policy.hf_checkpoint, log_file_of(run).parent
+    # a warm-up begins in another precision, and sizes that the later one does not fit must stop the run here
+    check_blocks(_text_config(Path(checkpoint)), codec_of(run.config_of(policy).rollout.precision))
+    choices = _choices(run, policy)
+    return assemble(checkpoint, make_codec(run, policy), detokenize, directory, choices, early, codec_of)
 
 
 def log_file_of(run: Any) -> Path:
@@ -190,6 +197,7 @@ def assemble(
     directory: Path,
     choices: Choices,
     early: dict[Path, Spawned] | None = None,
+    codec_of: Callable[[str], Codec] | None = None,
 ) -> SglangEngine:
     """Create an engine for a checkpoint without starting it.
 
@@ -200,23 +208,31 @@ def assemble(
         directory: where the engine writes its log and the model directory that SGLang starts from.
         choices: how to start SGLang.
         early: see ``ProcessLink``.
+        codec_of: precision -> codec, for ``SglangEngine.rebuild``; None if the precision is fixed.
     """
-    described, config = layout(checkpoint, codec), _text_config(Path(checkpoint))
-    check_blocks(config, codec)
+    config = _text_config(Path(checkpoint))
+
+    def serve(codec: Codec) -> Served:
+        check_blocks(config, codec)
+        described = layout(checkpoint, codec)
+        names = WeightNames(described.names, bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers"))
+        arguments = {} if choices.url else _model(checkpoint, described, codec, directory)
+        return Served(codec, names, described, {k: v for k, v in arguments.items() if k not in choices.arguments})
+
+    served = serve(codec)
     context = choices.max_context or int(config["max_position_embeddings"])
     if choices.url:
         link: Link = ServerLink(choices.url, choices.startup_timeout, choices.arguments)
     else:
-        arguments = _arguments(choices, _model(checkpoint, described, codec, directory), context)
+        arguments = _arguments(choices, served.arguments, context)
         environment = _environment(choices, config)
         link = ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
     translator = _translator(detokenize, context, config, choices)
     settings = Settings(
         translator,
-        codec,
-        WeightNames(described.names, bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers")),
+        served,
         choices.weights_dir or directory / "weights",
-        described=described,
+        **({} if codec_of is None else {"served_in": lambda precision: serve(codec_of(precision))}),
         model_facts={f.name: f.value for f in model_facts(str(checkpoint))},
         capabilities=_capabilities(translator, choices),
         bucket_bytes=choices.bucket_bytes,
@@ -272,7 +288,9 @@ def _capabilities(translator: Translator, choices: Choices) -> frozenset[str]:
         "keyed_sampling": translator.seed is not None,
         "draft": choices.drafts,
         "sleep": bool(choices.arguments.get("enable_memory_saver")),
+        "rebuild": not choices.url and not choices.arguments.get("enable_memory_saver"),
         "token_versions": translator.versioned,
+        **dict.fromkeys((c.name for c in CAPABILITIES), choices.device != "cpu" and not choices.url),
     }
     return frozenset(c.name for c in plugin.list_capabilities("engine") if holds.get(c.name, True))
 
@@ -289,7 +307,7 @@ def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: P
     Raises:
         ConfigError: the checkpoint is quantised and the rollout precision is BF16.
     """
-    waits = _COMPILES if codec.format is not None and codec.format.name not in IN_PLACE else {}
+    waits = {} if codec.format is None or loads_in_place(codec.format.name) else _COMPILES
     if described.stored:
         return waits | {"model_path": str(checkpoint)}
     if codec.format is None and not described.names:

@@ -15,12 +15,13 @@ import numpy as np
 from miles_core.data import Encoded
 from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.plugin import MilesError, SyncError, WorkerLost
-from miles_formats import Format, FormatItself, Quantizer
+from miles_formats import Format, Quantizer
 from miles_sglang import buckets, weight_files
-from miles_sglang.activations import OwnActivations
+from miles_sglang.activations import make_quantizer
 from miles_sglang.adapters import ADAPTER, ServedAdapter
 from miles_sglang.answers import Answer
 from miles_sglang.arrival import BufferedArrival, Loading, StreamedArrival
+from miles_sglang.formats import loads_in_place
 from miles_sglang.link import Link, SglangError, SglangLost
 from miles_sglang.renewal import Renewal
 from miles_sglang.settings import Settings
@@ -30,9 +31,6 @@ from miles_workers.transport import Arrival, Arrivals
 
 log = logging.getLogger(__name__)
 
-#: Formats that a running SGLang can update in place, because it stores them as sent. SGLang 0.5.17 repacks other formats after loading
-#: and cannot load new weights into the packed layout.
-IN_PLACE = frozenset({"", "fp8"})
 #: Parts of the engine -> SGLang's memory saver tags.
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "cache": "kv_cache"}
 
@@ -64,7 +62,7 @@ class SglangEngine(Engine):
     """
 
     def __init__(self, link: Link, settings: Settings) -> None:
-        self.link, self.settings = link, settings
+        self.link, self.settings, self._served = link, settings, settings.served
         self.capabilities = settings.capabilities
         self._info: Mapping[str, Any] = {}
         self._calls: dict[str, _Call] = {}
@@ -107,15 +105,18 @@ class SglangEngine(Engine):
         return self.settings.model_facts
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
-        if format not in IN_PLACE:
-            return "restart"
-        return "in_place" if self.link.same_host else "via_disk"
+        return "restart" if not loads_in_place(format) else "in_place" if self.link.same_host else "via_disk"
 
     def quantizer(self, format: Format) -> Quantizer | None:
-        """Return the format itself for weight-only formats, SGLang's FP8 activation kernel for FP8, else None."""
-        if not format.quantizes_activations:
-            return FormatItself(format)
-        return OwnActivations(self.link, format) if format.name == "fp8" else None
+        return make_quantizer(self.link, format)
+
+    async def rebuild(self, precision: str) -> None:
+        """Restart SGLang for another precision: it creates its layers when it starts."""
+        self._check_idle("rebuild")
+        await self._renewal.wait_until_renewed()
+        self._served = self.settings.served_in(precision)
+        self._arrivals.drop()
+        await self._start_again()
 
     # -- generation -----------------------------------------------------------------------------------------------
 
@@ -165,8 +166,7 @@ class SglangEngine(Engine):
     def _check_usable(self) -> None:
         if not self._usable:
             raise MilesError(
-                "SGLang's weights are incomplete because an update failed part-way; it cannot generate until a complete update "
-                "succeeds"
+                "SGLang's weights are incomplete (an update failed part-way); it generates again after a complete update"
             )
 
     async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
@@ -287,7 +287,7 @@ class SglangEngine(Engine):
         self._usable, self._paused, self._dead, self._asleep = False, None, False, set()
         self._adapter.forget()
         if self._update_method() != "restart":
-            self._info = await self.link.restart({})
+            self._info = await self.link.restart(self._served.arguments)
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -319,14 +319,14 @@ class SglangEngine(Engine):
         if staged or self._update_method() != "in_place":
             return BufferedArrival(lambda units: self._load(units, version))
         return StreamedArrival(
-            self._loading(), NameCheck(self.settings.names), self.settings.bucket_bytes, self._serve, version
+            self._loading(), NameCheck(self._served.names), self.settings.bucket_bytes, self._serve, version
         )
 
     async def _load(self, units: Iterable[Encoded], version: int) -> None:
         """Load a complete update into SGLang."""
         self._usable = False
         update = {"in_place": self._update_in_place, "via_disk": self._update_from_files, "restart": self._restart}
-        await update[self._update_method()](self.settings.names.check_all(units), version)
+        await update[self._update_method()](self._served.names.check_all(units), version)
         self._serve(version)
 
     def _loading(self) -> Loading:
@@ -350,7 +350,7 @@ class SglangEngine(Engine):
             raise SyncError(f"SGLang died while it loaded version {version} of the weights: {lost.cause}") from lost
 
     def _update_method(self) -> Literal["in_place", "via_disk", "restart"]:
-        format = self.settings.codec.format
+        format = self._served.codec.format
         return self.hot_update(format.name if format else "")
 
     @asynccontextmanager
@@ -394,7 +394,7 @@ class SglangEngine(Engine):
 
     async def _restart(self, units: Iterator[Encoded], version: int) -> None:
         """Restart SGLang from a checkpoint of this version."""
-        with weight_files.write_update(units, self.settings.weights_dir, version, self.settings.described) as directory:
+        with weight_files.write_update(units, self.settings.weights_dir, version, self._served.described) as directory:
             log.info("restarting SGLang with version %d of the weights: it repacks this format during loading", version)
             changes = {"model_path": str(directory), "load_format": "auto", "weight_version": str(version)}
-            self._info = await self.link.restart(changes)
+            self._info = await self.link.restart({**self._served.arguments, **changes})

@@ -72,10 +72,11 @@ class Link(ABC):
         Returns the same as ``start``."""
         raise SglangError("this run did not start SGLang, so it cannot restart it")
 
-    def quantize(self, shape: tuple[int, int], numbers: bytes) -> bytes:
-        """Quantise activations to FP8 in groups of 128 with SGLang's kernel and dequantise them. Blocks until done.
+    def quantize(self, format: str, shape: tuple[int, int], numbers: bytes) -> bytes:
+        """Quantise activations with SGLang's kernel and dequantise them. Blocks until done.
 
         Args:
+            format: name of the number format.
             shape: (tokens, K).
             numbers: the activations as float32 bytes.
 

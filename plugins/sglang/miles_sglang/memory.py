@@ -102,6 +102,11 @@ def default_share(runtime: Any, colocate: Any) -> float | None:
     return BESIDE_A_TRAINER if runtime == "inline" else None
 
 
+def largest_precision(facts: Facts) -> str:
+    """Return the precision in which the engine's weights take most memory: BF16 if the run begins with a warm-up in it."""
+    return "bf16" if facts.value("precision.warmup_steps") else str(facts.value("rollout.precision") or "bf16")
+
+
 def weight_bytes(size: ModelSize, precision: str) -> float:
     """Return the bytes of a model's weights in a number format. Embeddings, output layer, norms and routers stay in BF16."""
     stored, experts_only = STORED.get(precision, (2.0, False))
@@ -112,7 +117,7 @@ def weight_bytes(size: ModelSize, precision: str) -> float:
 
 def weights_on_gpu(facts: Facts, size: ModelSize, server: Server) -> float:
     """Return the bytes of the weights on one GPU. With data-parallel attention every GPU has all weights of its stage's attention."""
-    precision = str(facts.value("rollout.precision") or "bf16")
+    precision = largest_precision(facts)
     stored, experts_only = STORED.get(precision, (2.0, False))
     attention = (2.0 if experts_only else stored) * size.layers * size.attention / server.pp
     return weight_bytes(size, precision) / server.gpus + attention * (server.dp - 1) / server.tp
@@ -148,7 +153,7 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
         return
     gpu = free_memory(facts)
     server = server_of(facts, gpu)
-    precision = str(facts.value("rollout.precision") or "bf16")
+    precision = largest_precision(facts)
     held, drafts = weights_on_gpu(facts, size, server), draft_bytes(facts, size) / server.gpus
     each, (longest, why), rows = cache_bytes_per_token(facts, size, server), longest_sample(facts), wanted_rows(facts)
     pool = max(server.fraction * gpu - held - drafts, 0.0) if gpu else rows * longest * each
@@ -206,7 +211,7 @@ def find_size_problems(facts: Facts, model: Mapping[str, Any] | None) -> Iterato
     needed = bytes_needed(facts, size, server)
     if needed <= server.fraction * gpu:
         return
-    precision = str(facts.value("rollout.precision") or "bf16")
+    precision = largest_precision(facts)
     values = (
         describe_fact(facts.lookup("gpu.memory_gb")),
         (

@@ -225,10 +225,10 @@ class ProcessLink(Link):
         self._up = False
         return await self._start(changes)
 
-    def quantize(self, shape: tuple[int, int], numbers: bytes) -> bytes:
+    def quantize(self, format: str, shape: tuple[int, int], numbers: bytes) -> bytes:
         if self._asking is None or self._ended:
             raise self._loss_error()
-        self._asking.sendall(frames.head({"shape": shape}, len(numbers)) + numbers)
+        self._asking.sendall(frames.head({"format": format, "shape": shape}, len(numbers)) + numbers)
         answer = frames.receive(self._asking)
         if answer is None or "error" in answer[0]:
             raise SglangError(f"SGLang's kernel did not run: {answer[0]['error'] if answer else 'its process ended'}")

@@ -12,10 +12,9 @@ from urllib.parse import urlsplit
 from miles_core.plugin import Facts, Problem, Review, describe_fact
 from miles_sglang.architectures import load_table
 from miles_sglang.config import server_fields
+from miles_sglang.formats import loads_in_place
 from miles_sglang.memory import find_size_problems, server_of
 
-#: Rollout precisions that SGLang updates while it runs.
-IN_PLACE = ("bf16", "fp8")
 #: Environment variable with a package whose models SGLang registers next to its own.
 _EXTERNAL = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 _NAMES = tuple(str(field["name"]) for field in server_fields())
@@ -69,10 +68,20 @@ def _gpus(facts: Facts) -> Iterator[Problem]:
 
 
 def _machines(facts: Facts) -> Iterator[Problem]:
-    """Report an engine on several machines whose number format needs a restart of SGLang for each update."""
+    """Report an engine on several machines whose number format needs a restart of SGLang for each update, or after the warm-up."""
     given, machine = facts.value("ray.rollout_num_gpus_per_engine"), facts.value("gpu.count")
-    precision = facts.value("rollout.precision")
-    if not facts.value("plugin.ray") or not given or not machine or given <= machine or precision in (None, *IN_PLACE):
+    if not facts.value("plugin.ray") or not given or not machine or given <= machine:
+        return
+    if steps := facts.value("precision.warmup_steps"):
+        name, why = (
+            "precision.warmup_steps",
+            "SGLang restarts for the new precision, and an engine on several machines is not restarted",
+        )
+        values = tuple(
+            describe_fact(facts.lookup(each)) for each in (name, "ray.rollout_num_gpus_per_engine", "gpu.count")
+        )
+        yield Problem("sglang", f"no warm-up of {steps} steps", why, values, choices=(name,), tries=lambda: [{name: 0}])
+    if loads_in_place(str(facts.value("rollout.precision") or "")):
         return
     names = ("rollout.precision", "ray.rollout_num_gpus_per_engine", "gpu.count")
     yield Problem(

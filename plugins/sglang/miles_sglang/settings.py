@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from miles_formats import Codec
 from miles_formats.convert import Layout
@@ -14,15 +15,35 @@ from miles_workers import Restarts
 
 
 @dataclass(frozen=True)
+class Served:
+    """The form in which SGLang holds the weights, which a precision warm-up changes.
+
+    Attributes:
+        codec: codec of the weight updates.
+        names: checks the names of the weights.
+        described: the checkpoint's files without its weights.
+        arguments: SGLang's arguments for this form.
+    """
+
+    codec: Codec
+    names: WeightNames
+    described: Layout | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _fixed(precision: str) -> Served:
+    raise RuntimeError(f"this engine was built without a way to serve {precision} (Settings.served_in)")
+
+
+@dataclass(frozen=True)
 class Settings:
     """Everything that the engine needs in addition to the connection to SGLang.
 
     Attributes:
         translator: converts requests and responses.
-        codec: codec of the weight updates.
-        names: checks the names of the weights.
+        served: the form of the weights at the start.
+        served_in: precision -> form of the weights, for a precision warm-up.
         weights_dir: directory for updates that SGLang reads from files.
-        described: the checkpoint's files without its weights.
         model_facts: facts from ``config.json`` of the served model.
         capabilities: engine capabilities under SGLang's options.
         bucket_bytes: maximum bytes of a bucket of weights.
@@ -34,10 +55,9 @@ class Settings:
     """
 
     translator: Translator
-    codec: Codec
-    names: WeightNames
+    served: Served
     weights_dir: Path
-    described: Layout | None = None
+    served_in: Callable[[str], Served] = _fixed
     model_facts: Mapping[str, object] = field(default_factory=dict)
     capabilities: frozenset[str] = frozenset()
     bucket_bytes: int = 512 << 20

@@ -192,19 +192,26 @@ def answer_probes(connection: socket.socket) -> None:
     """
     while (frame := frames.receive(connection)) is not None:
         try:
-            found, message = _quantize(frame[0]["shape"], frame[1]), {}
+            found, message = _quantize(frame[0]["format"], frame[0]["shape"], frame[1]), {}
         except Exception as error:  # every error is sent to the caller in the run's process
             found, message = b"", {"error": f"{type(error).__name__}: {error}"}
         connection.sendall(frames.head(message, len(found)) + found)
 
 
-def _quantize(shape: list[int], numbers: bytes) -> bytes:
+def _quantize(format: str, shape: list[int], numbers: bytes) -> bytes:
     import torch
-    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
 
     x = torch.frombuffer(bytearray(numbers), dtype=torch.float32).reshape(shape).cuda().bfloat16()
-    codes, scales = sglang_per_token_group_quant_fp8(x, _GROUP)
-    values = codes.float().unflatten(-1, (-1, _GROUP)) * scales.float()[..., None]
+    if format == "mxfp8":  # the kernel of linear layers with --sglang-fp8-gemm-backend triton
+        from sglang.srt.layers.quantization.fp8_utils import mxfp8_group_quantize
+
+        codes, exponents = mxfp8_group_quantize(x)
+        scales = torch.exp2(exponents.double() - 127)
+    else:
+        from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+
+        codes, scales = sglang_per_token_group_quant_fp8(x, _GROUP)
+    values = codes.float().unflatten(-1, (scales.shape[-1], -1)) * scales.float()[..., None]
     return bytes(values.flatten(-2).cpu().numpy().tobytes())
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ import pytest
 
 from miles_core.data import WeightUnit
 from miles_core.engine import Request, Sampling
+from miles_core.plugin import MilesError
 from miles_formats import Codec, FormatCodec
 from miles_sglang import installed
 from miles_sglang.build import Choices, assemble
@@ -47,6 +49,7 @@ def engine_for(
     limits: Limits = Limits(),  # noqa: B008
     max_restarts: int = 0,
     codec: Codec | None = None,
+    codec_of: Callable[[str], Codec] | None = None,
     **arguments: Any,
 ) -> SglangEngine:
     tokenizer, cuda = tiny_tokenizer(), gpu()
@@ -58,13 +61,14 @@ def engine_for(
         Choices(
             arguments={"max_total_tokens": 4096, **(_ON_GPU if cuda else {}), **arguments},
             device="cuda" if cuda else "cpu",
-            dtype="bfloat16" if codec else "auto",
+            dtype="bfloat16" if codec or codec_of else "auto",
             seed=limits.seed,
             max_context=limits.max_context,
             max_running_requests=limits.max_running_requests,
             startup_timeout=300,
             max_restarts=max_restarts,
         ),
+        codec_of=codec_of,
     )
 
 
@@ -157,9 +161,14 @@ def fp8_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
-def test_what_it_computes_with_are_the_codes_it_was_sent(family: str, tmp_path: Path, fp8_layers: None) -> None:
-    """Two updates, the second of which is loaded by remembered copies, against Transformers with the numbers that the codes stand for."""
+@pytest.mark.parametrize(
+    ("family", "warm_up"), [("qwen3", False), ("qwen3", True), ("llama", False), ("qwen3_moe", False)]
+)
+def test_what_it_computes_with_are_the_codes_it_was_sent(
+    family: str, warm_up: bool, tmp_path: Path, fp8_layers: None
+) -> None:
+    """Two updates, the second of which is loaded by remembered copies, against Transformers with the numbers that the codes stand for.
+    With a warm-up, after an update in BF16 and the change to FP8."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
@@ -174,13 +183,21 @@ def test_what_it_computes_with_are_the_codes_it_was_sent(family: str, tmp_path: 
         return list(codec.encode(WeightUnit(dict(unit.parts)) for unit in stored_units(checkpoint)))
 
     async def scored() -> list[Any]:
-        engine = engine_for(checkpoints[0], Limits(max_context=512), codec=codec)
+        started = {"codec_of": {"fp8": codec}.__getitem__} if warm_up else {"codec": codec}
+        engine = engine_for(checkpoints[0], Limits(max_context=512), **started)
         await engine.start()
         try:
+            if warm_up:
+                await engine.update_weights(stored_units(checkpoints[1]), 0)
+                plain = (await engine.score([sequence]))[0]
+                await engine.rebuild("fp8")
+                with pytest.raises(MilesError, match="weights are incomplete"):
+                    await engine.score([sequence])
             found = []
             for version, checkpoint in enumerate(checkpoints):
                 await engine.update_weights(encoded(checkpoint), version)
                 found.append((await engine.score([sequence]))[0])
+            assert not warm_up or 0 < abs(found[1] - plain).mean() < 1  # the same weights, rounded
             return found
         finally:
             await engine.stop()

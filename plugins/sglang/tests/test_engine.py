@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from sglang_double import DoubleLink, stand_in_for_sglang
 import miles_sglang
 from miles_core.data import WeightUnit
 from miles_core.engine import Request, Sampling
-from miles_core.plugin import WorkerLost
+from miles_core.plugin import MilesError, WorkerLost
 from miles_formats import Codec, FormatCodec
+from miles_fp8.format import Fp8
 from miles_sglang import build
 from miles_sglang.build import Choices, assemble
 from miles_sglang.engine import SglangEngine
@@ -39,6 +40,7 @@ def engine_for(
     checkpoint: Path,
     limits: Limits = Limits(),  # noqa: B008
     codec: Codec | None = None,
+    codec_of: Callable[[str], Codec] | None = None,
     **arguments: Any,
 ) -> SglangEngine:
     tokenizer = tiny_tokenizer()
@@ -54,6 +56,7 @@ def engine_for(
             max_context=limits.max_context,
             max_running_requests=limits.max_running_requests,
         ),
+        codec_of=codec_of,
     )
     engine.link = DoubleLink(checkpoint, engine.link.arguments)  # type: ignore[attr-defined]
     return engine
@@ -110,6 +113,43 @@ def test_a_format_that_sglang_packs_is_loaded_by_a_new_start(tmp_path: Path) -> 
     assert found["config"]["quant_method"] == "compressed-tensors" and "tokenizer.json" in found["files"]
     assert "model.layers.0.self_attn.q_proj.weight_packed" in found["tensors"]
     assert not any((tmp_path / "work" / "weights").iterdir())
+
+
+def test_another_precision_restarts_sglang_with_the_format_s_configuration(tmp_path: Path) -> None:
+    """The form of a warm-up: it serves BF16, then FP8, and generates again when it has the codes."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 4}
+    checkpoint = tiny_checkpoint("qwen3", tmp_path / "model", **sizes)
+    codec = FormatCodec(Fp8())
+    engine = engine_for(checkpoint, codec_of={"fp8": codec}.__getitem__, watchdog_timeout=50.0)
+    starts: list[Mapping[str, Any]] = []
+    sent: list[str] = []
+
+    async def restart(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        starts.append(changes)
+        return {}
+
+    async def receive(endpoint: str, body: Mapping[str, Any], payload: bytes | memoryview = b"") -> Any:
+        sent.append(json.dumps(body))
+        return {"success": True, "message": ""}
+
+    async def changed() -> None:
+        await engine.start()
+        engine.link.restart = restart  # type: ignore[method-assign]
+        await engine.update_weights(stored_units(checkpoint), 1)
+        assert engine.settings.served.codec.format is None and "rebuild" in engine.capabilities
+        await engine.rebuild("fp8")
+        with pytest.raises(MilesError, match="weights are incomplete"):
+            await engine.generate(Request([3, 4], Sampling(2)))
+        engine.link.call = receive  # type: ignore[method-assign]
+        units = [WeightUnit({e.name: e.parts[e.name]}) for e in stored_units(checkpoint)]
+        await engine.update_weights(codec.encode(units), 2)
+        assert engine.version == 2
+
+    asyncio.run(changed())
+    config = json.loads((Path(starts[0]["model_path"]) / "config.json").read_text())["quantization_config"]
+    assert config["weight_block_size"] == [128, 128] and starts[0]["load_format"] == "dummy"
+    assert "watchdog_timeout" not in starts[0]  # the user's
+    assert len(starts) == 1 and any("layers.0.self_attn.q_proj.weight_scale_inv" in body for body in sent)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from miles_sglang.link import SglangError
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Translator
 from miles_sglang.server import ServerLink
-from miles_sglang.settings import Settings
+from miles_sglang.settings import Served, Settings
 from miles_sglang.weight_names import WeightNames
 
 #: What ``import sglang`` finds in the spawned process; ``model_path`` says what becomes of the start.
@@ -213,7 +213,7 @@ def test_a_server_that_is_not_there_or_another_one_is_named(url: str, monkeypatc
 
 def test_a_server_with_a_draft_of_its_own_is_refused(url: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(_Handler, "info", {**_Handler.info, "speculative_draft_model_path": "small"})
-    engine = SglangEngine(ServerLink(url), Settings(Translator(str, 8, 8), Codec(), WeightNames(), Path()))
+    engine = SglangEngine(ServerLink(url), Settings(Translator(str, 8, 8), Served(Codec(), WeightNames()), Path()))
     with pytest.raises(SglangError, match="drafts with small, and would load every weight update"):
         asyncio.run(engine.start())
 

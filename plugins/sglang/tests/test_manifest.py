@@ -142,8 +142,11 @@ def test_what_sglang_cannot_do_is_refused_with_the_reason(plan):
         plan(
             **given | {"schedule": "sync"}, over_sampling_batch_size=64, colocate=True, pause_generation_mode="retract"
         )
-    with pytest.raises(PlanError, match="warm-up"):
-        plan(engine="sglang", warmup_steps=2, rollout_precision="int4", train_precision="int4", facts=gpu)
+    warm_up = {"engine": "sglang", "warmup_steps": 2, "rollout_precision": "int4", "train_precision": "int4"}
+    for more in ({"sglang_url": "http://host:30000"}, {"colocate": True}):
+        with pytest.raises(PlanError, match=r"a warm-up to rollout.precision int4 needs not sglang.url and not"):
+            plan(**warm_up, **more, facts=[*gpu, "gpu.sm=90"])
+    plan(**warm_up, facts=[*gpu, "gpu.sm=90"])
     with pytest.raises(PlanError, match="sampling supports"):
         plan(engine="sglang", rollout_top_p=0.9, sglang_speculative_algorithm="EAGLE", facts=gpu)
 
@@ -250,8 +253,7 @@ def test_sglang_s_own_names_of_options_are_translated():
 @pytest.mark.parametrize(("quantized", "notes"), [("fp8", 1), ("none", 0)])
 @pytest.mark.parametrize("engine", ["sglang", "embedded"])
 def test_a_plan_says_that_the_format_of_a_checkpoint_is_not_that_of_the_rollout(plan, engine, quantized, notes):
-    url = {"sglang_url": "http://host:30000"} if engine == "sglang" else {}
-    given = {"engine": engine, "facts": [f"model.quantized={quantized}"], **url}
+    given = {"engine": engine, "facts": [f"model.quantized={quantized}", "gpu=H200"]}
     advice = [line for line in plan(**given).advice if "only --rollout-precision selects a format" in line]
     assert len(advice) == notes and all(line.startswith(engine) for line in advice)
     with_format = plan(rollout_fp8=True, emulate_precision=True, **given).advice

@@ -64,7 +64,7 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
 
         critic = policy.role == "critic"
         request = None if critic else collect_mtp_request(run, policy)
-        return MegatronTrainer(
+        trainer = MegatronTrainer(
             architecture,
             sizes,
             world,
@@ -76,6 +76,9 @@ def make_trainer(run: Run, policy: Policy) -> MegatronTrainer:
             request,
             partial(make_value_head, run, policy) if critic else None,
         )
+    if run.config_of(policy).precision.warmup_steps:
+        trainer.rebuild("bf16")
+    return trainer
 
 
 def settings(config: Any) -> Settings:

@@ -12,7 +12,6 @@ rounds the inputs of linear layers.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.plugin import ConfigError
-from miles_formats import VALUES, Codec, Format, FormatItself, Parity, Quantizer, bounded
+from miles_formats import Codec, Format
 from miles_megatron.architecture import Architecture
 from miles_megatron.families.parts import Entry
 from miles_megatron.trainer.dequantised import dequantise_in_two_passes
@@ -42,8 +41,10 @@ class TrainedFormat:
 
     def __init__(self, weights: Weights, chunks: list[nn.Module], codec: Codec) -> None:
         self.codec = codec
+        self.active = codec.format is not None
         self._inside = False
         self._held: list[Tensor] = []
+        self._configs: dict[int, tuple[Any, str]] = {}
         format = codec.format
         if format is None:
             return
@@ -57,6 +58,9 @@ class TrainedFormat:
         self._inside = torch.cuda.is_available() and format.quantizes_activations
         if self._inside:
             _speed_up_dequantisation()
+            # some modules have a copy of the configuration
+            configs: list[Any] = [getattr(m, "config", None) for chunk in chunks for m in chunk.modules()]
+            self._configs = {id(c): (c, c.fp8) for c in configs if getattr(c, "fp8", None)}
         for entry in (e for e in weights.entries if e.name in weights.held):
             held = weights.held[entry.name]
             if held.dim() != 2:
@@ -72,13 +76,26 @@ class TrainedFormat:
                     raise ConfigError(f"{entry.checkpoint[0]} cannot be trained in {format.name} like this: {why}")
                 self._held.append(held)
         if format.quantizes_activations and not self._inside:
-            _round_inputs(chunks, {id(t) for t in self._held}, format)
+            self._round_inputs(chunks, format)
+
+    def switch(self, precision: str) -> None:
+        """See ``Trainer.rebuild``. TransformerEngine quantises in the passes whose configuration names a recipe.
+
+        Raises:
+            ValueError: the precision is neither ``bf16`` nor the format of this trainer.
+        """
+        mine = self.codec.format.name if self.codec.format is not None else "bf16"
+        if precision not in ("bf16", mine):
+            raise ValueError(f"this trainer supports bf16 and {mine}, not {precision}")
+        self.active = precision != "bf16"
+        for config, fp8 in self._configs.values():
+            config.fp8 = fp8 if self.active else None
 
     @contextmanager
     def quantized_weights(self) -> Iterator[None]:
         """Replace quantised weights by their dequantised codes inside the context. Does nothing if TransformerEngine quantises."""
         format = self.codec.format
-        if format is None or self._inside:
+        if format is None or self._inside or not self.active:
             yield
             return
         kept = [held.detach().clone() for held in self._held]
@@ -92,11 +109,15 @@ class TrainedFormat:
                 for held, before in zip(self._held, kept, strict=True):
                     held.copy_(before)
 
-    def quantizer(self, format: Format) -> Quantizer | None:
-        """See ``Trainer.quantizer``."""
-        if not torch.cuda.is_available() or not format.quantizes_activations:
-            return FormatItself(format)
-        return CODES[format.name](format) if format.name in CODES else None
+    def _round_inputs(self, chunks: list[nn.Module], format: Format) -> None:
+        quantised = {id(held) for held in self._held}
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            return (_FakeQuantize.apply(args[0], format), *args[1:]) if self.active else None
+
+        for module in (m for chunk in chunks for m in chunk.modules()):
+            if id(getattr(module, "weight", None)) in quantised:
+                module.register_forward_pre_hook(before)
 
 
 def _speed_up_dequantisation() -> None:
@@ -144,15 +165,6 @@ def misfit(entry: Entry, a: Architecture, shape: tuple[int, ...], cut: bool, til
     return None
 
 
-def _round_inputs(chunks: list[nn.Module], quantised: set[int], format: Format) -> None:
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_FakeQuantize.apply(args[0], format), *args[1:])
-
-    for module in (m for chunk in chunks for m in chunk.modules()):
-        if id(getattr(module, "weight", None)) in quantised:
-            module.register_forward_pre_hook(before)
-
-
 class _FakeQuantize(torch.autograd.Function):
     """Fake-quantise activations with a straight-through gradient."""
 
@@ -163,73 +175,3 @@ class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None
-
-
-class TransformerEngineCodes(Quantizer):
-    """Quantises with TransformerEngine's kernels, for formats with a recipe."""
-
-    def __init__(self, format: Format) -> None:
-        self._tile = format.tile
-
-    def weight(self, weight: Tensor) -> dict[str, Tensor]:
-        """See ``Quantizer.weight``."""
-        rows, columns = (-(-size // tile) for size, tile in zip(weight.shape, self._tile, strict=True))
-        found = self._quantize(weight, weights=True)
-        codes = found._rowwise_data.view(torch.float8_e4m3fn)[: weight.shape[0], : weight.shape[1]]
-        scales = found._rowwise_scale_inv[:rows, :columns]
-        return {"weight": codes.to(weight.device), "weight_scale_inv": scales.to(weight.device)}
-
-    def activation(self, x: Tensor) -> Tensor:
-        """See ``Quantizer.activation``."""
-        return self._quantize(x, weights=False).dequantize(dtype=torch.float32).to(x)
-
-    def _quantize(self, x: Tensor, weights: bool) -> Any:
-        return self._quantizer(weights)(x.cuda().bfloat16().contiguous())
-
-    @abstractmethod
-    def _quantizer(self, weights: bool) -> Any:
-        """Return TransformerEngine's quantizer for weights or for activations."""
-
-
-class Blocks(TransformerEngineCodes):
-    """Quantises blocks of 128 x 128 weights and 1 x 128 activations.
-
-    TransformerEngine multiplies by the reciprocal of the scale in places, which changes a few codes in ten thousand by one step. On an H200
-    the probes differed by 4.6e-3 (weights) and 2.2e-3 (activations); the format's own rounding error is 2.7e-2.
-    """
-
-    weights: Parity = bounded(8e-3)
-    activations: Parity = bounded(8e-3)
-
-    def _quantizer(self, weights: bool) -> Any:
-        from transformer_engine.common.recipe import Float8BlockScaling
-        from transformer_engine.pytorch.constants import DType
-        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-
-        recipe = Float8BlockScaling()
-        chosen = recipe.fp8_quant_fwd_weight if weights else recipe.fp8_quant_fwd_inp
-        return Float8BlockQuantizer(
-            DType.kFloat8E4M3,
-            rowwise=True,
-            columnwise=False,
-            amax_epsilon=chosen.amax_epsilon,
-            force_pow_2_scales=chosen.power_2_scale,
-            block_scaling_dim=2 if weights else 1,
-        )
-
-
-class Microscaling(TransformerEngineCodes):
-    """Quantises blocks of 1 x 32 with power-of-two scales; needs Blackwell or later."""
-
-    weights: Parity = VALUES
-    activations: Parity = VALUES
-
-    def _quantizer(self, weights: bool) -> Any:
-        from transformer_engine.pytorch.constants import DType
-        from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
-
-        return MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
-
-
-#: Number format -> quantizer with TransformerEngine's kernels; same keys as ``RECIPES``.
-CODES: dict[str, type[TransformerEngineCodes]] = {"fp8": Blocks, "mxfp8": Microscaling}

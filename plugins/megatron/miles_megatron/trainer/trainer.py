@@ -37,6 +37,7 @@ from miles_core.trainer import (
     with_auxiliary,
 )
 from miles_formats import Codec, Format, Quantizer
+from miles_megatron import plugin
 from miles_megatron.architecture import Architecture
 from miles_megatron.recipes import ROWS
 from miles_megatron.sizes import Sizes
@@ -60,6 +61,7 @@ from miles_megatron.trainer.optimizer import Optimizer
 from miles_megatron.trainer.packing import Packing
 from miles_megatron.trainer.precision import TrainedFormat
 from miles_megatron.trainer.products import add_gradients_in_place, multiply_experts_together, sort_once
+from miles_megatron.trainer.quantizers import make_quantizer
 from miles_megatron.trainer.routers import Routers
 from miles_megatron.trainer.settings import Settings
 from miles_megatron.trainer.value_head import NAME as VALUE_HEAD
@@ -97,9 +99,7 @@ class MegatronTrainer(Trainer):
         head: makes the value head of a critic for the last chunk; None for a model that predicts tokens.
     """
 
-    capabilities = frozenset(
-        {"entropy", "sampling_support", "routing_replay", "mtp_layers", "sleep", "values", "adapters"}
-    )
+    capabilities = frozenset(c.name for c in plugin.list_capabilities("trainer"))
 
     @_on_cpu_too
     def __init__(
@@ -345,7 +345,11 @@ class MegatronTrainer(Trainer):
 
     def quantizer(self, format: Format) -> Quantizer | None:
         """See ``Trainer.quantizer``."""
-        return self.format.quantizer(format)
+        return make_quantizer(format)
+
+    def rebuild(self, precision: str) -> None:
+        """See ``Trainer.rebuild``."""
+        self.format.switch(precision)
 
     def model_facts(self) -> Mapping[str, object]:
         """See ``Trainer.model_facts``."""
