@@ -3,7 +3,6 @@ options of other programs."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -19,12 +18,16 @@ from miles_core.plugin.load import find_part
 #: Flags of the command itself, which no option declares.
 _COMMAND = ("--help", "--help-all", "--dry-run")
 _OFF = ("", "0", "false", "off", "no", "f", "n")
+#: Prefixes of environment variables that set options of plugins.
+_ENVIRONMENT = ("OPEN_TRAINING_",)
 #: Kinds of parts that usually have the name of the plugin that provides them.
 _NAMED_AFTER_PLUGINS = ("engine", "trainer", "runtime", "format")
 
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, Any]:
+    import tomllib
+
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -82,7 +85,7 @@ def explain_environment(environment: Mapping[str, str], schema: Schema) -> list[
     return [
         f"environment variable {name}={value}: no installed plugin reads it; install the one it belongs to, or unset it"
         for name, value in environment.items()
-        if name.startswith(tuple(_table()["environment"]))
+        if name.startswith(_ENVIRONMENT)
         and name not in schema.environment
         and value.lower() not in _OFF
     ]
