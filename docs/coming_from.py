@@ -13,6 +13,8 @@ Written by `python docs/coming_from.py`; do not edit. The command line uses the 
 produces an error that names the option to use here, and a command line of another program (with the words that start it, or a
 TOML file of prime-rl) one with the complete line.
 
+In a checkout, `python train.py ARGS` is `miles train ARGS`.
+
 Differences from all of these programs: an invalid run is rejected before anything is built, with all reasons at once (`--dry-run`). One
 seed determines everything random. Log-probabilities are those of the sampling distribution, including temperature, top-k and top-p.
 Normalisers are computed over the whole optimiser step. [Where others differ](algorithms.md#where-others-differ) has the formulas."""

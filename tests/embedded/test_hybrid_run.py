@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from miles_embedded.testing.families import family_checkpoint
+from miles_embedded.testing.families import family_checkpoint, lacking
+
+pytestmark = pytest.mark.skipif(bool(lacking("qwen3_next")), reason=lacking("qwen3_next"))
 
 
 def checkpoint_tensors(directory):

@@ -91,7 +91,7 @@ def test_the_same_messages_with_other_tools(desk):
     assert d.branches == {"tools": 1} and len(d.check()) == 2 and "adds" not in d.tokenizer.decode(d.requests[1][0])
 
 
-@pytest.mark.failure(21, "arguments that are no JSON object")
+@pytest.mark.failure(21, "arguments that are not a JSON object")
 @pytest.mark.parametrize("arguments", ["[1, 2]", '"text"', "{bad", "3"])
 def test_arguments_that_are_no_object(desk, arguments):
     text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
@@ -106,7 +106,7 @@ def test_arguments_that_are_no_object(desk, arguments):
     assert not d.branches and len(d.check()) == 1 and d.session.counts["tool_errors"] == 1
 
 
-@pytest.mark.failure(21, "arguments that are no JSON object")
+@pytest.mark.failure(21, "arguments that are not a JSON object")
 def test_arguments_of_the_client_that_are_no_object_are_rendered_or_refused(desk):
     def broken(arguments):
         return {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": arguments}}]}

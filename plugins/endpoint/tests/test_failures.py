@@ -30,7 +30,7 @@ def test_text_that_tokenizes_otherwise_keeps_the_sampled_ids(desk):
     assert not d.branches and sample.weight_versions[-1][1] == 2
 
 
-@pytest.mark.failure(2, "values and empty parameters that a template spells otherwise")
+@pytest.mark.failure(2, "values and empty parameters that a template formats differently")
 @pytest.mark.failure(3, "arguments that the client serialises again")
 @pytest.mark.parametrize(
     ("sent", "same"),
@@ -52,7 +52,7 @@ def test_arguments_that_the_client_serialises_again(desk, sent, same):
     assert d.branches == ({} if same else {"edited": 1}) and len(d.check()) == (1 if same else 2)
 
 
-@pytest.mark.failure(2, "values and empty parameters that a template spells otherwise")
+@pytest.mark.failure(2, "values and empty parameters that a template formats differently")
 @pytest.mark.failure(3, "arguments that the client serialises again")
 def test_empty_arguments_are_an_empty_object(desk):
     async def main(d):
@@ -78,7 +78,7 @@ XML = (
 XML_CALL = "<tool_call>\n<function=add>\n<parameter=flag>\nfalse\n</parameter>\n<parameter=note>\n\n</parameter>\n</function>\n</tool_call><|im_end|>"
 
 
-@pytest.mark.failure(2, "values and empty parameters that a template spells otherwise")
+@pytest.mark.failure(2, "values and empty parameters that a template formats differently")
 def test_values_that_the_template_writes_otherwise(desk):
     kinds = {"flag": {"type": "boolean"}, "note": {"type": "string"}}
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": kinds}}}]
@@ -165,7 +165,7 @@ def test_a_stop_token_that_opens_the_next_message(desk, stop, branches):
         assert d.tokenizer.decode(d.requests[1][0]) == "<|user|>sum<|assistant|>3<|user|>more<|assistant|>"
 
 
-@pytest.mark.failure(7, "another end token in the history than was sampled")
+@pytest.mark.failure(7, "the history has another end token than the sampled one")
 def test_another_end_token_than_the_history_shows(desk):
     async def main(d):
         first = await d.chat("sum")

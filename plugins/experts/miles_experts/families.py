@@ -18,6 +18,8 @@ WITH_BIAS = {
     "mimo_v2_flash": "MiMo-V2-Flash",
     "solar_open": "Solar Open",
     "afmoe": "AFMoE",
+    "kimi_linear": "Kimi-Linear",
+    "lfm2_moe": "LFM2 MoE",
 }
 
 

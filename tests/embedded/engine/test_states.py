@@ -12,7 +12,9 @@ from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.static_batch import StaticBatch
 from miles_embedded.engine.static_step import Shape, StaticStep
 from miles_embedded.model.load import load_model
-from miles_embedded.testing.families import family_checkpoint
+from miles_embedded.testing.families import family_checkpoint, lacking
+
+pytestmark = pytest.mark.skipif(bool(lacking("qwen3_next")), reason=lacking("qwen3_next"))
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
 

@@ -9,8 +9,10 @@ from miles_core.data.batch import collate
 from miles_core.data.sample import Sample
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.load import load_model
-from miles_embedded.testing.families import family_checkpoint
+from miles_embedded.testing.families import family_checkpoint, lacking
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+
+pytestmark = pytest.mark.skipif(bool(lacking("qwen3_next")), reason=lacking("qwen3_next"))
 
 #: Two groups that share a prompt, with branches of one and several tokens, and samples alone.
 SAMPLES = [

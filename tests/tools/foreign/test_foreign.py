@@ -120,12 +120,11 @@ def test_flags_of_miles_become_a_complete_line():
         ("--prompt-dta x --lr 1", "--prompt-data x --lr 1"),
         ("--eps_clip 0.2", "--eps-clip 0.2"),
         ("--train.lr 1", "--lr 1"),
-        ("--lora-rank 8", "--lora-rank 8 --plugins lora"),
         ("--save-hf out", "--export-hf out"),
         ("--rollout-stop a b", "--rollout-stop a,b"),
         ("--zzz 3 --lr 1", "--lr 1"),
-        ("--num-gpus-per-node 8", "--actor-num-gpus-per-node 8 --runtime ray"),
-        ("trainer.nnodes=2 --lr 1", "--actor-num-nodes 2 --lr 1 --runtime ray"),
+        ("--num-gpus-per-node 8", "--actor-num-gpus-per-node 8"),
+        ("trainer.nnodes=2 --lr 1", "--actor-num-nodes 2 --lr 1"),
     ],
 )
 def test_a_single_mistake_gets_a_complete_line(typed, line):
