@@ -3,7 +3,7 @@ options of other programs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -15,8 +15,6 @@ from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import COMES_WITH
 from miles_core.plugin.load import find_part
 
-#: Flags of the command itself, which no option declares.
-_COMMAND = ("--help", "--help-all", "--dry-run")
 _OFF = ("", "0", "false", "off", "no", "f", "n")
 #: Prefixes of environment variables that set options of plugins.
 _ENVIRONMENT = ("OPEN_TRAINING_",)
@@ -31,8 +29,8 @@ def _table() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def explain_flag(flag: str, schema: Schema) -> str:
-    """Return an error message for a flag that no installed package declares."""
+def explain_flag(flag: str, schema: Schema, own: Sequence[str] = ()) -> str:
+    """Return an error message for a flag that no installed package declares. own: the command's own flags."""
     spelling = "--" + flag.lstrip("-").replace("_", "-")
     if spelling != flag and spelling in schema.spellings():
         return f"unknown flag {flag}; it is spelt {spelling}"
@@ -44,7 +42,7 @@ def explain_flag(flag: str, schema: Schema) -> str:
             return f"{flag} does not exist here: {sentence}"
     if known := _explain_foreign(flag, schema):
         return known
-    nearest = did_you_mean(flag, [*schema.spellings(), *_COMMAND], "; ") or "; miles train --help lists all flags"
+    nearest = did_you_mean(flag, [*schema.spellings(), *own], "; ") or "; miles train --help lists all flags"
     return f"unknown flag {flag}{nearest} (the flags of a plugin exist once it is installed)"
 
 

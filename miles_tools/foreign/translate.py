@@ -41,8 +41,8 @@ _LAUNCH = frozenset(
 _SECRET = ("key", "token", "password")
 
 
-def translate(argv: Sequence[str], schema: Schema) -> Translation:
-    """Translate options that this program does not have, and correct misspelled ones."""
+def translate(argv: Sequence[str], schema: Schema, own: Sequence[str] = ()) -> Translation:
+    """Translate options that this program does not have, and correct misspelled ones. own: the command's own flags."""
     known = set(schema.spellings()) | set(COMMAND)
     groups = read_groups(argv)
     foreign = [group.name for group in groups if group.name not in known]
@@ -51,7 +51,7 @@ def translate(argv: Sequence[str], schema: Schema) -> Translation:
     values: dict[str, str] = {}
     result: list[list[str]] = []
     for group in groups:
-        result.append(_translate_group(group, schema, known, tables, found, values))
+        result.append(_translate_group(group, schema, known, tables, found, values, own))
     words = [word for part in result for word in part]
     found.is_whole = found.program is not None and len(values) >= _WHOLE
     if found.is_whole:
@@ -86,6 +86,7 @@ def _translate_group(
     tables: Mapping[str, Table],
     found: Translation,
     values: dict[str, str],
+    own_flags: Sequence[str],
 ) -> list[str]:
     """Return the words that replace one option and its values, and record the change."""
     name, words = group.name, list(group.words)
@@ -107,9 +108,13 @@ def _translate_group(
         return replacement
     if (made := _translate_foreign(group, schema, found, values)) is not None:
         return made
-    nearest = _find_spelling(name, schema, known)
+    nearest = _find_spelling(name, schema, known | {*own_flags})
     if not nearest:
         _note_words([name, *words], found)
+        return []
+    if nearest[0] in own_flags:
+        found.own += [nearest[0], *words]
+        _record(group, [nearest[0], *words], "", found)
         return []
     kept, extra = _fit(schema.flags.get(nearest[0]), nearest[0], words)
     _record(group, kept, "", found)
