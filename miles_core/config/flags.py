@@ -247,7 +247,9 @@ def parse(schema: Schema, argv: Sequence[str], own: Sequence[str] = TRAIN.flags)
     line.files = namespace.config or []
     for token in _find_unknown(extras):
         line.problems.append(
-            foreign_flags.explain_flag(token, schema, own) if token.startswith("-") else foreign_flags.explain_word(token)
+            foreign_flags.explain_flag(token, schema, own)
+            if token.startswith("-")
+            else foreign_flags.explain_word(token)
         )
     return line
 

@@ -83,9 +83,7 @@ def explain_environment(environment: Mapping[str, str], schema: Schema) -> list[
     return [
         f"environment variable {name}={value}: no installed plugin reads it; install the one it belongs to, or unset it"
         for name, value in environment.items()
-        if name.startswith(_ENVIRONMENT)
-        and name not in schema.environment
-        and value.lower() not in _OFF
+        if name.startswith(_ENVIRONMENT) and name not in schema.environment and value.lower() not in _OFF
     ]
 
 

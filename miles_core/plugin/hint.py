@@ -46,7 +46,9 @@ def detect_jump(factor: float, steps: int = 20, least: float = 0.0) -> Behaviour
 
     ``least`` excludes values that are too small to matter.
     """
-    return lambda values: len(values) > steps and values[-1] > max(factor * abs(_median(values[-steps - 1 : -1])), least)
+    return lambda values: (
+        len(values) > steps and values[-1] > max(factor * abs(_median(values[-steps - 1 : -1])), least)
+    )
 
 
 def detect_fall(fraction: float, steps: int = 5) -> Behaviour:
