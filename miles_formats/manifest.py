@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,8 @@ def format_plugin(
     format: str,
     version: str,
     core: str,
+    error: float | Mapping[str, float] | None = None,
+    rounds_inputs: bool = False,
     hardware: Rule | None = None,
     rollout_alone: bool = True,
     rollout_alone_recommends: tuple[Rule, ...] = (),
@@ -45,6 +48,8 @@ def format_plugin(
         name: name of the plugin and of the format, as in ``--rollout-precision``.
         summary, version, core: as in ``Plugin``.
         format: ``"module:Class"``, a ``miles_formats.Format``.
+        error: ``Format.error``, or condition -> error, from which the plan computes how far engine and trainer may differ.
+        rounds_inputs: whether it rounds the inputs of products, too (``Format.fake_quantize_activation``).
         hardware: requirement of the format's tensor cores, e.g. ``Rule("gpu.sm >= 90", "its products need ...")``;
             ``--emulate-precision`` waives it. None if the format works on any device.
         rollout_alone: whether the engine may use the format while the trainer computes in BF16.
@@ -64,6 +69,8 @@ def format_plugin(
         version=version,
         core=core,
         formats={name: format},
+        format_error=error if isinstance(error, Mapping) else {} if error is None else {"": error},
+        rounds_inputs=rounds_inputs,
         pairs=pairs,
         claims=CLAIM | more.pop("claims", {}),
         sets={f"{side}.precision": both for side in sides if both_when} | more.pop("sets", {}),
