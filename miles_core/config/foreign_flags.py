@@ -15,6 +15,8 @@ from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import COMES_WITH
 from miles_core.plugin.load import find_part
 
+#: The part of a message that precedes what to use instead of a flag.
+ELSEWHERE = " does not exist here: "
 _OFF = ("", "0", "false", "off", "no", "f", "n")
 #: Prefixes of environment variables that set options of plugins.
 _ENVIRONMENT = ("OPEN_TRAINING_",)
@@ -36,10 +38,10 @@ def explain_flag(flag: str, schema: Schema, own: Sequence[str] = ()) -> str:
         return f"unknown flag {flag}; it is spelt {spelling}"
     for plugin in schema.manifests.values():
         if spelling in plugin.foreign_flags:
-            return f"{flag} does not exist here: {_describe_replacement(plugin.foreign_flags[spelling])}"
+            return f"{flag}{ELSEWHERE}{_describe_replacement(plugin.foreign_flags[spelling])}"
     for pattern, sentence in _table()["flags"].items():
         if fnmatchcase(spelling, pattern):
-            return f"{flag} does not exist here: {sentence}"
+            return f"{flag}{ELSEWHERE}{sentence}"
     if known := _explain_foreign(flag, schema):
         return known
     nearest = did_you_mean(flag, [*schema.spellings(), *own], "; ") or "; miles train --help lists all flags"
