@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +28,6 @@ def format_plugin(
     format: str,
     version: str,
     core: str,
-    error: float | Mapping[str, float] | None = None,
-    rounds_inputs: bool = False,
     hardware: Rule | None = None,
     rollout_alone: bool = True,
     rollout_alone_recommends: tuple[Rule, ...] = (),
@@ -48,15 +45,13 @@ def format_plugin(
         name: name of the plugin and of the format, as in ``--rollout-precision``.
         summary, version, core: as in ``Plugin``.
         format: ``"module:Class"``, a ``miles_formats.Format``.
-        error: ``Format.error``, or condition -> error, from which the plan computes how far engine and trainer may differ.
-        rounds_inputs: whether it rounds the inputs of products, too (``Format.fake_quantize_activation``).
         hardware: requirement of the format's tensor cores, e.g. ``Rule("gpu.sm >= 90", "its products need ...")``;
             ``--emulate-precision`` waives it. None if the format works on any device.
         rollout_alone: whether the engine may use the format while the trainer computes in BF16.
         rollout_alone_recommends: recommendations for that case.
         experimental: whether plans mark the format as experimental when both sides use it.
         both_when, both_because: condition under which the plugin sets the format on both sides, and the reason shown otherwise.
-        more: further fields of ``Plugin``, merged with those above. Unknown fields raise TypeError.
+        more: further fields of ``Plugin``, such as ``format_error``, merged with those above. Unknown fields raise TypeError.
     """
     rules = () if hardware is None else (replace(hardware, hardware=True),)
     alone = (Pair(name, "bf16", rules=rules, recommends=rollout_alone_recommends),) if rollout_alone else ()
@@ -69,8 +64,6 @@ def format_plugin(
         version=version,
         core=core,
         formats={name: format},
-        format_error=error if isinstance(error, Mapping) else {} if error is None else {"": error},
-        rounds_inputs=rounds_inputs,
         pairs=pairs,
         claims=CLAIM | more.pop("claims", {}),
         sets={f"{side}.precision": both for side in sides if both_when} | more.pop("sets", {}),

@@ -152,7 +152,7 @@ plugin = format_plugin(
     version=__version__,
     core="~=$series",
     format="$package.format:$formatname",
-    error=0.01,
+    format_error={"": 0.01},
 )
 '''
 

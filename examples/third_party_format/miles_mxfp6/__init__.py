@@ -10,5 +10,5 @@ plugin = format_plugin(
     version=__version__,
     core="~=0.1",
     format="miles_mxfp6.format:Mxfp6",
-    error=0.04,
+    format_error={"": 0.04},
 )
