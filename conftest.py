@@ -8,6 +8,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# the time of an example says nothing on a busy machine
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 
 def pytest_addoption(parser):

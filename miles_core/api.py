@@ -76,13 +76,14 @@ def train(*, quiet: bool = False, **options: Any) -> Result:
     """
     from rich.console import Console
 
+    from miles_core.config.command import Command
     from miles_core.config.load import load
     from miles_core.launch import launch
     from miles_core.observe.metrics import read
     from miles_core.run.checks import plan_run
     from miles_core.run.prepare import localise
 
-    requested = load(arguments(options))
+    requested = load(arguments(options), command=Command())
     config, accepted, catalogue = plan_run(requested)
     localise(requested)  # download the weights too, now that the plan is accepted
     done = launch(config, accepted, catalogue, Console(quiet=True) if quiet else None)
@@ -107,10 +108,11 @@ def plan(**options: Any) -> Plan:
     Raises:
         ConfigError, PlanError: as for ``train``.
     """
+    from miles_core.config.command import Command
     from miles_core.config.load import load
     from miles_core.run.prepare import apply_plan, prepare
 
-    config = load(arguments(options))
+    config = load(arguments(options), command=Command())
     accepted, _ = prepare(config)
     apply_plan(config, accepted)
     return accepted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from difflib import SequenceMatcher, get_close_matches
 
 #: Similarity above which two names differ only by a typing error.
 _SAME = 0.92
@@ -18,6 +17,8 @@ def find_nearest(word: str, known: Iterable[str]) -> list[str]:
     """
     if re.fullmatch(r"[-+]?[\d.]+", word):
         return []
+    from difflib import SequenceMatcher, get_close_matches  # used for error messages only
+
     names = list(dict.fromkeys(known))
     cutoff = 0.6 if len(word) < 9 else 0.7  # one wrong letter changes a large part of a short name
     matches = get_close_matches(word, names, n=3, cutoff=cutoff)

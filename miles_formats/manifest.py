@@ -51,7 +51,7 @@ def format_plugin(
         rollout_alone_recommends: recommendations for that case.
         experimental: whether plans mark the format as experimental when both sides use it.
         both_when, both_because: condition under which the plugin sets the format on both sides, and the reason shown otherwise.
-        more: further fields of ``Plugin``, merged with those above. Unknown fields raise TypeError.
+        more: further fields of ``Plugin``, such as ``format_error``, merged with those above. Unknown fields raise TypeError.
     """
     rules = () if hardware is None else (replace(hardware, hardware=True),)
     alone = (Pair(name, "bf16", rules=rules, recommends=rollout_alone_recommends),) if rollout_alone else ()

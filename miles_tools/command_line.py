@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
+from miles_core.config.command import Command
 from miles_core.config.schema import Schema
 from miles_tools.foreign import explain
 from miles_tools.foreign.translate import translate
@@ -30,6 +31,7 @@ def correct(
     schema: Schema,
     problems: Sequence[str],
     attempt: Attempt,
+    command: Command,
 ) -> str:
     """Return the error message for a command line that a translation, a correction or missing plugins improve; "" if nothing does.
 
@@ -40,8 +42,9 @@ def correct(
         schema: all options.
         problems: problems of ``argv``.
         attempt: loads a command line; returns its problems, and the flags that would enable missing plugins, flag -> value.
+        command: the command of the options.
     """
-    found = translate(argv, schema)
+    found = translate(argv, schema, command.flags)
     line = found.line
     rest = list(problems)
     for _ in range(
@@ -54,9 +57,9 @@ def correct(
     else:
         rest, _ = attempt(line)
     line, rest = _drop_without_effect(line, rest, attempt, given=argv)
-    if not line or list(line) == list(argv) or (len(rest) >= len(problems) and not found.is_whole):
+    if not (line or found.own) or list(line) == list(argv) or (len(rest) >= len(problems) and not found.is_whole):
         return ""
-    complete = f"{COMPLETE}\n  {shlex.join(['miles', 'train', *line])}"
+    complete = f"{COMPLETE}\n  {shlex.join([*command.words, *found.own, *line])}"
     if found.is_whole and found.program is not None:
         head = f"these are options of {found.program.name}; the command line below has those that correspond to them"
     elif len(problems) == 1:

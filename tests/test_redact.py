@@ -174,7 +174,7 @@ def test_short_values_and_paths_are_no_secrets():
     assert secrets({"A_TOKEN": "1", "SSH_AUTH_SOCK": "/tmp/x/agent.12", "B_TOKEN": "longenough"}) == ["longenough"]
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SECRET)
 def test_logs_and_their_tracebacks(tmp_path, monkeypatch, secret):
     from rich.console import Console
@@ -255,7 +255,7 @@ def test_metrics_services_get_no_secret(tmp_path, monkeypatch):
     assert json.dumps(given["config"]) == json.dumps({"rm_url": f"http://h/?api_key={MARK}", "api_key": MARK, "lr": 1})
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SECRET, st.lists(st.integers(0, 60), max_size=4))
 def test_a_worker_s_output_however_it_is_written(tmp_path, monkeypatch, secret, cuts):
     """``print`` writes a line in parts; a value that is cut in two is whole when its line is."""
@@ -271,7 +271,7 @@ def test_a_worker_s_output_however_it_is_written(tmp_path, monkeypatch, secret, 
     assert written == f"asked with {MARK}\nfailed: --wandb-key {MARK}\nhalf a line {MARK}"
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SECRET)
 def test_a_traceback_on_the_terminal(capsys, secret):
     try:
@@ -282,7 +282,7 @@ def test_a_traceback_on_the_terminal(capsys, secret):
     assert "ValueError" in shown and "KeyError" in shown and secret not in shown
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SECRET)
 def test_metrics_in_the_file_and_in_every_sink(tmp_path, monkeypatch, secret):
     """A user's function may name a metric after anything."""

@@ -69,7 +69,6 @@ def strings(value: object) -> list[str]:
     max_examples=1,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
-    deadline=None,
 )
 @given(secret=SECRETS)
 @example(secret="Q7z\"'\\<&%+/=:;,#?@é日$x")

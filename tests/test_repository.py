@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from miles_core.config.groups import GROUPS
 from miles_core.plugin.discovery import discover
@@ -235,3 +236,8 @@ def test_every_distribution_can_be_published(project):
     assert (project.parent / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     links = re.findall(r"\]\(([^)]+)\)", (project.parent / said["readme"]).read_text(encoding="utf-8"))
     assert not [link for link in links if not link.startswith(("https://", "#"))]
+
+
+def test_examples_of_hypothesis_have_no_deadline():
+    """The time of an example says nothing on a busy machine; the root's conftest.py has the profile."""
+    assert settings.default.deadline is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
+from miles_core.config.command import parse_own
 from miles_core.errors import ConfigError
 from miles_core.plugin.detect import HARDWARE
 
@@ -44,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
         action="store_true",
         help="propose the fastest layouts of the run on --hardware (miles-plugin-planner; options: miles plan --search --help)",
     )
-    options, rest = parser.parse_known_args(list(argv))
+    options, rest, command = parse_own(parser, argv, "plan")
     from miles_core.config.load import load
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import describe
@@ -52,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     from miles_core.redact import redact
     from miles_core.run.prepare import apply_plan, prepare
 
-    config = load(rest)
+    config = load(rest, command=command)
     plan, catalogue = prepare(config, collect_facts(options))
     hooks = scan_hooks(plan, HOOKS)
     if config.model.hf_checkpoint is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,6 +107,8 @@ def _yaml_entries(loader: Any, node: Any, path: str) -> Iterator[Entry]:
 
 
 def _read_toml(text: str, path: str) -> list[Entry]:
+    import tomllib
+
     try:
         content = tomllib.loads(text)
     except RecursionError:

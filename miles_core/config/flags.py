@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import Any
 
 from miles_core.config import foreign_flags
+from miles_core.config.command import TRAIN
 from miles_core.config.schema import CORE, Flag, Option, Schema
 from miles_core.errors import ConfigError
 
@@ -229,8 +230,8 @@ def _escape(text: str) -> str:
     return text.replace("%", "%%")
 
 
-def parse(schema: Schema, argv: Sequence[str]) -> CommandLine:
-    """Split ``argv`` into assignments. Undeclared words produce error messages in ``problems``."""
+def parse(schema: Schema, argv: Sequence[str], own: Sequence[str] = TRAIN.flags) -> CommandLine:
+    """Split ``argv`` into assignments. Undeclared words produce error messages in ``problems``. own: the command's own flags."""
     line = CommandLine()
     rest = _extract_passthrough(schema, argv, line)
     namespace = argparse.Namespace(given=line.assignments)
@@ -246,7 +247,9 @@ def parse(schema: Schema, argv: Sequence[str]) -> CommandLine:
     line.files = namespace.config or []
     for token in _find_unknown(extras):
         line.problems.append(
-            foreign_flags.explain_flag(token, schema) if token.startswith("-") else foreign_flags.explain_word(token)
+            foreign_flags.explain_flag(token, schema, own)
+            if token.startswith("-")
+            else foreign_flags.explain_word(token)
         )
     return line
 

@@ -3,8 +3,7 @@ options of other programs."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -16,32 +15,36 @@ from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import COMES_WITH
 from miles_core.plugin.load import find_part
 
-#: Flags of the command itself, which no option declares.
-_COMMAND = ("--help", "--help-all", "--dry-run")
+#: The part of a message that precedes what to use instead of a flag.
+ELSEWHERE = " does not exist here: "
 _OFF = ("", "0", "false", "off", "no", "f", "n")
+#: Prefixes of environment variables that set options of plugins.
+_ENVIRONMENT = ("OPEN_TRAINING_",)
 #: Kinds of parts that usually have the name of the plugin that provides them.
 _NAMED_AFTER_PLUGINS = ("engine", "trainer", "runtime", "format")
 
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, Any]:
+    import tomllib
+
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def explain_flag(flag: str, schema: Schema) -> str:
-    """Return an error message for a flag that no installed package declares."""
+def explain_flag(flag: str, schema: Schema, own: Sequence[str] = ()) -> str:
+    """Return an error message for a flag that no installed package declares. own: the command's own flags."""
     spelling = "--" + flag.lstrip("-").replace("_", "-")
     if spelling != flag and spelling in schema.spellings():
         return f"unknown flag {flag}; it is spelt {spelling}"
     for plugin in schema.manifests.values():
         if spelling in plugin.foreign_flags:
-            return f"{flag} does not exist here: {_describe_replacement(plugin.foreign_flags[spelling])}"
+            return f"{flag}{ELSEWHERE}{_describe_replacement(plugin.foreign_flags[spelling])}"
     for pattern, sentence in _table()["flags"].items():
         if fnmatchcase(spelling, pattern):
-            return f"{flag} does not exist here: {sentence}"
+            return f"{flag}{ELSEWHERE}{sentence}"
     if known := _explain_foreign(flag, schema):
         return known
-    nearest = did_you_mean(flag, [*schema.spellings(), *_COMMAND], "; ") or "; miles train --help lists all flags"
+    nearest = did_you_mean(flag, [*schema.spellings(), *own], "; ") or "; miles train --help lists all flags"
     return f"unknown flag {flag}{nearest} (the flags of a plugin exist once it is installed)"
 
 
@@ -82,9 +85,7 @@ def explain_environment(environment: Mapping[str, str], schema: Schema) -> list[
     return [
         f"environment variable {name}={value}: no installed plugin reads it; install the one it belongs to, or unset it"
         for name, value in environment.items()
-        if name.startswith(tuple(_table()["environment"]))
-        and name not in schema.environment
-        and value.lower() not in _OFF
+        if name.startswith(_ENVIRONMENT) and name not in schema.environment and value.lower() not in _OFF
     ]
 
 

@@ -19,6 +19,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 _QUANTISED = "rollout.precision != bf16 or train.precision != bf16"
 #: The built-in advantage estimators have no critic; those of plugins may.
 _ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gspo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "cispo")
+#: Condition of options about processes that the run starts.
+_WORKERS = "runtime != inline or rollout.workers"
 _CRITIC = f"algorithm.advantage_estimator not in {{{', '.join(_ESTIMATORS)}}}"
 
 
@@ -52,22 +54,31 @@ class Run:
         help="trainer and engines share GPUs and take turns: each releases its memory (the trainer's moves to the host)",
     )
     max_restarts: int = option(
-        3, help="number of lost workers to replace in a run; the next lost worker ends it", metavar="N", ge=0
+        3,
+        help="number of lost workers to replace in a run; the next lost worker ends it",
+        metavar="N",
+        ge=0,
     )
     worker_timeout: float = option(
         1800.0,
         help="seconds within which a worker must answer a call, else it counts as lost; longer than the longest step",
         metavar="S",
         gt=0,
+        only_if=_WORKERS,
     )
     worker_build_timeout: float = option(
-        1800.0, help="seconds within which a worker must start and build its engine or trainer", metavar="S", gt=0
+        1800.0,
+        help="seconds within which a worker must start and build its engine or trainer",
+        metavar="S",
+        gt=0,
+        only_if=_WORKERS,
     )
     worker_heartbeat: float = option(
         10.0,
         help="seconds without a heartbeat after which a worker counts as lost, even during a long computation",
         metavar="S",
         gt=0,
+        only_if=_WORKERS,
     )
     stop_within: float = option(
         20.0,

@@ -13,6 +13,7 @@ from typing import Any
 
 from miles_core.config import file, foreign_flags, policies, value
 from miles_core.config.candidates import collect_plugins, is_local, peek
+from miles_core.config.command import TRAIN, Command
 from miles_core.config.config import Config
 from miles_core.config.effects import find_idle, undecide
 from miles_core.config.flags import Assignment, Source, parse
@@ -35,6 +36,7 @@ def load(
     *,
     manifests: Iterable[Plugin] | Mapping[str, Plugin] | None = None,
     environment: Mapping[str, str] | None = None,
+    command: Command = TRAIN,
 ) -> Config:
     """Load the configuration of a command line.
 
@@ -42,15 +44,16 @@ def load(
         argv: flags, e.g. ``["--config", "run.yaml", "--lr", "1e-6"]``.
         manifests: the plugins that declare options; by default all installed plugins and the single files in ``--plugins``.
         environment: by default ``os.environ``; only variables that a manifest declares are read.
+        command: the command of the options, to which it may add some.
 
     Raises:
         ConfigError: flags, files, variables or values are invalid; one message reports all problems.
         PluginError: a plugin's manifest cannot be loaded, or two packages declare the same flag differently.
     """
     try:
-        return _load(argv, manifests, environment)
+        return _load(argv, manifests, environment, command)
     except _InvalidConfiguration as invalid:
-        raise ConfigError(_explain_problems(argv, invalid, environment)) from None
+        raise ConfigError(_explain_problems(argv, invalid, environment, command)) from None
 
 
 class _InvalidConfiguration(ConfigError):
@@ -68,19 +71,19 @@ class _InvalidConfiguration(ConfigError):
 
 
 def _explain_problems(
-    argv: Sequence[str], invalid: _InvalidConfiguration, environment: Mapping[str, str] | None
+    argv: Sequence[str], invalid: _InvalidConfiguration, environment: Mapping[str, str] | None, command: Command
 ) -> str:
     """Return the error message for a command line, with a corrected line if one is known."""
 
     def attempt(line: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         try:
-            _load(line, invalid.schema.manifests, environment)
+            _load(line, invalid.schema.manifests, environment, command)
         except _InvalidConfiguration as again:
             return again.problems, dict(again.missing)
         return [], {}
 
-    correct = find_part("correction", "command_line")
-    corrected = correct(argv, invalid.schema, invalid.problems, attempt) if correct else ""
+    correct = find_part("correction", "command_line") if command.words else None
+    corrected = correct(argv, invalid.schema, invalid.problems, attempt, command) if correct else ""
     return corrected or _message(invalid.problems)
 
 
@@ -88,12 +91,14 @@ def _load(
     argv: Sequence[str],
     manifests: Iterable[Plugin] | Mapping[str, Plugin] | None,
     environment: Mapping[str, str] | None,
+    command: Command,
 ) -> Config:
     """Implement ``load``; raises ``_InvalidConfiguration``."""
+    argv = [*command.before, *argv, *command.after]
     files = {path: file.read(path) for path in peek(argv, "--config")}
     before = _read_continued_run(argv)
     schema = collect_plugins(argv, {**files, **before}) if manifests is None else collect(manifests)
-    line = parse(schema, argv)
+    line = parse(schema, argv, command.flags)
     problems = line.problems
     continued: dict[str, Any] = {}
     for path, entries in before.items():

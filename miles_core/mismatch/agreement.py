@@ -19,12 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: The engine's errors may be this many times as large as the trainer's own.
-RATIO = 1.25
+from miles_core.mismatch.tolerance import FLOOR, RATIO
+
 #: Number of consecutive tokens in a stretch.
 STRETCH = 64
-#: Errors and slopes below this size (nats) are ignored; the size is larger for formats that round inputs.
-FLOOR = 1e-3
 #: Standard errors that count as chance, of the fractions over all tokens, of those of any stretch, and of the slope.
 _CHANCE, _CHANCE_OF_ANY, _CHANCE_OF_SLOPE = 4.0, 5.0, 4.0
 #: Fractions of the trainer's errors below the sizes at which both sides are compared, and the multiple of the first size at which the mean

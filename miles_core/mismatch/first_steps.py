@@ -6,7 +6,8 @@ engine recorded, against those of a verification pass with the same weights.
 Only samples that were generated with exactly the trainer's weights are compared, so staleness has no influence; recorded routes and
 supports are used as in training; a verification pass has no dropout and no capacity of experts. A difference counts as at most
 ``MOST`` nats, so the few tokens with other experts have little influence. If half of all differences stay within the median that the
-declared precisions explain (``tolerance``), the mean of ordinary rounding errors stays within ``FACTOR`` times that: this is the bound.
+declared precisions explain, the mean of ordinary rounding errors stays within 1.5 times that: this is the bound
+(``Tolerance.first_step``), which a line of the plan shows (``planned``).
 The run stops at its first step if the mean exceeds the bound by more than chance explains, and at the latest if the median over
 three steps exceeds it.
 """
@@ -35,8 +36,6 @@ log = logging.getLogger(__name__)
 
 #: Largest difference of a token, in nats.
 MOST = 1.0
-#: Bound, relative to the mean that the declared precisions explain: few tokens of a step are compared, and some of them change experts.
-FACTOR = 1.5
 #: Number of steps after which the median decides.
 STEPS = 3
 #: Number of samples and of tokens, prompts included, that are compared at most; at least one sample is.
@@ -80,7 +79,7 @@ class FirstSteps:
         means = self._means.setdefault(key, [])
         means.append(float(found.mean()))
         declared = precisions(self._run, parts)
-        bound = FACTOR * tolerance(*declared).mean
+        bound = tolerance(*declared).first_step
         chance = _CHANCE * float(found.std()) / math.sqrt(len(found))
         beyond = means[-1] - chance > bound or (len(means) == STEPS and median(means) > bound)
         if beyond:

@@ -12,8 +12,7 @@ import numpy as np
 from miles_core.contracts.emulation import AS_TRAINED, Emulation
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
-from miles_core.mismatch.agreement import FLOOR
-from miles_core.mismatch.tolerance import Side, tolerance
+from miles_core.mismatch.tolerance import FLOOR, Side, find_dtype, tolerance
 from miles_core.precision.schedule import PLAIN
 from miles_core.sync.push import make_codec
 
@@ -132,7 +131,7 @@ def imitate_engine(engine: Side, trainer: Side) -> Emulation:
 
 def precisions(run: Run, parts: PolicyParts) -> tuple[Side, Side]:
     """Return the declared precisions of a policy's engine and trainer."""
-    dtype = _dtype(run)
+    dtype = find_dtype(run.plan.fact)
     now = parts.precisions
     return (
         _side(run, parts, dtype, now.rollout, parts.serving.kv_cache_dtype),
@@ -146,12 +145,3 @@ def _side(run: Run, parts: PolicyParts, dtype: str, precision: str, cache: str) 
     format = make_codec(run, parts.policy, precision).format
     assert format is not None  # the name of a format
     return Side(dtype, format.name, format.error, format.quantizes_activations, cache)
-
-
-def _dtype(run: Run) -> str:
-    """Return the dtype in which both sides hold the model; the lower precision if this process cannot determine it."""
-    model = run.config.model
-    if model.dtype != "auto":
-        return model.dtype
-    here = run.config.run.runtime == "inline" and run.plan.fact("gpu.count") == 0
-    return "float32" if model.device == "cpu" or here else "bfloat16"

@@ -8,10 +8,17 @@ ones, and the differences are linear in the result. ``benchmarks/mismatch/plante
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from miles_core.mismatch.agreement import FLOOR, RATIO
-
+#: The engine's errors may be this many times as large as the trainer's own.
+RATIO = 1.25
+#: Errors and slopes below this size (nats) are ignored; the size is larger for formats that round inputs.
+FLOOR = 1e-3
+#: Bound of the mean difference of sampled tokens, relative to the mean that the declared precisions explain: few tokens of a step are
+#: compared, and some of them change experts.
+_FACTOR = 1.5
 #: dtype -> relative error of the output of a layer. In FP32 it comes from another order of summation; BF16 rounds each of about ten results
 #: per layer to 2^-9, FP16 to 2^-12.
 DTYPES = {"float32": 1e-5, "float16": 9e-4, "bfloat16": 7e-3}
@@ -83,6 +90,24 @@ class Tolerance:
     def mean(self) -> float:
         """The largest mean of the absolute differences that rounding explains."""
         return FLOOR + RATIO * self.scale * math.sqrt(2)
+
+    @property
+    def first_step(self) -> float:
+        """The bound of the mean of the absolute differences of the samples of a first step (``first_steps``)."""
+        return _FACTOR * self.mean
+
+
+def find_dtype(fact: Callable[[str], Any]) -> str:
+    """Return the dtype in which both sides hold the model; the lower precision if this process cannot determine it.
+
+    Args:
+        fact: returns the value of a fact of the run, None if it is unknown.
+    """
+    dtype = str(fact("model.dtype") or "auto")
+    if dtype != "auto":
+        return dtype
+    here = fact("runtime") == "inline" and fact("gpu.count") == 0
+    return "float32" if fact("model.device") == "cpu" or here else "bfloat16"
 
 
 def tolerance(engine: Side, trainer: Side) -> Tolerance:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,12 +107,15 @@ def gpu_facts() -> list[Fact]:
     Without an NVIDIA driver or GPU, they are none and 0, so that rules about tensor cores fail on this host with their hint. If
     NVML fails, they are unknown.
     """
+    no_driver = _amd() if Path("/dev/kfd").exists() else _no_gpu("detected: no NVIDIA driver")
+    if not _has_nvml():
+        return no_driver
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
-        return _amd() if Path("/dev/kfd").exists() else _no_gpu("detected: no NVIDIA driver")
+        return no_driver
     except pynvml.NVMLError as error:
         return _unknown_gpu(f"NVML does not answer: {error}")
     try:
@@ -129,6 +133,16 @@ def gpu_facts() -> list[Fact]:
     others = f", the weakest of {', '.join(sorted(set(names)))}" if len(set(names)) > 1 else ""
     origin = f"detected: {weakest}{others}"
     return _gpus(short_name(weakest), min(sms), len(handles), round(memory / 1e9), origin)
+
+
+def _has_nvml() -> bool:
+    """Whether NVML can be loaded; True except on Linux. This is faster than importing pynvml, which loads the same library."""
+    import ctypes
+
+    try:
+        return sys.platform != "linux" or bool(ctypes.CDLL("libnvidia-ml.so.1"))
+    except OSError:
+        return False
 
 
 def short_name(name: str) -> str:

@@ -9,12 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
 
 Behaviour = Callable[[Sequence[float]], bool]
 
 #: Problems that core warns about and plugins may offer remedies for: engine and trainer disagree; training is unstable.
 TROUBLES = ("mismatch", "instability")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _median(values: Sequence[float]) -> float:
+    from statistics import median  # here, because every command imports this module with the manifests
+
+    return median(values)
 
 
 def not_finite() -> Behaviour:
@@ -24,12 +33,12 @@ def not_finite() -> Behaviour:
 
 def above(limit: float, steps: int = 3) -> Behaviour:
     """Behaviour: the mean of the last ``steps`` values is above ``limit``. False with fewer values."""
-    return lambda values: len(values) >= steps and fmean(values[-steps:]) > limit
+    return lambda values: len(values) >= steps and _mean(values[-steps:]) > limit
 
 
 def below(limit: float, steps: int = 3) -> Behaviour:
     """Behaviour: the mean of the last ``steps`` values is below ``limit``. False with fewer values."""
-    return lambda values: len(values) >= steps and fmean(values[-steps:]) < limit
+    return lambda values: len(values) >= steps and _mean(values[-steps:]) < limit
 
 
 def detect_jump(factor: float, steps: int = 20, least: float = 0.0) -> Behaviour:
@@ -37,12 +46,14 @@ def detect_jump(factor: float, steps: int = 20, least: float = 0.0) -> Behaviour
 
     ``least`` excludes values that are too small to matter.
     """
-    return lambda values: len(values) > steps and values[-1] > max(factor * abs(median(values[-steps - 1 : -1])), least)
+    return lambda values: (
+        len(values) > steps and values[-1] > max(factor * abs(_median(values[-steps - 1 : -1])), least)
+    )
 
 
 def detect_fall(fraction: float, steps: int = 5) -> Behaviour:
     """Behaviour: the mean of the last ``steps`` values is below ``fraction`` times the mean of the first ``steps``."""
-    return lambda values: len(values) >= 2 * steps and fmean(values[-steps:]) < fraction * fmean(values[:steps])
+    return lambda values: len(values) >= 2 * steps and _mean(values[-steps:]) < fraction * _mean(values[:steps])
 
 
 def detect_growth(factor: float, steps: int = 5) -> Behaviour:

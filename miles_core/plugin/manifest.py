@@ -124,6 +124,8 @@ class Plugin:
             single-file plugin, ``"Class"`` is a class of that file.
         fields: columns that the plugin adds to samples and batches.
         formats: number formats, name -> ``"module:Class"`` (``miles_formats.Format``).
+        format_error: condition -> ``Format.error`` of the number format (the first that holds; empty is always), and
+        rounds_inputs: whether it rounds the inputs of products, too: the plan shows how far engine and trainer may then differ.
         provides: parts, kind -> {name: ``"module:callable"``}; the kinds are the names of the ``make_*`` hooks
             without prefix, ``record`` (a function that writes a file into the directory of a new run), ``progress`` (the live
             display, a ``miles_core.observe.progress.Progress``) and ``report``.
@@ -185,6 +187,8 @@ class Plugin:
     hooks: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     fields: tuple[Field, ...] = ()
     formats: Mapping[str, str] = field(default_factory=dict)
+    format_error: Mapping[str, float] = field(default_factory=dict)
+    rounds_inputs: bool = False
     provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     sets: Mapping[str, Any] = field(default_factory=dict)
     uses: Mapping[str, str] = field(default_factory=dict)

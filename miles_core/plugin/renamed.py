@@ -8,7 +8,6 @@ section ``hooks`` has the hooks that were deleted.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
@@ -50,6 +49,8 @@ def explain_unknown_hook(hook: str, hooks: Iterable[str]) -> str:
 
 @cache
 def _read(package: str) -> dict[str, Any]:
+    import tomllib
+
     renamed: dict[str, Any] = {}
     for name in ("miles_core", package):
         spec = find_spec(name)

@@ -18,6 +18,7 @@ from miles_core.config.policies import CHECKPOINT, PREFIX
 from miles_core.config.rules import find_remarks, find_rule_violations
 from miles_core.data import hub
 from miles_core.errors import ConfigError
+from miles_core.mismatch.planned import describe_bounds
 from miles_core.plugin import worker
 from miles_core.plugin.activate import BACKENDS, ENVIRONMENT, SIDES, provider
 from miles_core.plugin.conflicts import BASE
@@ -143,7 +144,11 @@ def prepare(config: Config, given: Sequence[str] = (), catalogue: Catalogue | No
     remarks = [line for policy in known.policies for line in find_remarks(known.scope(policy))]
     idle_lines = [*(each.message for each in idle), *_find_unused_variables(plan)]
     notes = dict.fromkeys([*(f"no effect: {message}" for message in idle_lines), *remarks])
-    return dataclasses.replace(plan, advice=(*plan.advice, *notes)), catalogue
+    bounds = dict.fromkeys(
+        line for policy in known.policies for line in describe_bounds(known.scope(policy), catalogue)
+    )
+    reviews = (*plan.reviews, "\n".join(bounds)) if bounds else plan.reviews
+    return dataclasses.replace(plan, advice=(*plan.advice, *notes), reviews=reviews), catalogue
 
 
 def _find_unused_variables(plan: Plan) -> Iterator[str]:

@@ -152,6 +152,7 @@ plugin = format_plugin(
     version=__version__,
     core="~=$series",
     format="$package.format:$formatname",
+    format_error={"": 0.01},
 )
 '''
 

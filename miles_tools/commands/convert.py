@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles_core.config.command import Command, parse_own
 from miles_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,16 +35,16 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in words or "--help" in words:
         print(_help(words))
         return 0
-    options, rest = _parser().parse_known_args(words)
+    options, rest, command = parse_own(_parser(), words, "convert")
     if options.to is None and (found := _change(rest)):
-        return _changed(*found, options, rest)
+        return _changed(*found, options, rest, command)
     missing = [
         flag for flag, value in (("--to FORMAT", options.to), ("--model-dir DIR", options.model_dir)) if not value
     ]
     missing += [] if options.save_dir or options.dry_run else ["--save-dir DIR"]
     if missing:
         raise ConfigError(f"miles convert needs {' and '.join(missing)}: {USAGE}")
-    conversion = _plan(options, rest)
+    conversion = _plan(options, rest, command)
     for note in conversion.notes:
         print(f"note: {note}", file=sys.stderr)
     if options.dry_run:
@@ -72,7 +74,7 @@ def _change(rest: Sequence[str]) -> tuple[Plugin, str] | None:
     return None
 
 
-def _changed(plugin: Plugin, flag: str, options: argparse.Namespace, rest: Sequence[str]) -> int:
+def _changed(plugin: Plugin, flag: str, options: argparse.Namespace, rest: Sequence[str], command: Command) -> int:
     """Let ``plugin`` write the checkpoint, and print its message."""
     missing = [
         word for word, value in (("--model-dir", options.model_dir), ("--save-dir", options.save_dir)) if not value
@@ -84,7 +86,7 @@ def _changed(plugin: Plugin, flag: str, options: argparse.Namespace, rest: Seque
     from miles_core.config.load import load
     from miles_core.plugin.load import import_target
 
-    config = load(["--plugins", plugin.name, *rest])
+    config = load(rest, command=replace(command, before=("--plugins", plugin.name)))
     _refuse_foreign(config, plugin)
     change = import_target(plugin.name, plugin.converts[flag])
     print(change(options.model_dir, options.save_dir, config.plugin(plugin.name)))
@@ -136,7 +138,7 @@ def _size(text: str) -> int:
     return int(size)
 
 
-def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
+def _plan(options: argparse.Namespace, rest: list[str], command: Command) -> Conversion:
     if options.to == PLAIN:
         if rest:
             raise ConfigError(f"{rest[0]}: dequantising takes no options; the checkpoint says how it is stored")
@@ -148,7 +150,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> Conversion:
     known = providers(manifests)
     if options.to not in known:
         raise ConfigError(describe_unknown(options.to, known))
-    config = load(["--rollout-precision", options.to, *rest])
+    config = load(rest, command=replace(command, before=("--rollout-precision", options.to)))
     named = [manifests[name] for name in config.plugins if name in manifests] if config.is_set("plugins") else []
     changing = [plugin for plugin in named if options.to not in plugin.formats]
     _refuse_foreign(config, known[options.to], *changing)

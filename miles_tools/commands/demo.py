@@ -7,15 +7,17 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from miles_core.config.command import parse_own
 from miles_core.errors import ConfigError
 from miles_tools.demo.cuda_context import open_context
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns 130 if the user stopped the training."""
-    chosen, extra = _parser().parse_known_args(argv)
+    chosen, extra, command = parse_own(_parser(), argv, "demo")
     if chosen.dir == "":
         raise ConfigError("--dir '': the path is empty; leave it out for runs/demo-<time>")
     if chosen.device != "cpu" and not any(
@@ -34,7 +36,8 @@ def run(argv: Sequence[str]) -> int:
     if not gpu:
         _leave_processors_to_others()
     arguments = train_arguments(directory, chosen.seed, plugins, given, gpu)
-    config = load(arguments)  # report invalid arguments before creating anything
+    made = tuple(arguments[: len(arguments) - len(extra)])
+    config = load(extra, command=replace(command, before=made))  # report invalid arguments before creating anything
     prepare(config.replace({"model.hf_checkpoint": None}, origin="made by the demo"))
     _say("two-digit addition: a supervised warm start from a careless teacher, then GRPO on right answers")
     if not plugins:

@@ -6,10 +6,11 @@ import argparse
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles_core.config.command import Command, parse_own
 from miles_core.observe.environment import Environment, bytes_text, environment, find_version
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Requirement:
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns 0 if a run can start here, 2 if a requirement is not met."""
     parser = _parser()
-    options, rest = parser.parse_known_args(argv)
+    options, rest, command = parse_own(parser, argv, "doctor")
     if rest and not options.precision:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.precision and options.model is None:
@@ -44,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
         from miles_formats.convert.model_info import inspect_model
 
         model = inspect_model(options.model)
-    memory = memory_in(options.model, options.precision, rest) if options.precision else []
+    memory = memory_in(options.model, options.precision, rest, command) if options.precision else []
     plugins = plugin_states(options.model)
     problems = problems_of(needs, found)
     measured = measurements() if options.measure else {}
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def memory_in(model: str, precision: str, options: Sequence[str]) -> list[Row]:
+def memory_in(model: str, precision: str, options: Sequence[str], command: Command) -> list[Row]:
     """Compute the memory table of a checkpoint in an installed number format.
 
     Raises:
@@ -107,7 +108,7 @@ def memory_in(model: str, precision: str, options: Sequence[str]) -> list[Row]:
     from miles_formats.options import codec_for
 
     format = format_class(precision)
-    config = load(["--rollout-precision", precision, *options])
+    config = load(options, command=replace(command, before=("--rollout-precision", precision)))
     return memory_table(to_format(CheckpointFiles(Path(model)), codec_for(format, config, model)).items)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.cli.plan import collect_facts, make_parser
+from miles_core.config.command import Command, parse_own
 from miles_core.errors import PluginError
 
 if TYPE_CHECKING:
@@ -33,18 +34,18 @@ def run(argv: Sequence[str]) -> int:
     return _list(words)
 
 
-def _situation(rest: Sequence[str], options: argparse.Namespace) -> tuple[Any, Catalogue, Facts]:
+def _situation(rest: Sequence[str], options: argparse.Namespace, command: Command) -> tuple[Any, Catalogue, Facts]:
     from miles_core.config.load import load
     from miles_core.run.prepare import catalogue_for, facts_for
 
-    config = load(rest)
+    config = load(rest, command=command)
     return config, catalogue_for(config), facts_for(config, collect_facts(options))
 
 
 def _list(argv: Sequence[str]) -> int:
     """Print a table of the installed plugins; ``state`` is whether the plugin by itself is usable on this host."""
-    options, rest = make_parser(USAGE, "List the installed plugins.").parse_known_args(list(argv))
-    config, catalogue, facts = _situation(rest, options)
+    options, rest, command = parse_own(make_parser(USAGE, "List the installed plugins."), argv, "plugins")
+    config, catalogue, facts = _situation(rest, options, command)
     rows = [_row(name, catalogue, facts, config.plugins) for name in catalogue.names]
     if options.json:
         print(json.dumps(rows, indent=1))
@@ -100,16 +101,15 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
 
 def _check(argv: Sequence[str]) -> int:
     """Resolve the given options, and lint every installed manifest."""
-    options, rest = make_parser(USAGE, "Resolve without running; find mistakes in manifests.").parse_known_args(
-        list(argv)
-    )
+    made = make_parser(USAGE, "Resolve without running; find mistakes in manifests.")
+    options, rest, command = parse_own(made, argv, "plugins check")
     from miles_core.contracts.hooks import HOOKS
     from miles_core.plugin.render import list_notices
     from miles_core.plugin.resolve import resolve
     from miles_core.run.prepare import requested_plugins
     from miles_tools.authoring.explain import lint
 
-    config, catalogue, facts = _situation(rest, options)
+    config, catalogue, facts = _situation(rest, options, command)
     found = [f"{name}: {line}" for name, m in catalogue.items() for line in lint(m, catalogue, facts, HOOKS)]
     found += [
         f"{name}: importing its manifest imports torch; refer to code that needs torch as 'module:name'"
@@ -128,12 +128,12 @@ def _explain(argv: Sequence[str]) -> int:
     """Print each constraint of a plugin with its reason and its result here."""
     made = make_parser(USAGE, "Explain a plugin's constraints.")
     made.add_argument("name", help="an installed plugin, or the path of a single-file one")
-    options, rest = made.parse_known_args(list(argv))
+    options, rest, command = parse_own(made, argv, "plugins explain")
     from miles_core.plugin.check import check
     from miles_core.run.prepare import requested_plugins
     from miles_tools.authoring.explain import explain
 
-    config, catalogue, facts = _situation(rest, options)
+    config, catalogue, facts = _situation(rest, options, command)
     name = catalogue.request(options.name)
     checked = check({**requested_plugins(config, facts, catalogue), name: "miles plugins explain"}, catalogue, facts)
     print(explain(catalogue[name], checked, catalogue.sources.get(name, "")))

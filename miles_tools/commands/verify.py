@@ -6,10 +6,12 @@ import json
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_core.cli.plan import collect_facts, make_parser
+from miles_core.config.command import parse_own
 
 if TYPE_CHECKING:
     from miles_core.config.config import Config
@@ -30,11 +32,12 @@ def run(argv: Sequence[str]) -> int:
     made.add_argument(
         "--exact", action="store_true", help="compare every module's outputs; exit with 1 unless bit-identical"
     )
-    options, rest = made.parse_known_args(list(argv))
+    options, rest, command = parse_own(made, argv, "verify")
     from miles_core.config.load import load
     from miles_core.run.prepare import apply_plan, localise, prepare
 
-    config = localise(load(["--verify-logprobs", *rest]))  # which --verify-logprobs-tolerance needs
+    command = replace(command, before=("--verify-logprobs",))  # which --verify-logprobs-tolerance needs
+    config = localise(load(rest, command=command))
     plan, catalogue = prepare(config, collect_facts(options))
     config = apply_plan(config, plan)
     import asyncio

@@ -67,9 +67,10 @@ def _verl(found: Translation, values: Values, words: list[str]) -> list[str]:
         words = _without(words, "--max-tokens-per-gpu")
     if any(name.startswith(f"{actor}megatron.") for name in values) or "megatron" in values.get(f"{actor}strategy", ""):
         words = _with(words, "--trainer", "megatron")
-    if path := values.get("custom_reward_function.path"):
-        name = values.get("custom_reward_function.name")
-        words = _with(words, "--custom-rm-path", f"{path}:{name}" if name else path)
+    for place in ("custom_reward_function", "reward.custom_reward_function"):
+        if path := values.get(f"{place}.path"):
+            name = values.get(f"{place}.name")
+            words = _with(words, "--custom-rm-path", f"{path}:{name}" if name else path)
     if "trainer.nnodes" in values or "trainer.n_gpus_per_node" in values:
         words += ["--colocate"] if "--colocate" not in words else []
         found.notes.append("verl's engines share the trainer's GPUs: --colocate")
@@ -86,7 +87,8 @@ def _verl(found: Translation, values: Values, words: list[str]) -> list[str]:
 
 def _trl(found: Translation, values: Values, words: list[str]) -> list[str]:
     group = _number(values.get("num_generations")) or 8
-    device, steps = values.get("per_device_train_batch_size"), values.get("gradient_accumulation_steps")
+    device, accumulated = values.get("per_device_train_batch_size"), values.get("gradient_accumulation_steps")
+    steps = values.get("steps_per_generation") or accumulated
     samples = _number(values.get("generation_batch_size"))
     if samples is None and (device or steps):
         samples = (_number(device) or 8) * (_number(steps) or 1) * (_number(values.get("num_processes")) or 1)
@@ -97,6 +99,12 @@ def _trl(found: Translation, values: Values, words: list[str]) -> list[str]:
         words = _with(words, "--n-samples-per-prompt", str(group))
     if size := _number(device):
         words = _with(words, "--micro-batch-size", str(size))
+    updates = (_number(values.get("steps_per_generation")) or 1) // (_number(accumulated) or 1)
+    words = (
+        _with(words, "--num-steps-per-rollout", str(updates))
+        if updates > 1
+        else _without(words, "--num-steps-per-rollout")
+    )
     if not {"--rm-type", "--custom-rm-path"} & set(words):
         words += ["--rm-type", "math"]
         found.notes.append("no reward is named: --rm-type math is for answers of mathematics")
@@ -148,7 +156,7 @@ def _note_epochs(found: Translation, name: str, values: Values, words: list[str]
 
 def _number(text: str | None) -> int | None:
     try:
-        return int(float(text)) if text else None
+        return int(float(text.split()[0])) if text else None  # the name of a script may follow
     except ValueError:
         return None
 

@@ -8,6 +8,7 @@ from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from miles_core.config.foreign_flags import ELSEWHERE, explain_flag
 from miles_core.nearest import find_nearest
 from miles_tools.foreign import programs, recognize
 from miles_tools.foreign.derive import derive
@@ -21,7 +22,7 @@ Table = Mapping[str, str]
 #: The pattern that matches any number of words.
 ANYTHING = "**"
 #: A sentence that is a translation: a flag, a placeholder, and a comment.
-_FLAG = re.compile(r"(--[a-z0-9-]+)(?: (?:[A-Z]+(?:=[A-Z]+)?(?:,\.\.\.)?|FILE\.py(?::FN)?))?(?=$|[,;:])")
+_FLAG = re.compile(r"(--[a-z0-9-]+)(?: (?:[A-Z]+(?:=[A-Z]+)?(?:,\.\.\.)?|FILE\.py(?::FN)?))?(?=$|[,;]|:(?!FN))")
 #: What is started: a file or a module.
 _MODULE = re.compile(r"[\w./$-]+\.(py|toml|yaml|yml|sh)|\w+(\.\w+)+")
 _PLACE = re.compile(r"\{(list|\d*)\}")
@@ -30,6 +31,8 @@ _ON, _OFF, _UNSET = ("true", "1", "yes", "on"), ("false", "0", "no", "off"), ("n
 COMMAND = ("--help", "--help-all", "--dry-run", "--config", "--json", "--hardware", "--fact", "--search")
 #: Similarity from which on a flag is corrected and not only suggested.
 _TYPING_ERROR = 0.8
+#: The same for each of its words, and the similarity from which on words may be joined or divided.
+_SIMILAR_WORD, _SAME = 0.65, 0.92
 #: Minimum number of options of another program for treating a command line as that program's and completing it.
 _WHOLE = 3
 #: Words that start other programs.
@@ -39,10 +42,12 @@ _LAUNCH = frozenset(
 )
 #: Flags whose value may be a credential; it is not repeated.
 _SECRET = ("key", "token", "password")
+#: An environment variable before a command.
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*=.*", re.DOTALL)
 
 
-def translate(argv: Sequence[str], schema: Schema) -> Translation:
-    """Translate options that this program does not have, and correct misspelled ones."""
+def translate(argv: Sequence[str], schema: Schema, own: Sequence[str] = ()) -> Translation:
+    """Translate options that this program does not have, and correct misspelled ones. own: the command's own flags."""
     known = set(schema.spellings()) | set(COMMAND)
     groups = read_groups(argv)
     foreign = [group.name for group in groups if group.name not in known]
@@ -51,7 +56,7 @@ def translate(argv: Sequence[str], schema: Schema) -> Translation:
     values: dict[str, str] = {}
     result: list[list[str]] = []
     for group in groups:
-        result.append(_translate_group(group, schema, known, tables, found, values))
+        result.append(_translate_group(group, schema, known, tables, found, values, own))
     words = [word for part in result for word in part]
     found.is_whole = found.program is not None and len(values) >= _WHOLE
     if found.is_whole:
@@ -86,6 +91,7 @@ def _translate_group(
     tables: Mapping[str, Table],
     found: Translation,
     values: dict[str, str],
+    own_flags: Sequence[str],
 ) -> list[str]:
     """Return the words that replace one option and its values, and record the change."""
     name, words = group.name, list(group.words)
@@ -107,9 +113,16 @@ def _translate_group(
         return replacement
     if (made := _translate_foreign(group, schema, found, values)) is not None:
         return made
-    nearest = _find_spelling(name, schema, known)
+    if (elsewhere := explain_flag(name, schema).partition(ELSEWHERE)[2]) and name not in own_flags:
+        found.drop(name, elsewhere)
+        return []
+    nearest = _find_spelling(name, schema, known | {*own_flags})
     if not nearest:
         _note_words([name, *words], found)
+        return []
+    if nearest[0] in own_flags:
+        found.own += [nearest[0], *words]
+        _record(group, [nearest[0], *words], "", found)
         return []
     kept, extra = _fit(schema.flags.get(nearest[0]), nearest[0], words)
     _record(group, kept, "", found)
@@ -126,7 +139,17 @@ def _find_spelling(name: str, schema: Schema, known: set[str]) -> list[str]:
     if option is not None:
         return [option.flag]
     nearest = find_nearest(name, known)[:1] if name.startswith("-") and "." not in name else []
-    return [n for n in nearest if SequenceMatcher(None, name, n).ratio() >= _TYPING_ERROR]
+    return [n for n in nearest if _is_typing_error(name, n)]
+
+
+def _is_typing_error(name: str, meant: str) -> bool:
+    """Whether two flags differ by a few letters, and not by a word: ``--log-interval`` is not ``--eval-interval``."""
+    ratio = SequenceMatcher(None, name, meant).ratio()
+    pairs = list(zip(name.strip("-").split("-"), meant.strip("-").split("-"), strict=False))
+    same_words = name.count("-") == meant.count("-") and all(
+        SequenceMatcher(None, a, b).ratio() >= _SIMILAR_WORD for a, b in pairs
+    )
+    return ratio >= _TYPING_ERROR and (same_words or ratio > _SAME)
 
 
 def _own_table(name: str, tables: Mapping[str, Table]) -> Table | None:
@@ -216,7 +239,9 @@ def _fit_alias(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _note_words(words: Sequence[str], found: Translation) -> None:
     """Record words that belong to no option, except those that start another program."""
-    found.unknown += [word for word in words if word not in _LAUNCH and not _MODULE.fullmatch(word)]
+    found.unknown += [
+        word for word in words if word not in _LAUNCH and not (_MODULE.fullmatch(word) or _VARIABLE.match(word))
+    ]
 
 
 def _record(group: Group, replacement: Sequence[str], reason: str, found: Translation) -> None:

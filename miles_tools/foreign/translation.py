@@ -13,6 +13,7 @@ class Translation:
 
     Attributes:
         line: the new command line.
+        own: misspelled options of the command itself, corrected.
         changed: (typed, replacement) of each option that is called otherwise here.
         dropped: reason -> options that need no replacement.
         unknown: words and options that nothing is known of, and that are left out.
@@ -22,6 +23,7 @@ class Translation:
     """
 
     line: list[str] = field(default_factory=list)
+    own: list[str] = field(default_factory=list)
     changed: list[tuple[str, str]] = field(default_factory=list)
     dropped: dict[str, list[str]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)

@@ -46,7 +46,7 @@ def test_golden_values(name, high, low):
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(value=st.floats(-1e6, 1e6, width=32), n=st.integers(1, 9))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_equal_rewards_give_exactly_zero(name, dtype, value, n):
     advantages = ALGORITHMS[name](one_token_each([value] * n, dtype=dtype))
     assert advantages.dtype == dtype
@@ -79,7 +79,7 @@ def test_rloo_is_reward_minus_mean_of_the_others():
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_permuting_samples_permutes_advantages(name, data):
     n = data.draw(st.integers(2, 12))
     rewards = data.draw(st.lists(st.floats(-10, 10), min_size=n, max_size=n))
@@ -169,7 +169,7 @@ def test_reinforce_plus_plus_needs_the_kl_it_is_asked_to_use():
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=20), st.integers(0, 2**20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_whitened_over_ranks_equals_whitened_at_once(values, bits):
     column = torch.tensor(values, dtype=torch.float64)
     mask = torch.tensor([(bits >> i) & 1 for i in range(len(values))], dtype=torch.bool)

@@ -64,7 +64,7 @@ def test_gspo_golden_ratio():
     st.lists(st.lists(st.floats(-0.5, 0.5), min_size=1, max_size=6), min_size=1, max_size=4),
     st.integers(0, 2**31),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_gspo_value_and_gradient_against_the_formula_per_sequence(samples, seed):
     generator = torch.Generator().manual_seed(seed)
     flat = torch.tensor([x for s in samples for x in s], dtype=torch.float64)
@@ -109,7 +109,7 @@ def test_gspo_does_not_depend_on_other_samples_of_the_micro_batch():
 @pytest.mark.parametrize("how", REDUCTIONS)
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 @given(cuts=st.sets(st.integers(1, 4)), seed=st.integers(0, 2**31))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_loss_and_gradient_of_a_step_do_not_depend_on_the_micro_batches(how, name, cuts, seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([3, 1, 4, 2, 5])

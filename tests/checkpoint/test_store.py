@@ -26,7 +26,7 @@ def tensor(draw):
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     tensors=st.dictionaries(st.text("abc.é/ ", min_size=1, max_size=6), tensor(), max_size=3),
     data=JSON,

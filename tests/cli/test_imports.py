@@ -15,7 +15,7 @@ LARGE = (
     "packaging.requirements",
 )
 #: Most modules of a plan, of Python's own library, too; an idle laptop imports as many in .3 s.
-MOST = 480
+MOST = 400
 CODE = """
 import contextlib, io, json, sys
 from miles_core.cli.main import main

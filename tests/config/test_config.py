@@ -47,7 +47,7 @@ def command_lines(draw) -> list[str]:
     return words
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(command_lines())
 def test_the_saved_configuration_reads_back_equal(manifests, tmp_path, words):
     config = load(words, manifests=manifests, environment={})

@@ -46,8 +46,10 @@ def facts_without(option):
     """Facts with which the condition of an option is false: one value for all facts that it names."""
     condition = parse(option.info.only_if)
     base = [Fact(o.fact, plain(o.default), "default", flag=o.flag) for o in SCHEMA.options.values()]
+    known = [[]] if {*names(condition)} <= {fact.name for fact in base} else []
     for value in (None, 0, 1, False, "bf16", "other", *compared(condition)):
-        named = [Fact(name, value, "default", flag=f"--{name}") for name in names(condition)]
+        known.append([Fact(name, value, "default", flag=f"--{name}") for name in names(condition)])
+    for named in known:
         found = Facts([*base, *named])
         with suppress(RuleError):  # a text has no order
             if evaluate(condition, found.lookup) is Truth.FALSE:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_core.config.flags import Source, build_parser, parse, parse_natural
@@ -69,7 +69,6 @@ def test_natural(text, value):
     assert parse_natural(text) == value
 
 
-@settings(deadline=None)  # time says nothing on a busy machine
 @given(st.lists(st.text(max_size=8), max_size=6))
 def test_no_command_line_makes_the_parser_fail(words):
     """Whatever is typed ends in assignments or sentences, never in a traceback or an exit."""

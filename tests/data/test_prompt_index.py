@@ -99,7 +99,7 @@ LINE = st.sampled_from(
     block=st.integers(1, 40),
     part=st.tuples(*[st.none() | st.integers(-4, 9)] * 2),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rows_and_digest_are_those_of_a_reader_line_by_line(tmp_path_factory, lines, end, block, part):
     path = tmp_path_factory.mktemp("d") / "a.jsonl"
     path.write_bytes(("\n".join(lines) + "\n" * end).encode())

@@ -42,7 +42,7 @@ def test_blank_lines_a_byte_order_mark_and_any_text(tmp_path):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @given(sizes=st.lists(st.integers(0, 13), max_size=6), then=st.integers(0, 25))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_resuming_continues_exactly(shuffle, sizes, then, tmp_path_factory):
     path = write(tmp_path_factory.mktemp("d") / "d.jsonl", [{"input": f"q{i}"} for i in range(10)])
     prompts = Prompts(path, shuffle=shuffle, seed=3)

@@ -61,7 +61,7 @@ def test_broken_line_inside_is_named(tmp_path):
         read(path)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(kept=st.integers(0, 12), torn=st.booleans())
 def test_resume_drops_later_steps(tmp_path_factory, kept, torn):
     path = tmp_path_factory.mktemp("run") / "m.jsonl"

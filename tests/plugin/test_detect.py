@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pynvml
 import pytest
@@ -33,6 +34,7 @@ def nvml(monkeypatch):
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(pynvml, name, fake)
+        monkeypatch.setattr(detect, "_has_nvml", lambda: True)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return host
@@ -67,6 +69,14 @@ def test_a_laptop_is_known_to_have_no_gpu(nvml, monkeypatch):
     nvml([], pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
     monkeypatch.setattr(detect.Path, "exists", lambda path: False)
     assert values(detect.gpu_facts()) == {"gpu": "none", "sm": 0, "count": 0, "memory_gb": 0}
+
+
+def test_without_the_drivers_library_pynvml_is_not_imported(monkeypatch):
+    monkeypatch.setattr(detect.sys, "platform", "linux")
+    monkeypatch.setattr("ctypes.CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # an import of it fails
+    monkeypatch.setattr(detect.Path, "exists", lambda path: False)
+    assert values(detect.gpu_facts())["gpu"] == "none"
 
 
 def test_an_amd_host_has_no_compute_capability(nvml, monkeypatch):

@@ -56,7 +56,7 @@ VALUES = st.tuples(*[st.booleans()] * 3)
 
 
 @given(plugins(), REQUESTS, VALUES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_plan_is_a_function_of_its_inputs(manifests, requested, values):
     first, second = (check(requested, manifests, switches(values)) for _ in range(2))
     assert first.problems == second.problems
@@ -67,7 +67,7 @@ def test_a_plan_is_a_function_of_its_inputs(manifests, requested, values):
 
 
 @given(plugins(), REQUESTS, VALUES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_violation_is_reported_and_nothing_else(manifests, requested, values):
     """Against a direct reading: closure of requirements, each broken switch, each pair of claimants."""
     active, waiting = set(), list(requested)
@@ -85,7 +85,7 @@ def test_every_violation_is_reported_and_nothing_else(manifests, requested, valu
 
 
 @given(plugins(), REQUESTS, VALUES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_order_respects_before_and_breaks_ties_by_request(manifests, requested, values):
     checked = check(requested, manifests, switches(values))
     order = checked.order
@@ -99,7 +99,7 @@ def test_order_respects_before_and_breaks_ties_by_request(manifests, requested, 
 
 
 @given(plugins(), REQUESTS, VALUES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_suggested_fix_is_accepted(manifests, requested, values):
     given_facts = switches(values)
     refused = check(requested, manifests, given_facts)
@@ -109,7 +109,7 @@ def test_every_suggested_fix_is_accepted(manifests, requested, values):
 
 
 @given(st.sets(st.sampled_from(sorted(ALL)), max_size=3), st.sampled_from((0, 80, 90, 100)), st.booleans(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_fix_for_the_published_plugins_is_accepted(requested, sm, moe, data):
     formats = st.sampled_from(("bf16", "fp8", "mxfp8", "nvfp4", "int4"))
     given_facts = facts(sm=sm, moe=moe, rollout=data.draw(formats), train=data.draw(formats))

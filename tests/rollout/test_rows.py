@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_core.chat import drop_earlier_rows
@@ -35,7 +35,6 @@ def record(turns, drop):
     return transcript
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(-1, 5), st.integers(1, 4), st.integers(0, 3), st.sampled_from(["one", "two"])),

@@ -32,7 +32,7 @@ def form(value):
 
 
 @given(st.lists(NESTED, min_size=1, max_size=5) | st.builds(lambda value, n: [value] * n, NESTED, st.integers(1, 4)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_types_and_bits_are_preserved(values):
     assert form(travel(values)) == form(values)
 
@@ -66,7 +66,7 @@ def test_sizes(values, most):
 
 
 @given(st.lists(st.integers(0, 20), max_size=30) | st.lists(st.integers(0, 1 << 40), max_size=5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_an_index_list_arrives_as_a_plain_list(numbers):
     found = pickle.loads(pickle.dumps(IndexList(numbers), 5))
     assert found == numbers and type(found) is list and all(type(number) is int for number in found)

@@ -12,6 +12,7 @@ import pytest
 from miles_core.contracts.engine import Engine
 from miles_core.errors import DataError, MilesError, MismatchError, NonFiniteError, PlanError, SyncError, WorkerLost
 from miles_core.train.rank import Rank
+from miles_testing.doubles import remote
 from miles_workers.busy_time import BusyTime
 from miles_workers.engine_worker import EngineWorker
 from miles_workers.rank_worker import RankWorker
@@ -27,6 +28,19 @@ def test_a_worker_that_does_not_answer_is_lost(recorded):
             await workers.call(0, Engine.generate)
 
     asyncio.run(main())
+
+
+def test_building_has_a_timeout_of_its_own(recorded, toy_run):
+    async def main():
+        workers = recorded(["trainer-0"], {"build": lambda number, *_: asyncio.sleep(10)}, timeouts=Timeouts(60, 0.02))
+        with pytest.raises(WorkerLost, match=r"worker trainer-0 was lost: it did not answer 'build' within 0.02 s"):
+            await workers.call(0, RankWorker.build)
+
+    asyncio.run(main())
+    toy_run(
+        [remote.__file__], runtime="remote", steps=1, worker_timeout=50, worker_build_timeout=70, worker_heartbeat=3
+    )
+    assert remote.latest().timeouts == Timeouts(50, 70, 3)
 
 
 def test_a_timeout_inside_of_a_call_is_its_own(recorded):

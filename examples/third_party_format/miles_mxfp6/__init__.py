@@ -10,4 +10,5 @@ plugin = format_plugin(
     version=__version__,
     core="~=0.1",
     format="miles_mxfp6.format:Mxfp6",
+    format_error={"": 0.04},
 )

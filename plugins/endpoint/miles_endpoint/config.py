@@ -43,6 +43,3 @@ class EndpointConfig:
     max_body: int = option(
         32 * 2**20, flag="--endpoint-max-body", help="maximum bytes of a request; larger ones are refused", ge=1024
     )
-    max_calls: int = option(
-        256, flag="--endpoint-max-calls", help="maximum requests of one sample that wait for the engine at a time", ge=1
-    )

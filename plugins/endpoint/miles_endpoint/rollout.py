@@ -206,7 +206,7 @@ def make_generate(run: Run) -> EndpointFunction:
     own = dict.fromkeys(("default", *options.models), "")
     frozen = frozenset(policy.name for policy in run.policies if policy.role == "frozen")
     context = run.config.rollout.max_context_len or run.plan.fact("model.context")
-    limits = Limits(int(context) if context else None, options.max_turns, options.max_calls)
+    limits = Limits(int(context) if context else None, options.max_turns)
     server = Server(Models(own | policies, frozen), options.host, options.port, options.max_body, options.url)
     return EndpointFunction(
         make_agent(options.agent),

@@ -114,7 +114,7 @@ class Session:
         if len(self._open) >= self.limits.calls:
             raise ApiError(
                 429,
-                f"it has {len(self._open)} requests in flight (--endpoint-max-calls {self.limits.calls})",
+                f"it has {len(self._open)} requests in flight, which is the maximum",
                 "too_many_requests",
                 retry=True,
             )

@@ -304,6 +304,7 @@ def test_too_many_requests_at_once(desk):
         await asyncio.sleep(0.01)
         reply = await d.chat("other")
         assert reply.status == 429 and "x-should-retry" not in reply.headers
+        assert "it has 1 requests in flight, which is the maximum" in str(reply.body)
         gate.set()
         assert (await first).status == 200 and (await d.chat("other")).status == 200
 

@@ -1,5 +1,6 @@
 """Environments in real runs: rewards, episodes, failures, curricula, evaluation, and resume."""
 
+import asyncio
 import re
 
 import pytest
@@ -40,6 +41,24 @@ def test_an_answer_that_cannot_be_scored_is_masked(run, own, scripted, caplog, a
     assert f"sample {removed[0]['index']} is masked: " in caplog.text and reason in caplog.text
     others = [s["reward"] for s in done.samples if s["group"] == removed[0]["group"] and not s["removed"]]
     assert removed[0]["reward"] == others[0]  # the mean, so that the advantage of the others stays
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_as_many_environments_are_called_at_once_as_configured(run, own, scripted, monkeypatch, most):
+    running, seen = 0, []
+
+    async def call(function, name):
+        nonlocal running
+        running += 1
+        seen.append(running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return function()
+
+    monkeypatch.setattr("miles_environments.threads.call_in_thread", call)
+    scripted(sum_of)
+    run(f"file:{own}:Sums", environment_concurrency=most)
+    assert max(seen) == most
 
 
 def test_a_reward_of_the_group(run, own, scripted):

@@ -19,6 +19,8 @@ plugin = format_plugin(
     version=__version__,
     core="~=0.1",
     format="miles_fp8.format:Fp8",
+    format_error={"": 0.03},
+    rounds_inputs=True,
     config=Fp8Config,
     hardware=Rule("gpu.sm >= 90", "block-wise FP8 GEMMs need the FP8 tensor cores of Hopper or later"),
     rollout_alone_recommends=(

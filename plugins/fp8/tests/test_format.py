@@ -95,7 +95,7 @@ def test_the_error_band():
     values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40),
     power_of_two=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_codes_are_those_of_the_formula_in_real_arithmetic(values, power_of_two):
     weight = torch.tensor([values])
     codes, scales = quantize(weight, power_of_two_scales=power_of_two)
@@ -111,7 +111,7 @@ def test_codes_are_those_of_the_formula_in_real_arithmetic(values, power_of_two)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.integers(1, 300), st.floats(1e-20, 1e20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_quantising_the_dequantised_gives_the_same_bytes(seed, rows, columns, magnitude):
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * magnitude
     format = Fp8()

@@ -12,6 +12,7 @@ plugin = format_plugin(
     version=__version__,
     core="~=0.1",
     format="miles_int4.format:Int4",
+    format_error={"int4.group_size <= 256": 0.13, "": 0.2},
     config=Int4Config,
     rollout_alone_recommends=(
         Rule(

@@ -87,7 +87,7 @@ def test_a_trainer_with_an_fp32_scale_would_not_match():
     st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=8, max_size=8),
     st.sampled_from([2, 4, 8]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_codes_and_scales_are_those_of_the_rule_in_rational_arithmetic(values, group):
     parts = Int4(group_size=group).quantize(torch.tensor([values]))
     codes = codes_of(parts)[0]
@@ -100,7 +100,7 @@ def test_codes_and_scales_are_those_of_the_rule_in_rational_arithmetic(values, g
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([16, 32, 128]), st.floats(2.0**-40, 2.0**40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_quantising_the_dequantised_gives_the_same_bytes(seed, group, magnitude):
     format = Int4(group_size=group)
     once = format.quantize(normal(6, 256, seed=seed) * magnitude)

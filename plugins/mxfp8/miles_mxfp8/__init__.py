@@ -15,6 +15,8 @@ plugin = format_plugin(
     version=__version__,
     core="~=0.1",
     format="miles_mxfp8.format:Mxfp8",
+    format_error={"": 0.03},
+    rounds_inputs=True,
     config=Mxfp8Config,
     hardware=Rule("gpu.sm >= 100", "1x32 UE8M0 block scales are a Blackwell tensor-core format"),
     rollout_alone_recommends=(

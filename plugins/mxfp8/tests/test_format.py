@@ -89,7 +89,7 @@ def test_denormals_keep_their_scale_in_range():
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=32),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_codes_and_scales_are_those_of_the_rule_in_rational_arithmetic(values):
     weight = torch.tensor([values + [0.0] * (32 - len(values))])
     codes, scale = quantize(weight)
@@ -101,7 +101,7 @@ def test_codes_and_scales_are_those_of_the_rule_in_rational_arithmetic(values):
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(2.0**-80, 2.0**80))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_dequantised_is_a_fixed_point_and_exact_in_bf16(seed, magnitude):
     format = Mxfp8()
     values = format.dequantize(format.quantize(normal(8, 96, seed=seed) * magnitude))

@@ -15,6 +15,8 @@ plugin = format_plugin(
     version=__version__,
     core="~=0.1",
     format="miles_nvfp4.format:Nvfp4",
+    format_error={"": 0.1},
+    rounds_inputs=True,
     config=Nvfp4Config,
     hardware=Rule("gpu.sm >= 100", "E2M1 GEMMs need Blackwell or later"),
     rollout_alone=False,

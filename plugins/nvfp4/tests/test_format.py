@@ -53,7 +53,7 @@ def test_ties_go_to_even_and_six_is_the_end(x, rounded):
 
 
 @given(st.floats(-8, 8, width=32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_rounding_is_to_the_nearest_with_ties_to_even(x):
     code = int(e2m1(torch.tensor([x]))[0])
     assert code % 8 == nearest_even(min(Fraction(6), abs(Fraction(x))))
@@ -156,7 +156,7 @@ def by_the_rule(weight, amax):
     st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=1, max_size=32),
     st.floats(1, 4, width=32),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_codes_and_scales_are_those_of_the_rule(row, larger):
     weight = torch.tensor([row + [0.0] * (32 - len(row))])
     amax = (weight.abs().amax() * larger).to(torch.float32)
@@ -197,7 +197,7 @@ def test_torchao_gives_the_same_codes_on_plain_inputs():
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(2.0**-90, 2.0**90), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_quantising_the_dequantised_gives_the_same_codes_and_scales(seed, magnitude, tail):
     weight = normal(4, 64, seed=seed) * magnitude
     if tail:

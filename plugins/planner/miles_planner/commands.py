@@ -5,15 +5,18 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from miles_core.cli.plan import USAGE, collect_facts, make_parser
+from miles_core.config.command import parse_own
 from miles_core.plugin import ConfigError
 from miles_planner.packages import PARTS, check_packages, read_option
 
 if TYPE_CHECKING:
     import argparse
 
+    from miles_core.config.command import Command
     from miles_core.config.config import Config
     from miles_core.plugin import Facts
     from miles_planner.task import Task
@@ -25,7 +28,7 @@ SEARCH = "--search"
 def search_layouts(argv: Sequence[str]) -> int:
     """Implement ``miles plan --search``, and ``miles plan --help`` with all options."""
     check_packages(argv, SEARCH in argv)
-    options, rest = make_search_parser().parse_known_args(list(argv))
+    options, rest, command = parse_own(make_search_parser(), argv, "plan")
     if options.top < 1:
         raise ConfigError(f"--top {options.top}: show at least one layout")
     if options.launch:
@@ -35,14 +38,14 @@ def search_layouts(argv: Sequence[str]) -> int:
     from miles_planner.search import search
     from miles_planner.show import command_of, describe
 
-    task, config, notes = make_task(options, rest)
+    task, config, notes = make_task(options, rest, command)
     result = search(task, options.top)
     print(describe(task, result, config, rest, notes, as_json=options.json))
     if options.launch and result.best:
         from miles_planner.launch.command import write_file
 
-        command = shlex.split(command_of(result.best[0], config, rest))
-        print(write_file(options, command[2:]), file=sys.stderr)
+        words = shlex.split(command_of(result.best[0], config, rest))
+        print(write_file(options, words[2:]), file=sys.stderr)
     return 0 if result.best else 2
 
 
@@ -69,7 +72,7 @@ def make_search_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_task(options: Any, rest: Sequence[str]) -> tuple[Task, Config, list[str]]:
+def make_task(options: Any, rest: Sequence[str], command: Command) -> tuple[Task, Config, list[str]]:
     """Read the options of a search; returns the task, the configuration, and what was assumed.
 
     Raises:
@@ -81,8 +84,8 @@ def make_task(options: Any, rest: Sequence[str]) -> tuple[Task, Config, list[str
     from miles_core.run.prepare import catalogue_for, facts_for, requested_plugins
     from miles_planner.task import Task
 
-    chosen = [f"{flag}={value}" for flag, value in PARTS.items() if read_option(rest, flag) is None]
-    config = load([*rest, *chosen])
+    chosen = tuple(f"{flag}={value}" for flag, value in PARTS.items() if read_option(rest, flag) is None)
+    config = load(rest, command=replace(command, after=chosen))
     if config.model.hf_checkpoint is None:
         raise ConfigError("--search: give the model with --hf-checkpoint (a directory with config.json is enough)")
     catalogue = catalogue_for(config)

@@ -16,7 +16,7 @@ def record(tokens, layers, experts, k, ordered, seed=0, missing=0.0):
     return routes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(0, 9),
     layers=st.integers(1, 5),

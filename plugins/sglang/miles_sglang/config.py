@@ -85,12 +85,21 @@ def _option(field: dict[str, Any]) -> tuple[str, Any, Any]:
     return name, (_SCALARS | _LISTS)[kind], made
 
 
+def _set_fields(options: Any, **given: Any) -> None:
+    """Constructor of the option group. Compiling the one of ``dataclass``, with hundreds of arguments, would take much of a plan's time."""
+    for field in fields(options):
+        object.__setattr__(options, field.name, given.pop(field.name, field.default))
+    if given:
+        raise TypeError(f"there is no option {', '.join(given)}")
+
+
 #: The option group: the fields of ``EngineOptions``, then every user-settable field of ServerArgs.
 SglangConfig: type = make_dataclass(
     "SglangConfig",
     [_option(f) for f in server_fields()],
     bases=(EngineOptions,),
-    namespace={"__doc__": EngineOptions.__doc__},  # else dataclasses writes one, from a signature of hundreds of fields
+    namespace={"__doc__": EngineOptions.__doc__, "__init__": _set_fields},
+    init=False,
     frozen=True,
     kw_only=True,
 )

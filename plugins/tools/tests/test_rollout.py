@@ -17,6 +17,11 @@ async def shout(text: str, times: int = 1) -> str:
     """Repeat a text."""
     return text * times
 
+async def wait() -> str:
+    """Wait for half a minute."""
+    import asyncio
+    await asyncio.sleep(30)
+
 class Lock:
     """One per conversation."""
 
@@ -163,6 +168,13 @@ def test_limits(run, scripted, options, text, status, turns):
     sample = done.samples[0]
     assert (sample["status"], done.metrics[0]["rollout/turns"]) == (status, turns)
     assert text in "".join(sample["pieces"]) and done.metrics[0]["tools/limited"] == 1
+
+
+def test_a_call_that_takes_too_long_is_an_error_for_the_model(run, scripted):
+    scripted(lambda text: "Done." if "<tool_response>" in text else call("wait"))
+    done = run(tool_seconds_per_call=0.02)
+    assert done.metrics[0]["tools/errors"] == done.metrics[0]["tools/calls"] == 1
+    assert "the call took longer than 0.02 seconds" in "".join(done.samples[0]["pieces"])
 
 
 def test_a_call_in_a_cut_answer_is_not_carried_out(run, scripted):

@@ -100,7 +100,7 @@ OPTIONS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), seed=st.integers(0, 1000), options=st.sampled_from(OPTIONS))
 def test_any_sequence_of_admissions_steps_truncations_and_departures(data, seed, options):
     pool = Pool(seed, options)

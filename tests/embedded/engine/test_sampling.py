@@ -82,7 +82,7 @@ def joint_support(logits: np.ndarray, s: Sampling) -> set[int]:
     return set(kept)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     temperature=st.floats(0.2, 3.0),

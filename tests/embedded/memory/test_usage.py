@@ -12,7 +12,7 @@ from miles_core.plugin import CheckpointError, Facts, PlanError
 from miles_core.plugin.detect import config_facts
 from miles_core.plugin.facts import Fact
 from miles_embedded.memory.model_size import model_size
-from miles_embedded.memory.usage import Training, activations, engine_usage, trainer_parts
+from miles_embedded.memory.usage import Training, activations, engine_usage, trainer_parts, training_of
 from miles_testing import plan
 
 PUBLISHED = Path(__file__).parents[2] / "published"
@@ -188,6 +188,20 @@ def test_graphs_are_counted_for_the_rows_that_are_recorded(checkpoint):
         for off in (False, True)
     ]
     assert "are CUDA graphs" in notes[0] and "CUDA graphs" not in notes[1]
+
+
+def test_bytes_of_an_optimizer_and_of_an_engine_s_weights_can_be_set(checkpoint):
+    given = {"hf_checkpoint": checkpoint("qwen3-4b"), "facts": ["hardware=8xH200"], "max_running_requests": 8}
+
+    def parts(**more):
+        facts = Facts(
+            plan(["int4"], **given, rollout_int4=True, runtime="ray", actor_num_gpus_per_node=4, **more).facts
+        )
+        return trainer_parts(SIZE, training_of(facts)).optimizer, engine_usage(facts, SIZE, shares=False).parts.weights
+
+    (state, weights), (less, fewer) = parts(), parts(optimizer_state_bytes=2, embedded_engine_weight_bytes=1)
+    inside = SIZE.parameters - SIZE.embeddings
+    assert state - less == pytest.approx(6 / 12 * state) and weights - fewer == inside
 
 
 @pytest.mark.parametrize(

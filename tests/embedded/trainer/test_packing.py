@@ -79,7 +79,7 @@ def seen_by(call, packing):
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches(), st.booleans())
 def test_every_row_sees_exactly_its_history(batch, share):
     packing = pack(batch, share)
@@ -94,7 +94,7 @@ def test_every_row_sees_exactly_its_history(batch, share):
         assert packing.positions[seen[row]].tolist() == list(range(len(tokens)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches(), st.booleans())
 def test_every_target_has_the_row_before_it(batch, share):
     packing = pack(batch, share)
@@ -106,7 +106,7 @@ def test_every_target_has_the_row_before_it(batch, share):
         assert history(batch, int(packing.rows[packing.row_of[flat]])) == history(batch, flat)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batches(), st.integers(1, 40), st.booleans())
 def test_a_split_deals_every_sample_once_within_the_limit(batch, limit, share):
     found = split(batch, max_tokens=limit, share=share)

@@ -15,6 +15,8 @@ from miles_tools.foreign.translate import _FLAG, translate
 from miles_tools.foreign.words import read_groups
 
 LINES = json.loads(Path(__file__).with_name("lines.json").read_text(encoding="utf-8"))
+#: Options of each program's configuration, of which its scripts use few.
+OPTIONS = json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
 CASES = [(program, script) for program, scripts in LINES.items() for script in scripts]
 #: Flags of miles' scripts that are named otherwise here or not needed.
 MILES = (
@@ -53,9 +55,9 @@ def test_a_script_s_command_line_becomes_a_complete_line(program, script):
     load(complete_line(text), environment={})
 
 
-def test_ten_scripts_of_each_program_are_in_the_file():
+def test_scripts_of_each_program_are_in_the_file():
     assert {program: len(scripts) for program, scripts in LINES.items()} == {
-        "verl": 10, "slime and miles": 10, "TRL": 4, "prime-rl": 10
+        "verl": 15, "slime and miles": 12, "TRL": 6, "prime-rl": 10
     }  # fmt: skip
 
 
@@ -68,6 +70,48 @@ def test_every_option_of_a_script_is_answered(program, script, schema):
     known = set(schema.spellings())
     asked = {g.plain for g in read_groups(words) if g.name and g.name not in known and g.name not in ("-m", "--", "-u")}
     assert asked - named == set()
+
+
+@pytest.mark.parametrize("program", OPTIONS)
+def test_every_option_of_a_program_is_answered(program, schema):
+    """Options of this program that are spelt alike are answered by their flags."""
+    for option in OPTIONS[program].split():
+        word = option if "." in option or option.startswith("--") else f"--{option}"
+        found = translate([f"{word}=x"] if "." in option else [word, "x"], schema)
+        known = word.replace("_", "-") in {*schema.spellings(), "--config"}
+        assert known or not found.unknown, (option, found.unknown)
+
+
+def test_names_of_the_reward_and_filters_of_verl():
+    """The name of the function is no path, and a filter has a name here."""
+    line = complete_line(answer(LINES["verl"]["from memory: multi-turn with LoRA"]))
+    assert line[line.index("--custom-rm-path") + 1] == "r.py:score"
+    dapo = load(
+        complete_line(answer(LINES["verl"]["from memory: recipe/dapo/run_dapo_qwen2.5_32b.sh"])), environment={}
+    )
+    assert (dapo.reward.overlong_buffer_len, dapo.rollout.dynamic_sampling_filter_path) == (4096, "nonzero_std")
+
+
+def test_processes_and_accumulation_of_trl_make_the_rollout():
+    trl = load(complete_line(answer(LINES["TRL"]["from memory: grpo.py with vLLM on eight GPUs"])), environment={})
+    assert (
+        trl.rollout.batch_size * trl.rollout.n_samples_per_prompt == 4 * 8 * 4
+    )  # samples, processes, steps per generation
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("--log-interval 10", ""),
+        ("--ckpt-format torch_dist", ""),
+        ("--critic-num-nodes 2", ""),
+        ("--evl-interval 3", "--eval-interval 3"),
+        ("--numrollout 3", "--num-rollout 3"),
+        ("--rollout-tempreature 1", "--rollout-temperature 1"),
+    ],
+)
+def test_another_word_is_no_typing_error(typed, line, schema):
+    assert translate(typed.split(), schema).line == line.split()
 
 
 def test_numbers_are_converted_to_the_units_here():

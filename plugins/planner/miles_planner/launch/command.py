@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles_core.cli.plan import check_hardware, collect_facts
+from miles_core.config.command import TRAIN, Command, parse_own
 from miles_core.plugin import ConfigError, redact
 from miles_planner.launch import slurm
 from miles_planner.launch.job import Job
@@ -36,23 +37,24 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--hardware", metavar="GPUS", required=True, help="the machines, e.g. 4x8xH100 or 32xH200")
     parser.add_argument("--fact", action="append", default=[], metavar="NAME=VALUE", help="plan with this value")
     add_options(parser)
-    options, rest = parser.parse_known_args(list(argv))
-    print(write_file(options, rest))
+    options, rest, command = parse_own(parser, argv, "launch")
+    print(write_file(options, rest, command))
     return 0
 
 
-def write_file(options: argparse.Namespace, argv: Sequence[str]) -> str:
+def write_file(options: argparse.Namespace, argv: Sequence[str], command: Command = TRAIN) -> str:
     """Write the launch file of a run and return a message with the next command.
 
     Args:
         options: the job's options and ``--hardware``.
         argv: options of ``miles train``.
+        command: the command of these options, for error messages.
 
     Raises:
         PlanError: the run cannot start on that hardware.
         ConfigError: several machines without a runtime for them, or an invalid option of the job.
     """
-    job = make_job(options, argv)
+    job = make_job(options, argv, command)
     path = options.out or Path(f"{job.name}{slurm.SUFFIX}")
     text = slurm.write(job)
     if redact(text) != text:
@@ -85,14 +87,14 @@ def paths_outside(argv: Sequence[str], shared: str) -> list[str]:
     return [path for path in paths if not Path(os.path.abspath(path)).is_relative_to(shared)]
 
 
-def make_job(options: argparse.Namespace, argv: Sequence[str]) -> Job:
+def make_job(options: argparse.Namespace, argv: Sequence[str], command: Command = TRAIN) -> Job:
     """Resolve the plan of a run and describe its job."""
     from miles_core.config.load import load
     from miles_core.run.prepare import prepare
 
     check_hardware(["--hardware", options.hardware])
     check_packages(argv)
-    config = load(list(argv))
+    config = load(argv, command=command)
     plan, _ = prepare(config, collect_facts(options))
     machines, gpus = int(plan.fact("gpu.machines") or 1), plan.fact("gpu.count")
     if not gpus:
@@ -101,15 +103,15 @@ def make_job(options: argparse.Namespace, argv: Sequence[str]) -> Job:
         raise ConfigError(
             f"--hardware {options.hardware}: a run on {machines} machines needs a runtime with several processes, for example --runtime ray"
         )
-    command = ("miles", "train", *argv)
+    words = ("miles", "train", *argv)
     if config.run.save is None and config.run.load is None:
-        command = (*command, "--save", f"{options.shared.rstrip('/')}/{options.name}")
+        words = (*words, "--save", f"{options.shared.rstrip('/')}/{options.name}")
     return Job(
         options.name,
         machines,
         int(gpus),
         str(plan.fact("gpu")),
-        command,
+        words,
         plan.header,
         options.image,
         options.shared,

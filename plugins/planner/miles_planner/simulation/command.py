@@ -8,11 +8,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import cast
 
+from miles_core.config.command import parse_own
 from miles_core.errors import ConfigError
 from miles_core.plugin.options import METADATA_KEY, OptionInfo
 from miles_planner.simulation.options import SimulationConfig
@@ -37,14 +38,13 @@ COLUMNS = {
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    chosen, words = _parser().parse_known_args(argv)
+    chosen, words, command = parse_own(_parser(), argv, "simulate")
     from miles_planner.simulation.simulation import Simulated, simulate
 
-    cases = [(name, [*words, *schedule, *split]) for (name, schedule, split) in _cases(chosen.compare, chosen.splits)]
     results: list[Simulated] = []
-    for name, flags in cases:
+    for name, schedule, split in _cases(chosen.compare, chosen.splits):
         with _ProgressLine(name) as line:
-            results.append(simulate(flags, name, line.report))
+            results.append(simulate(words, name, line.report, replace(command, after=(*schedule, *split))))
     if chosen.plot:
         from miles_planner.simulation.plots import draw
 

@@ -9,11 +9,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+from miles_core.config.command import Command
 from miles_core.config.config import Config
 from miles_core.config.load import load
 from miles_core.contracts.hooks import load_hooks
@@ -41,6 +42,7 @@ FIXED = (
     *("--plugins", parts.__file__, "--runtime", NAME, "--prompts", NAME, "--rm-type", NAME),
     *("--use-rollout-logprobs", "--no-save-rollouts", "--no-self-check"),
 )
+SIMULATE = Command(("miles", "simulate"))
 Report = Callable[[int, float], None]
 
 
@@ -181,7 +183,7 @@ class _Tokenizer:
         return ""
 
 
-def load_simulation(words: Sequence[str]) -> tuple[Config, Plan, Catalogue]:
+def load_simulation(words: Sequence[str], command: Command) -> tuple[Config, Plan, Catalogue]:
     """Load the configuration of a simulation and resolve its plan.
 
     Raises:
@@ -189,23 +191,26 @@ def load_simulation(words: Sequence[str]) -> tuple[Config, Plan, Catalogue]:
     """
     catalogue = discover()
     catalogue.add_file(Path(parts.__file__))
-    config = load([*words, *FIXED], manifests=catalogue)
+    config = load(words, manifests=catalogue, command=replace(command, after=(*command.after, *FIXED)))
     plan, catalogue = prepare(config, catalogue=catalogue)
     return apply_plan(config, plan), plan, catalogue
 
 
-def simulate(words: Sequence[str], name: str = "", report: Report | None = None) -> Simulated:
+def simulate(
+    words: Sequence[str], name: str = "", report: Report | None = None, command: Command = SIMULATE
+) -> Simulated:
     """Simulate one run.
 
     Args:
         words: flags of ``miles train`` and ``miles simulate``.
         name: of the result; the schedule by default.
         report: called as the simulation advances, with the completed steps and the virtual seconds.
+        command: the command of these flags, to which it may add some.
 
     Raises:
         MilesError: the flags or the run are invalid.
     """
-    config, plan, catalogue = load_simulation(words)
+    config, plan, catalogue = load_simulation(words, command)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="miles-simulate-") as directory, _quiet():
         setup = parse_setup(config)
