@@ -58,12 +58,12 @@ def detect_fall(fraction: float, steps: int = 5) -> Behaviour:
 
 def detect_growth(factor: float, steps: int = 5) -> Behaviour:
     """Behaviour: the mean of the last ``steps`` values is above ``factor`` times the mean of the first ``steps``."""
-    return lambda values: len(values) >= 2 * steps and fmean(values[-steps:]) > factor * fmean(values[:steps])
+    return lambda values: len(values) >= 2 * steps and _mean(values[-steps:]) > factor * _mean(values[:steps])
 
 
 def detect_rise(steps: int = 5) -> Behaviour:
     """Behaviour: the mean of the last ``steps`` values is above each of the first ``steps``."""
-    return lambda values: len(values) >= 2 * steps and fmean(values[-steps:]) > max(values[:steps])
+    return lambda values: len(values) >= 2 * steps and _mean(values[-steps:]) > max(values[:steps])
 
 
 @dataclass(frozen=True)

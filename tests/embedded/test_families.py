@@ -128,7 +128,10 @@ def test_the_page_lists_them_and_what_the_plan_refuses():
         ("gpt2", None, "cannot run a model of type gpt2"),
         ("made_up", ["full_attention", "rwkv"], "cannot run layers of type rwkv (layer_types in config.json)"),
         ("qwen3", ["full_attention", "sliding_attention"], ""),
-        ("granitemoehybrid", ["mamba", "attention"], ""),
+        pytest.param(
+            *("granitemoehybrid", ["mamba", "attention"], ""),
+            marks=pytest.mark.skipif(bool(lacking("granitemoehybrid")), reason=lacking("granitemoehybrid")),
+        ),
     ],
 )
 def test_the_plan_says_no_to_what_the_build_would_refuse(kind, layers, words):
@@ -167,13 +170,17 @@ def test_a_model_without_a_longest_sequence_needs_the_option():
 @pytest.mark.skipif(bool(lacking("qwen3_next")), reason=lacking("qwen3_next"))
 @pytest.mark.parametrize(
     "config",
-    [{"model_type": "qwen3_next"}, {"model_type": "lfm3_vl", "text_config": {"layer_types": ["conv", "full_attention"]}}],
+    [
+        {"model_type": "qwen3_next"},
+        {"model_type": "lfm3_vl", "text_config": {"layer_types": ["conv", "full_attention"]}},
+    ],
 )
 def test_drafts_for_layers_with_a_state_are_refused_in_the_plan(config):
     facts = [*config_facts(config), Fact("engine", "embedded", ""), Fact("plugin.speculative", True, "")]
     (found,) = review(Facts(facts), config).problems
     assert (
-        f"model of type {config['model_type']} with the plugin speculative" in found.headline and "rejected drafts" in found.because
+        f"model of type {config['model_type']} with the plugin speculative" in found.headline
+        and "rejected drafts" in found.because
     )
     assert not review(Facts(facts[:-1]), config).problems
 

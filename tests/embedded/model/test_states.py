@@ -36,6 +36,7 @@ def test_a_module_continues_after_a_state_exactly_if_its_code_says_so(family, tm
     )
 
 
+@pytest.mark.skipif(bool(lacking("nemotron_h")), reason=lacking("nemotron_h"))
 def test_time_steps_have_the_limits_of_the_configuration(tmp_path):
     """Transformers limits those of Nemotron-H's prompts by another entry of its configuration."""
     checkpoint = family_checkpoint("nemotron_h", tmp_path / "model")
