@@ -16,6 +16,8 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from miles_tools.foreign.not_installed import explain_installation
+
 if TYPE_CHECKING:
     from miles_core.config.schema import Schema
 
@@ -105,6 +107,8 @@ def explain(option: str, schema: Schema | None = None) -> str:
     """Return an error message for an option of another program, or for a path or fact in place of a flag; empty if it is none of these."""
     if schema is not None and (said := _explain_path(option.lstrip("-"), schema)):
         return f"{option}: {said}"
+    if schema is not None and (said := explain_installation(option, schema)):
+        return said
     for program in programs():
         if (key := program.find(option)) is not None:
             return f"{option}, an option of {program.name}; here: {program.names[key]}"

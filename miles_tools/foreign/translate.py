@@ -12,6 +12,7 @@ from miles_core.config.foreign_flags import ELSEWHERE, explain_flag
 from miles_core.nearest import find_nearest
 from miles_tools.foreign import programs, recognize
 from miles_tools.foreign.derive import derive
+from miles_tools.foreign.not_installed import find_plugins
 from miles_tools.foreign.translation import Translation
 from miles_tools.foreign.words import Group, read_groups
 
@@ -111,6 +112,8 @@ def _translate_group(
     if replacement is not None:
         _record(group, replacement, "it has no effect here", found)
         return replacement
+    if find_plugins(name, schema):  # it stays in the line, which is complete once the plugin is installed
+        return [name, *words]
     if (made := _translate_foreign(group, schema, found, values)) is not None:
         return made
     if (elsewhere := explain_flag(name, schema).partition(ELSEWHERE)[2]) and name not in own_flags:
