@@ -105,6 +105,7 @@ class EmbeddedTrainer(Trainer):
 
     capabilities = frozenset({
         "entropy", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "candidates", "optimizers", "adapters",
+        "media",
     })  # fmt: skip
 
     def __init__(
