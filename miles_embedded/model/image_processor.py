@@ -65,7 +65,11 @@ class ImageProcessor:
         return self._process(media)[1]
 
     def _process_image(self, media: Media) -> tuple[str, dict[str, Tensor]]:
-        found = self.processor(text=[self.token], images=[decode_image(media)], return_text_replacement_offsets=True)
+        image = decode_image(media)
+        try:
+            found = self.processor(text=[self.token], images=[image], return_text_replacement_offsets=True)
+        except ValueError as error:  # such as sides of very different lengths
+            raise DataError(f"the processor of this model refuses {_name(media)} ({first_line(error)})") from error
         text = found["text_replacement_offsets"][0][0]["replacement"]
         names = [name for name in found if name.startswith(("pixel_", "image_"))]
         return text, {name: _to_tensor(found[name]) for name in names}
@@ -73,6 +77,10 @@ class ImageProcessor:
 
 def _to_tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
+
+
+def _name(media: Media) -> str:
+    return f"the image {media.source}" if isinstance(media.source, str) else f"an image of {len(media.source):,} bytes"
 
 
 def decode_image(media: Media) -> Any:
@@ -86,7 +94,7 @@ def decode_image(media: Media) -> Any:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise ConfigError("--media: images are decoded with Pillow; install it (pip install 'miles-core[media]')") from error
-    where = f"the image {media.source}" if isinstance(media.source, str) else f"an image of {len(media.source):,} bytes"
+    where = _name(media)
     if media.kind != "image":
         raise DataError(f"{where} is of kind {media.kind!r}; only images are passed to a model")
     try:
