@@ -156,7 +156,10 @@ def _refuse_images(kind: Any, facts: Facts) -> tuple[str, str] | None:
     if facts.value("plugin.speculative") and facts.value("engine") == "embedded":
         return "--media with the plugin speculative", "drafts do not see the images; run it without the plugin"
     if Version(has := version("transformers")) < Version(IMAGES_SINCE):
-        return f"--media with Transformers {has}", f"its processors have another form: pip install 'transformers >={IMAGES_SINCE}'"
+        return (
+            f"--media with Transformers {has}",
+            f"its processors have another form: pip install 'transformers >={IMAGES_SINCE}'",
+        )
     return None
 
 

@@ -70,9 +70,7 @@ def _pack_media(media: Media, tensors: dict[str, torch.Tensor]) -> dict[str, str
     return media.to_json()
 
 
-def _unpack_media(
-    packed: Mapping[str, str], tensors: Mapping[str, torch.Tensor], known: dict[str, Media]
-) -> Media:
+def _unpack_media(packed: Mapping[str, str], tensors: Mapping[str, torch.Tensor], known: dict[str, Media]) -> Media:
     """Inverse of ``_pack_media``; samples with the same media share the object in ``known``."""
     digest = packed["digest"]
     if digest not in known:

@@ -22,7 +22,9 @@ Chat = list[dict[str, Any]]
 #: The kind of media that is passed on.
 IMAGE = "image"
 #: Names of columns, and of keys of content parts, that hold images; other media are rejected.
-_IMAGES = re.compile(r"(?:input_)?(?:images?|img|pictures?|photos?)(?:_(?:urls?|paths?|files?|bytes|base64|data))?", re.IGNORECASE)
+_IMAGES = re.compile(
+    r"(?:input_)?(?:images?|img|pictures?|photos?)(?:_(?:urls?|paths?|files?|bytes|base64|data))?", re.IGNORECASE
+)
 #: Keys of an object that holds a value, in order of precedence.
 _KEYS = ("bytes", "base64", "url", "path", "data")
 #: Place of an image in a text, as in many data sets.
@@ -65,7 +67,9 @@ class MediaReader:
         """
         filled = {name: v for name, v in row.items() if name not in named and is_media_key(name) and not is_empty(v)}
         if other := [name for name in filled if not _IMAGES.fullmatch(name)]:
-            raise DataError(f"{place}: the column {other[0]!r} is not empty, but only images are passed to a model; remove it")
+            raise DataError(
+                f"{place}: the column {other[0]!r} is not empty, but only images are passed to a model; remove it"
+            )
         if len(filled) > 1:
             raise DataError(
                 f"{place}: the columns {' and '.join(map(repr, filled))} hold images; keep one, in the order of their places"

@@ -223,14 +223,18 @@ class Prompts(PromptSource):
             examined=self.examined,
         )
 
-    def _take_media(self, prompt: str | Chat, row: dict[str, Any], at: int, place: str) -> tuple[Any, tuple[Media, ...]]:
+    def _take_media(
+        self, prompt: str | Chat, row: dict[str, Any], at: int, place: str
+    ) -> tuple[Any, tuple[Media, ...]]:
         """Return the prompt with parts for its media, and these; they must be the same whenever the row is read."""
         reader = MediaReader(self._files[bisect_right(self._ends, at)].path.parent)
         prompt = reader.take(prompt, row, [find_column(key, row) for key in self._named], place)
         if reader.found:
             digest = hashlib.sha256("".join(media.digest for media in reader.found).encode()).digest()
             if self._digests.setdefault(at, digest) != digest:
-                raise ChangedFileError(f"{place}: an image of the row was changed while the run reads it; put back what it held")
+                raise ChangedFileError(
+                    f"{place}: an image of the row was changed while the run reads it; put back what it held"
+                )
         return prompt, tuple(reader.found)
 
     def __iter__(self) -> Iterator[Row]:

@@ -224,7 +224,9 @@ class Prompt:
     @classmethod
     def of(cls, row: Row, tokens: list[int], group_index: int) -> Prompt:
         """Make the prompt of a row with its token ids."""
-        return cls(row.prompt, as_column(tokens, TOKENS), row.label, dict(row.metadata), group_index, row.policy, row.media)
+        return cls(
+            row.prompt, as_column(tokens, TOKENS), row.label, dict(row.metadata), group_index, row.policy, row.media
+        )
 
     def samples(self, count: int) -> Sequence[Sample]:
         """Create ``count`` pending samples, numbered from ``group_index * count``."""

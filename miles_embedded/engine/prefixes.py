@@ -26,7 +26,6 @@ class Key(NamedTuple):
     media: tuple[Media, ...] = ()
 
 
-
 @dataclass(eq=False)
 class Prefix:
     """One prefix: its key, its slot, the hidden state [hidden] of its last token, the names of its recorded fields, and the difference

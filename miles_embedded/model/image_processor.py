@@ -93,7 +93,9 @@ def decode_image(media: Media) -> Any:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
-        raise ConfigError("--media: images are decoded with Pillow; install it (pip install 'miles-core[media]')") from error
+        raise ConfigError(
+            "--media: images are decoded with Pillow; install it (pip install 'miles-core[media]')"
+        ) from error
     where = _name(media)
     if media.kind != "image":
         raise DataError(f"{where} is of kind {media.kind!r}; only images are passed to a model")
@@ -102,18 +104,24 @@ def decode_image(media: Media) -> Any:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # checked below
             image: Any = Image.open(BytesIO(media.read()), formats=FORMATS)
         if image.width * image.height > MOST_PIXELS:
-            raise DataError(f"{where} has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}; make it smaller")
+            raise DataError(
+                f"{where} has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}; make it smaller"
+            )
         if getattr(image, "is_animated", False):
             raise DataError(f"{where} is animated ({image.n_frames} frames); save one frame")
         image.load()
         return ImageOps.exif_transpose(image).convert("RGB")
     except Image.DecompressionBombError as error:
-        raise DataError(f"{where} has more pixels than the {MOST_PIXELS:,} that are decoded; make it smaller") from error
+        raise DataError(
+            f"{where} has more pixels than the {MOST_PIXELS:,} that are decoded; make it smaller"
+        ) from error
     except (DataError, MemoryError):
         raise
     except Exception as error:  # decoders raise exceptions of many types for damaged files
         formats = ", ".join(FORMATS)
-        raise DataError(f"{where} cannot be decoded ({first_line(error)}); it must be a complete file in one of: {formats}") from error
+        raise DataError(
+            f"{where} cannot be decoded ({first_line(error)}); it must be a complete file in one of: {formats}"
+        ) from error
 
 
 def make_expand(run: Any) -> Any:
@@ -133,7 +141,9 @@ def find_processor(run: Any, policy: Any) -> ImageProcessor | None:
 _made: dict[str, ImageProcessor] = {}
 
 
-def make_processor(path: str | Path, tokenizer: Any, trust_remote_code: bool = False, flag: str = FLAG) -> ImageProcessor:
+def make_processor(
+    path: str | Path, tokenizer: Any, trust_remote_code: bool = False, flag: str = FLAG
+) -> ImageProcessor:
     """Make the processor of a checkpoint, once in this process.
 
     Raises:

@@ -193,7 +193,11 @@ def fill_model(kind: Any, path: str | Path | None, config: Any, **more: Any) -> 
     Raises:
         CheckpointError: a weight is missing or has another shape.
     """
-    ours = {"attn_implementation": attention_by_part(config), "experts_implementation": NAME, "output_loading_info": True}
+    ours = {
+        "attn_implementation": attention_by_part(config),
+        "experts_implementation": NAME,
+        "output_loading_info": True,
+    }
     model, info = kind.from_pretrained(path, config=config, ignore_mismatched_sizes=True, **ours, **more)
     if info["mismatched_keys"]:  # Transformers would initialise them randomly
         name, there, wanted = min(info["mismatched_keys"])

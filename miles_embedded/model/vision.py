@@ -73,7 +73,9 @@ class Vision:
         tokens = tokenizer.encode(self.processor.expand(self.processor.token, (media,)), add_special_tokens=False)
         return tokens.count(self.placeholder)
 
-    def inputs(self, tokens: Tensor, lengths: Sequence[int], media: Sequence[Item], rows: Tensor | None = None) -> dict[str, Any]:
+    def inputs(
+        self, tokens: Tensor, lengths: Sequence[int], media: Sequence[Item], rows: Tensor | None = None
+    ) -> dict[str, Any]:
         """Return the arguments of the decoder stack for some rows of flat tokens.
 
         Args:
@@ -94,7 +96,9 @@ class Vision:
             index = [np.arange(features.counts[m]) + features.start[m] for m in items]
             wanted = np.concatenate(index) if index else np.zeros(0, np.int64)
             if len(filled) < len(wanted):
-                raise MilesError(f"a sequence has {len(filled)} placeholder tokens for {len(wanted)} features of its images")
+                raise MilesError(
+                    f"a sequence has {len(filled)} placeholder tokens for {len(wanted)} features of its images"
+                )
             place[own][filled[: len(wanted)]] = wanted
             end = int(filled[len(wanted) - 1]) + 1 if len(wanted) else 0
             key = items, host[own][:end].tobytes()
@@ -103,8 +107,12 @@ class Vision:
             positions[:, own] = _continue(known[key], length)
             start += length
         picked = torch.arange(len(host), device=tokens.device) if rows is None else rows
-        return self._arguments(tokens[picked], torch.from_numpy(place).to(tokens.device)[picked],
-                               torch.from_numpy(positions).to(tokens.device)[:, picked], features)
+        return self._arguments(
+            tokens[picked],
+            torch.from_numpy(place).to(tokens.device)[picked],
+            torch.from_numpy(positions).to(tokens.device)[:, picked],
+            features,
+        )
 
     def _arguments(self, tokens: Tensor, place: Tensor, positions: Tensor, features: Features) -> dict[str, Any]:
         """Return the arguments from [R] tokens, [R] index of each one's feature (-1 for text) and [3, R] positions."""
