@@ -96,6 +96,10 @@ STATEFUL = (
         "qwen3_next",
     ),
 )
+#: Model types whose images the engine and the trainer read (``model.vision``); the others are text only.
+IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+#: The first Transformers release whose processors and towers have the form that ``model.vision`` calls.
+IMAGES_SINCE = "5.24"
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {
     "granitemoe": (
@@ -134,6 +138,7 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
         or _refuse_installation(kind.value, model or {}, trusted)
         or _refuse_drafts(kind.value, model or {}, facts)
         or _refuse_unlimited(kind.value, facts)
+        or _refuse_images(kind.value, facts)
     )
     problems = [Problem("embedded", *found, (describe_fact(kind),), "cannot run")] if found else []
     device, gpus = facts.lookup("model.device"), facts.lookup("gpu.count")
@@ -165,6 +170,25 @@ def _refuse_unlimited(kind: Any, facts: Facts) -> tuple[str, str] | None:
         return None
     why = "its config.json states no longest sequence, which the engine needs: set the option"
     return f"a model of type {kind} without --rollout-max-context-len", why
+
+
+def _refuse_images(kind: Any, facts: Facts) -> tuple[str, str] | None:
+    """Return (description, reason) if the run passes images to a model or a part of the run that cannot read them."""
+    from packaging.version import Version
+
+    if not facts.value("data.media"):
+        return None
+    if kind not in IMAGES:
+        why = f"the embedded backend passes images to {', '.join(IMAGES)} only; leave the flag out to train on text"
+        return f"--media with a model of type {kind}", why
+    if facts.value("plugin.speculative") and facts.value("engine") == "embedded":
+        return "--media with the plugin speculative", "drafts do not see the images; run it without the plugin"
+    if Version(has := version("transformers")) < Version(IMAGES_SINCE):
+        return (
+            f"--media with Transformers {has}",
+            f"its processors have another form: pip install 'transformers >={IMAGES_SINCE}'",
+        )
+    return None
 
 
 def _refuse_installation(kind: Any, model: Mapping[str, Any], trusted: bool) -> tuple[str, str] | None:
@@ -250,6 +274,12 @@ class EmbeddedConfig:
         help="on a GPU the engine decodes by replaying CUDA graphs if the model and the options allow it; this flag launches every "
         "step from Python instead, which is several times slower but runs Python hooks of the model at every step",
     )
+    train_vision_tower: bool = option(
+        False,
+        flag="--train-vision-tower",
+        help="train the model's vision tower and projector, which are frozen otherwise",
+        only_if="data.media",
+    )
     deterministic: bool = option(
         False,
         flag="--embedded-deterministic",
@@ -312,6 +342,7 @@ plugin = Plugin(
         "trainer": {"embedded": "miles_embedded.trainer.build:make_trainer"},
         "head": {"linear": "miles_embedded.model.value_head:make_head"},
         "decoder": {"plain": "miles_embedded.engine.decoder:make_decoder"},
+        "media": {"transformers": "miles_embedded.model.image_processor:make_expand"},
     },
     capabilities={
         "engine": (
@@ -324,6 +355,7 @@ plugin = Plugin(
             "format:*",
             "keyed_sampling",
             "hot_update",
+            "media",
             "rebuild",
             "shared_storage",
             "sleep",
@@ -335,6 +367,7 @@ plugin = Plugin(
             "format:*",
             "sampling_support",
             "routing_replay",
+            "media",
             "mtp_layers",
             "rebuild",
             "sleep",

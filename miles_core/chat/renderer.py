@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -101,9 +101,14 @@ class Renderer:
             raise DataError(f"the chat template refuses the prompt {messages!r:.200}: {error}") from error
         return valid_text(str(rendered))
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        expand: Callable[[str], str] | None = None,
+    ) -> list[int]:
         """Render a conversation to token ids, including the generation prompt. If the last message is an assistant's, the tokens end
-        within it, and the model continues it.
+        within it, and the model continues it. ``expand`` changes the rendered text, in which special tokens written in messages do not occur.
 
         Raises:
             DataError: the template rejects the conversation, the last message is an assistant's without text or with tool calls, or the
@@ -119,7 +124,8 @@ class Renderer:
                 f"the prompt {messages!r:.80} ends with an assistant message that has tool calls or no text, which a model cannot "
                 "continue; remove the message"
             )
-        tokens = self._encode(self.text(clean, tools, not resume, resume), literals)
+        text = self.text(clean, tools, not resume, resume)
+        tokens = self._encode(text if expand is None else expand(text), literals)
         if not tokens:
             raise DataError(f"the prompt {messages!r:.80} has no token; remove it from the data")
         return tokens

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from miles_core.checkpoint.store import Store
+from miles_core.data.media import Media
 from miles_core.data.sample import COLUMNS, Sample
 from miles_core.errors import CheckpointError
 
@@ -33,6 +34,7 @@ def put_samples(store: Store, name: str, samples: Sequence[Sample]) -> None:
     for position, sample in enumerate(samples):
         row = {each.name: getattr(sample, each.name) for each in dataclasses.fields(sample)}
         row |= {key: None if row[key] is None else len(row[key]) for key in COLUMNS}
+        row["media"] = [_pack_media(media, tensors) for media in sample.media]
         row["fields"] = {key: _pack(value, f"{position}.{key}", tensors) for key, value in row["fields"].items()}
         for key, value in row.items():
             if key != "fields":
@@ -48,14 +50,35 @@ def get_samples(store: Store, name: str) -> list[Sample]:
     if rows is None:  # a line for each sample: other threads wait for each call of ``json.loads``
         rows = [json.loads(line) for line in tensors["rows"].numpy().tobytes().splitlines()]
     samples, starts = [], dict.fromkeys(COLUMNS, 0)
+    known: dict[str, Media] = {}
     for position, row in enumerate(rows):
         for key in COLUMNS:
             if isinstance(row[key], int):  # checkpoints of earlier versions hold the numbers
                 start, starts[key] = starts[key], starts[key] + row[key]
                 row[key] = tensors[f"columns.{key}"][start : starts[key]].numpy()
         fields = {key: _unpack(packed, f"{position}.{key}", tensors) for key, packed in row["fields"].items()}
-        samples.append(Sample.from_dict({**row, "fields": fields}))
+        media = tuple(_unpack_media(packed, tensors, known) for packed in row.get("media", ()))
+        samples.append(Sample.from_dict({**row, "fields": fields, "media": media}))
     return samples
+
+
+def _pack_media(media: Media, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Add the content of media that are not in a file to ``tensors``, once for all samples; returns the rest as JSON."""
+    if isinstance(media.source, bytes):
+        tensors[f"media.{media.digest}"] = torch.from_numpy(np.frombuffer(media.source, np.uint8).copy())
+        return {"kind": media.kind, "digest": media.digest}
+    return media.to_json()
+
+
+def _unpack_media(packed: Mapping[str, str], tensors: Mapping[str, torch.Tensor], known: dict[str, Media]) -> Media:
+    """Inverse of ``_pack_media``; samples with the same media share the object in ``known``."""
+    digest = packed["digest"]
+    if digest not in known:
+        content = tensors.get(f"media.{digest}")
+        known[digest] = (
+            Media.from_json(packed) if content is None else Media(packed["kind"], digest, content.numpy().tobytes())
+        )
+    return known[digest]
 
 
 def _pack(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -180,6 +180,11 @@ class Data:
         help="variables for the chat template, such as enable_thinking=false; values are JSON, otherwise text",
         metavar="NAME=VALUE,...",
     )
+    media: bool = option(
+        False,
+        flag="--media",
+        help="prompts may hold images, as content parts of chat messages or in a column such as images; without it such rows are refused",
+    )
     shuffle: bool = option(
         False, flag="--rollout-shuffle", help="shuffle the prompts again every epoch (seeded by --seed)"
     )

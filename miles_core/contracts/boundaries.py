@@ -192,6 +192,7 @@ BOUNDARIES: dict[str, Boundary] = {
     "make_advantage": Boundary(part=_returns(callable, "a function"), call=_find_advantage_fault),
     "make_reward": Boundary(part=_returns(callable, "a function"), call=_find_reward_fault, kind="async"),
     "make_sink": Boundary(part=_returns(_is_sink, "an object with write(step, metrics) and close(), or None")),
+    "make_media": Boundary(part=_returns(callable, "a function")),
     "make_prompts": Boundary(part=_instance(PromptSource)),
     "make_codec": Boundary(part=_instance(Codec)),
     "make_inline_rollouts": Boundary(part=_instance(Runtime)),

@@ -21,6 +21,7 @@ from miles_core.errors import describe
 if TYPE_CHECKING:
     import torch
 
+    from miles_core.data.media import Media
     from miles_core.data.weight_unit import Encoded
     from miles_core.precision.format import Format
     from miles_core.precision.quantizer import Quantizer
@@ -69,6 +70,7 @@ class Request:
         group: group index; requests of one group share a prompt, and a pool of several engines sends them to the same engine.
         policy: name of the policy that generates; "" is the first policy that trains.
         metadata: plugin data, passed through unchanged.
+        media: what belongs to the placeholders in ``tokens``, in order. Only engines with the capability ``media`` receive any.
     """
 
     tokens: ColumnField
@@ -78,6 +80,7 @@ class Request:
     extras: set[str] = field(default_factory=set)
     metadata: dict[str, Any] = field(default_factory=dict)
     policy: str = ""
+    media: tuple[Media, ...] = ()
 
     def __post_init__(self) -> None:
         self.tokens = as_column(self.tokens, TOKENS)

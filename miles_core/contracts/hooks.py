@@ -2,7 +2,7 @@
 
 Each name below is a hook, listed next to the phase of the run that calls it::
 
-    start            on_start make_sink                         every process, driver
+    start            make_media on_start make_sink              every process, driver
       build          make_runtime make_inline_rollouts make_model make_head on_model on_mtp_layers make_trainer make_optimizer
                      make_engine make_decoder make_transport make_codec make_sent_weights
                      wrap_forward wrap_loss wrap_correction wrap_optimizer_step      (called once; they return plain functions)
@@ -86,6 +86,7 @@ MAKERS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "every trainer rank",
     ),
     "prompts": (("run", "data", "purpose"), "miles_core.data.PromptSource", "driver"),
+    "media": (("run",), "f(text, media) -> the text with its placeholders expanded", "driver"),
     "generate": (("run",), "miles_core.plugin.RolloutFunction, or async f(sample, ask) -> samples", "rollout worker"),
     "reward": (
         ("run", "policy"),

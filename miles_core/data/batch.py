@@ -27,6 +27,7 @@ from torch import Tensor
 
 from miles_core.data.column import are_columns
 from miles_core.data.field import CORE_FIELDS, Field
+from miles_core.data.media import Media
 from miles_core.data.sample import Sample
 from miles_core.errors import describe
 
@@ -70,6 +71,7 @@ class Batch:
         columns: name -> [T, ...] tensor or Ragged.
         scalars: name -> [N, ...] tensor.
         index: [N] int64 indexes of the samples.
+        media: for each of the N samples its media (``Sample.media``); empty if no sample has any.
         inputs: names of the columns declared ``token`` or ``token-1``. They belong to tokens as inputs, so two tokens are equal
             inputs of a model only if these columns are equal too.
     """
@@ -82,6 +84,7 @@ class Batch:
     index: Tensor
     columns: dict[str, Tensor | Ragged] = field(default_factory=dict)
     scalars: dict[str, Tensor] = field(default_factory=dict)
+    media: tuple[tuple[Media, ...], ...] = ()
     inputs: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
@@ -143,6 +146,7 @@ class Batch:
             index=self.index.index_select(0, picked),
             columns={k: rows(v) for k, v in self.columns.items()},
             scalars={k: v.index_select(0, picked) for k, v in self.scalars.items()},
+            media=tuple(self.media[i] for i in picked.tolist()) if self.media else (),
             inputs=self.inputs,
         )
 
@@ -229,6 +233,7 @@ def collate(samples: Sequence[Sample], declared: Iterable[Field] = ()) -> Batch:
         group=torch.from_numpy(_numbers([s.group_index for s in samples])),
         rollout=torch.from_numpy(_numbers([s.index if s.rollout_id is None else s.rollout_id for s in samples])),
         index=torch.from_numpy(_numbers([s.index for s in samples])),
+        media=tuple(s.media for s in samples) if any(s.media for s in samples) else (),
     )
     for spec in (*CORE_FIELDS, *declared):
         own = _OWN.get(spec.name)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from miles_core.data.media import explain_media, is_empty, is_media_key
+from miles_core.data.media_reader import media_columns
 from miles_core.data.prompt_file import Check
 from miles_core.data.prompt_index import sample_rows
 from miles_core.data.prompts import find_column
@@ -19,10 +20,10 @@ from miles_core.errors import DataError
 
 
 class ParquetFile:
-    """A parquet file; values that JSON cannot express become strings (dates) or numbers (decimals). Media columns are scanned only for the first
-    non-empty value, which is an error."""
+    """A parquet file; values that JSON cannot express become strings (dates) or numbers (decimals). Columns of images are read with ``media``;
+    other media columns are scanned only for the first non-empty value, which is an error."""
 
-    def __init__(self, path: Path, part: slice, columns: Sequence[str], check: Check) -> None:
+    def __init__(self, path: Path, part: slice, columns: Sequence[str], check: Check, media: bool = False) -> None:
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -32,7 +33,9 @@ class ParquetFile:
         try:
             file = pq.ParquetFile(path)
             self._names = file.schema_arrow.names
-            columns = [*dict.fromkeys(find_column(key, self._names) for key in columns)]
+            used = [find_column(key, self._names) for key in columns]
+            self._images = [name for name in media_columns(self._names) if media and name not in used]
+            columns = [*dict.fromkeys(used + self._images)]
             if twice := [name for name in columns if self._names.count(name) > 1]:
                 raise DataError(
                     f"{path}: it has {self._names.count(twice[0])} columns {twice[0]!r}; rename all but one"
@@ -64,6 +67,9 @@ class ParquetFile:
         for name in self._table.column_names:
             try:
                 value = self._table.column(name)[index]
+                if name in self._images:
+                    row[name] = value.as_py()
+                    continue
                 row[name] = json.loads(json.dumps(_shorten(value.as_py(), value.type), default=_convert))
             except UnicodeDecodeError as error:
                 raise DataError(

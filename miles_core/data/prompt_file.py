@@ -42,18 +42,19 @@ class PromptFile(Protocol):
     """Rows as dicts with their location (``file:line``), and a digest of all rows."""
 
     digest: str
+    path: Path
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[dict[str, Any], str]: ...
 
 
-#: Opens a file of another format: path, selected part, columns in use, check of a row.
-Opener = Callable[[Path, slice, Sequence[str], Check], PromptFile]
+#: Opens a file of another format: path, selected part, columns in use, check of a row, whether rows may hold media.
+Opener = Callable[[Path, slice, Sequence[str], Check, bool], PromptFile]
 
 
 def open_prompt_file(
-    spec: str, columns: Sequence[str], check: Check, meaning: str, open_parquet: Opener | None
+    spec: str, columns: Sequence[str], check: Check, meaning: str, open_parquet: Opener | None, media: bool = False
 ) -> PromptFile:
     """Open ``path`` or ``path@[a:b]``, where a path may be ``hf://datasets/ORG/NAME/FILE``.
 
@@ -85,7 +86,7 @@ def open_prompt_file(
     if path.is_dir():
         raise DataError(f"{path} is a directory; name the prompt file in it (.jsonl or .parquet)")
     if path.suffix == ".parquet" and open_parquet is not None:
-        return open_parquet(path, part, columns, check)
+        return open_parquet(path, part, columns, check, media)
     if path.suffix in JSON_SUFFIXES:
         return JsonlFile(path, part, check, meaning)
     raise DataError(

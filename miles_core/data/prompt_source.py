@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
+from miles_core.data.media import Media
+
 Chat = list[dict[str, Any]]
 
 
@@ -23,6 +25,7 @@ class Row:
         examined: whether the prompt was checked and rendered before the run. If not, and it turns out to be invalid, it is left out
             with a warning; an error in an examined row ends the run.
         fault: why the row is invalid; "" if no error is known.
+        media: what belongs to the content parts ``{"type": "image"}`` of the prompt, or to the placeholders in its text, in order.
     """
 
     prompt: str | Chat
@@ -33,6 +36,7 @@ class Row:
     policy: str = ""
     examined: bool = True
     fault: str = ""
+    media: tuple[Media, ...] = ()
 
 
 class PromptSource(ABC):

@@ -6,24 +6,29 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from miles_core.chat.renderer import Renderer
-from miles_core.data.media import explain_media, find_media, is_empty, is_media_key
+from miles_core.data.media import Media, explain_media, find_media, is_empty, is_media_key
+from miles_core.data.media_reader import MediaReader
 from miles_core.data.prompt_file import ChangedFileError, Opener, open_prompt_file
-from miles_core.data.prompt_index import ROWS
+from miles_core.data.prompt_index import ROWS, sample_rows
 from miles_core.data.prompt_source import Chat, PromptSource, Row
 from miles_core.data.strict_json import load_strict_json
 from miles_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+#: ``expand(text, media=media)``: the text with each placeholder replaced by what the model reads in its place.
+Expand = Callable[..., str]
 
 
 class PromptTemplate:
@@ -35,6 +40,7 @@ class PromptTemplate:
 
     Attributes:
         renderer: the chat template, also used by rollout functions; None if the tokenizer has none.
+        media: expands the placeholders of media in a rendered prompt; None refuses media.
 
     Args:
         tokenizer: tokenizer of the trained model.
@@ -59,6 +65,7 @@ class PromptTemplate:
                 "then taken as they are), or add chat_template.jinja to the checkpoint"
             )
         self.renderer = Renderer(tokenizer, variables) if tokenizer.chat_template else None
+        self.media: Expand | None = None
 
     def encode_texts(self, prompts: list[Any]) -> list[list[int]] | list[None]:
         """Tokenise all prompts at once, which takes a fraction of the time, for ``__call__``; Nones where this is not possible."""
@@ -67,22 +74,28 @@ class PromptTemplate:
                 return list(self.tokenizer(prompts, return_attention_mask=False).input_ids)
         return [None] * len(prompts)
 
-    def __call__(self, prompt: str | list[dict[str, Any]], encoded: list[int] | None = None) -> list[int]:
+    def __call__(
+        self, prompt: str | list[dict[str, Any]], encoded: list[int] | None = None, media: Sequence[Media] = ()
+    ) -> list[int]:
         """Convert ``prompt`` to token ids; the result is never empty. ``encoded``: what ``encode_texts`` returned for it.
 
         Raises:
-            DataError: chat messages without a chat template, messages that the template rejects, or an empty result.
+            DataError: chat messages without a chat template, messages that the template rejects, media that cannot be decoded or do not
+                fit its placeholders, or an empty result.
         """
+        expand = None if self.media is None else partial(self.media, media=media)
+        if media and expand is None:
+            raise DataError("the prompt has media, but the engine of this run accepts only text")
         if self.apply_chat_template:
             assert self.renderer is not None  # checked
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             self._refuse_rendered(messages)
-            return self.renderer.render(messages)
+            return self.renderer.render(messages, expand=expand)
         if not isinstance(prompt, str):
             raise DataError(
                 f"the prompt {prompt!r:.80} is a list of chat messages; give --apply-chat-template to render it"
             )
-        tokens = self._plain(prompt, encoded)
+        tokens = self._plain(prompt if expand is None else expand(prompt), encoded if not media else None)
         if not tokens:
             raise DataError(f"the prompt {prompt!r:.80} has no token; remove it from the data")
         return tokens
@@ -150,6 +163,7 @@ class Prompts(PromptSource):
         shuffle: use a new random order in each epoch instead of the order of the files.
         seed: seed of the shuffle.
         open_parquet: opens parquet files; they are refused without it.
+        media: take images out of the rows (``MediaReader``); without it, rows with media are refused.
 
     Raises:
         DataError: a file is missing or malformed, a key is missing, or there are no rows.
@@ -165,13 +179,15 @@ class Prompts(PromptSource):
         shuffle: bool = False,
         seed: int = 0,
         open_parquet: Opener | None = None,
+        media: bool = False,
     ) -> None:
         self.input_key, self.label_key, self.metadata_key = input_key, label_key, metadata_key
-        self.shuffle, self.seed = shuffle, seed
+        self.shuffle, self.seed, self.media = shuffle, seed, media
         paths = [paths] if isinstance(paths, str) else list(paths)
         columns = [key for key in (input_key, label_key, metadata_key) if key is not None]
-        meaning = json.dumps([input_key, label_key, metadata_key])
-        self._files = [open_prompt_file(path, columns, self._check, meaning, open_parquet) for path in paths]
+        self._named = columns
+        meaning = json.dumps([input_key, label_key, metadata_key, *(["media"] if media else [])])
+        self._files = [open_prompt_file(path, columns, self._check, meaning, open_parquet, media) for path in paths]
         self._ends = list(accumulate(len(file) for file in self._files))
         if not self._ends or self._ends[-1] == 0:
             raise DataError(f"{', '.join(paths) or 'the list of prompt files'} has no prompts: the data set is empty")
@@ -180,6 +196,7 @@ class Prompts(PromptSource):
         self.examined = self.length < ROWS
         self._epoch, self._offset = 0, 0
         self._order: np.ndarray | None = None
+        self._digests: dict[int, bytes] = {}  # row -> digest of its media
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -193,14 +210,32 @@ class Prompts(PromptSource):
         file = bisect_right(self._ends, at)
         row, place = self._files[file].read(at - (self._ends[file - 1] if file else 0))
         self._check(row, place)  # the file may have been edited since it was opened
+        prompt, media = _without_nulls(find_entry(row, self.input_key)), ()
+        if self.media:
+            prompt, media = self._take_media(prompt, row, at, place)
         return Row(
-            prompt=_without_nulls(find_entry(row, self.input_key)),
+            prompt=prompt,
+            media=media,
             label=None if self.label_key is None else find_entry(row, self.label_key),
             metadata=find_entry(row, self.metadata_key, {}) or {},
             index=at,
             place=place,
             examined=self.examined,
         )
+
+    def _take_media(
+        self, prompt: str | Chat, row: dict[str, Any], at: int, place: str
+    ) -> tuple[Any, tuple[Media, ...]]:
+        """Return the prompt with parts for its media, and these; they must be the same whenever the row is read."""
+        reader = MediaReader(self._files[bisect_right(self._ends, at)].path.parent)
+        prompt = reader.take(prompt, row, [find_column(key, row) for key in self._named], place)
+        if reader.found:
+            digest = hashlib.sha256("".join(media.digest for media in reader.found).encode()).digest()
+            if self._digests.setdefault(at, digest) != digest:
+                raise ChangedFileError(
+                    f"{place}: an image of the row was changed while the run reads it; put back what it held"
+                )
+        return prompt, tuple(reader.found)
 
     def __iter__(self) -> Iterator[Row]:
         """Iterate over all rows once in the order of the files; does not change the position."""
@@ -257,13 +292,14 @@ class Prompts(PromptSource):
         meaning = {
             "rows": "the number of prompts",
             "digest": "the content of the prompt files",
+            "media": "the content of the images",
             "shuffle": "--rollout-shuffle",
             "seed": "--seed, by which prompts are shuffled,",
         }
         for name, value in self._identity().items():
-            if state[name] != value:
+            if (saved := state.get(name)) != value:
                 raise DataError(
-                    f"cannot resume: {meaning[name]} was {state[name]} when the checkpoint was saved and is {value} "
+                    f"cannot resume: {meaning[name]} was {saved} when the checkpoint was saved and is {value} "
                     "now; give the same prompts and options, or start a new run from the saved weights"
                 )
         self._epoch, self._offset, self._order = state["epoch"], state["offset"], None
@@ -271,6 +307,9 @@ class Prompts(PromptSource):
     def _identity(self) -> dict[str, Any]:
         digest = hashlib.sha256("".join(file.digest for file in self._files).encode()).hexdigest()[:16]
         identity = {"rows": len(self), "digest": digest, "shuffle": self.shuffle}
+        if self.media:  # of the rows that are read before every run
+            read = (self._digests.get(at, b"") for at in sample_rows(self._ends[-1]))
+            identity["media"] = hashlib.sha256(b"".join(read)).hexdigest()[:16]
         return identity | ({"seed": self.seed} if self.shuffle else {})
 
     def _check(self, row: dict[str, Any], place: str) -> None:
@@ -283,12 +322,10 @@ class Prompts(PromptSource):
                 _check_text(value, key, place)
         if prompt is _ABSENT:
             raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {_keys(row)}")
-        _check_prompt(prompt, self.input_key, place)
-        named = [
-            find_column(key, row) for key in (self.input_key, self.label_key, self.metadata_key) if key is not None
-        ]
+        _check_prompt(prompt, self.input_key, place, self.media)
+        named = [find_column(key, row) for key in self._named]
         for key, value in row.items():
-            if key not in named and is_media_key(key) and not is_empty(value):
+            if not self.media and key not in named and is_media_key(key) and not is_empty(value):
                 raise DataError(explain_media(place, f"the column {key!r} is not empty"))
         if label is _ABSENT:
             raise DataError(f"{place}: no key {self.label_key!r} for the label; choose --label-key from: {_keys(row)}")
@@ -350,11 +387,11 @@ def _check_text(value: Any, key: str, place: str) -> None:
         ) from error
 
 
-def _check_prompt(prompt: Any, key: str, place: str) -> None:
+def _check_prompt(prompt: Any, key: str, place: str, media: bool) -> None:
     if isinstance(prompt, str) and prompt:
         return
-    if media := find_media(prompt):
-        raise DataError(explain_media(place, f"the prompt {key!r} holds {media}"))
+    if not media and (found := find_media(prompt)):
+        raise DataError(explain_media(place, f"the prompt {key!r} holds {found}"))
     if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
         return
     wanted = "a text, or a list of messages with 'role' and 'content'"

@@ -15,6 +15,7 @@ from typing import Any
 
 from miles_core.data.column import FLOATS, MASK, TOKENS, Column, ColumnField, as_column
 from miles_core.data.field import Field
+from miles_core.data.media import Media
 from miles_core.errors import DataError, describe
 
 #: Largest absolute reward: rewards are squared and summed (standard deviations, returns) in float64 and stored in float32.
@@ -122,6 +123,7 @@ class Sample:
         rollout_id: siblings from one custom generation share it and count as one rollout in the loss.
         remove_sample: include the sample in every normaliser but give it no gradient.
         policy: name of the policy that generates it and is trained on it; "" for the first trained policy.
+        media: what belongs to the placeholders in the prompt's tokens, in order; the samples of a prompt share the objects.
         fields: declared extra fields, name -> numpy array (or list of arrays when ragged).
     """
 
@@ -141,6 +143,7 @@ class Sample:
     rollout_id: int | None = None
     remove_sample: bool = False
     policy: str = ""
+    media: tuple[Media, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -25,7 +25,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
 from miles_core.mismatch.budget import BUDGET_FILE, budget, in_this_process
 from miles_core.mismatch.gap import KNOWN, Gap, LogProbs, along, measure, ordinary
-from miles_core.mismatch.probe import bare, probe, probe_prompts
+from miles_core.mismatch.probe import ProbePrompt, as_text, probe, probe_prompts
 from miles_core.rollout.continuation import partial_rollout
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Earlier:
     first: bool
 
 
-_PROMPTS = StateKey[Sequence[Sequence[int]]]()
+_PROMPTS = StateKey[Sequence[ProbePrompt]]()
 _EARLIER = StateKey[dict[str, Earlier]]()
 
 
@@ -91,7 +91,7 @@ async def verify_sync(run: Run, parts: PolicyParts) -> dict[str, float]:
         await write_budget(run, parts, await probe(run, parts, run.state[_PROMPTS], support=True))
     elif older and last.first and parts.precisions == last.formats:
         await write_budget(run, parts, last.recorded)  # the age of these samples is typical of most steps
-    alone = [bare(s) for s in samples]
+    alone = [as_text(s) for s in samples]
     trainer, engine = await parts.learner.log_probs(alone), await score(run, parts, alone)
     earlier[policy.name] = Earlier(samples, alone, trainer, engine, parts.precisions, first=last is None)
     if older or not in_this_process(parts.serving):  # otherwise the engine's weights can be read

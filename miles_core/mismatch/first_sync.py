@@ -21,7 +21,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import MismatchError
 from miles_core.mismatch.agreement import Errors, compare
 from miles_core.mismatch.generated import Generated, generate, judge_draws, judge_greedy
-from miles_core.mismatch.probe import bare, probe_prompts
+from miles_core.mismatch.probe import ProbePrompt, bare, probe_prompts
 from miles_core.mismatch.probe_text import ProbeText, probe_text
 from miles_core.mismatch.scorer import Scorer
 from miles_core.plugin.detect import config_facts
@@ -97,7 +97,7 @@ class FirstSync:
         """Compare both sides on a text, and on tokens that the engine generates."""
         prompts, text = self._text(parts, attempt)
         scored = await self._examine_scores(parts, scorer, text)
-        starts = [*text.sequences[:_LONG_STARTS], *prompts]
+        starts = [*map(ProbePrompt, text.sequences[:_LONG_STARTS]), *prompts]
         generated = await generate(self._run, parts, starts, _context(self._run), attempt)
         return [*scored, await self._examine_generated(scorer, generated)]
 
@@ -147,7 +147,7 @@ class FirstSync:
             phrases += rows.find_excess()
         return Finding("", "generated", errors, phrases)
 
-    def _text(self, parts: PolicyParts, attempt: int) -> tuple[list[list[int]], ProbeText]:
+    def _text(self, parts: PolicyParts, attempt: int) -> tuple[list[ProbePrompt], ProbeText]:
         run = self._run
         prompts = probe_prompts(run)
         config = model_config(parts.policy.hf_checkpoint or run.config.model.hf_checkpoint) or {}
@@ -155,7 +155,8 @@ class FirstSync:
         vocabulary = facts["model.vocab_size"] or len(run.tokenizer)
         on_cpu = run.config.model.device == "cpu" or run.plan.fact("gpu.count") == 0
         groups = -(-(facts["model.num_experts"] or 0) // (facts["model.top_k"] or 1))
-        return prompts, probe_text(config, prompts, vocabulary, _context(run), on_cpu, groups, attempt)
+        tokens = [prompt.tokens for prompt in prompts]
+        return prompts, probe_text(config, tokens, vocabulary, _context(run), on_cpu, groups, attempt)
 
     def _judge(self, parts: PolicyParts, scorer: Scorer, found: Finding) -> None:
         """Log that two sides agree, or raise or warn if they do not."""

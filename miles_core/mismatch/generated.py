@@ -20,7 +20,7 @@ from miles_core.contracts.engine import Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
 from miles_core.mismatch.agreement import FLOOR, find_larger
-from miles_core.mismatch.probe import generate_probe
+from miles_core.mismatch.probe import ProbePrompt, generate_probe
 from miles_core.rollout.sampling import training_sampling
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ class Generated:
 
 
 async def generate(
-    run: Run, parts: PolicyParts, prompts: Sequence[Sequence[int]], context: int, attempt: int
+    run: Run, parts: PolicyParts, prompts: Sequence[ProbePrompt], context: int, attempt: int
 ) -> Generated:
     """Generate the probes.
 
     Args:
         run, parts: of a policy with an engine.
-        prompts: token ids; those that leave no room in the context are shortened.
+        prompts: prompts; those that leave no room in the context are shortened, and read as text.
         context: maximum sequence length.
         attempt: number of the attempt; each has its own random numbers.
     """
@@ -69,9 +69,9 @@ async def generate(
     recorded = usual.truncated and SAMPLING_SUPPORT.name in parts.serving.capabilities
     keys = iter(range(_FIRST_KEY + attempt * _KEYS, _FIRST_KEY + (attempt + 1) * _KEYS))
 
-    async def ask(calls: Sequence[tuple[Sequence[int], Sampling, int]], tokens: int) -> list[Sample]:
-        def limited(start: Sequence[int], sampling: Sampling) -> Sampling:
-            return replace(sampling, max_new_tokens=max(min(tokens, context - len(start)), 1))
+    async def ask(calls: Sequence[tuple[ProbePrompt, Sampling, int]], tokens: int) -> list[Sample]:
+        def limited(start: ProbePrompt, sampling: Sampling) -> Sampling:
+            return replace(sampling, max_new_tokens=max(min(tokens, context - len(start.tokens)), 1))
 
         asked = [
             generate_probe(
@@ -87,7 +87,12 @@ async def generate(
         ]
         return list(await asyncio.gather(*asked))
 
-    starts = [(tokens[: max(context - LONGEST - SHORT, 1)], group) for group, tokens in enumerate(prompts) if tokens]
+    most = max(context - LONGEST - SHORT, 1)
+    starts = [
+        (p if len(p.tokens) <= most else ProbePrompt(p.tokens[:most]), group)
+        for group, p in enumerate(prompts)
+        if p.tokens
+    ]
     sampled = await ask([(start, usual, group) for start, group in starts[-1:]], SHORT)  # a single row
     together = await asyncio.gather(
         ask([(start, usual, group) for start, group in starts for _ in range(_ROWS)], LONGEST),
@@ -96,7 +101,8 @@ async def generate(
     )
     sampled += together[0] + together[1]
     longer = [s for s in together[0][::_ROWS] if len(s.tokens) < context][:_CONTINUED]
-    sampled += await ask([(s.tokens, usual, len(prompts) + i) for i, s in enumerate(longer)], SHORT)
+    continued = [ProbePrompt(s.tokens, s.media) for s in longer]
+    sampled += await ask([(p, usual, len(prompts) + i) for i, p in enumerate(continued)], SHORT)
     for index, sample in enumerate((*sampled, *together[2])):
         sample.index = index
     return Generated(sampled, together[2], recorded or not usual.truncated)

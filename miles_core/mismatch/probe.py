@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from miles_core.contracts.engine import Request, Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
+from miles_core.data.media import Media
 from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError
 from miles_core.rollout.generate import FIRST_PROBE
@@ -40,14 +41,21 @@ PLAIN_PROMPTS = (
 )
 
 
-def probe_prompts(run: Run, count: int = PROMPTS) -> list[list[int]]:
-    """Return the token ids of the first ``count`` prompts of the run's data, or of ``PLAIN_PROMPTS`` if it has none."""
+class ProbePrompt(NamedTuple):
+    """Token ids of a prompt, and the media of its placeholders."""
+
+    tokens: Sequence[int]
+    media: tuple[Media, ...] = ()
+
+
+def probe_prompts(run: Run, count: int = PROMPTS) -> list[ProbePrompt]:
+    """Return the first ``count`` prompts of the run's data, or ``PLAIN_PROMPTS`` if it has none."""
     if not run.config.data.prompt_data or run.config.data.prompts != "file":
-        return [run.tokenizer(text)["input_ids"] for text in PLAIN_PROMPTS[:count]]
+        return [ProbePrompt(run.tokenizer(text)["input_ids"]) for text in PLAIN_PROMPTS[:count]]
     rows = open_prompts(run.config, run.config.data.prompt_data, "--prompt-data").next(count)
     longest = run.config.rollout.max_context_len or run.plan.fact("model.context")
-    made = [list(run.render(row.prompt)) for row in rows]
-    fitting = [p for p in made if longest is None or len(p) < longest]
+    made = [ProbePrompt(run.render(row.prompt, media=row.media), row.media) for row in rows]
+    fitting = [p for p in made if longest is None or len(p.tokens) < longest]
     if not fitting:
         raise ConfigError(f"none of the first {count} prompts leaves room in the context of {longest} tokens")
     return fitting
@@ -56,7 +64,7 @@ def probe_prompts(run: Run, count: int = PROMPTS) -> list[list[int]]:
 async def probe(
     run: Run,
     parts: PolicyParts,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[ProbePrompt],
     response_tokens: int = RESPONSE_TOKENS,
     key: int = 0,
     support: bool = False,
@@ -65,7 +73,7 @@ async def probe(
 
     Args:
         parts: parts of the policy, which must have an engine.
-        prompts: token ids.
+        prompts: the prompts.
         response_tokens: maximum number of tokens per response.
         key: index of the first probe, which determines its random numbers; the others have consecutive indexes.
         support: record the sampling support even if training uses the full vocabulary.
@@ -74,14 +82,14 @@ async def probe(
     sampling = dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, response_tokens), stop=())
     wanted = sampling.truncated and (support or not run.config.rollout.full_vocab_logprobs)
     extras = {SAMPLING_SUPPORT.name} if wanted and "sampling_support" in parts.serving.capabilities else set()
-    calls = [generate_probe(run, parts, tokens, sampling, key + i, i, extras) for i, tokens in enumerate(prompts)]
+    calls = [generate_probe(run, parts, prompt, sampling, key + i, i, extras) for i, prompt in enumerate(prompts)]
     return list(await asyncio.gather(*calls))
 
 
 async def generate_probe(
     run: Run,
     parts: PolicyParts,
-    tokens: Sequence[int],
+    prompt: ProbePrompt,
     sampling: Sampling,
     key: int,
     group: int,
@@ -91,19 +99,20 @@ async def generate_probe(
 
     Args:
         run, parts: of a policy with an engine.
-        tokens: token ids of the prompt.
+        prompt: the prompt.
         sampling: sampling parameters.
         key: index of the probe, which determines its random numbers.
         group: group index; probes of one group share a prompt. Also the index of its sample.
         extras: names of fields to record.
     """
-    policy = parts.policy
+    policy, (tokens, media) = parts.policy, prompt
     request = Request(
-        list(tokens), sampling, key=FIRST_PROBE + key, group=group, extras=set(extras), policy=policy.name
+        list(tokens), sampling, key=FIRST_PROBE + key, group=group, extras=set(extras), policy=policy.name, media=media
     )
     run.hooks.on("on_request", run=run, policy=policy, request=request)
     response = await parts.serving.generate(request)
     sample = Sample(tokens=list(tokens) + response.tokens, response=response.text, index=group, group_index=group)
+    sample.media = media
     sample.response_length = len(response.tokens)
     transcript = Transcript(group, run.decode)
     transcript.add(None, tokens, response, "")
@@ -116,3 +125,8 @@ def bare(sample: Sample, fields: Sequence[str] = ()) -> Sample:
     """Copy ``sample`` without the engine's recorded fields, except ``fields``, so that a trainer computes all choices itself."""
     recorded = {name: value for name, value in sample.fields.items() if name in fields}
     return dataclasses.replace(sample, fields=recorded, rollout_log_probs=None)
+
+
+def as_text(sample: Sample) -> Sample:
+    """Copy ``sample`` like ``bare``, without its media: ``Engine.score`` reads placeholders as ordinary tokens, and so does a trainer then."""
+    return dataclasses.replace(bare(sample), media=())

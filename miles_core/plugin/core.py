@@ -59,6 +59,7 @@ NEEDS = (
         "token_versions",
         "one response then has tokens of several weight versions; --pause-generation-mode abort works with any engine",
     ),
+    *(Need("--media", "data.media", kind, "media", "prompts may hold images") for kind in ("engine", "trainer")),
     Need("--rollout-workers", "rollout.workers", "runtime", "rollout_workers", "it starts the processes"),
     *(
         Need("--colocate", "colocate", kind, "sleep", "both take turns in the memory of the same GPUs")

@@ -21,6 +21,7 @@ from miles_core.contracts.engine import Request, Response, Sampling
 from miles_core.contracts.runtime import Producer
 from miles_core.data.batch import add
 from miles_core.data.column import TOKENS, Column, as_column, join_columns
+from miles_core.data.media import Media
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import DataError, MilesError, describe
 from miles_core.plugin.boundary import Guard
@@ -156,10 +157,16 @@ class EngineRequests:
         self.policies = {policy.name: policy for policy in run.policies}
 
     def start(
-        self, number: int, group: int, tokens: Sequence[int], sampling: Sampling, policy: str
+        self,
+        number: int,
+        group: int,
+        media: tuple[Media, ...],
+        tokens: Sequence[int],
+        sampling: Sampling,
+        policy: str,
     ) -> Awaitable[Response]:
         """Return the response to ``tokens`` of a sample, to be awaited. Its key follows from the order of these calls."""
-        return self._complete(number, group, as_column(tokens, TOKENS), sampling, policy, self.keys.next(number))
+        return self._complete(number, group, media, as_column(tokens, TOKENS), sampling, policy, self.keys.next(number))
 
     async def abort(self, samples: Iterable[int]) -> None:
         """Make the engines abort all requests of these samples."""
@@ -172,7 +179,14 @@ class EngineRequests:
         return str(self.run.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     async def _complete(
-        self, number: int, group: int, tokens: Column, sampling: Sampling, policy: str, key: int
+        self,
+        number: int,
+        group: int,
+        media: tuple[Media, ...],
+        tokens: Column,
+        sampling: Sampling,
+        policy: str,
+        key: int,
     ) -> Response:
         """Generate one complete response, continuing it with further requests if the engine aborts it.
 
@@ -190,7 +204,7 @@ class EngineRequests:
                 generated = join_columns(part.tokens for part in parts)
                 context += generated
                 rest = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(generated))
-            request = Request(context, rest, key=key, group=group, extras=set(self.extras), policy=policy)
+            request = Request(context, rest, key=key, group=group, extras=set(self.extras), policy=policy, media=media)
             self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
             response = await engine.generate(request)
             self._check_response(request, response)
@@ -289,7 +303,7 @@ class Generator:
         self.requests.keys.forget(samples)
 
     def _client(self, sample: Sample) -> GenerationClient:
-        start = functools.partial(self.requests.start, sample.index, sample.group_index)
+        start = functools.partial(self.requests.start, sample.index, sample.group_index, sample.media)
         tokenizer, renderer = self.run.tokenizer, self.run.render.renderer
         decode, learns = self.requests.decode, self._trains.__contains__
         return GenerationClient(sample, sample.policy, start, self.sampling, tokenizer, renderer, decode, learns)
@@ -315,6 +329,7 @@ class Generator:
         for one in samples:
             one.group_index, one.rollout_id = group, number
             one.policy = one.policy or client.policy
+            one.media = sample.media
         counts = {
             "rollout/turns": len(client.transcript.turns),
             "rollout/branches": client.transcript.branches,

@@ -14,6 +14,7 @@ import numpy as np
 
 from miles_core.config.config import Config
 from miles_core.data.column import TOKENS, Column, as_column
+from miles_core.data.media import Media
 from miles_core.data.parquet import ParquetFile
 from miles_core.data.prompt_index import sample_rows
 from miles_core.data.prompt_source import PromptSource, Row
@@ -61,7 +62,8 @@ def encode_prompt(render: PromptTemplate, row: Row, limits: Limits, encoded: lis
         DataError: the template or the tokenizer rejects the prompt, or a token id exceeds the vocabulary. Names the row.
     """
     try:
-        tokens = render(row.prompt) if encoded is None else render(row.prompt, encoded)
+        more = {"media": row.media} if row.media else {}
+        tokens = render(row.prompt, **more) if encoded is None else render(row.prompt, encoded, **more)
     except MilesError as error:
         raise DataError(f"{row.place}: {error}") from error
     except Exception as error:  # tokenizers raise exceptions of any type
@@ -124,6 +126,7 @@ def open_prompts(config: Config, paths: Any, flag: str, shuffle: bool = False, l
         shuffle=shuffle,
         seed=config.train.seed,
         open_parquet=ParquetFile,
+        media=data.media,
     )
 
 
@@ -216,11 +219,14 @@ class Prompt:
     metadata: dict[str, Any]
     group_index: int
     policy: str = ""
+    media: tuple[Media, ...] = ()
 
     @classmethod
     def of(cls, row: Row, tokens: list[int], group_index: int) -> Prompt:
         """Make the prompt of a row with its token ids."""
-        return cls(row.prompt, as_column(tokens, TOKENS), row.label, dict(row.metadata), group_index, row.policy)
+        return cls(
+            row.prompt, as_column(tokens, TOKENS), row.label, dict(row.metadata), group_index, row.policy, row.media
+        )
 
     def samples(self, count: int) -> Sequence[Sample]:
         """Create ``count`` pending samples, numbered from ``group_index * count``."""
@@ -233,6 +239,7 @@ class Prompt:
                 group_index=self.group_index,
                 index=index,
                 policy=self.policy,
+                media=self.media,
             )
             for index in self.indexes(count)
         ]
@@ -244,14 +251,16 @@ class Prompt:
     def to_json(self) -> dict[str, Any]:
         """Return all fields except ``group_index``; token ids are int32 in base64."""
         data = {"text": self.text, "tokens": b64encode(self.tokens).decode(), "label": self.label}
-        return data | {"metadata": self.metadata} | ({"policy": self.policy} if self.policy else {})
+        data |= {"metadata": self.metadata} | ({"policy": self.policy} if self.policy else {})
+        return data | ({"media": [media.to_json() for media in self.media]} if self.media else {})
 
     @classmethod
     def from_json(cls, data: dict[str, Any], group_index: int = -1) -> Prompt:
         """Inverse of ``to_json``, with the given ``group_index``."""
         saved, policy = data["tokens"], data.get("policy", "")
         tokens = Column(TOKENS, b64decode(saved) if isinstance(saved, str) else saved)  # earlier versions: a list
-        return cls(data["text"], tokens, data["label"], data["metadata"], group_index, policy)
+        media = tuple(map(Media.from_json, data.get("media", ())))
+        return cls(data["text"], tokens, data["label"], data["metadata"], group_index, policy, media)
 
 
 def _is_valid(row: object) -> bool:

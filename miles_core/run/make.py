@@ -27,7 +27,7 @@ def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], direct
         CheckpointError, ConfigError: the checkpoint's tokenizer cannot be used.
     """
     tokenizer = load_tokenizer(config.model.hf_checkpoint, config.model.trust_remote_code)
-    return Run(
+    run = Run(
         config=config,
         plan=plan,
         hooks=load_hooks(plan, manifests, config),
@@ -39,6 +39,9 @@ def make_run(config: Config, plan: Plan, manifests: Mapping[str, Plugin], direct
         ),
         policies=policies_of(config),
     )
+    if config.data.media:
+        run.render.media = run.hooks.make("media", run.hooks.find_provided("media")[0], run=run)
+    return run
 
 
 def policies_of(config: Config) -> list[Policy]:

@@ -69,5 +69,7 @@ def supervised_samples(run: Run, rows: Prompts, limits: Limits = NO_LIMITS) -> l
                 f"({limits.origin}); shorten or remove the pair"
             )
         tokens = as_column(prompt + answer, TOKENS)
-        samples.append(Sample(prompt=row.prompt, tokens=tokens, response_length=len(answer), index=number))
+        samples.append(
+            Sample(prompt=row.prompt, tokens=tokens, response_length=len(answer), index=number, media=row.media)
+        )
     return samples

@@ -17,6 +17,7 @@ from miles_embedded.engine.self_check import self_check
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.free_memory import check_free_memory
 from miles_embedded.model.growing_rope import rope_switch
+from miles_embedded.model.image_processor import find_processor
 from miles_embedded.model.load import build_model
 from miles_embedded.model.parts import head
 
@@ -40,6 +41,7 @@ def make_engine(run: Any, policy: Any) -> EmbeddedEngine:
         codec_of=lambda precision: make_codec(run, policy, precision),
         products=Products.from_config(config),
         kv_cache_dtype="" if config.rollout.kv_cache_dtype == "auto" else config.rollout.kv_cache_dtype,
+        processor=find_processor(run, policy),
         cuda_graphs=not config.embedded.disable_cuda_graph,
     )
     engine = EmbeddedEngine(model, settings)

@@ -54,7 +54,7 @@ class EmbeddedEngine(Engine, StepEngine):
         self.decoder = decoder or PlainDecoder()
         self.max_context = context_limit(model, settings.max_context)
         self.kv_cache_dtype = settings.kv_cache_dtype
-        self.runner = Runner(model, settings.kv_cache_dtype)
+        self.runner = Runner(model, settings.kv_cache_dtype, settings.processor)
         vocabulary = text_configuration(model).vocab_size
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, vocabulary)
         self.rows: list[Row] = []
@@ -65,7 +65,7 @@ class EmbeddedEngine(Engine, StepEngine):
         self._batch: tuple[draw.Params, Tensor, Tensor | None] | None = None
         self._names: set[str] | None = None
         self.async_steps: AsyncScheduling[Any] = AsyncSteps(
-            self, used=settings.cuda_graphs and self.runner.device.type == "cuda"
+            self, used=settings.cuda_graphs and self.runner.device.type == "cuda" and not self.runner.moves_positions
         )
         self.prompts = PromptGraphs(self.runner, self.async_steps.used, self.weight_tensors)
         self._prefixes = Prefixes(self.runner, self.prompts)
@@ -90,6 +90,7 @@ class EmbeddedEngine(Engine, StepEngine):
     async def generate(self, request: Request) -> Response:
         if self._stopped:
             raise RuntimeError("the engine was stopped; call start first")
+        self.runner.check_media(request.tokens, request.media)
         row = self.scheduler.make_row(request, asyncio.get_running_loop().create_future())
         self.scheduler.waiting.append(row)
         self._wake()
@@ -193,7 +194,8 @@ class EmbeddedEngine(Engine, StepEngine):
     def forward(
         self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], parents: np.ndarray | None = None
     ) -> ForwardResult:
-        return self.runner.forward(slots_of(rows), tokens, self.recorded_fields(), parents)
+        offsets = [row.offset for row in rows] if self.runner.moves_positions else None
+        return self.runner.forward(slots_of(rows), tokens, self.recorded_fields(), parents, offsets)
 
     def call(
         self, rows: Sequence[Row], counts: Sequence[int], lengths: Sequence[int], parents: np.ndarray | None = None
@@ -294,7 +296,7 @@ class EmbeddedEngine(Engine, StepEngine):
         prefixes = [found[row.start] for row in joining]
         slots = self.runner.cache.add_rows([p.slot for p in prefixes])
         for row, slot in zip(joining, slots.tolist(), strict=True):
-            row.slot = slot
+            row.slot, row.offset = slot, found[row.start].offset
         self.rows += joining
         self._invalidate_batch()
         self.decoder.join(self, joining, [p.hidden for p in prefixes])

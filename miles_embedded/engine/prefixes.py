@@ -7,26 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from miles_core.data.media import Media
 from miles_core.errors import MilesError
 from miles_embedded.engine.prompt_graphs import PromptGraphs
 from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.runner import Runner, chunks, move_items
 
-Key = tuple[int, ...]
+
+class Key(NamedTuple):
+    """What determines a prefix: its tokens, and the media (compared by digest) of its placeholders."""
+
+    tokens: tuple[int, ...]
+    media: tuple[Media, ...] = ()
 
 
 @dataclass(eq=False)
 class Prefix:
-    """One prefix: its tokens, its slot, the hidden state [hidden] of its last token and the names of its recorded fields."""
+    """One prefix: its key, its slot, the hidden state [hidden] of its last token, the names of its recorded fields, and the difference
+    between position and index of the tokens that follow."""
 
     key: Key
     slot: int
     hidden: Tensor
     fields: set[str]
+    offset: int = 0
 
 
 class Prefixes:
@@ -41,7 +50,7 @@ class Prefixes:
         """Look up prefixes, and compute those that are missing.
 
         Args:
-            wanted: tokens -> names of fields that must be recorded for them. The result's ``fields`` lacks names that no module
+            wanted: key -> names of fields that must be recorded for them. The result's ``fields`` lacks names that no module
                 records.
             computed: called with the prefixes that were computed; None permits static passes.
         """
@@ -49,12 +58,17 @@ class Prefixes:
         found = {k: known[k] for k, names in wanted.items() if k in known and names <= known[k].fields}
         fresh = [k for k in wanted if k not in found]
         names = set().union(*wanted.values())
-        for chunk in chunks([len(k) for k in fresh]):
+        for chunk in chunks([len(k.tokens) for k in fresh]):
             keys = [fresh[i] for i in chunk]
-            slots = self.runner.cache.add_prefixes([len(k) for k in keys])
-            hidden, recorded = self.graphs.fill(keys, slots, names, computed)
+            sequences, media = [k.tokens for k in keys], [k.media for k in keys]
+            slots = self.runner.cache.add_prefixes([len(s) for s in sequences])
+            if any(media):
+                hidden, recorded, offsets = self.runner.fill_media(sequences, media, slots, names)
+            else:
+                hidden, recorded = self.graphs.fill(sequences, slots, names, computed)
+                offsets = [0] * len(keys)
             for i, key in enumerate(keys):
-                prefix = found[key] = known[key] = Prefix(key, int(slots[i]), hidden[i], recorded)
+                prefix = found[key] = known[key] = Prefix(key, int(slots[i]), hidden[i], recorded, offsets[i])
                 self._slots.append(prefix)
         return found
 

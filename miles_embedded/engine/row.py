@@ -12,6 +12,7 @@ from torch import Tensor
 
 from miles_core.contracts.engine import Request, Response
 from miles_core.data.field import SAMPLING_SUPPORT
+from miles_embedded.engine.prefixes import Key
 from miles_embedded.engine.sampling import Params, params_of, uniform
 
 Decode = Callable[[list[int]], str]
@@ -33,6 +34,7 @@ class Row:
         fields: names of the requested recorded fields, without the sampling support.
         records_support: whether to record the sampling support: it is requested, and the sampling is truncated.
         recompute: recompute all tokens as one prompt when the row joins again.
+        offset: difference between position and index of the tokens after the prompt; not 0 for prompts with images in some families.
         metrics: numbers that the decoder adds to the response.
         finish: reason why the row ended, "" while it runs.
     """
@@ -53,6 +55,7 @@ class Row:
     recompute: bool = False
     finish: str = ""
     text: StopText | None = None
+    offset: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,9 +63,10 @@ class Row:
         self.records_support = self.request.sampling.truncated and SAMPLING_SUPPORT.name in self.request.extras
 
     @property
-    def start(self) -> tuple[int, ...]:
-        """Tokens to compute as one prefix when the row joins: the prompt, or after a retract all tokens but the last (see ``recompute``)."""
-        return tuple(self.tokens[:-1] if self.log_probs and not self.recompute else self.tokens)
+    def start(self) -> Key:
+        """What to compute as one prefix when the row joins: the prompt, or after a retract all tokens but the last (see ``recompute``)."""
+        tokens = self.tokens[:-1] if self.log_probs and not self.recompute else self.tokens
+        return Key(tuple(tokens), self.request.media)
 
     @property
     def response(self) -> list[int]:

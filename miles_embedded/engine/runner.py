@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -12,17 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context
+from miles_core.errors import MilesError
 from miles_embedded.engine.attention import DecodeCall, PromptCall
 from miles_embedded.engine.cache import Cache, CachedRows
 from miles_embedded.engine.prompts import Prompts
 from miles_embedded.engine.store import Store, to_device
 from miles_embedded.model.call import Call
 from miles_embedded.model.growing_rope import rope_switch
+from miles_embedded.model.image_processor import ImageProcessor
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
 from miles_embedded.model.load import mask_for
 from miles_embedded.model.logprobs import logits_of
 from miles_embedded.model.operations import divide_by_temperature, operations_of
 from miles_embedded.model.parts import backbone, decoder_layers, head
+from miles_embedded.model.vision import Item, Vision
 
 #: Logits (rows * vocabulary) computed at once when scoring.
 _LOGITS = 1 << 26
@@ -62,12 +65,13 @@ class Runner:
     Args:
         model: the model.
         kv_dtype: round keys and values as a cache of this type would; "" keeps the model's type.
+        processor: the model's image processor; None if prompts are text.
 
     Attributes:
         switch: length at which rotary frequencies change, see ``rope_switch``.
     """
 
-    def __init__(self, model: nn.Module, kv_dtype: str = "") -> None:
+    def __init__(self, model: nn.Module, kv_dtype: str = "", processor: ImageProcessor | None = None) -> None:
         self.kv_dtype = check_kv_dtype(kv_dtype)
         self.model, self.backbone = model, backbone(model)
         #: [..., hidden] -> [..., vocab]
@@ -77,6 +81,19 @@ class Runner:
         self.vocabulary, self.device = len(head(model).weight), next(model.parameters()).device
         self.cache = Cache()
         self._mask = mask_for(model)
+        self._vision = None if processor is None else Vision(model, processor)
+
+    @property
+    def moves_positions(self) -> bool:
+        """Whether the position of a token after images differs from its index."""
+        return self._vision is not None and self._vision.axes > 1
+
+    def check_media(self, tokens: Sequence[int], media: Item) -> None:
+        """Raise MilesError if a prompt has media that this model cannot read, or lacks placeholders for them."""
+        if media and self._vision is None:
+            raise MilesError("the request has media, but this engine was built for text; start the run with --media")
+        if media and self._vision is not None:
+            self._vision.check(tokens, media)
 
     def clear(self) -> None:
         """Drop every row and return the cache's memory to the device."""
@@ -92,12 +109,26 @@ class Runner:
         return slots, *self.fill_prefixes(sequences, slots, names, computed)
 
     @torch.no_grad()
+    def fill_media(
+        self, sequences: Sequence[Sequence[int]], media: Sequence[Item], slots: np.ndarray, names: set[str]
+    ) -> tuple[Tensor, set[str], list[int]]:
+        """Compute prefixes with media like ``fill_prefixes``; also returns the difference between position and index of the tokens that
+        follow each."""
+        assert self._vision is not None  # see ``check_media``
+        lengths = [len(s) for s in sequences]
+        inputs = self._vision.inputs(self._ids([t for s in sequences for t in s]), lengths, media)
+        found = self.fill_prefixes(sequences, slots, names, inputs=inputs)
+        parts = inputs["position_ids"].split(lengths, -1)
+        return *found, [int(p.max()) + 1 - n for p, n in zip(parts, lengths, strict=True)]
+
+    @torch.no_grad()
     def fill_prefixes(
         self,
         sequences: Sequence[Sequence[int]],
         slots: np.ndarray,
         names: set[str],
         computed: Callable[[Prompts], None] | None = None,
+        inputs: Mapping[str, Any] | None = None,
     ) -> tuple[Tensor, set[str]]:
         """Compute prefixes into consecutive slots of the cache.
 
@@ -106,6 +137,7 @@ class Runner:
             slots: the slot of each.
             names: recorded fields to keep if modules record them.
             computed: called with the prefixes while their call can still attend.
+            inputs: arguments of the decoder stack instead of ids and positions.
 
         Returns:
             The hidden states of their last tokens [prefixes, hidden], and the names that were recorded.
@@ -114,7 +146,7 @@ class Runner:
         call = PromptCall(self.context(sum(lengths)), lengths, self.cache, slots)
         tokens, positions = [t for s in sequences for t in s], _positions(lengths)
         ids, where = self._ids(tokens), to_device(positions, self.device)
-        hidden = self.run(ids, where, call)
+        hidden = self.run(ids, where, call, inputs)
         if computed is not None:
             computed(Prompts(call, ids, where, hidden))
         recorded = names & call.ctx.extras.keys()
@@ -127,13 +159,22 @@ class Runner:
 
     @torch.no_grad()
     def forward(
-        self, slots: np.ndarray, tokens: Sequence[Sequence[int]], names: set[str], parents: np.ndarray | None = None
+        self,
+        slots: np.ndarray,
+        tokens: Sequence[Sequence[int]],
+        names: set[str],
+        parents: np.ndarray | None = None,
+        offsets: Sequence[int] | None = None,
     ) -> ForwardResult:
-        """Feed ``tokens[i]`` (at least one) to row ``slots[i]`` and append them to its cache; ``parents``: see ``CachedRows``."""
+        """Feed ``tokens[i]`` (at least one) to row ``slots[i]`` and append them to its cache; ``parents``: see ``CachedRows``;
+        ``offsets``: differences between position and index."""
         counts = np.fromiter(map(len, tokens), np.int64, len(tokens))
         call = self.call(slots, counts, None, parents)
         held = call.rows
-        hidden = self.run(self._ids([t for row in tokens for t in row]), call.positions, call)
+        positions = call.positions
+        if offsets is not None:
+            positions = positions + to_device(np.repeat(np.asarray(offsets, np.int64), counts), self.device)
+        hidden = self.run(self._ids([t for row in tokens for t in row]), positions, call)
         for name in names & call.ctx.extras.keys():
             rows = call.ctx.extras[name]
             held.write(field_slab(self.cache.own, name, rows), rows.unsqueeze(1))
@@ -197,11 +238,11 @@ class Runner:
             ctx.attached[KV_DTYPE] = self.kv_dtype
         return ctx
 
-    def run(self, ids: Tensor, positions: Tensor, call: Call) -> Tensor:
-        """Run the model on ids [tokens] at positions [tokens]; returns hidden states [tokens, hidden] after the last norm."""
-        out: Any = self.backbone(
-            input_ids=ids[None], position_ids=positions[None], attention_mask=self._mask, use_cache=False, call=call
-        )
+    def run(self, ids: Tensor, positions: Tensor, call: Call, inputs: Mapping[str, Any] | None = None) -> Tensor:
+        """Run the model on ids [tokens] at positions [tokens], or on other ``inputs``; returns hidden states [tokens, hidden] after the last
+        norm."""
+        inputs = inputs or {"input_ids": ids[None], "position_ids": positions[None]}
+        out: Any = self.backbone(**inputs, attention_mask=self._mask, use_cache=False, call=call)
         hidden: Tensor = out[0][0]
         return hidden
 

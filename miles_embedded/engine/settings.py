@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from miles_core.precision.codec import Codec
 from miles_core.precision.products import Products
+from miles_embedded.model.image_processor import ImageProcessor
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Settings:
         codec: decodes weights, and rounds the inputs of layers if their format requires it.
         codec_of: precision -> codec, for ``rebuild``.
         products: how quantised layers multiply.
+        processor: the model's image processor, for requests with media; None refuses them.
         cuda_graphs: on a GPU, decode by replaying CUDA graphs if the model allows it.
     """
 
@@ -35,4 +37,5 @@ class Settings:
     codec: Codec = field(default_factory=Codec)
     codec_of: Callable[[str], Codec] | None = None
     products: Products = field(default_factory=Products)
+    processor: ImageProcessor | None = None
     cuda_graphs: bool = True

@@ -105,7 +105,8 @@ def make_model(run: Any, policy: Any, reduce: Callable[[nn.Module], None] | None
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     start, flag = (options.ref_load, "--ref-load") if options.ref_load else (policy.hf_checkpoint, FLAG)
-    return load_model(start or options.hf_checkpoint, dtype, device, options.trust_remote_code, flag, reduce)
+    towers = run.config.embedded.train_vision_tower
+    return load_model(start or options.hf_checkpoint, dtype, device, options.trust_remote_code, flag, reduce, towers)
 
 
 def resolve_device(name: str) -> str:
@@ -122,6 +123,7 @@ def load_model(
     trust_remote_code: bool = False,
     flag: str = FLAG,
     reduce: Callable[[nn.Module], None] | None = None,
+    train_towers: bool = False,
 ) -> nn.Module:
     """Load the causal language model in ``path``.
 
@@ -133,6 +135,7 @@ def load_model(
         flag: flag that named the checkpoint, for messages.
         reduce: called with the model on the CPU, before its parameters move to ``device``: it may store them in less memory
             (``encode_weights``) or replace them by those of another model (``share_weights``).
+        train_towers: leave the towers of a multimodal model trainable.
 
     Returns:
         The model in evaluation mode, attending through a ``Call``.
@@ -156,7 +159,7 @@ def load_model(
         if reduce is not None:
             _refuse_nonfinite(model)
             reduce(model)
-        model = prepare(model.to(device))
+        model = prepare(model.to(device), train_towers)
         if reduce is None:
             _refuse_nonfinite(model)
     return model
@@ -190,7 +193,11 @@ def fill_model(kind: Any, path: str | Path | None, config: Any, **more: Any) -> 
     Raises:
         CheckpointError: a weight is missing or has another shape.
     """
-    ours = {"attn_implementation": _attention(config), "experts_implementation": NAME, "output_loading_info": True}
+    ours = {
+        "attn_implementation": attention_by_part(config),
+        "experts_implementation": NAME,
+        "output_loading_info": True,
+    }
     model, info = kind.from_pretrained(path, config=config, ignore_mismatched_sizes=True, **ours, **more)
     if info["mismatched_keys"]:  # Transformers would initialise them randomly
         name, there, wanted = min(info["mismatched_keys"])
@@ -207,9 +214,9 @@ def fill_model(kind: Any, path: str | Path | None, config: Any, **more: Any) -> 
     return model
 
 
-def _attention(config: Any) -> str | dict[str, str]:
-    """Return the attention implementation per part: ours for the language model, eager for towers, which are not run and may not
-    support other implementations."""
+def attention_by_part(config: Any) -> str | dict[str, str]:
+    """Return the attention implementation per part: ours for the language model, eager for towers, which may not support other
+    implementations."""
     text = config.get_text_config()
     parts = [
         n for n in getattr(config, "sub_configs", None) or {} if isinstance(getattr(config, n, None), PreTrainedConfig)
@@ -278,10 +285,11 @@ def kind_of(config: Any) -> Any:
     return AutoModelForImageTextToText if towers and listed else AutoModelForCausalLM
 
 
-def prepare(model: nn.Module) -> nn.Module:
-    """Prepare a newly built model for engine and trainer; call once per instance. Only its language model is run and trained."""
+def prepare(model: nn.Module, train_towers: bool = False) -> nn.Module:
+    """Prepare a newly built model for engine and trainer; call once per instance. Only its language model is trained, and with
+    ``train_towers`` the rest."""
     refuse_config(model)
-    if text_configuration(model) is not configuration(model):
+    if not train_towers and text_configuration(model) is not configuration(model):
         model.requires_grad_(False)
         for part in (backbone(model), head(model)):
             part.requires_grad_(True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from miles_core.errors import CheckpointError
 from miles_core.plugin.boundaries import boundaries
 from miles_embedded.model.growing_rope import rope_switch
-from miles_embedded.model.load import NAME
+from miles_embedded.model.load import NAME, attention_by_part
 from miles_embedded.model.parts import configuration, decoder_layers, text_configuration
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def plain_forwards(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        named.set_attn_implementation(NAME)
+        named.set_attn_implementation(attention_by_part(configuration(model)))
         named.set_experts_implementation(NAME)
 
 

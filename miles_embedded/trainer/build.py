@@ -13,6 +13,7 @@ from miles_core.errors import PluginError, describe
 from miles_core.train.micro_batches import micro_batch_limits
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.free_memory import check_free_memory
+from miles_embedded.model.image_processor import find_processor
 from miles_embedded.model.load import build_model, resolve_device
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer.data_parallel import Alone, Replicated, current_world
@@ -54,7 +55,8 @@ def make_trainer(run: Any, policy: Any) -> EmbeddedTrainer:
     parallel = data_parallel(config.embedded.sharding_strategy, device)
     settings = trainer_config(config, device, trains=trains)
     kind = DeterministicTrainer if config.embedded.deterministic else EmbeddedTrainer
-    return kind(model, settings, lambda: build("ref"), precision, parallel, optimizer)
+    processor = find_processor(run, policy)
+    return kind(model, settings, lambda: build("ref"), precision, parallel, optimizer, processor)
 
 
 def steps_follow(config: Any) -> bool:

@@ -32,12 +32,14 @@ from miles_core.train.loss import trained_tokens, with_auxiliary
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.model.export import export_checkpoint
 from miles_embedded.model.growing_rope import rope_switch
+from miles_embedded.model.image_processor import ImageProcessor
 from miles_embedded.model.load import facts_of, mask_for
 from miles_embedded.model.logprobs import head_log_probs, scatter, top_log_probs
 from miles_embedded.model.parts import backbone, decoder_layers, is_critic, value_head
 from miles_embedded.model.released import Released
 from miles_embedded.model.storage import constant_tensors, local_shard
 from miles_embedded.model.views import export
+from miles_embedded.model.vision import Vision
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer import checkpoint
@@ -95,13 +97,15 @@ class EmbeddedTrainer(Trainer):
         precision: precision of the models; None if it is fixed.
         parallel: data-parallel strategy. Every process has such a trainer and receives the same calls.
         optimizer: makes the optimizer from parameter groups; AdamW by default.
+        processor: the model's image processor, for samples with media.
 
     Raises:
         ConfigError: a model to be trained has no trainable parameter.
     """
 
     capabilities = frozenset({
-        "entropy", "format:*", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "candidates", "optimizers", "adapters",
+        "entropy", "format:*", "media", "sampling_support", "rebuild", "sleep", "values", "top_log_probs", "candidates", "optimizers",
+        "adapters",
     })  # fmt: skip
 
     def __init__(
@@ -112,8 +116,9 @@ class EmbeddedTrainer(Trainer):
         precision: TrainedPrecision | None = None,
         parallel: Alone | None = None,
         optimizer: MakeOptimizer | None = None,
+        processor: ImageProcessor | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.processor = model, processor
         self.config = config
         self.precision = precision
         self.parallel = parallel or Alone()
@@ -171,8 +176,7 @@ class EmbeddedTrainer(Trainer):
         if ctx.kind == "train":
             self.loads.open(ctx, packing)
         hidden = backbone(chunk)(
-            input_ids=micro_batch.tokens[ctx.rows].unsqueeze(0),
-            position_ids=packing.positions.unsqueeze(0),
+            **self._inputs(chunk, micro_batch, packing),
             attention_mask=self._mask,
             use_cache=False,
             call=call,
@@ -180,6 +184,16 @@ class EmbeddedTrainer(Trainer):
         self.loads.close(ctx)
         aux = {} if watch is None else watch.close(ctx, micro_batch, packing)
         return replace(self.predict(chunk, hidden, micro_batch, ctx), aux=aux)
+
+    def _inputs(self, model: nn.Module, micro_batch: Batch, packing: Packing) -> dict[str, Tensor]:
+        """Return the arguments of the decoder stack for the rows of a packing."""
+        if micro_batch.media:
+            if self.processor is None:
+                raise ConfigError("samples have media, but this trainer was built for text; start the run with --media")
+            vision = Vision(model, self.processor)
+            return vision.inputs(micro_batch.tokens, micro_batch.lengths.tolist(), micro_batch.media, packing.rows)
+        ids = micro_batch.tokens[packing.rows]
+        return {"input_ids": ids.unsqueeze(0), "position_ids": packing.positions.unsqueeze(0)}
 
     def predict(self, model: nn.Module, hidden: Tensor, micro_batch: Batch, ctx: Context) -> Output:
         """Compute log-probs, and other outputs requested by ``ctx``, from final hidden states [rows, hidden]; values if it has a value head."""

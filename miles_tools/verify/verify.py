@@ -13,7 +13,7 @@ from miles_core.data.sample import Sample
 from miles_core.mismatch.at_sync import check_version, check_versions_of, score
 from miles_core.mismatch.budget import Budget, budget, in_this_process
 from miles_core.mismatch.gap import Gap, measure
-from miles_core.mismatch.probe import bare, probe, probe_prompts
+from miles_core.mismatch.probe import ProbePrompt, bare, probe, probe_prompts
 from miles_core.precision.quantizer import SideParity
 from miles_tools.verify.layers import LayerComparison, compare_rows, find_models, record_rows
 
@@ -99,7 +99,7 @@ async def verify(
 
 
 async def verify_policy(
-    run: Run, parts: PolicyParts, prompts: Sequence[Sequence[int]], with_budget: bool = False, exact: bool = False
+    run: Run, parts: PolicyParts, prompts: Sequence[ProbePrompt], with_budget: bool = False, exact: bool = False
 ) -> Verification:
     """Compare the engine of a policy with its trainer; both must be built and synced.
 
@@ -116,7 +116,8 @@ async def verify_policy(
     with record_rows(models[1]) as of_trainer:
         trainer = await parts.learner.log_probs(samples)
     alone = [bare(s) for s in samples]
-    scored = None if any(s.fields.get("sampling_support") for s in samples) else await score(run, parts, alone)
+    cannot = any(s.fields.get("sampling_support") or s.media for s in samples)
+    scored = None if cannot else await score(run, parts, alone)
     return Verification(
         policy=policy.name,
         tolerance=run.config.run.verify_logprobs_tolerance,

@@ -5,6 +5,7 @@ import pytest
 
 from miles_core.checkpoint.samples import get_samples, put_samples
 from miles_core.checkpoint.store import Store
+from miles_core.data.media import Media
 from miles_core.data.sample import Sample, Status
 from miles_core.errors import CheckpointError
 
@@ -59,3 +60,14 @@ def test_no_samples(tmp_path):
 def test_what_cannot_be_saved_is_named(tmp_path, sample, where):
     with pytest.raises(CheckpointError, match=where):
         put_samples(Store(tmp_path), "buffer", [sample])
+
+
+def test_media_are_saved_once_for_all_samples_that_share_them(tmp_path):
+    content = bytes(range(256)) * 40
+    here, there = Media.of("image", content), Media("image", "0" * 64, "/a.png")
+    put_samples(Store(tmp_path), "buffer", [Sample(index=i, media=(here, there)[: 1 + i % 2]) for i in range(8)])
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 2 * len(content)
+    found = get_samples(Store(tmp_path), "buffer")
+    assert [sample.media for sample in found] == [(here,), (here, there)] * 4
+    assert found[0].media[0].source == content and found[1].media[1].source == "/a.png"
+    assert found[0].media[0] is found[7].media[0]

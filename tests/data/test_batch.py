@@ -9,6 +9,7 @@ import torch
 from miles_core.data import Sample, collate
 from miles_core.data.batch import Ragged
 from miles_core.data.field import CORE_FIELDS, SAMPLING_SUPPORT, Field
+from miles_core.data.media import Media
 
 LENGTHS = (4, 2, 5, 3)
 
@@ -102,3 +103,11 @@ def test_every_value_of_a_sample_is_in_its_row_and_all_other_rows_are_padded(cou
         found = np.array([pad if row is None else row for row in rows], field.dtype).reshape(column.shape)
         assert column.numpy().dtype == found.dtype
         np.testing.assert_array_equal(column.numpy(), found)
+
+
+def test_media_follow_their_samples():
+    a, b = Media.of("image", b"a"), Media.of("image", b"b")
+    samples = [Sample(tokens=[1, 2], response_length=1, media=media) for media in ((a,), (), (a, b))]
+    batch = collate(samples)
+    assert batch.media == ((a,), (), (a, b)) and batch.select([2, 0]).media == ((a, b), (a,))
+    assert collate(samples[1:2]).media == ()

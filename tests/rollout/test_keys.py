@@ -178,7 +178,7 @@ def test_dropping_a_sample_aborts_each_of_its_calls(toy_run):
 
 
 def test_probes_share_no_key_with_samples(toy_run):
-    from miles_core.mismatch.probe import probe
+    from miles_core.mismatch.probe import ProbePrompt, probe
 
     done, asked, policies = toy_run(steps=1), [], set()
 
@@ -190,5 +190,6 @@ def test_probes_share_no_key_with_samples(toy_run):
             policies.add(request.policy)
             return Response([3], [-1.0], "length", "", [(0, 0)])
 
-    asyncio.run(probe(done.run, dataclasses.replace(done.parts[0], engine=Engine()), [[1, 2], [3]], key=16))
+    prompts = [ProbePrompt([1, 2]), ProbePrompt([3])]
+    asyncio.run(probe(done.run, dataclasses.replace(done.parts[0], engine=Engine()), prompts, key=16))
     assert sorted(asked) == [FIRST_PROBE + 16, FIRST_PROBE + 17] and policies == {"policy"}

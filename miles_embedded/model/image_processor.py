@@ -1,0 +1,178 @@
+"""The model's own image processor: decodes images, expands their placeholders in a prompt, and makes the inputs of the tower.
+
+Driver, engine and trainer call the same processor with the same bytes, so pixel values are computed where they are needed and never
+travel, and neither do they occupy memory: an image in a file is a path and a digest. Images are processed one at a time, so that the
+result does not depend on other images. Always the backend with Pillow, whose results do not depend on installed packages.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from io import BytesIO
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoImageProcessor
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from miles_core.data.media import Media
+from miles_core.errors import CheckpointError, ConfigError, DataError, first_line
+from miles_embedded.model.load import FLAG, checkpoint_config
+
+#: Largest image, in pixels; a compressed file of a few kilobytes can hold any number of equal ones.
+MOST_PIXELS = 64_000_000
+#: Formats that are decoded. Others run programs, or read more than one file.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+#: Images whose tower inputs are kept; a prompt is computed by the engine and soon after by the trainer.
+_KEPT = 16
+
+
+class ImageProcessor:
+    """Calls a Transformers processor.
+
+    Attributes:
+        processor: the processor, without video.
+        token: the text that marks the place of an image.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self.processor, self.token = processor, str(processor.image_token)
+        self._process = lru_cache(maxsize=_KEPT)(self._process_image)
+
+    def expand(self, text: str, media: Sequence[Media] = ()) -> str:
+        """Return the text with every placeholder replaced by the tokens that the model reads in its place.
+
+        Raises:
+            DataError: an image cannot be decoded, or the numbers of placeholders and images differ.
+        """
+        parts = text.split(self.token)
+        if len(parts) - 1 != len(media):
+            raise DataError(
+                f"the rendered prompt has {len(parts) - 1} placeholders ({self.token}) for {len(media)} images; mark the place of every image "
+                'with a part {"type": "image"}'
+            )
+        replaced = (self._process(item)[0] for item in media)
+        return "".join(piece for pair in zip_longest(parts, replaced, fillvalue="") for piece in pair)
+
+    def inputs(self, media: Media) -> dict[str, Tensor]:
+        """Return the inputs of the tower for one image, name -> [...], such as ``pixel_values`` and ``image_grid_thw``."""
+        return self._process(media)[1]
+
+    def _process_image(self, media: Media) -> tuple[str, dict[str, Tensor]]:
+        image = decode_image(media)
+        try:
+            found = self.processor(text=[self.token], images=[image], return_text_replacement_offsets=True)
+        except ValueError as error:  # such as sides of very different lengths
+            raise DataError(f"the processor of this model refuses {_name(media)} ({first_line(error)})") from error
+        text = found["text_replacement_offsets"][0][0]["replacement"]
+        names = [name for name in found if name.startswith(("pixel_", "image_"))]
+        return text, {name: _to_tensor(found[name]) for name in names}
+
+
+def _to_tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
+
+
+def _name(media: Media) -> str:
+    return f"the image {media.source}" if isinstance(media.source, str) else f"an image of {len(media.source):,} bytes"
+
+
+def decode_image(media: Media) -> Any:
+    """Decode an image to RGB, upright as its EXIF data says.
+
+    Raises:
+        ConfigError: Pillow is not installed.
+        DataError: the content is not an image of one of ``FORMATS``, is damaged or animated, or has more than ``MOST_PIXELS``.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise ConfigError(
+            "--media: images are decoded with Pillow; install it (pip install 'miles-core[media]')"
+        ) from error
+    where = _name(media)
+    if media.kind != "image":
+        raise DataError(f"{where} is of kind {media.kind!r}; only images are passed to a model")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # checked below
+            image: Any = Image.open(BytesIO(media.read()), formats=FORMATS)
+        if image.width * image.height > MOST_PIXELS:
+            raise DataError(
+                f"{where} has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}; make it smaller"
+            )
+        if getattr(image, "is_animated", False):
+            raise DataError(f"{where} is animated ({image.n_frames} frames); save one frame")
+        image.load()
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except Image.DecompressionBombError as error:
+        raise DataError(
+            f"{where} has more pixels than the {MOST_PIXELS:,} that are decoded; make it smaller"
+        ) from error
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # decoders raise exceptions of many types for damaged files
+        formats = ", ".join(FORMATS)
+        raise DataError(
+            f"{where} cannot be decoded ({first_line(error)}); it must be a complete file in one of: {formats}"
+        ) from error
+
+
+def make_expand(run: Any) -> Any:
+    """Return ``expand`` for the prompts of a run (kind ``media``)."""
+    options = run.config.model
+    return make_processor(options.hf_checkpoint, run.tokenizer, options.trust_remote_code).expand
+
+
+def find_processor(run: Any, policy: Any) -> ImageProcessor | None:
+    """Return the processor of a policy's model; None without ``--media``."""
+    options = run.config_of(policy).model
+    if not run.config.data.media:
+        return None
+    return make_processor(policy.hf_checkpoint or options.hf_checkpoint, run.tokenizer, options.trust_remote_code)
+
+
+_made: dict[str, ImageProcessor] = {}
+
+
+def make_processor(
+    path: str | Path, tokenizer: Any, trust_remote_code: bool = False, flag: str = FLAG
+) -> ImageProcessor:
+    """Make the processor of a checkpoint, once in this process.
+
+    Raises:
+        CheckpointError: the model reads no images, or files are missing.
+    """
+    key = str(Path(path).resolve())
+    if key not in _made:
+        config = checkpoint_config(path, trust_remote_code, flag)
+        kind = PROCESSOR_MAPPING.get(type(config), None)
+        if kind is None or "image_processor" not in kind.get_attributes():
+            raise CheckpointError(f"{flag} {path}: --media: a model of type {config.model_type} reads no images")
+        try:
+            values, _ = kind.get_processor_dict(path)
+            images = AutoImageProcessor.from_pretrained(path, backend="pil")
+        except Exception as error:
+            raise CheckpointError(
+                f"{flag} {path}: --media: its image processor cannot be loaded ({first_line(error)}); copy preprocessor_config.json and "
+                "processor_config.json there"
+            ) from error
+        parts = {"image_processor": images, "tokenizer": tokenizer}
+        made = _without_video(kind).from_args_and_dict([parts.get(n) for n in kind.get_attributes()], values)
+        _made[key] = ImageProcessor(made)
+    return _made[key]
+
+
+def _without_video(kind: type[Any]) -> type[Any]:
+    """Return a subclass whose video processor may be None: Transformers' ones require torchvision."""
+
+    def accept(self: Any, name: str, argument: Any) -> type[Any]:
+        return type(argument)
+
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": accept})
