@@ -210,7 +210,8 @@ class Prompts(PromptSource):
         file = bisect_right(self._ends, at)
         row, place = self._files[file].read(at - (self._ends[file - 1] if file else 0))
         self._check(row, place)  # the file may have been edited since it was opened
-        prompt, media = _without_nulls(find_entry(row, self.input_key)), ()
+        prompt: Any = _without_nulls(find_entry(row, self.input_key))
+        media: tuple[Media, ...] = ()
         if self.media:
             prompt, media = self._take_media(prompt, row, at, place)
         return Row(

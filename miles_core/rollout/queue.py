@@ -62,8 +62,10 @@ def encode_prompt(render: PromptTemplate, row: Row, limits: Limits, encoded: lis
         DataError: the template or the tokenizer rejects the prompt, or a token id exceeds the vocabulary. Names the row.
     """
     try:
-        more = {"media": row.media} if row.media else {}
-        tokens = render(row.prompt, **more) if encoded is None else render(row.prompt, encoded, **more)
+        if row.media:
+            tokens = render(row.prompt, encoded, row.media)
+        else:
+            tokens = render(row.prompt) if encoded is None else render(row.prompt, encoded)
     except MilesError as error:
         raise DataError(f"{row.place}: {error}") from error
     except Exception as error:  # tokenizers raise exceptions of any type

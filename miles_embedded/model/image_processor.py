@@ -152,7 +152,7 @@ def make_processor(
     key = str(Path(path).resolve())
     if key not in _made:
         config = checkpoint_config(path, trust_remote_code, flag)
-        kind = PROCESSOR_MAPPING.get(type(config), None)
+        kind: Any = PROCESSOR_MAPPING.get(type(config), None)
         if kind is None or "image_processor" not in kind.get_attributes():
             raise CheckpointError(f"{flag} {path}: --media: a model of type {config.model_type} reads no images")
         try:

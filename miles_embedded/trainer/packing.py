@@ -167,8 +167,8 @@ def _build_tree(batch: Batch, needed: Ints, share: bool) -> tuple[Ints, Ints, In
     limit = np.minimum(shortest, np.maximum.reduceat(needed[order], heads))
     limit[np.bincount(number) == 1] = 0
     if batch.media:  # equal placeholders of different images are different inputs
-        first = [batch.media[i] for i in order[heads]]
-        differs = [batch.media[i] != first[n] for i, n in zip(order, number, strict=True)]
+        media = [batch.media[i] for i in order]
+        differs = [own != media[heads[n]] for own, n in zip(media, number, strict=True)]
         limit[np.unique(number[differs])] = 0
     shared = _find_agreement(batch, order, heads, number, limit)[number]
     # Each sample of a group without shared rows is a separate trunk.

@@ -75,7 +75,8 @@ def test_bytes_of_parquet_files_and_structs_of_datasets_are_read(tmp_path):
     (tmp_path / "a.png").write_bytes(A)
     rows = [
         {"input": [{"role": "user", "content": "<image>?"}], "images": [{"bytes": B, "path": None}]},
-        {"input": [{"role": "user", "content": "<image><image>"}], "images": [{"bytes": bytes([255, 0]), "path": "x"}, {"bytes": None, "path": "a.png"}]},
+        {"input": [{"role": "user", "content": "<image><image>"}], 
+         "images": [{"bytes": bytes([255, 0]), "path": "x"}, {"bytes": None, "path": "a.png"}]},
         {"input": [{"role": "user", "content": "text only"}], "images": []},
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")

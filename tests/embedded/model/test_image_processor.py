@@ -62,7 +62,7 @@ def test_a_text_with_a_placeholder_is_expanded_without_a_chat_template(processor
     template = PromptTemplate(vision_tokenizer())
     template.media = processor.expand
     assert template("A<|image_pad|>B", media=(image(1),)) == [35, 60, 60, 60, 60, 36]
-    with pytest.raises(DataError, match="has 1 placeholders .* for 0 images"):
+    with pytest.raises(DataError, match=r"has 1 placeholders .* for 0 images"):
         template("A<|image_pad|>B")
 
 
@@ -118,5 +118,5 @@ def test_models_and_checkpoints_without_image_processor_are_refused(tmp_path):
         make_processor(path, vision_tokenizer())
     path = vision_checkpoint("qwen2_5_vl", tmp_path / "images")
     (path / "preprocessor_config.json").unlink()
-    with pytest.raises(CheckpointError, match="its image processor cannot be loaded .*copy preprocessor_config.json"):
+    with pytest.raises(CheckpointError, match=r"its image processor cannot be loaded .*copy preprocessor_config.json"):
         make_processor(path, vision_tokenizer())
