@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from miles_core.plugin.detect import (
         config_facts as config_facts,
         model_facts as model_facts,
-        moe_layers as moe_layers,
     )
     from miles_core.plugin.facts import Fact as Fact, Facts as Facts
     from miles_core.plugin.hint import (
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
         above as above,
         below as below,
     )
-    from miles_core.plugin.layers import layer_kinds as layer_kinds
+    from miles_core.plugin.layers import layer_kinds as layer_kinds, moe_layers as moe_layers
     from miles_core.plugin.manifest import (
         Capability as Capability,
         Command as Command,
@@ -81,10 +80,10 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_core.contracts.schedule": "Schedule",
         "miles_core.errors": "CheckpointError ConfigError DataError MilesError MismatchError NonFiniteError OutOfTime PlanError "
         "PluginError SyncError WorkerLost",
-        "miles_core.plugin.detect": "config_facts model_facts moe_layers",
+        "miles_core.plugin.detect": "config_facts model_facts",
         "miles_core.plugin.facts": "Fact Facts",
         "miles_core.plugin.hint": "Hint Remedy above below",
-        "miles_core.plugin.layers": "layer_kinds",
+        "miles_core.plugin.layers": "layer_kinds moe_layers",
         "miles_core.plugin.manifest": "Capability Command Package Pair Plugin Rule Set",
         "miles_core.plugin.marker": "hookimpl",
         "miles_core.plugin.memory": "Parts Usage",

@@ -16,7 +16,7 @@ from typing import Any
 from miles_core.errors import CheckpointError, ConfigError
 from miles_core.nearest import did_you_mean
 from miles_core.plugin.facts import Fact, Facts, State
-from miles_core.plugin.layers import layer_kinds
+from miles_core.plugin.layers import LAYERS, layer_kinds, moe_layers
 from miles_core.plugin.model_config import EXPERTS, EXPERTS_PER_TOKEN, model_config
 from miles_core.plugin.rule import parse_literal
 
@@ -82,7 +82,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "type": ("model_type",),
     "num_experts": EXPERTS,
     "top_k": EXPERTS_PER_TOKEN,
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "layers": LAYERS,
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd"),
     "context": ("max_position_embeddings", "n_positions", "max_sequence_length", "model_max_length"),
@@ -291,31 +291,6 @@ def _context(config: Mapping[str, Any], longest: Any, origin: str) -> tuple[Any,
         if kind in _GROWING and limit and (longest is None or limit < longest):
             return limit, f"config.json: {kind} changes its frequencies beyond original_max_position_embeddings={limit}"
     return longest, origin
-
-
-def moe_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the indices of the decoder layers with experts, from the language model's entries of a ``config.json``.
-
-    Supports the keys of different model families. Empty for a model without experts.
-    """
-    if not any(config.get(key) for key in _KEYS["num_experts"]):
-        return ()
-    for key, sparse in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
-        listed = config.get(key)
-        if isinstance(listed, list):
-            return tuple(i for i, entry in enumerate(listed) if entry == sparse)
-    if isinstance(config.get("moe_layers"), list):
-        return tuple(config["moe_layers"])
-    if "moe" in (kinds := layer_kinds(config)) or "mlp" in kinds:
-        return tuple(i for i, kind in enumerate(kinds) if kind == "moe")
-    layers = next((int(config[key]) for key in _KEYS["layers"] if config.get(key) is not None), 0)
-    if period := config.get("expert_layer_period"):
-        return tuple(i for i in range(layers) if i % period == config.get("expert_layer_offset", 0))
-    first = int(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
-    every = int(config.get("moe_layer_freq") or 1)
-    step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
-    dense = set(config.get("mlp_only_layers") or ())
-    return tuple(i for i in range(layers) if i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense)
 
 
 def override(facts: Facts, given: Sequence[str]) -> Facts:

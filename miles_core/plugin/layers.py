@@ -1,9 +1,14 @@
-"""Kinds of the decoder layers of a model, from its ``config.json``."""
+"""Kinds of the decoder layers of a model, and those with experts, from its ``config.json``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from miles_core.plugin.model_config import EXPERTS
+
+#: Names of the number of layers.
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 #: Names in older configurations -> Transformers' present names.
 _RENAMED = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -60,3 +65,28 @@ def _attending(config: Mapping[str, Any], layers: int) -> set[int] | None:
         if interval := config.get(key):
             return {i for i in range(layers) if (i + 1) % interval == 0}
     return None
+
+
+def moe_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the indices of the decoder layers with experts, from the language model's entries of a ``config.json``.
+
+    Supports the keys of different model families. Empty for a model without experts.
+    """
+    if not any(config.get(key) for key in EXPERTS):
+        return ()
+    for key, sparse in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
+        listed = config.get(key)
+        if isinstance(listed, list):
+            return tuple(i for i, entry in enumerate(listed) if entry == sparse)
+    if isinstance(config.get("moe_layers"), list):
+        return tuple(config["moe_layers"])
+    if "moe" in (kinds := layer_kinds(config)) or "mlp" in kinds:
+        return tuple(i for i, kind in enumerate(kinds) if kind == "moe")
+    layers = next((int(config[key]) for key in LAYERS if config.get(key) is not None), 0)
+    if period := config.get("expert_layer_period"):
+        return tuple(i for i in range(layers) if i % period == config.get("expert_layer_offset", 0))
+    first = int(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
+    every = int(config.get("moe_layer_freq") or 1)
+    step = int(config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1)
+    dense = set(config.get("mlp_only_layers") or ())
+    return tuple(i for i in range(layers) if i >= first and i % every == 0 and (i + 1) % step == 0 and i not in dense)

@@ -19,6 +19,8 @@ WITH_BIAS = {
     "solar_open": "Solar Open",
     "afmoe": "AFMoE",
     "kimi_linear": "Kimi-Linear",
+    "bailing_hybrid": "Ling 2.5",
+    "nemotron_h": "Nemotron-H",
     "lfm2_moe": "LFM2 MoE",
 }
 

@@ -221,12 +221,7 @@ def assemble(
 
     served = serve(codec)
     context = choices.max_context or int(config["max_position_embeddings"])
-    if choices.url:
-        link: Link = ServerLink(choices.url, choices.startup_timeout, choices.arguments)
-    else:
-        arguments = _arguments(choices, served.arguments, context)
-        environment = _environment(choices, config)
-        link = ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
+    link = _connect(choices, served, context, config, directory, early)
     translator = _translator(detokenize, context, config, choices)
     settings = Settings(
         translator,
@@ -244,6 +239,21 @@ def assemble(
     engine = SglangEngine(link, settings)
     engine.kv_cache_dtype = "" if choices.kv_cache_dtype == "auto" else choices.kv_cache_dtype
     return engine
+
+
+def _connect(
+    choices: Choices,
+    served: Served,
+    context: int,
+    config: Mapping[str, Any],
+    directory: Path,
+    early: dict[Path, Spawned] | None,
+) -> Link:
+    """Return the link to a running server, or to a process that starts SGLang."""
+    if choices.url:
+        return ServerLink(choices.url, choices.startup_timeout, choices.arguments)
+    arguments, environment = _arguments(choices, served.arguments, context), _environment(choices, config)
+    return ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
 
 
 def _translator(

@@ -155,7 +155,7 @@ def test_errors_go_to_the_model_and_the_run_goes_on(run, scripted):
         ({"tool_calls_per_sample": 2}, "no calls are left; answer without tools", "completed", 3),
         ({"tool_seconds_per_sample": 1e-9}, "no time is left for tools", "completed", 3),
         ({"tool_chars_per_sample": 3}, "the results of this conversation are too long", "completed", 3),
-        ({"rollout_max_context_len": 850}, "", "truncated", 2),
+        ({"rollout_max_context_len": 1000}, "", "truncated", 2),
     ],
     ids=["turns", "calls per turn", "calls per sample", "seconds", "characters", "context"],
 )
