@@ -237,6 +237,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **_QWEN_IDS,
         },
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        {
+            "text_config": {**_HEADS, **_MOE, **_sections(2, 3, 3)},
+            "vision_config": {**_QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+            **_QWEN_IDS,
+        },
+    ),
     "llama4, with towers": (
         "Llama4Config",
         {

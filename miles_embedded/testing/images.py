@@ -27,6 +27,10 @@ _QWEN = {"size": {"shortest_edge": 56 * 56, "longest_edge": 84 * 84}, "patch_siz
 PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl": ("Qwen2VLImageProcessor", _QWEN),
     "qwen2_5_vl": ("Qwen2VLImageProcessor", _QWEN),
+    "qwen3_vl_moe": (
+        "Qwen2VLImageProcessor",
+        {**_QWEN, "size": {"shortest_edge": 64 * 64, "longest_edge": 96 * 96}, "patch_size": 16},
+    ),
     "qwen3_vl": (
         "Qwen2VLImageProcessor",
         {**_QWEN, "size": {"shortest_edge": 64 * 64, "longest_edge": 96 * 96}, "patch_size": 16},

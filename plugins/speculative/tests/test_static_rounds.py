@@ -271,9 +271,9 @@ def test_the_context_is_never_exceeded(mtp_checkpoint):
     engine = make_engine(mtp_checkpoint(), True, max_context=12)
     positions, run = [], engine.runner.run
 
-    def watched(ids, where, call):
+    def watched(ids, where, call, inputs=None):
         positions.append(int(where.max()))
-        return run(ids, where, call)
+        return run(ids, where, call, inputs)
 
     engine.runner.run = watched
     sent = [Request([3] * n, Sampling(100, ignore_eos=True), key=n) for n in (2, 9)]
