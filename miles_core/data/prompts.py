@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_core.chat.renderer import Renderer
-from miles_core.data.media import Media, explain_media, find_media, is_empty, is_media_key
+from miles_core.data.media import Media, explain_media, is_empty, is_media_key
 from miles_core.data.media_reader import MediaReader
 from miles_core.data.prompt_file import ChangedFileError, Opener, open_prompt_file
 from miles_core.data.prompt_index import ROWS, sample_rows
 from miles_core.data.prompt_source import Chat, PromptSource, Row
+from miles_core.data.row_check import check_prompt, check_text
 from miles_core.data.strict_json import load_strict_json
 from miles_core.errors import ConfigError, DataError
 
@@ -320,10 +321,10 @@ class Prompts(PromptSource):
         )
         for key, value in ((self.input_key, prompt), (self.label_key, label), (self.metadata_key, metadata)):
             if key is not None and value is not None and value is not _ABSENT:
-                _check_text(value, key, place)
+                check_text(value, key, place)
         if prompt is _ABSENT:
             raise DataError(f"{place}: no key {self.input_key!r} for the prompt; choose --input-key from: {_keys(row)}")
-        _check_prompt(prompt, self.input_key, place, self.media)
+        check_prompt(prompt, self.input_key, place, self.media)
         named = [find_column(key, row) for key in self._named]
         for key, value in row.items():
             if not self.media and key not in named and is_media_key(key) and not is_empty(value):
@@ -370,34 +371,6 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 def _keys(row: Mapping[str, Any]) -> str:
     entries = [f"{key}.{entry}" for key, value in row.items() if isinstance(value, Mapping) for entry in value]
     return ", ".join(map(repr, [*row, *entries])) or "none"
-
-
-def _check_text(value: Any, key: str, place: str) -> None:
-    """Raise DataError for an unpaired surrogate (``"\\ud83d"`` alone), which no tokenizer accepts, and for non-finite numbers, which
-    Python's JSON reader accepts although NaN equals nothing."""
-    try:
-        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)).encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place}: {key!r} holds half of a surrogate pair (character {error.start}), which is not valid text; correct or "
-            "remove the row"
-        ) from error
-    except ValueError as error:
-        raise DataError(
-            f"{place}: {key!r} holds NaN or an infinite number, which is not valid JSON; correct or remove the row"
-        ) from error
-
-
-def _check_prompt(prompt: Any, key: str, place: str, media: bool) -> None:
-    if isinstance(prompt, str) and prompt:
-        return
-    if not media and (found := find_media(prompt)):
-        raise DataError(explain_media(place, f"the prompt {key!r} holds {found}"))
-    if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
-        return
-    wanted = "a text, or a list of messages with 'role' and 'content'"
-    what = "is empty" if prompt in ("", [], None) else f"is {prompt!r:.80}"
-    raise DataError(f"{place}: the prompt {key!r} {what}; it must be {wanted}")
 
 
 def _without_nulls(prompt: str | Chat) -> str | Chat:

@@ -70,15 +70,12 @@ async def generate(
     keys = iter(range(_FIRST_KEY + attempt * _KEYS, _FIRST_KEY + (attempt + 1) * _KEYS))
 
     async def ask(calls: Sequence[tuple[ProbePrompt, Sampling, int]], tokens: int) -> list[Sample]:
-        def limited(start: ProbePrompt, sampling: Sampling) -> Sampling:
-            return replace(sampling, max_new_tokens=max(min(tokens, context - len(start.tokens)), 1))
-
         asked = [
             generate_probe(
                 run,
                 parts,
                 start,
-                limited(start, sampling),
+                replace(sampling, max_new_tokens=max(min(tokens, context - len(start.tokens)), 1)),
                 next(keys),
                 group,
                 [SAMPLING_SUPPORT.name] if recorded and sampling is usual else [],

@@ -199,10 +199,9 @@ class EngineRequests:
         parts: list[Response] = []
         fruitless = 0
         while fruitless < FRUITLESS:
-            context, rest = tokens[:], sampling
+            generated = join_columns(part.tokens for part in parts)
+            context, rest = tokens + generated, sampling
             if parts:
-                generated = join_columns(part.tokens for part in parts)
-                context += generated
                 rest = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(generated))
             request = Request(context, rest, key=key, group=group, extras=set(self.extras), policy=policy, media=media)
             self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
@@ -221,17 +220,21 @@ class EngineRequests:
                 parts.clear()
                 fruitless += 1
             elif parts[-1].finish != "abort":
-                joined = join_parts(parts, sampling.stop, self.run.fields, self.decode)
-                if self._without_token is not None and joined.tokens:
-                    unknown = int(self._without_token[np.asarray(joined.tokens)].sum())
-                    add(self.answers, {"rollout/ids_without_token": (float(unknown), float(len(joined.tokens)))})
-                return joined
+                return self._count_unknown(join_parts(parts, sampling.stop, self.run.fields, self.decode))
             else:
                 fruitless = 0
         raise MilesError(
             f"the engine aborted the request of sample {number} {FRUITLESS} times in a row without a token to continue from; "
             "see the engine's log"
         )
+
+    def _count_unknown(self, response: Response) -> Response:
+        """Count the ids that have no token in the tokenizer; returns the response."""
+        tokens = response.tokens
+        if self._without_token is not None and tokens:
+            unknown = int(self._without_token[np.asarray(tokens)].sum())
+            add(self.answers, {"rollout/ids_without_token": (float(unknown), float(len(tokens)))})
+        return response
 
     def _check_response(self, request: Request, response: Any) -> None:
         """Check an engine's response; raises PluginError, which names the plugin that provides the engine."""

@@ -7,7 +7,9 @@ communicates through one object: ``Alone`` for a single process, ``Replicated`` 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from miles_core.contracts.trainer import Context, Forward, Output
 from miles_core.data.batch import Batch, add
+from miles_core.data.weight_unit import WeightUnit
 from miles_core.data.world import ALONE, World
 
 
@@ -145,3 +148,16 @@ def sum_over_ranks(value: Tensor, device: torch.device) -> Tensor:
     """
     world = current_world()
     return value if world.size == 1 else Replicated(world, device).sum(value)
+
+
+@contextmanager
+def drain(units: Iterator[WeightUnit]) -> Iterator[Iterator[WeightUnit]]:
+    """Consume the remaining units on exit, also after an error, because other ranks wait for this one at each unit.
+
+    Not while the interpreter exits: PyTorch's reference counts are no longer maintained, and an operation aborts the process."""
+    try:
+        yield units
+    finally:
+        if not sys.is_finalizing():
+            for _ in units:
+                pass

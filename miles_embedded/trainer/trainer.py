@@ -7,7 +7,6 @@ its result.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -46,7 +45,7 @@ from miles_embedded.trainer import checkpoint
 from miles_embedded.trainer.attention import PackedCall
 from miles_embedded.trainer.balance import Balance
 from miles_embedded.trainer.columns import check_columns, gather_columns, predict_values
-from miles_embedded.trainer.data_parallel import Alone, add_pairs
+from miles_embedded.trainer.data_parallel import Alone, add_pairs, drain
 from miles_embedded.trainer.emulate import emulate_properties
 from miles_embedded.trainer.expert_loads import ExpertLoads
 from miles_embedded.trainer.loss_scale import make_loss_scale
@@ -378,12 +377,12 @@ class EmbeddedTrainer(Trainer):
 
     def units(self, everywhere: bool = False) -> Iterator[WeightUnit]:
         """See ``Trainer.units``; rank 0 yields them. Views of the model's memory, which the next step changes."""
-        with _drain(export(self.model)) as units:
+        with drain(export(self.model)) as units:
             yield from (unit for unit in units if everywhere or self.world.rank == 0)
 
     def export(self, directory: Path, tokenizer: Any, units: Iterator[WeightUnit] | None = None) -> None:
         """See ``Trainer.export``; rank 0 writes."""
-        with _drain(self.units() if units is None else units) as stream:
+        with drain(self.units() if units is None else units) as stream:
             if self.world.rank == 0:
                 export_checkpoint(self.model, tokenizer, directory, units=stream)
 
@@ -393,19 +392,6 @@ class EmbeddedTrainer(Trainer):
     def load(self, directory: Path) -> None:
         """See ``Trainer.load``; CheckpointError if ``directory`` belongs to another model."""
         checkpoint.load(self.model, self.optimizer, Path(directory), self.world)
-
-
-@contextmanager
-def _drain(units: Iterator[WeightUnit]) -> Iterator[Iterator[WeightUnit]]:
-    """Consume the remaining units on exit, also after an error, because other ranks wait for this one at each unit.
-
-    Not while the interpreter exits: PyTorch's reference counts are no longer maintained, and an operation aborts the process."""
-    try:
-        yield units
-    finally:
-        if not sys.is_finalizing():
-            for _ in units:
-                pass
 
 
 def _no_loss(output: Output, micro_batch: Batch, ctx: Context) -> Any:

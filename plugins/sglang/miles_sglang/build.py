@@ -361,9 +361,7 @@ def _sees_a_gpu() -> bool:
 
 
 def _dtype(asked: str, device: str) -> str:
-    if asked != "auto":
-        return asked
-    return "float32" if device == "cpu" else "bfloat16"
+    return asked if asked != "auto" else "float32" if device == "cpu" else "bfloat16"
 
 
 def _experts(config: Mapping[str, Any], choices: Choices) -> int:
