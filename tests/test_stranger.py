@@ -349,8 +349,8 @@ def test_every_part_that_a_manifest_can_provide(toy_run, tmp_path):
         "schedule",
         "check",
     ]
-    # these three are made for number formats, rollout workers, and engines that know the layout of their weights
-    assert {kind.split()[0] for kind in made} == set(MAKERS) - {"codec", "inline_rollouts", "sent_weights"}
+    # these are made for number formats, rollout workers, engines that know the layout of their weights, and images
+    assert {kind.split()[0] for kind in made} == set(MAKERS) - {"codec", "inline_rollouts", "sent_weights", "media"}
     assert run.metrics[0]["reward/mean"] == pytest.approx(run.metrics[0]["rollout/length_mean"])
 
 

@@ -107,4 +107,4 @@ def explain_plugin(name: str, schema: Schema) -> str:
     """Return an error message for a requested plugin that is not installed."""
     nearest = did_you_mean(name, [other for other, plugin in schema.manifests.items() if not plugin.standard], "; ")
     package = f"miles-plugin-{name.replace('_', '-')}"
-    return f"no plugin {name!r} is installed{nearest}; `miles plugins` lists those that are; install it, usually with pip install {package}"
+    return f"no plugin {name!r} is installed{nearest}; `miles plugins` lists those that are; its package is usually named {package}"

@@ -115,7 +115,7 @@ def test_a_worker_makes_the_same_samples(file):
 
 def config(path, source=FILE):
     data = SimpleNamespace(
-        prompts=source, prompt_data=[path], input_key="input", label_key="n", metadata_key="metadata"
+        prompts=source, prompt_data=[path], input_key="input", label_key="n", metadata_key="metadata", media=False
     )
     return SimpleNamespace(data=data, train=SimpleNamespace(seed=3))
 
