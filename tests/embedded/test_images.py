@@ -7,6 +7,8 @@ import json
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -19,11 +21,16 @@ from miles_core.plugin.facts import Fact, Facts
 from miles_core.train.optimizer import OptimizerConfig
 from miles_embedded.engine.engine import EmbeddedEngine
 from miles_embedded.engine.settings import Settings
-from miles_embedded.manifest import review
+from miles_embedded.manifest import IMAGES_SINCE, review
 from miles_embedded.model.image_processor import make_processor
 from miles_embedded.model.load import load_model
 from miles_embedded.testing.images import draw_image, image, vision_checkpoint, vision_tokenizer
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version(IMAGES_SINCE),
+    reason=f"embedded cannot run a model of type qwen3_vl with Transformers {transformers.__version__} and images",
+)
 
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 A, B, C = image(1), image(2, 90, 60), image(3)

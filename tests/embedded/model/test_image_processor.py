@@ -5,14 +5,22 @@ from io import BytesIO
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from PIL import Image
 
 from miles_core.data.media import Media
 from miles_core.data.prompts import PromptTemplate
 from miles_core.errors import CheckpointError, DataError
+from miles_embedded.manifest import IMAGES_SINCE
 from miles_embedded.model.image_processor import MOST_PIXELS, make_processor
 from miles_embedded.testing.images import draw_image, image, vision_checkpoint, vision_tokenizer
 from miles_testing.tiny import tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version(IMAGES_SINCE),
+    reason=f"embedded cannot run a model of type qwen3_vl with Transformers {transformers.__version__} and images",
+)
 
 CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "A"}, {"type": "image"}]}]
 
