@@ -19,8 +19,9 @@ import numpy as np
 from miles_core.contracts.engine import Sampling
 from miles_core.data.field import SAMPLING_SUPPORT
 from miles_core.data.sample import Sample
-from miles_core.mismatch.agreement import FLOOR, find_larger
+from miles_core.mismatch.agreement import find_larger
 from miles_core.mismatch.probe import ProbePrompt, generate_probe
+from miles_core.mismatch.tolerance import FLOOR
 from miles_core.rollout.sampling import training_sampling
 
 if TYPE_CHECKING:

@@ -62,9 +62,9 @@ def _while_decoding(change: Callable[[Any, Tensor, Tensor, Any], Tensor]) -> Cal
     def plant(engine: Any) -> None:
         run = engine.runner.run
 
-        def changed(ids: Tensor, positions: Tensor, call: Any) -> Tensor:
+        def changed(ids: Tensor, positions: Tensor, call: Any, inputs: Any = None) -> Tensor:
             if not isinstance(call, DecodeCall):
-                found: Tensor = run(ids, positions, call)
+                found: Tensor = run(ids, positions, call, inputs)
                 return found
             return change(run, ids, positions, call)
 
