@@ -109,7 +109,7 @@ class Steps:
 
 
 class Side(Protocol):
-    """What takes turns with others: a ``Worker``, or a process per turn."""
+    """One of several compared programs that run alternately: a ``Worker``, or a new process for each turn."""
 
     name: str
 

@@ -253,7 +253,7 @@ def _refuse_time_steps(model: Mapping[str, Any]) -> tuple[str, str] | None:
         return None
     found = f"Mamba layers with time steps between {least} and {most} (time_step_limit in config.json)"
     return found, (
-        "Transformers limits those of prompts and of training, but not those of generated tokens, so that the engine would differ from the "
+        "Transformers clamps the time steps of prompts and in training, but not those of generated tokens, so the engine would differ from the "
         "trainer; use another engine and trainer"
     )
 

@@ -79,9 +79,8 @@ class EnginePool(Engine):
         self._replace: Callable[[int, WorkerLost], Awaitable[None]] | None = None
         self._resend: Callable[[], Awaitable[None]] | None = None
         self._lost_engines: dict[int, WorkerLost] = {}
-        self._unsent: WorkerLost | None = (
-            None  # the loss of a rank because of which a new engine got no weights while no engine served
-        )
+        #: Set if a new engine received no weights because this rank was lost while no other engine served.
+        self._unsent: WorkerLost | None = None
         self._mending: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
 

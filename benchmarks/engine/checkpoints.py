@@ -39,6 +39,13 @@ def make_model(kind: str, directory: Path) -> Path:
         config = transformers.Qwen3Config(**common, pad_token_id=0)
     else:
         config = transformers.Qwen3MoeConfig(**common, **EXPERTS, pad_token_id=0)
+    return save_random(config, directory)
+
+
+def save_random(config: Any, directory: Path) -> Path:
+    """Save a checkpoint with random BF16 weights, and a tokenizer of words; return its directory."""
+    import transformers
+
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.checkpoints import word_tokenizer
+from benchmarks.engine.checkpoints import save_random
 from benchmarks.measure import commit, finish, installed, options
 from benchmarks.planning.cluster_options import flags_of, make_config, run_options
 from benchmarks.planning.cluster_prediction import compare, predict, simulate
@@ -45,20 +45,7 @@ ROW = (
 
 def make_model(size: str, directory: Path, layers: int | None = None) -> Path:
     """Save a random checkpoint unless the directory exists; return it."""
-    if directory.exists():
-        return directory
-    import transformers
-
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(make_config(size, layers), dtype=torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=1.0 / parameter.shape[-1] ** 0.5)
-    model.save_pretrained(directory)
-    word_tokenizer().save_pretrained(directory)
-    return directory
+    return directory if directory.exists() else save_random(make_config(size, layers), directory)
 
 
 def parameters_of(checkpoint: Path) -> int:

@@ -1,6 +1,6 @@
 """Start-up of the command line: processor seconds of whole processes, and the modules that they import.
 
-Four commands take turns: ``miles --help``, ``miles train --help`` and ``miles plan`` without and with a model (Qwen3-4B's configuration). The
+Four commands run alternately: ``miles --help``, ``miles train --help``, and ``miles plan`` without a model and with Qwen3-4B's configuration. The
 processor seconds (user and system) of a busy machine vary less than its wall-clock time. ``tests/cli/test_imports.py`` bounds the imports.
 """
 

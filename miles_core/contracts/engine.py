@@ -169,7 +169,7 @@ class Engine(ABC):
 
     ``capabilities`` are those of the manifest: ``routed_experts``, ``sampling_support``, ``score``, ``token_versions``, ``draft``,
     ``keyed_sampling``, ``rebuild``, ``shared_storage``, ``sleep``, ``span``, ``weight_checksums``, ``format:NAME`` for each number
-    format of which ``quantizer`` returns an implementation, and ``transport:NAME`` for each transport whose messages ``receive`` accepts.
+    format that ``quantizer`` implements, and ``transport:NAME`` for each transport whose messages ``receive`` accepts.
     """
 
     capabilities: frozenset[str] = frozenset()

@@ -14,8 +14,10 @@ from typing import Any
 from miles_core.plugin import layer_kinds
 from miles_embedded.memory.state_size import StateSize, state_size
 
-#: Kinds of layers that keep a state, and of those that neither keep one nor attend.
-STATE_TYPES, NO_MIXER = frozenset({"linear_attention", "conv", "hybrid"}), frozenset({"moe", "mlp"})
+#: Kinds of layers that keep a state.
+STATE_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
+#: Kinds of layers without attention and without a state.
+NO_MIXER = frozenset({"moe", "mlp"})
 #: Model types whose feed-forward layers have no gate.
 _UNGATED = frozenset(
     {"gpt_neox", "starcoder2", "phi", "nemotron", "gpt2", "opt", "bloom", "falcon", "gptj", "codegen", "nemotron_h"}

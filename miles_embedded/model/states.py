@@ -104,8 +104,8 @@ def continues_sequences(module: nn.Module) -> bool:
 def use_configured_limit(module: Any) -> None:
     """Limit the time steps of a Mamba layer as its configuration says (``time_step_limit``).
 
-    Transformers' Nemotron-H limits those of prompts, but not those of single tokens, to at least ``time_step_min``, so that its generation
-    differs from its plain forward (huggingface/transformers#48989). The published model has the configured limits.
+    Transformers' Nemotron-H clamps the time steps of prompts to at least ``time_step_min``, but not those of single tokens, so its generation
+    differs from its plain forward (huggingface/transformers#48989). The published model uses the configured limits.
     """
     limit = getattr(getattr(module, "config", None), "time_step_limit", None)
     if limit is not None and hasattr(module, "time_step_limit"):

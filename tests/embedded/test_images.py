@@ -228,6 +228,21 @@ def test_a_run_agrees_with_its_engine_and_continues_as_if_it_had_not_stopped(toy
 
 
 @pytest.mark.parametrize(
+    ("family", "plugins", "more"),
+    [
+        ("qwen2_5_vl", ["lora"], {"lora_rank": 4}),
+        ("qwen3_vl_moe", ["r3"], {}),
+        ("qwen2_5_vl", ["fp8"], {"rollout_precision": "fp8", "train_precision": "fp8", "emulate_precision": True}),
+    ],
+    ids=["lora", "r3", "fp8"],
+)
+def test_other_parts_of_a_run_work_with_images(toy_run, tmp_path, tmp_path_factory, family, plugins, more):
+    options = write_run(Case(family, tmp_path_factory.mktemp("run")), tmp_path)
+    run = toy_run(plugins, steps=2, verify_logprobs=True, **options, **more)
+    assert [record["mismatch/abs_log_prob_max"] < 2e-4 for record in run.metrics] == [True, True]
+
+
+@pytest.mark.parametrize(
     ("kind", "more", "words"),
     [
         ("qwen3", {}, "passes images to qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe only"),

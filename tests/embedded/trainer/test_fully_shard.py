@@ -1,4 +1,4 @@
-"""Modules that plugins add are divided among ranks like the model's own: two ranks learn what one process learns."""
+"""Modules that plugins add, and towers that read images, are divided among ranks: two ranks learn what one process learns."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from miles_core.run.make import make_run
 from miles_core.run.prepare import apply_plan, prepare
 from miles_core.train.data_shard import merge_metrics, split_by_replica
 from miles_core.train.rank import Rank
+from miles_embedded.model.image_processor import make_processor
+from miles_embedded.testing.images import image, vision_checkpoint, vision_tokenizer
 from miles_testing.toy import toy_arguments
 from miles_testing.yardstick import copy_weights
 
@@ -96,12 +98,21 @@ def rollout(groups):
     ]
 
 
-def learned(words, directory):
+def rollout_with_images(tokenizer, processor):
+    samples = rollout(3)
+    for sample in samples:
+        sample.media = (image(sample.group_index),)
+        prompt = tokenizer.encode(processor.expand("A<|vision_start|><|image_pad|><|vision_end|>", sample.media))
+        sample.tokens = [*prompt, *sample.tokens[-sample.response_length :]]
+    return samples
+
+
+def learned(words, directory, samples):
     config = load(words)
     accepted, catalogue = prepare(config)
     run = make_run(apply_plan(config, accepted), accepted, catalogue, directory)
     rank = Rank(run, run.policy, run.hooks.make("trainer", "embedded", run=run, policy=run.policy))
-    share = split_by_replica(rollout(3), config.train, rank.world.replicas)[rank.world.replica]
+    share = split_by_replica(samples, config.train, rank.world.replicas)[rank.world.replica]
     pairs, _ = rank.learn(share, 0)
     rank.learn(share, 1)
     return pairs, copy_weights(rank.trainer)
@@ -113,8 +124,8 @@ def learned(words, directory):
 def test_modules_of_plugins_are_divided_too(ranks, plugin, dtype, tmp_path):
     (tmp_path / "plugin.py").write_text(plugin)
     words = toy_arguments([str(tmp_path / "plugin.py")], tmp_path / "run", dtype=dtype, lr=1e-2, adam_eps=1e-2)
-    pairs, weights = learned(words, tmp_path)
-    found = ranks.run(learned, words, tmp_path)
+    pairs, weights = learned(words, tmp_path, rollout(3))
+    found = ranks.run(learned, words, tmp_path, rollout(3))
     metrics, expected = merge_metrics([p for p, _ in found]), means(pairs)
     exact = dtype == "float32"
     for name in ("train/grad_norm", "train/loss"):
@@ -122,3 +133,18 @@ def test_modules_of_plugins_are_divided_too(ranks, plugin, dtype, tmp_path):
     assert expected["train/grad_norm"] > 0
     for name, tensor in weights.items():
         torch.testing.assert_close(found[0][1][name], tensor, rtol=0, atol=1e-4 if exact else 2e-2)
+
+
+@pytest.mark.parametrize(("strategy", "tower"), [("full_shard", False), ("full_shard", True), ("no_shard", True)])
+def test_images_are_read_by_every_rank(ranks, strategy, tower, tmp_path):
+    checkpoint, tokenizer = vision_checkpoint("qwen2_5_vl", tmp_path / "model"), vision_tokenizer()
+    samples = rollout_with_images(tokenizer, make_processor(checkpoint, tokenizer))
+    options = {"hf_checkpoint": checkpoint, "media": True, "train_vision_tower": tower, "sharding_strategy": strategy}
+    options |= {"dtype": "float32", "lr": 1e-2, "adam_eps": 1e-2, "prompt_data": None, "label_key": None}
+    words = toy_arguments([], tmp_path / "run", **options)
+    pairs, weights = learned(words, tmp_path, samples)
+    found = ranks.run(learned, words, tmp_path, samples)
+    metrics, expected = merge_metrics([p for p, _ in found]), means(pairs)
+    assert metrics["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=2e-4)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found[0][1][name], tensor, rtol=0, atol=1e-4)
