@@ -111,7 +111,7 @@ sglang = Plugin(
     CORE_RANGE,
     config=SglangConfig,
     provides={"engine": {"sglang": "miles_sglang.engine:make_engine"}},
-    capabilities={"engine": ("routed_experts", "score", "token_versions")},
+    capabilities={"engine": ("routed_experts", "score", "token_versions", "format:*")},
 )
 plain = Plugin(
     "plain",
@@ -119,7 +119,7 @@ plain = Plugin(
     "0.1.0",
     CORE_RANGE,
     provides={"engine": {"plain": "miles_plain.engine:make_engine"}},
-    capabilities={"engine": ()},
+    capabilities={"engine": ("format:*",)},
 )
 ray = Plugin(
     "ray",
