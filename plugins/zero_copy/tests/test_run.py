@@ -25,7 +25,7 @@ from miles_embedded import make_engine
 plugin = Plugin(
     name="elsewhere", summary="an engine that takes messages", version="1", core=">=0",
     provides={"engine": {"elsewhere": "make"}},
-    capabilities={"engine": ("score", "score_temperature", "token_versions", "keyed_sampling", "transport:buckets")},
+    capabilities={"engine": ("score", "score_temperature", "token_versions", "keyed_sampling", "transport:buckets", "format:*")},
 )
 
 
