@@ -213,7 +213,11 @@ def assemble(
     config = _text_config(Path(checkpoint))
 
     def serve(codec: Codec) -> Served:
-        return _serve(checkpoint, config, codec, directory, choices)
+        check_blocks(config, codec)
+        described = layout(checkpoint, codec)
+        names = WeightNames(described.names, bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers"))
+        arguments = {} if choices.url else _model(checkpoint, described, codec, directory)
+        return Served(codec, names, described, {k: v for k, v in arguments.items() if k not in choices.arguments})
 
     served = serve(codec)
     context = choices.max_context or int(config["max_position_embeddings"])
@@ -250,17 +254,6 @@ def _connect(
         return ServerLink(choices.url, choices.startup_timeout, choices.arguments)
     arguments, environment = _arguments(choices, served.arguments, context), _environment(choices, config)
     return ProcessLink(arguments, directory / LOG, choices.startup_timeout, environment, early=early)
-
-
-def _serve(
-    checkpoint: str | Path, config: Mapping[str, Any], codec: Codec, directory: Path, choices: Choices
-) -> Served:
-    """Return the form of the weights for a codec. Raises ConfigError if SGLang's kernels do not support the sizes of a layer."""
-    check_blocks(config, codec)
-    described = layout(checkpoint, codec)
-    names = WeightNames(described.names, bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers"))
-    arguments = {} if choices.url else _model(checkpoint, described, codec, directory)
-    return Served(codec, names, described, {k: v for k, v in arguments.items() if k not in choices.arguments})
 
 
 def _translator(
