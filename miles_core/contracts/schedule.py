@@ -32,6 +32,7 @@ class Position:
 
 class Schedule(ABC):
     """Decides when groups are generated. ``make_schedule(run, collector, parts)`` of the provider of ``--schedule NAME`` builds it.
+    A provider with the attribute ``generates = False`` takes samples from elsewhere; the policies of its runs may have no engines.
 
     Attributes:
         beside: whether an evaluation may run concurrently with generation and training; it ends before the next push.
