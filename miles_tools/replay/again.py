@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from miles_core.checkpoint.directory import Checkpoints, run_of
 from miles_core.errors import MilesError
 from miles_tools.replay import STORED
-from miles_tools.replay.compare import Difference, StepComparison
+from miles_tools.replay.compare import MEASURED, Difference, StepComparison
 from miles_tools.replay.open_run import open_run
 from miles_tools.replay.steps import check_recorded
 from miles_tools.replay.stored_run import StoredRun
@@ -45,7 +45,6 @@ _CHANGED: dict[str, Any] = {
 }
 #: Metrics that training and the samples determine.
 _DETERMINED = re.compile(r"(^|/)(train|mismatch|reward)/|(^|/)rollout/(length|truncated|samples|tokens$)")
-_MEASURED = re.compile(r"second|time|memory|bytes|flops|mfu|restart")
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def compare_results(run: StoredRun, again: StoredRun, step: int, tolerance: floa
     """Yield (name, value in the run, value of the repetition, whether they agree) of loss, gradient norm, metrics and checksums."""
     same = Tolerance(tolerance)
     one, other = run.metrics.get(step, {}), again.metrics.get(step, {})
-    names = [n for n in one if n in other and _DETERMINED.search(n) and not _MEASURED.search(n)]
+    names = [n for n in one if n in other and _DETERMINED.search(n) and not MEASURED.search(n)]
     equal = [n for n in names if same.find(one[n], other[n]) is None]
     for name in names:
         if name.endswith(("train/loss", "train/grad_norm")) or name not in equal:

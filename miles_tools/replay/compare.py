@@ -23,7 +23,8 @@ PHASES = ("weights", "prompt data", "rollout", "reward", "advantage", "loss", "g
 #: Metrics of training that are equal if the computation is, by the phase that they show.
 _TRAINING = re.compile(r"(^|/)(train|mismatch)/")
 _GRADIENT, _OPTIMIZER = re.compile(r"(^|/)train/grad_norm"), re.compile(r"(^|/)train/lr$")
-_MEASURED = re.compile(r"second|time|memory|bytes|flops|mfu|restart")
+#: Metrics that are measurements.
+MEASURED = re.compile(r"second|time|memory|bytes|flops|mfu|restart")
 #: Attributes of a whole sample.
 _WHOLE = frozenset({"prompt", "label", "media", "status", "weight_versions", "removed", "reward"})
 #: Fields that training adds to samples before it computes advantages.
@@ -227,7 +228,7 @@ class StepComparison:
     def _metrics(self, phase: str, chosen: Callable[[str], bool]) -> Iterator[Difference]:
         a, b = (run.metrics.get(self.step, {}) for run in (self.a, self.b))
         for name in a:
-            if name in b and _TRAINING.search(name) and not _MEASURED.search(name) and chosen(name):
+            if name in b and _TRAINING.search(name) and not MEASURED.search(name) and chosen(name):
                 if self.same.find(a[name], b[name]) is not None:
                     yield self._make(phase, name, (f"{a[name]!r}", f"{b[name]!r}"))
                     return
