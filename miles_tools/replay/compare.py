@@ -227,11 +227,10 @@ class StepComparison:
 
     def _metrics(self, phase: str, chosen: Callable[[str], bool]) -> Iterator[Difference]:
         a, b = (run.metrics.get(self.step, {}) for run in (self.a, self.b))
-        for name in a:
-            if name in b and _TRAINING.search(name) and not MEASURED.search(name) and chosen(name):
-                if self.same.find(a[name], b[name]) is not None:
-                    yield self._make(phase, name, (f"{a[name]!r}", f"{b[name]!r}"))
-                    return
+        names = [n for n in a if n in b and _TRAINING.search(n) and not MEASURED.search(n) and chosen(n)]
+        name = next((name for name in names if self.same.find(a[name], b[name]) is not None), None)
+        if name is not None:
+            yield self._make(phase, name, (f"{a[name]!r}", f"{b[name]!r}"))
 
     def _tensors(self, phase: str, what: str, sums: tuple[dict[str, int], dict[str, int]]) -> Iterator[Difference]:
         a, b = sums
