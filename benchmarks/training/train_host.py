@@ -331,6 +331,7 @@ def run_in_loop(given: argparse.Namespace) -> None:
         work = random_words(Path(directory), "tiny" if given.tiny else kind)
         samples, tokens = (2, 8) if given.tiny else (8, 256)
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        flags += " --emulate-precision" if "fp8" in flags and device == "cpu" else ""
         every = f"""--hf-checkpoint {work.checkpoint} --prompt-data {work.prompt_file} --input-key prompt --label-key label
             --custom-rm-path {Path(__file__).with_name("workload.py")}:rm_odd --save {directory}/run --device {device}
             --dtype {"bfloat16" if device == "cuda" else "float32"} --rollout-batch-size {given.groups} --n-samples-per-prompt {samples} --num-rollout {given.steps}
