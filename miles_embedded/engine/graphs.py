@@ -69,9 +69,7 @@ class Graphs(Generic[S]):
         if not self.current:  # new slabs
             self.clear()
         graph = torch.cuda.CUDAGraph()
-        recording = torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local")
-        # some of Transformers' modules allocate a tensor without a device and copy it to the GPU, which cannot be recorded
-        with recording, self.runner.device:
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             logits = self.step(shape)
         self._recorded[shape] = graph, logits
 
