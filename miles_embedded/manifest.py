@@ -258,6 +258,10 @@ def _refuse_time_steps(model: Mapping[str, Any]) -> tuple[str, str] | None:
     )
 
 
+#: Condition of runs whose engine is in the process of the driver.
+_IN_PROCESS = "engine == embedded and runtime == inline"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedConfig:
     """Engine and trainer for Transformers models."""
@@ -334,7 +338,10 @@ plugin = Plugin(
         "engine == embedded and model.quantized != none and rollout.precision == bf16": (
             "the checkpoint stores quantised weights, and the engine computes with the dequantised ones in BF16: only --rollout-precision "
             "selects a format for the rollout, the checkpoint does not"
-        )
+        ),
+        f"{_IN_PROCESS} and transport == copy and sync_bucket_size != 536870912": "no effect: --sync-bucket-size limits what an engine in another process receives "
+        "at a time, and this engine is in the process of the trainer",
+        f"{_IN_PROCESS} and not rollout.workers and max_restarts != 3": "no effect: --max-restarts counts lost workers, and this run has none",
     },
     provides={
         "model": {"transformers": "miles_embedded.model.load:make_model"},

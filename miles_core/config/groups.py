@@ -21,6 +21,8 @@ _QUANTISED = "rollout.precision != bf16 or train.precision != bf16"
 _ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gspo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "cispo")
 #: Condition of options about processes that the run starts.
 _WORKERS = "runtime != inline or rollout.workers"
+#: Condition of options about chats: prompts are rendered, or a rollout function may render conversations.
+_CHATS = "data.apply_chat_template or rollout.generate != turn or rollout.generate_key or rollout.custom_generate_function_path"
 _CRITIC = f"algorithm.advantage_estimator not in {{{', '.join(_ESTIMATORS)}}}"
 
 
@@ -179,6 +181,7 @@ class Data:
         (),
         help="variables for the chat template, such as enable_thinking=false; values are JSON, otherwise text",
         metavar="NAME=VALUE,...",
+        only_if=_CHATS,
     )
     media: bool = option(
         False,

@@ -94,6 +94,7 @@ def refused(*argv):
         (["--lambd", "0.9"], "it needs algorithm.advantage_estimator not in"),
         (["--sft-lr", "1e-4"], "it needs sft.data"),
         (["--async-save"], "it needs save_interval"),
+        (["--chat-template-kwargs", "a=1"], "it needs data.apply_chat_template or rollout.generate != turn"),
     ],
 )
 def test_an_option_without_its_condition(argv, says):
@@ -134,6 +135,8 @@ def test_what_the_user_switched_off_or_left_as_it_is_is_a_line_of_the_plan(words
             "--micro-batch-size has no effect with --use-dynamic-batch-size",
         ),
         ({"emulate_precision": True}, "--emulate-precision has no effect without a number format"),
+        ({"sync_bucket_size": 2**20}, "no effect: --sync-bucket-size limits what an engine in another process receives"),
+        ({"max_restarts": 1}, "no effect: --max-restarts counts lost workers, and this run has none"),
     ],
 )
 def test_options_that_change_nothing_in_this_run_are_lines_of_the_plan(options, says):
