@@ -81,7 +81,9 @@ class Renderer:
         template = str(self.tokenizer.chat_template)
         for name in self.variables:
             if name in _PASSED:
-                raise ConfigError(f"--chat-template-kwargs {name}: every call passes this variable already; leave it out")
+                raise ConfigError(
+                    f"--chat-template-kwargs {name}: every call passes this variable already; leave it out"
+                )
             if not re.search(rf"\b{re.escape(name)}\b", template):
                 of = self.tokenizer.name_or_path or "this model"
                 raise ConfigError(

@@ -101,7 +101,11 @@ class Run:
         only_if="save_interval",
     )
     keep: int | None = option(
-        None, help="keep the last N checkpoints and delete older ones (default: keep all)", metavar="N", ge=1
+        None,
+        help="keep the last N checkpoints and delete older ones (default: keep all)",
+        metavar="N",
+        ge=1,
+        only_if="save_interval or load",
     )
     save_rollouts: bool = option(
         True, help="save all samples of training and evaluation in the run directory, for the report and the API"
@@ -224,7 +228,12 @@ class Algorithm:
         choices=(*_ESTIMATORS, "*"),
         part="advantage",
     )
-    eps_clip: float = option(0.2, help="clip the probability ratio below 1 - EPS", ge=0)
+    eps_clip: float = option(
+        0.2,
+        help="clip the probability ratio below 1 - EPS",
+        ge=0,
+        only_if="algorithm.advantage_estimator != cispo or not algorithm.eps_clip_high",  # its loss has no lower bound
+    )
     eps_clip_high: float | None = option(None, help="clip it above 1 + EPS (default: --eps-clip)", ge=0)
     eps_clip_c: float | None = option(
         None, help="dual clip: bound of the loss for negative advantages, in multiples of them", gt=1

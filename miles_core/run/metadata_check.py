@@ -38,7 +38,11 @@ class MetadataCheck:
             )
         key = config.rollout.generate_key
         if key is not None and key not in self.entries:
-            has = f"which has {', '.join(sorted(self.entries)[:8])}" if self.entries else f"which is empty (column {column!r})"
+            has = (
+                f"which has {', '.join(sorted(self.entries)[:8])}"
+                if self.entries
+                else f"which is empty (column {column!r})"
+            )
             yield (
                 f"{config.origin('rollout.generate_key')}: no row has this entry in its metadata, {has} ({where}), so every prompt uses "
                 f"--generate {config.rollout.generate}; correct the name, or leave it out"

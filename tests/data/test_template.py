@@ -123,7 +123,10 @@ def test_variables_of_the_template():
     ("variables", "says"),
     [
         ({"enable_thinkin": False}, r"--chat-template-kwargs enable_thinkin: the chat template of .* does not mention"),
-        ({"add_generation_prompt": False}, "--chat-template-kwargs add_generation_prompt: every call passes this variable"),
+        (
+            {"add_generation_prompt": False},
+            "--chat-template-kwargs add_generation_prompt: every call passes this variable",
+        ),
     ],
 )
 def test_a_variable_that_has_no_effect_is_refused(variables, says):
@@ -134,9 +137,11 @@ def test_a_variable_that_has_no_effect_is_refused(variables, says):
 
 
 def test_variables_of_the_template_as_an_option(toy_run):
-    with pytest.raises(ConfigError, match="--chat-template-kwargs a: the chat template of .* does not mention this variable"):
+    with pytest.raises(
+        ConfigError, match=r"--chat-template-kwargs a: the chat template of .* does not mention this variable"
+    ):
         toy_run(apply_chat_template=True, chat_template_kwargs="a=1,b=x")
     with pytest.raises(ConfigError, match="'a' must be NAME=VALUE"):
         toy_run(apply_chat_template=True, chat_template_kwargs="a")
-    with pytest.raises(ConfigError, match="it needs data.apply_chat_template or "):
+    with pytest.raises(ConfigError, match=r"it needs data\.apply_chat_template or "):
         toy_run(chat_template_kwargs="a=1")
