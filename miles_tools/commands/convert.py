@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_core.config.command import Command, parse_own
+from miles_core.config.command import Command, CommandParser
 from miles_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def run(argv: Sequence[str]) -> int:
     if "-h" in words or "--help" in words:
         print(_help(words))
         return 0
-    options, rest, command = parse_own(_parser(), words, "convert")
+    parser = _parser()
+    options, rest, command = parser.parse_own(words)
     if options.to is None and (found := _change(rest)):
         return _changed(*found, options, rest, command)
     missing = [
@@ -43,7 +44,12 @@ def run(argv: Sequence[str]) -> int:
     ]
     missing += [] if options.save_dir or options.dry_run else ["--save-dir DIR"]
     if missing:
-        raise ConfigError(f"miles convert needs {' and '.join(missing)}: {USAGE}")
+        from miles_core.config.load import load
+
+        if rest:
+            load(rest, command=command)  # reports an unknown flag, which may be one of the missing
+        line = [*words, *(word for text in missing for word in text.split())]
+        raise parser.refuse(f"miles convert needs {' and '.join(missing)}", line)
     conversion = _plan(options, rest, command)
     for note in conversion.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -93,13 +99,8 @@ def _changed(plugin: Plugin, flag: str, options: argparse.Namespace, rest: Seque
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"miles convert: {message}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    made = _Parser(prog="miles convert", usage=USAGE, description=__doc__, add_help=False, allow_abbrev=False)
+def _parser() -> CommandParser:
+    made = CommandParser("convert", usage=USAGE, description=__doc__, add_help=False)
     made.add_argument("--to", metavar="FORMAT", help="an installed number format, or bf16 to dequantise")
     made.add_argument("--model-dir", metavar="DIR", type=_path, help="the Hugging Face checkpoint to read")
     made.add_argument("--save-dir", metavar="DIR", type=_path, help="where to write; must not exist, or be empty")
