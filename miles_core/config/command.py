@@ -81,6 +81,12 @@ class CommandParser(argparse.ArgumentParser):
         """Return the error for a problem. line: the arguments of the corrected command line."""
         return ConfigError(f"{problem}\n\n{COMPLETE}\n  {shlex.join(['miles', *self.name.split(), *line])}")
 
+    def refuse_value(self, problem: str, argv: Sequence[str], value: str, known: Sequence[str]) -> ConfigError:
+        """Return the error for a value that is none of the ``known`` ones, with a corrected line if one of them is similar."""
+        near = find_nearest(value, known)
+        words = [re.sub(f"(^|=){re.escape(value)}$", rf"\g<1>{near[0]}", word) if near else word for word in argv]
+        return self.refuse(problem, words) if near else ConfigError(problem)
+
     def refuse_word(self, argv: Sequence[str], known: Sequence[str]) -> ConfigError:
         """Return the error for arguments whose first word is none of the ``known`` ones."""
         near = find_nearest(argv[0], known)

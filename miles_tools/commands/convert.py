@@ -50,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
             load(rest, command=command)  # reports an unknown flag, which may be one of the missing
         line = [*words, *(word for text in missing for word in text.split())]
         raise parser.refuse(f"miles convert needs {' and '.join(missing)}", line)
+    _check_format(parser, words, options.to, rest)
     conversion = _plan(options, rest, command)
     for note in conversion.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -139,18 +140,25 @@ def _size(text: str) -> int:
     return int(size)
 
 
+def _check_format(parser: CommandParser, words: list[str], name: str, rest: list[str]) -> None:
+    from miles_core.config.load import schema_for
+    from miles_formats.convert.installed import describe_unknown, providers
+
+    known = providers(schema_for(rest).manifests)
+    if name not in (*known, PLAIN):
+        raise parser.refuse_value(describe_unknown(name, known), words, name, [*known, PLAIN])
+
+
 def _plan(options: argparse.Namespace, rest: list[str], command: Command) -> Conversion:
     if options.to == PLAIN:
         if rest:
             raise ConfigError(f"{rest[0]}: dequantising takes no options; the checkpoint says how it is stored")
         return _plan_plain(options.model_dir)
     from miles_core.config.load import load, schema_for
-    from miles_formats.convert.installed import describe_unknown, format_class, providers
+    from miles_formats.convert.installed import format_class, providers
 
     manifests = schema_for(rest).manifests
     known = providers(manifests)
-    if options.to not in known:
-        raise ConfigError(describe_unknown(options.to, known))
     config = load(rest, command=replace(command, before=("--rollout-precision", options.to)))
     named = [manifests[name] for name in config.plugins if name in manifests] if config.is_set("plugins") else []
     changing = [plugin for plugin in named if options.to not in plugin.formats]

@@ -38,6 +38,12 @@ def run(argv: Sequence[str]) -> int:
     if options.precision and options.model is None:
         why = "--precision shows a model's memory in that format: give --model DIR"
         raise parser.refuse(why, ["--model", "DIR", *argv])
+    if options.precision:
+        from miles_formats.convert.installed import describe_unknown, providers
+
+        if options.precision not in (known := providers()):
+            problem = describe_unknown(options.precision, known)
+            raise parser.refuse_value(problem, argv, options.precision, list(known))
     found = environment()
     needs = requirements()
     model = None

@@ -72,6 +72,7 @@ MISTAKES = {
     "convert": [
         ("--too fp8 --model-dir a", "did you mean --to or --tools?", "--model-dir a --to fp8"),
         ("--to fp8 --dry-run", "miles convert needs --model-dir DIR", "--to fp8 --dry-run --model-dir DIR"),
+        ("--to=fp88 --model-dir a --save-dir b", "did you mean fp8?", "--to=fp8 --model-dir a --save-dir b"),
         ("--to fp8 --workers 0", "--workers: '0' is not a number from 1 to 256", "--to fp8 --workers 2"),
         ("--to fp8 --shard-size", "--shard-size needs a value: maximum size", "--to fp8 --shard-size 5000000000"),
     ],
@@ -86,6 +87,7 @@ MISTAKES = {
     "doctor": [
         ("--modle a", "unknown flag --modle; did you mean --model?", "--model a"),
         ("--measure now", "unexpected argument 'now'", "--measure"),
+        ("--model a --precision fp88", "there is no number format 'fp88'", "--model a --precision fp8"),
         ("--precision fp8", "give --model DIR", "--model DIR --precision fp8"),
         ("--lr 1", "unknown flag --lr", ""),
     ],
