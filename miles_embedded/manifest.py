@@ -258,6 +258,28 @@ def _refuse_time_steps(model: Mapping[str, Any]) -> tuple[str, str] | None:
     )
 
 
+_IN_PROCESS = "engine == embedded and runtime == inline"
+#: Condition -> note of the plan about options that have no effect in runs with this backend.
+IDLE = {
+    f"{_IN_PROCESS} and transport == copy and sync_bucket_size != 536870912": (
+        "no effect: --sync-bucket-size limits what an engine in another process receives at a time, and this engine is in the process of "
+        "the trainer"
+    ),
+    f"{_IN_PROCESS} and not rollout.workers and max_restarts != 3": (
+        "no effect: --max-restarts counts lost workers, and this run has none"
+    ),
+    "trainer == embedded and runtime == inline and embedded.sharding_strategy != full_shard": (
+        "no effect: --sharding-strategy is about several trainer ranks, and this run has one"
+    ),
+    "engine == embedded and embedded.disable_cuda_graph and (model.device == cpu or gpu.count == 0)": (
+        "no effect: --embedded-disable-cuda-graph is about GPUs, and this run has none"
+    ),
+    "engine == embedded and allow_mismatch and not model.self_check": (
+        "no effect: --allow-mismatch is about the comparison of engine and trainer, which --no-self-check leaves out"
+    ),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedConfig:
     """Engine and trainer for Transformers models."""
@@ -305,6 +327,7 @@ class EmbeddedConfig:
         "formats with a native product set it",
         metavar="X",
         ge=0,
+        only_if="rollout.precision != bf16",
     )
     initial_loss_scale: float = option(
         65536.0,
@@ -334,7 +357,8 @@ plugin = Plugin(
         "engine == embedded and model.quantized != none and rollout.precision == bf16": (
             "the checkpoint stores quantised weights, and the engine computes with the dequantised ones in BF16: only --rollout-precision "
             "selects a format for the rollout, the checkpoint does not"
-        )
+        ),
+        **IDLE,
     },
     provides={
         "model": {"transformers": "miles_embedded.model.load:make_model"},

@@ -35,6 +35,8 @@ _ANSWER, _REASONING, _NEW = "qzjAnswerqzj", "qzjReasonqzj", "qzjNewqzj"
 _QUESTION = {"role": "user", "content": "question"}
 #: Delimiters of the placeholder for a special token written in a message: private-use characters, which no template treats specially.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
+#: Arguments of ``apply_chat_template`` that ``Renderer`` passes itself.
+_PASSED = ("messages", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message")
 
 
 class CannotExtend(DataError):
@@ -59,7 +61,7 @@ class Renderer:
         variables: variables for the chat template (``--chat-template-kwargs``), such as ``enable_thinking``.
 
     Raises:
-        ConfigError: the tokenizer has no chat template.
+        ConfigError: the tokenizer has no chat template, or it does not mention a variable.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> None:
@@ -69,9 +71,25 @@ class Renderer:
                 f"the tokenizer of {name} has no chat template; add chat_template.jinja to the checkpoint, or use no chat messages"
             )
         self.tokenizer, self.variables = tokenizer, dict(variables or {})
+        self._check_variables()
         self._special = sorted(map(str, tokenizer.all_special_tokens), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
         self._effects: dict[str, Effect] = {}
+
+    def _check_variables(self) -> None:
+        """Raise ConfigError for a variable that the template does not mention, or that every call passes."""
+        template = str(self.tokenizer.chat_template)
+        for name in self.variables:
+            if name in _PASSED:
+                raise ConfigError(
+                    f"--chat-template-kwargs {name}: every call passes this variable already; leave it out"
+                )
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                of = self.tokenizer.name_or_path or "this model"
+                raise ConfigError(
+                    f"--chat-template-kwargs {name}: the chat template of {of} does not mention this variable, so it would have no effect; "
+                    "correct its name, or leave it out"
+                )
 
     def text(
         self,

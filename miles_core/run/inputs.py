@@ -26,6 +26,7 @@ from miles_core.rollout.generate import Functions, LocalProducer
 from miles_core.rollout.queue import FILE, Limits, PromptQueue, encode_rows, examine, open_prompts
 from miles_core.run.evaluation import Evaluation
 from miles_core.run.log import RunLog
+from miles_core.run.metadata_check import MetadataCheck
 from miles_core.run.problems import Problems
 from miles_core.run.warm_start import supervised_samples
 
@@ -108,10 +109,16 @@ class Inputs:
             self.code.check_reward_key(run)
         self._check_row = compare if config.data.label_key else None
         sets = [("--prompt-data", self.prompts), *(("--eval-prompt-data", rows) for rows in self.held_out.values())]
+        metadata, before = MetadataCheck(), len(problems.messages)
         for flag, rows in sets:
             with problems():
                 if isinstance(rows, Prompts):
-                    examine(rows, run.render, config, limits, flag, self._check_row)
+                    examine(rows, run.render, config, limits, flag, metadata.counting(self._check_row))
+        every = not self._from_plugins and all(isinstance(rows, Prompts) and rows.examined for _, rows in sets)
+        if every and len(problems.messages) == before:
+            for message in metadata.find_unused(config):
+                with problems():
+                    raise ConfigError(message)
         with problems():
             if self.pairs is not None:
                 self.supervised = supervised_samples(run, self.pairs, limits)

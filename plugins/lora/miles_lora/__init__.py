@@ -35,7 +35,10 @@ class LoraOptions:
         "adapters, and applies them next to the base",
     )
     export: Literal["merged", "adapter"] = option(
-        "merged", flag="--lora-export", help="--export-hf writes a merged checkpoint, or an adapter in peft's format"
+        "merged",
+        flag="--lora-export",
+        help="--export-hf writes a merged checkpoint, or an adapter in peft's format",
+        only_if="export_hf",
     )
     adapter: str | None = option(
         None, flag="--lora-adapter", help="start from this adapter in peft's format", metavar="DIR"
