@@ -127,7 +127,8 @@ class Operations:
         log_softmax: (logits [rows, vocabulary] float32) -> log-probabilities of the same shape. The engine samples from these, and the
             trainer normalises with them wherever it needs more than ``log_probs``.
         log_probs: (logits [rows, vocabulary], tokens [rows]) -> [rows] log softmax(logits) of the tokens. Used for trained tokens over
-            the whole vocabulary if no entropy is needed.
+            the whole vocabulary if no entropy is needed. It may have a method ``of_logits``: (logits, tokens, temperature) -> the same, float32,
+            from logits that are neither converted to float32 nor divided.
         supported_log_probs: (logits [rows, vocabulary], tokens [rows], support) -> [rows] log softmax over the ids of each row's support, for
             tokens whose sampler chose from a part of the vocabulary.
         attention: (call, module, query, key, value, scaling, options) -> the result of ``call.attend`` for the other arguments, for every
