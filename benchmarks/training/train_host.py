@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,7 +62,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32768, help="computed tokens of a micro-batch")
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--turns", type=int, default=3, help="measured steps")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a run of the part loop; the last two are profiled")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="steps of a run of the part loop; the last two are profiled"
+    )
     parser.add_argument("--tiny", action="store_true", help="two narrow layers, short responses")
     parser.add_argument("--out", type=Path, help="write results here after every part")
     parser.add_argument("--variant", default="", help="end of the result file's name")

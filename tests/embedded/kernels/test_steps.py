@@ -69,6 +69,19 @@ def test_norm_of_a_sum(triton, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("both", [False, True])
+def test_gradient_of_a_norm_of_a_sum(triton, both, dtype):
+    from miles_embedded.kernels.norm import rms_norm
+
+    def join(total, normed):
+        return torch.cat([total, normed], -1) if both else normed
+
+    inputs = [normal(1, 5, 24, dtype=dtype, seed=seed) for seed in (0, 1)] + [normal(24, dtype=dtype, seed=2)]
+    reference = lambda x, other, weight: join(x + other, rms_norm(x + other, weight, 1e-3))  # noqa: E731
+    compare(lambda x, other, weight: join(*rms_norm.of_sum(x, other, weight, 1e-3)), reference, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [3, 40])
 def test_rotation_of_both_keeps_the_layout(triton, heads, dtype):
     from miles_embedded.kernels.rotation import rotate
