@@ -335,7 +335,8 @@ def run_in_loop(given: argparse.Namespace) -> None:
         flags += " --emulate-precision" if "fp8" in flags and device == "cpu" else ""
         every = f"""--hf-checkpoint {work.checkpoint} --prompt-data {work.prompt_file} --input-key prompt --label-key label
             --custom-rm-path {Path(__file__).with_name("workload.py")}:rm_odd --save {directory}/run --device {device}
-            --dtype {"bfloat16" if device == "cuda" else "float32"} --rollout-batch-size {given.groups} --n-samples-per-prompt {samples} --num-rollout {given.steps}
+            --dtype {"bfloat16" if device == "cuda" else "float32"}
+            --rollout-batch-size {given.groups} --n-samples-per-prompt {samples} --num-rollout {given.steps}
             --rollout-max-response-len {tokens} --max-running-requests {given.groups * samples} --lr 1e-6
             --use-dynamic-batch-size --max-tokens-per-gpu {given.max_tokens} --seed 0 --log-level warning {flags}"""
         code = train.run(every.split())
