@@ -183,7 +183,8 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_differentiate(*ctx.saved_tensors, ctx.eps, grads[0]), None
+        x, weight = ctx.saved_tensors
+        return *_differentiate(x, weight, ctx.eps, grads[0]), None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -196,7 +197,8 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = _differentiate(*ctx.saved_tensors, ctx.eps, grads[1], grads[0])
+        total, weight = ctx.saved_tensors
+        grad_x, grad_weight = _differentiate(total, weight, ctx.eps, grads[1], grads[0])
         return grad_x, grad_x, grad_weight, None
 
 

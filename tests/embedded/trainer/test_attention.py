@@ -117,7 +117,7 @@ def test_a_gpu_attends_alike(dtype, heads, kv, dim, width):
 
 
 def test_the_gradient_is_not_copied_into_zeros():
-    batch, packing = packed()
+    _, packing = packed()
     call = PackedCall(Context("train", (0,), packing.rows), packing)
     inputs = [torch.randn(1, len(packing.rows), 2, 8).transpose(1, 2).requires_grad_() for _ in range(3)]
     out = call.attend(nn.Identity(), *inputs, 0.3).sum()
