@@ -168,7 +168,9 @@ def tables(recorded: torch.profiler.profile, wall: float, parts: int) -> dict[st
         "kernels_each_part": round(len(kernels) / parts, 1),
         "operations_each_part": round(sum(operations.values()) / parts, 1),
         "operations": dict(operations.most_common(25)),
-        "cuda_calls": _by_name([(e.time_range.start, e.time_range.end, e.name) for e in host if e.name[:4] == "cuda"], 12),
+        "cuda_calls": _by_name(
+            [(e.time_range.start, e.time_range.end, e.name) for e in host if e.name[:4] == "cuda"], 12
+        ),
         "kernels": _by_name(kernels, 40),
     }
 

@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,7 +62,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32768, help="computed tokens of a micro-batch")
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--turns", type=int, default=3, help="measured steps")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a run of the part loop; the last two are profiled")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="steps of a run of the part loop; the last two are profiled"
+    )
     parser.add_argument("--tiny", action="store_true", help="two narrow layers, short responses")
     parser.add_argument("--out", type=Path, help="write results here after every part")
     parser.add_argument("--variant", default="", help="end of the result file's name")
@@ -334,7 +335,8 @@ def run_in_loop(given: argparse.Namespace) -> None:
         flags += " --emulate-precision" if "fp8" in flags and device == "cpu" else ""
         every = f"""--hf-checkpoint {work.checkpoint} --prompt-data {work.prompt_file} --input-key prompt --label-key label
             --custom-rm-path {Path(__file__).with_name("workload.py")}:rm_odd --save {directory}/run --device {device}
-            --dtype {"bfloat16" if device == "cuda" else "float32"} --rollout-batch-size {given.groups} --n-samples-per-prompt {samples} --num-rollout {given.steps}
+            --dtype {"bfloat16" if device == "cuda" else "float32"}
+            --rollout-batch-size {given.groups} --n-samples-per-prompt {samples} --num-rollout {given.steps}
             --rollout-max-response-len {tokens} --max-running-requests {given.groups * samples} --lr 1e-6
             --use-dynamic-batch-size --max-tokens-per-gpu {given.max_tokens} --seed 0 --log-level warning {flags}"""
         code = train.run(every.split())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from miles_core.data.media import Media
     from miles_core.data.weight_unit import Encoded
-    from miles_core.precision.format import Format
+    from miles_core.precision.format import Format, Stored
     from miles_core.precision.quantizer import Quantizer
 
 #: What an engine does with requests in flight during a weight sync (``--pause-generation-mode``).
@@ -272,6 +272,11 @@ class Engine(ABC):
     @abstractmethod
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
         """Load the encoded tensors of all weights as ``version``. There must be no in-flight requests, or they must be paused."""
+
+    def reserve(self, name: str, stored: Mapping[str, Stored]) -> Mapping[str, torch.Tensor]:
+        """Return memory of this engine into which the trainer in the same process encodes a weight of the current ``update_weights``, stored
+        name -> tensor; {} if the engine copies the weight itself."""
+        return {}
 
     async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
         """Update weights like ``update_weights``, but share unencoded ``lasting`` tensors with the trainer instead of copying them.

@@ -20,7 +20,7 @@ from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, 
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError, NonFiniteError
 from miles_core.precision.codec import Codec
-from miles_core.precision.format import Format
+from miles_core.precision.format import Format, Stored
 from miles_core.precision.quantizer import FormatItself
 from miles_embedded.engine import sampling as draw
 from miles_embedded.engine.async_scheduling import AsyncScheduling
@@ -113,6 +113,9 @@ class EmbeddedEngine(Engine, StepEngine):
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:
         self._require_idle("update_weights")
         self._weights.update(units, version)
+
+    def reserve(self, name: str, stored: Mapping[str, Stored]) -> Mapping[str, Tensor]:
+        return self._weights.inputs.reserve(name)
 
     async def share_weights(self, units: Iterable[Encoded], version: int) -> int:
         self._require_idle("share_weights")

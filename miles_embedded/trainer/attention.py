@@ -135,7 +135,8 @@ class PackedCall:
         options: AttentionOptions | None = None,
     ) -> Tensor:
         """See ``Call.attend``."""
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        # squeezed, because the gradient of an indexed tensor is a copy into zeros, in another order of the dimensions
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         if options is None and query.is_cuda and flash_supports(query):
             return flash(q, k, v, self._flash, scaling).unsqueeze(0)
         return self._attend_buckets(q, k, v, scaling, options).unsqueeze(0)

@@ -179,7 +179,7 @@ class EmbeddedTrainer(Trainer):
             attention_mask=self._mask,
             use_cache=False,
             call=call,
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)
         self.loads.close(ctx)
         aux = {} if watch is None else watch.close(ctx, micro_batch, packing)
         return replace(self.predict(chunk, hidden, micro_batch, ctx), aux=aux)
