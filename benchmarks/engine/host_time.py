@@ -30,8 +30,8 @@ from benchmarks.time_split import TimeSplit
 from benchmarks.training.loop_efficiency import watch_engine
 from miles_core.engine import Request
 from miles_embedded.engine.decoder import AsyncSteps
+from miles_embedded.engine.detokenizer import Detokenizer
 from miles_embedded.engine.engine import EmbeddedEngine
-from miles_embedded.engine.scheduler import detokenizer
 from miles_embedded.engine.settings import Settings
 from miles_embedded.model.load import load_model
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 def make_engine(checkpoint: Path) -> EmbeddedEngine:
     """Make an engine whose prompts have zeros as hidden states, and whose steps emit prepared tokens."""
-    settings = Settings(detokenizer(word_tokenizer()), cuda_graphs=True)
+    settings = Settings(Detokenizer(word_tokenizer()), cuda_graphs=True)
     engine = EmbeddedEngine(load_model(checkpoint, "float32", "cpu"), settings)
     engine.async_steps = steps = AsyncSteps(engine, used=True)
     steps._compared = True
