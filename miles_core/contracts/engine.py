@@ -63,7 +63,7 @@ class Request:
     Attributes:
         tokens: the prompt's token ids, never empty.
         sampling: the sampling parameters.
-        key: key of the engine call (``rollout.generate``), unique among requests in flight; random numbers depend only on (run seed,
+        key: key of the engine call (``rollout.keys``), unique among requests in flight; random numbers depend only on (run seed,
             key, position). A request that continues an aborted request has the same key.
         extras: names of declared fields to record, e.g. ``{"sampling_support"}``. The plan is rejected if the engine lacks the
             corresponding capability.
@@ -154,6 +154,8 @@ class Response:
 
     def _find_version_fault(self, count: int) -> str:
         pairs = self.weight_versions
+        if len(pairs) == 1 and type(pairs[0]) is tuple and len(pairs[0]) == 2 and pairs[0][0] == 0:
+            return ""
         if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
             return f"weight_versions {pairs!r:.80}; expected pairs (first token, version)"
         starts, versions = [start for start, _ in pairs], [version for _, version in pairs]
