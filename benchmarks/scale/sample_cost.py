@@ -75,6 +75,7 @@ def measure(given: argparse.Namespace, directory: Path) -> list[float]:
     train.run([*flags.split(), *write_inputs(directory, given.prompts * (given.steps + WARM_UP)), *plugins])
     if meter.profiler is not None:
         pstats.Stats(meter.profiler, stream=sys.stderr).sort_stats("tottime").print_stats(40)
+        pstats.Stats(meter.profiler, stream=sys.stderr).sort_stats("cumtime").print_stats(110)
     return meter.seconds
 
 

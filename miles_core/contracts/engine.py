@@ -127,10 +127,15 @@ class Response:
 
     def find_fault(self, request: Request, vocabulary: int) -> str:
         """Describe the first value that is invalid as a response to ``request``; "" if there is none."""
-        self.__post_init__()  # an engine may have set a list
-        for name, kind in ("tokens", Column), ("log_probs", Column), ("weight_versions", list):
-            if not isinstance(getattr(self, name), (list, kind)):
-                return f"{name} that are {describe(getattr(self, name))}; expected a list"
+        if not (type(self.tokens) is type(self.log_probs) is Column):
+            self.__post_init__()  # an engine may have set a list
+        for name, value, kind in (
+            ("tokens", self.tokens, Column),
+            ("log_probs", self.log_probs, Column),
+            ("weight_versions", self.weight_versions, list),
+        ):
+            if not isinstance(value, (list, kind)):
+                return f"{name} that are {describe(value)}; expected a list"
         count, most = len(self.tokens), request.sampling.max_new_tokens
         if count > most:
             return f"{count} tokens; the request allows max_new_tokens {most}"

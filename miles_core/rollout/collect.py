@@ -289,9 +289,10 @@ def by_policy(run: Run, samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 def _metrics(run: Run, groups: list[Group], samples: list[Sample]) -> dict[str, float]:
     key = run.config.reward.reward_key
-    rewards = [s.reward_value(key) for s in samples]
+    of_groups = [[s.reward_value(key) for s in group] for group in groups]
+    rewards = [reward for own in of_groups for reward in own]
     lengths = [s.response_length for s in samples]
-    flat = [g for g in groups if len({s.reward_value(key) for s in g}) == 1]
+    flat = [own for own in of_groups if len(set(own)) == 1]
     high, low = max(rewards), min(rewards)
     return {
         "reward/mean": statistics.fmean(rewards),

@@ -234,7 +234,8 @@ class Generator:
         """Call the sample's rollout function. Each returned sample is validated; ``on_sample`` runs for each complete one."""
         number = sample.index
         name, function = self.functions.of(sample)
-        sample.policy = sample.policy or self.run.policy.name
+        if not sample.policy:
+            sample.policy = self.run.policy.name
         async with self._slots:
             if type(function) is SingleTurn:
                 samples = [await self._take_turn(sample)]
@@ -331,7 +332,7 @@ class LocalProducer(Producer):
             if self.score.by_sample
             else generator.generate
         )
-        tasks = [asyncio.ensure_future(generate(sample)) for sample in samples]
+        tasks = [asyncio.create_task(generate(sample)) for sample in samples]
         try:
             group = [s for made in await asyncio.gather(*tasks) for s in made]
         finally:
