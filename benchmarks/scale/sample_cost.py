@@ -98,12 +98,12 @@ class Meter:
         self.profiler, self.seconds, self._started = profiler, list[float](), 0.0
 
     def start(self) -> None:
-        self._started = time.process_time()
+        self._started = time.thread_time()
         if self.profiler is not None and len(self.seconds) >= WARM_UP:
             self.profiler.enable()
 
     def stop(self) -> None:
-        self.seconds.append(time.process_time() - self._started)
+        self.seconds.append(time.thread_time() - self._started)
         if self.profiler is not None:
             self.profiler.disable()
 
