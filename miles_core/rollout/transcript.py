@@ -264,6 +264,23 @@ class Transcript:
                 raise DataError(_describe_cut(sample, turn, count))
 
 
+def add_response(sample: Sample, response: Response, declared: Sequence[Field]) -> Sample:
+    """Complete a pending sample, which is its prompt, with a whole response: the result of ``fill`` for a sample of one turn."""
+    prompt = sample.tokens
+    sample.tokens, sample.response_length, sample.response = (
+        prompt + response.tokens,
+        len(response.tokens),
+        response.text,
+    )
+    sample.rollout_log_probs, sample.status = response.log_probs[:], _STATUS[response.finish]
+    sample.weight_versions = [(len(prompt) + i, version) for i, version in response.weight_versions]
+    for spec in declared:
+        if response.extras.get(spec.name) is not None:
+            turn = Turn(None, prompt, response, sample.policy, len(prompt))
+            sample.fields[spec.name] = _assemble(spec, sample, [turn])
+    return sample
+
+
 def _common_prefix(one: Sequence[int], two: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))

@@ -17,7 +17,7 @@ from miles_core.data.sample import Sample
 from miles_core.errors import ConfigError, DataError
 from miles_core.reward.custom import is_async
 from miles_core.reward.reward import RewardFunction, load_reward
-from miles_core.rollout.collect import Collector, make_score
+from miles_core.rollout.collect import Collector, Scorer
 from miles_core.rollout.custom_generate import CustomGenerate, load_generate
 from miles_core.rollout.evaluate import Evaluator
 from miles_core.rollout.filter import GroupFilter, load_filter
@@ -237,7 +237,7 @@ class RolloutCode:
     def producer(self, run: Run, engines: Mapping[str, Engine]) -> LocalProducer:
         """Return the producer of this process; ``engines`` maps the policies that generate to their engines."""
         assert self.reward is not None and self.functions is not None  # set by the constructor or ``make``
-        return LocalProducer(run, engines, self.functions, make_score(run, self.reward, self.reward_of))
+        return LocalProducer(run, engines, self.functions, Scorer(run, self.reward, self.reward_of))
 
 
 def _label_check(run: Run, name: str | None) -> Callable[[Row], None] | None:

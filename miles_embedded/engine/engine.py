@@ -28,7 +28,7 @@ from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.decoder import AsyncSteps, Decoder, PlainDecoder
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, missing_fields_error
 from miles_embedded.engine.prompt_graphs import PromptGraphs
-from miles_embedded.engine.row import Row, parameters_of, slots_of, uniform_of
+from miles_embedded.engine.row import Row, parameters_of, slots_of
 from miles_embedded.engine.runner import ForwardResult, Runner, chunks, move_items
 from miles_embedded.engine.scheduler import Scheduler
 from miles_embedded.engine.settings import Settings
@@ -57,7 +57,9 @@ class EmbeddedEngine(Engine, StepEngine):
         self.runner = Runner(model, settings.kv_cache_dtype, settings.processor)
         vocabulary = text_configuration(model).vocab_size
         self.scheduler = Scheduler(settings.detokenize, settings.eos, self.max_context, vocabulary)
+        self.columns = self.scheduler.columns
         self.rows: list[Row] = []
+        self._abandoned: list[Row] = []
         self._joining: list[Row] = []
         self._weights = Weights(model, settings.codec, settings.products, settings.codec_of, self._invalidate_weights)
         self._paused, self._stopped = False, False
@@ -94,7 +96,11 @@ class EmbeddedEngine(Engine, StepEngine):
         row = self.scheduler.make_row(request, asyncio.get_running_loop().create_future())
         self.scheduler.waiting.append(row)
         self._wake()
-        return await row.future
+        try:
+            return await row.future
+        except asyncio.CancelledError:
+            self._abandoned.append(row)
+            raise
 
     async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
         for i, sequence in enumerate(sequences):
@@ -142,7 +148,7 @@ class EmbeddedEngine(Engine, StepEngine):
         self._finish([row for row in meant if row.slot >= 0], "abort")
         for row in waiting:
             self.scheduler.waiting.remove(row)
-            self.scheduler.respond(row, "abort", row.saved)
+        self.scheduler.respond(waiting, "abort", [row.saved for row in waiting])
 
     async def resume(self) -> None:
         self._paused = False
@@ -218,7 +224,7 @@ class EmbeddedEngine(Engine, StepEngine):
         self, logits: Tensor, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 0
     ) -> draw.Sampled:
         params, keys, recording = self._parameters(rows)
-        u = uniform_of(self.settings.seed, rows, keys, positions, stream)
+        u = self._uniform(rows, keys, positions, stream)
         return draw.sample(logits, params, u, recording, operations_of(self.model).log_softmax)
 
     def distribution(self, logits: Tensor, rows: Sequence[Row], counts: Tensor | None = None) -> draw.Distribution:
@@ -237,7 +243,13 @@ class EmbeddedEngine(Engine, StepEngine):
         keys = self._parameters(rows)[1]
         if positions is not None and positions.dim() == 2:
             keys = keys.unsqueeze(1)
-        return uniform_of(self.settings.seed, rows, keys, positions, stream)
+        return self._uniform(rows, keys, positions, stream)
+
+    def _uniform(self, rows: Sequence[Row], keys: Tensor, positions: Tensor | None, stream: int) -> Tensor:
+        """Call ``sampling.uniform`` at ``positions``, by default the position of each row's next token."""
+        if positions is None:
+            positions = torch.from_numpy(self.columns.lengths[slots_of(rows)]).to(keys.device)
+        return draw.uniform(self.settings.seed, keys, positions, stream)
 
     def _wake(self) -> None:
         if not self._paused and (self._task is None or self._task.done()):
@@ -256,7 +268,8 @@ class EmbeddedEngine(Engine, StepEngine):
     @torch.no_grad()
     def _step(self) -> None:
         self._weights.check()
-        self._leave([row for row in self.rows if row.future.done()])
+        gone, self._abandoned = self._abandoned, []
+        self._leave([row for row in gone if row.slot >= 0])
         try:
             with self._weights.packs.activate():
                 self._admit()
@@ -279,9 +292,13 @@ class EmbeddedEngine(Engine, StepEngine):
             self._join(self._joining)
             self._joining = []
         # The next token of these rows uses other rotary frequencies than the cached keys: recompute all of their tokens.
-        grown = [row for row in self.rows if self.runner.switch and len(row.tokens) == self.runner.switch + 1]
-        if grown:
-            self._retract(grown, recompute=True)
+        grown = (
+            np.flatnonzero(self.columns.lengths[: len(self.rows)] == self.runner.switch + 1)
+            if self.runner.switch
+            else ()
+        )
+        if len(grown):
+            self._retract([self.rows[slot] for slot in grown], recompute=True)
             self._admit()
 
     def _join(self, joining: list[Row]) -> None:
@@ -301,6 +318,7 @@ class EmbeddedEngine(Engine, StepEngine):
         for row, slot in zip(joining, slots.tolist(), strict=True):
             row.slot, row.offset = slot, found[row.start].offset
         self.rows += joining
+        self.columns.join(joining)
         self._invalidate_batch()
         self.decoder.join(self, joining, [p.hidden for p in prefixes])
         self._first_tokens([(r, p) for r, p in zip(joining, prefixes, strict=True) if r.recompute or not r.log_probs])
@@ -324,8 +342,7 @@ class EmbeddedEngine(Engine, StepEngine):
         rows = list(rows)
         extras = self._extras(rows)
         self._leave(rows)
-        for row, own in zip(rows, extras, strict=True):
-            self.scheduler.respond(row, finish or row.finish, own)
+        self.scheduler.respond(rows, finish, extras)
 
     def _extras(self, rows: list[Row]) -> list[dict[str, Any]]:
         out: list[dict[str, Any]] = [{} for _ in rows]
@@ -347,10 +364,12 @@ class EmbeddedEngine(Engine, StepEngine):
             return
         self.decoder.leave(rows)
         self.async_steps.leave(rows)
+        self.columns.leave(rows)
         where, sources, prefixes = self.runner.cache.remove_rows(np.sort(slots_of(rows)))
         for row in rows:
             row.slot = -1
         move_items(self.rows, where, sources, self.runner.cache.rows)
+        self.columns.move(where, sources, self.runner.cache.rows)
         self.async_steps.apply_moves(where, sources)
         self._prefixes.apply_moves(*prefixes)
         self._invalidate_batch()
@@ -365,6 +384,9 @@ class EmbeddedEngine(Engine, StepEngine):
         rows = [*self.rows, *self._joining, *self.scheduler.waiting]
         self.decoder.leave(self.rows)
         self.async_steps.leave(self.rows)
+        self.columns.leave(self.rows)
+        nothing = np.zeros(0, np.int64)
+        self.columns.move(nothing, nothing, 0)
         self.rows.clear()
         self._joining = []
         self.scheduler.waiting.clear()
