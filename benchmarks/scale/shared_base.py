@@ -31,7 +31,7 @@ from benchmarks.measure import finish, installed, options
 
 GROUP, VOCABULARY = 128, 32768
 #: Hidden size, experts, their inner size, experts per token, heads, key/value heads and size of a head.
-LARGE = {"hidden": 2048, "experts": 64, "inner": 1536, "chosen": 8, "heads": 32, "kv": 4, "head": 128}
+LARGE = {"hidden": 2048, "experts": 32, "inner": 3072, "chosen": 4, "heads": 32, "kv": 4, "head": 128}
 TINY = {"hidden": 256, "experts": 8, "inner": 256, "chosen": 2, "heads": 4, "kv": 2, "head": 64}
 PRECISION = {"train_precision": "int4", "rollout_precision": "int4"}
 COMPARED = ("train/loss", "train/grad_norm", "train/lora_delta_norm")
