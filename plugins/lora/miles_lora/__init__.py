@@ -70,6 +70,11 @@ plugin = Plugin(
             when="lora.sync == adapter and engine != embedded",
             because="the engine loads adapters through an interface of its own",
         ),
+        "lora.sync": Set(
+            "adapter",
+            when="train.precision != bf16 and rollout.precision != bf16 and engine == embedded and trainer == embedded",
+            because="engine and trainer read the same codes of the frozen base and add the adapters unrounded",
+        ),
     },
     requires=(
         Rule(

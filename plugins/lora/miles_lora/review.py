@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_core.plugin import Facts, Problem, Review, describe_fact
+from miles_lora.memory import is_encoded, shares_base
 
 
 def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
@@ -27,4 +28,13 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
             )
         elif role == "critic":
             notes.append(f"lora: the policy {name} (critic) is trained in full, without adapters")
+    if shares_base(facts):
+        how = str(facts.value("train.precision"))
+        codes = "its weights" if how == "bf16" else f"its {how} codes"
+        notes.append(f"lora: one copy of the frozen base is held: engine and trainer compute with {codes} in the same memory")
+    elif is_encoded(facts) and facts.value("engine") == "embedded":
+        notes.append(
+            "lora: every trainer rank and every engine holds the whole base: this backend does not divide experts among processes, and "
+            "processes share no weights; one process (the default runtime, without --colocate) holds one copy"
+        )
     return Review(notes=tuple(notes), problems=tuple(problems))

@@ -24,7 +24,10 @@ BOTH = {"train_precision": "fp8", "rollout_precision": "fp8", "emulate_precision
         ({"lora_rank": 0}, "--lora-rank.*0.*>= 1"),
         ({"lora_dropout": 1.0}, "--lora-dropout"),
         ({"lora_sync": "sometimes"}, "merged or adapter"),
-        ({"plugins": ["lora", "fp8"], **BOTH}, "the engine rounds the sum of base and adapters"),
+        (
+            {"plugins": ["lora", "fp8"], **BOTH, "lora_sync": "merged"},
+            "engine and trainer read the same codes of the frozen base",
+        ),
         (
             {"plugins": ["lora", "fp8"], **BOTH, "lora_sync": "adapter", "warmup_steps": 2},
             "cannot be BF16 during a warm-up",
