@@ -23,10 +23,10 @@ BACKENDS = ("engine", "trainer", "runtime")
 HARDWARE = "8xH200"
 #: Sizes of the toy model: whole blocks of 32 weights, and a context with room for the schemas of tools.
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32, "max_position_embeddings": 1024}
-#: Words in ``Plugin.toy`` -> sizes of the tiny dense model whose path replaces them.
-_MODELS: dict[str, dict[str, int]] = {
-    "{model}": {**SIZES, "num_hidden_layers": 3},
-    "{draft}": {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64},
+#: Words in ``Plugin.toy`` -> family and sizes of the tiny model whose path replaces them.
+_MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "{model}": ("qwen3_moe", {**SIZES, "num_hidden_layers": 3}),
+    "{draft}": ("llama", {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 16, "intermediate_size": 64}),
 }
 
 
@@ -97,8 +97,10 @@ def toy_options(names: Iterable[str], manifests: Mapping[str, Plugin]) -> dict[s
 def _fill(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _fill(each) for key, each in value.items()}
-    is_model = isinstance(value, str) and value in _MODELS
-    return str(toy_files("llama", **_MODELS[value]) / "model") if is_model else value
+    if not isinstance(value, str) or value not in _MODELS:
+        return value
+    family, sizes = _MODELS[value]
+    return str(toy_files(family, **sizes) / "model")
 
 
 def attempt(names: Sequence[str], manifests: Mapping[str, Plugin], pair: tuple[str, str] | None = None) -> Outcome:

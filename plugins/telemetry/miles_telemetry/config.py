@@ -38,9 +38,9 @@ class TelemetryConfig:
     prometheus_port: int | None = option(
         None,
         flag="--prometheus-port",
-        help="serve the latest metrics as text at /metrics of this port; 0 takes a free one",
+        help="serve the latest metrics as text at /metrics of this port",
         metavar="PORT",
-        ge=0,
+        ge=1,
         le=65535,
         enables=True,
     )

@@ -55,7 +55,7 @@ class Prometheus:
                 self._server = ThreadingHTTPServer((host, port), _handler_of(self))
             except OSError as error:
                 raise ConfigError(
-                    f"--prometheus-port {port}: {host}:{port} cannot be opened ({error.strerror}); use 0 for a free port"
+                    f"--prometheus-port {port}: {host}:{port} cannot be opened ({error.strerror}); choose another port"
                 ) from error
             self.address = f"http://{host}:{self._server.server_address[1]}/metrics"
             threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()

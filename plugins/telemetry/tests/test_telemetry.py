@@ -104,7 +104,7 @@ def test_mlflow_receives_metrics_samples_and_the_ending_and_a_resumed_run_contin
     asyncio.run(sink.write_samples("eval", 3, [(sample("x"), None, "math")]))
     sink.end(4, "stopped by SIGTERM")
     assert ("log_batch", "a1", [("a", 1.0, 3)]) in client.calls
-    name, run, sets, file = next(call for call in client.calls if call[0] == "log_dict")
+    _, _, sets, file = next(call for call in client.calls if call[0] == "log_dict")
     assert sets["math"][0]["response"] == "x" and file == "samples/eval_3.json"
     assert client.calls[-1] == ("set_terminated", "a1", "KILLED")
     assert (tmp_path / RUN_ID).read_text() == "a1\n"
@@ -122,12 +122,10 @@ def test_a_server_that_goes_away_does_not_end_the_run(tmp_path, client, caplog):
 
 
 def test_the_text_for_prometheus():
-    text = render({"train/grad_norm": 0.5, "train.grad norm": 9.0, "a": float("inf")}, 7, 'my "run"')
+    text = render({"train/grad_norm": 0.5, "train.grad norm": 9.0}, 7, 'my "run"')
     assert text.splitlines()[:2] == ["# TYPE miles_step gauge", 'miles_step{run="my \\"run\\""} 7']
-    assert 'miles_train_grad_norm{run="my \\"run\\""} 0.5' in text
-    assert (
-        "9.0" in text and text.count("# TYPE miles_train_grad_norm gauge") == 1
-    )  # train.grad norm is train_grad_norm, too
+    # the second name is the same after replacing its characters
+    assert 'miles_train_grad_norm{run="my \\"run\\""} 0.5' in text and "9.0" not in text
 
 
 def test_prometheus_reads_the_latest_values_on_loopback_and_from_a_file(tmp_path):
@@ -143,7 +141,7 @@ def test_prometheus_reads_the_latest_values_on_loopback_and_from_a_file(tmp_path
     with pytest.raises(HTTPError, match="404"):
         urllib.request.urlopen(sink.address.replace("/metrics", "/other"), timeout=5)
     port = int(sink.address.split(":")[2].partition("/")[0])
-    with pytest.raises(ConfigError, match=f"--prometheus-port {port}: .* cannot be opened .*use 0 for a free port"):
+    with pytest.raises(ConfigError, match=f"--prometheus-port {port}: .* cannot be opened .*choose another port"):
         Prometheus("run", "127.0.0.1", port, None)
     sink.close()
     with pytest.raises(ConfigError, match="there is no directory"):
@@ -222,7 +220,7 @@ def test_a_run_with_prometheus_and_intervals_of_its_clock(toy_run, tmp_path, mon
 
 
 def test_a_flag_activates_the_plugin_and_names_a_missing_package(plan):
-    assert "telemetry" in plan(prometheus_port=0).order
+    assert "telemetry" in plan(prometheus_port=9464).order
     with pytest.raises(PlanError, match=r"pip install 'miles-plugin-telemetry\[trackio\]'"):
         plan(use_trackio=True)
 
