@@ -21,7 +21,7 @@ Every pair of installed plugins in a toy run of two steps on a CPU, written by
 plugins; `--only NAME` tries one plugin with all others. A plugin states what it needs on a tiny model in its manifest (`toy`).
 
 The number after a plugin is the gap: the largest mean absolute difference of log-probabilities between engine and trainer in a step, in nats
-per token. Number formats are tried in their first pair of precisions, emulated. Pairs with an engine, trainer or runtime other than the embedded
+per token (0 is below 1e-5). Number formats are tried in their first pair of precisions, emulated. Pairs with an engine, trainer or runtime other than the embedded
 ones are planned for {HARDWARE} and not run.
 """
 
@@ -142,4 +142,4 @@ def _rows(outcomes: Sequence[Outcome]) -> Iterable[str]:
 def _gap(outcome: Outcome) -> str:
     if outcome.gap is None:
         return ""
-    return f"{outcome.gap:.0e}" if outcome.gap >= 1e-6 else "0"
+    return f"{outcome.gap:.0e}" if outcome.gap >= 1e-5 else "0"
