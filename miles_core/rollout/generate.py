@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +149,9 @@ class EngineRequests:
                 rest = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(generated))
             request = Request(context, rest, key=key, group=group, extras=set(self.extras), policy=policy, media=media)
             self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
+            start = time.perf_counter()
             response = await engine.generate(request)
+            self.run.clock.record("engine request", start)
             self._check_response(request, response)
             if response.metrics:
                 prefix = "engine" if len(self.engines) == 1 else f"{policy}/engine"

@@ -1,16 +1,17 @@
-"""``miles plugins``: lists installed plugins; ``check``, ``explain NAME``, ``new NAME``."""
+"""``miles plugins``: lists installed plugins; ``check``, ``explain NAME``, ``matrix``, ``new NAME``."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_core.cli.plan import collect_facts, make_parser
 from miles_core.config.command import Command, CommandParser
 from miles_core.errors import PluginError
+from miles_core.plugin.load import import_target
 
 if TYPE_CHECKING:
     from miles_core.plugin.discovery import Catalogue
@@ -19,14 +20,18 @@ if TYPE_CHECKING:
 USAGE = """miles plugins [--json] [options of miles train]
        miles plugins check [options of miles train]
        miles plugins explain NAME [--fact NAME=VALUE] [--hardware GPU] [options of miles train]
+       miles plugins matrix [--only NAME,...] [--workers N] [--save FILE.jsonl] [--markdown]
        miles plugins new NAME [--format] [--dir DIR]"""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the list or one of the three subcommands."""
+    """Run the list or one of the subcommands."""
     words = list(argv)
     if words[:1] == ["new"]:
         return _new(words[1:])
+    if words[:1] == ["matrix"]:  # of the test kit, which is a layer above
+        matrix: Callable[[Sequence[str]], int] = import_target("bundled", "miles_testing.matrix_command:run")
+        return matrix(words[1:])
     if words[:1] == ["explain"]:
         return _explain(words[1:])
     if words[:1] == ["check"]:

@@ -60,4 +60,5 @@ plugin = Plugin(
             {"environments/masked": "not scored (number)", "environments/failed_episodes": "failed (fraction)"},
         ),
     ),
+    toy={"environments": "file:miles_environments.toy:Letters", "prompt_data": None, "custom_rm_path": None},
 )

@@ -141,4 +141,5 @@ plugin = Plugin(
     memory="miles_lora.memory:usage",
     review="miles_lora.review:review",
     examine="miles_lora.examine:examine",
+    toy={"lora_sync": "adapter"},  # the kind of sync that takes a format on both sides
 )

@@ -180,4 +180,5 @@ plugin = Plugin(
             when="plugin.speculative",
         ),
     ),
+    toy={"spec_lookahead": 2, "online_sft_interval": 1, "draft_model_path": "{draft}"},
 )

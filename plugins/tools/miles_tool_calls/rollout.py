@@ -43,7 +43,7 @@ class ToolLoop(RolloutFunction):
     """Rollout function with tools.
 
     Args:
-        run: for the context of the model.
+        run: for the context of the model, and to report how long calls take.
         options: the plugin's options.
         box: the tools.
         dialect: how the model writes calls.
@@ -52,6 +52,7 @@ class ToolLoop(RolloutFunction):
     def __init__(self, run: Run, options: ToolsConfig, box: Toolbox, dialect: Dialect) -> None:
         self.options, self.box, self.dialect = options, box, dialect
         self.context = context_of(run.config, run.plan.fact("model.context"))
+        self.clock = run.clock
 
     async def start(self) -> None:
         await self.box.start()
@@ -219,13 +220,15 @@ class Rollout:
         if not isinstance(call, Call):
             self.budget.malformed += 1
             return Outcome.error(f"{call.reason} in: {call.text}"), 0.0
-        started = time.monotonic()
+        started = time.perf_counter()
         try:
             limits = (self.budget.seconds_of_call, self.loop.options.chars_per_call)
             outcome = await session.call(call.name, call.arguments, *limits)
         except MilesError as error:
             raise error if isinstance(error, ToolFault) else ToolFault(str(error)) from error
-        return outcome, time.monotonic() - started
+        finally:
+            self.loop.clock.record(f"tool {call.name}", started)
+        return outcome, time.perf_counter() - started
 
 
 def _tagged(call: dict[str, Any]) -> str:

@@ -1,0 +1,54 @@
+"""Run the recipes that ``miles demo`` runs: held-out accuracy after the warm start and at the end, and the time they take.
+
+Run in the root of a checkout: ``python benchmarks/learning/recipes.py --save`` (some minutes per recipe and seed). With ``--runs DIR`` the runs
+stay in a directory, and finished ones are not repeated. The last line of the output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import finish, installed, options
+from miles_core.observe.metrics import read, series
+from miles_tools.demo.outcome import outcome
+
+RECIPES = ("fp8-r3", "ppo", "lora", "agent", "async")
+ROOT = Path(__file__).parents[2]
+
+
+def run(recipe: str, seed: int, directory: Path) -> dict[str, Any]:
+    """Run a recipe unless its directory has a finished run; return its curve."""
+    if not (directory / "report.html").is_file():
+        words = ["--device", "cpu", "--config", str(ROOT / "recipes" / recipe / "run.yaml")]
+        command = [sys.executable, "-m", "miles_core", "demo", "--dir", str(directory), "--seed", str(seed), *words]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr)
+    found = outcome(directory, directory / "report.html")
+    steps, accuracy = series(read(directory / "metrics.jsonl"), "eval/accuracy")
+    return {
+        "accuracy": dict(zip(steps, (round(value, 4) for value in accuracy), strict=True)),
+        "seconds_warm_start": found.seconds_warm_start,
+        "seconds_rl": found.seconds_rl,
+    }
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--runs", type=Path, help="directory for the runs")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = given.runs or Path(temporary)
+        runs = {
+            recipe: {seed: run(recipe, seed, directory / f"{recipe}-{seed}") for seed in given.seeds}
+            for recipe in given.only
+        }
+    finish("recipes", {"runs": runs}, given.save, lambda: installed("miles-core", "torch", "transformers"))
+
+
+if __name__ == "__main__":
+    main()
