@@ -35,12 +35,21 @@ from benchmarks.engine.checkpoints import VOCABULARY, word_tokenizer
 from benchmarks.measure import ROOT, finish, installed, options
 from benchmarks.scale import checkout
 
-Change = Callable[[str, Tensor], Tensor]
+#: Name of a tensor, the tensor, and all that are sent -> what is sent instead.
+Change = Callable[[str, Tensor, Mapping[str, Tensor]], Tensor]
 
 _SIZES = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
 _COMMON = {
     **{"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": 1},
     **{"pad_token_id": 0, "tie_word_embeddings": False, "dtype": "bfloat16", **_SIZES},
+}
+#: What differs on a CPU, where a rehearsal takes minutes.
+_SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "vocab_size": 2000,
+    "moe_intermediate_size": 128,
 }
 _EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True}
 _GROUPED = {"n_routed_experts": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
@@ -64,7 +73,7 @@ SETTINGS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 def of(part: str, change: Callable[[Tensor], Tensor], layer: int | None = None) -> Change:
     """Change the tensors whose name contains ``part``, in one layer or in all."""
 
-    def changed(name: str, tensor: Tensor) -> Tensor:
+    def changed(name: str, tensor: Tensor, sent: Mapping[str, Tensor]) -> Tensor:
         return change(tensor) if part in name and (layer is None or f"layers.{layer}." in name) else tensor
 
     return changed
@@ -74,14 +83,14 @@ def _noisy(tensor: Tensor) -> Tensor:
     return tensor * (1 + 0.01 * torch.randn_like(tensor))
 
 
-def _swapped(first: str, second: str) -> Callable[[Mapping[str, Tensor]], Change]:
+def _swapped(first: str, second: str) -> Change:
     """Exchange two tensors of layer 1."""
 
-    def make(all_tensors: Mapping[str, Tensor]) -> Change:
-        other = {name: name.replace(first, "?").replace(second, first).replace("?", second) for name in all_tensors}
-        return lambda name, tensor: all_tensors[other[name]] if "layers.1." in name else tensor
+    def changed(name: str, tensor: Tensor, sent: Mapping[str, Tensor]) -> Tensor:
+        other = name.replace(first, "?").replace(second, first).replace("?", second)
+        return sent[other] if "layers.1." in name else tensor
 
-    return make
+    return changed
 
 
 def _rolled(tensor: Tensor) -> Tensor:
@@ -101,8 +110,6 @@ WEIGHTS: dict[str, Change] = {
     "experts x 1.1": of(".down_proj.weight", _TENTH),
     "router bias left out": of("e_score_correction_bias", _ZEROS),
     "shared expert left out": of("shared_experts.down_proj", _ZEROS),
-}
-SWAPS = {
     "gate and up swapped in one layer": _swapped("gate_proj", "up_proj"),
     "two experts swapped in one layer": _swapped("experts.0.", "experts.1."),
 }
@@ -154,14 +161,16 @@ def save(family: str, directory: Path) -> Path:
     import transformers
 
     name, values = FAMILIES[family]
+    if not torch.cuda.is_available():
+        values = values | {key: value for key, value in _SMALL.items() if key in values}
     config = getattr(transformers, name)(**values)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     randomize(model, 0)
     model.save_pretrained(directory / "model")
-    word_tokenizer().save_pretrained(directory / "model")
+    word_tokenizer(config.vocab_size).save_pretrained(directory / "model")
     draw = torch.Generator().manual_seed(1)
-    rows = torch.randint(2, VOCABULARY, (8, 24), generator=draw).tolist()
+    rows = torch.randint(2, config.vocab_size, (8, 24), generator=draw).tolist()
     lines = [json.dumps({"input": " ".join(f"w{t}" for t in row), "label": "a"}) for row in rows]
     (directory / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     (directory / "reward.py").write_text("async def rm(args, sample):\n    return 0.0\n")
@@ -217,7 +226,9 @@ class Setting:
         async def loaded(engine: Any, units: Any, version: int) -> None:
             change = self.change
             if change is not None:
-                units = (replace(u, parts={n: change(n, t) for n, t in u.parts.items()}) for u in units)
+                kept = [replace(u, parts={n: t.clone() for n, t in u.parts.items()}) for u in units]
+                sent = {n: t for u in kept for n, t in u.parts.items()}
+                units = (replace(u, parts={n: change(n, t, sent) for n, t in u.parts.items()}) for u in kept)
             await load(engine, units, version)
 
         def asked(translator: Any, request: Any, most: int) -> dict[str, Any]:
@@ -251,13 +262,6 @@ class Setting:
             return str(error)
         return ""
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The weights that a sync sends, by name."""
-        with torch.no_grad():
-            rank = self.parts.learner.rank
-            return {n: t for unit in rank.units("sync") for n, t in unit.parts.items()}
-
 
 async def measure(setting: str, work: Path, sound: int) -> dict[str, Any]:
     """Everything of one setting."""
@@ -289,12 +293,11 @@ async def measure(setting: str, work: Path, sound: int) -> dict[str, Any]:
                     result["stopped"][seed] = text
                 say(setting, seed=seed, stopped=text, seconds=place.seconds[-1:])
             result["sound"], result["seconds"] = sound, [round(s, 2) for s in place.seconds]
-            swaps = {name: make(place.tensors) for name, make in SWAPS.items() if applies(name, family, 1.0)}
             plants = [] if graphs else list(sglang_planted.PLANTS)
-            for name in (*plants, *WEIGHTS, *swaps, *REQUESTS):
+            for name in (*plants, *WEIGHTS, *REQUESTS):
                 if not applies(name, family, temperature):
                     continue
-                place.change, place.sampling = {**WEIGHTS, **swaps}.get(name), REQUESTS.get(name)
+                place.change, place.sampling = WEIGHTS.get(name), REQUESTS.get(name)
                 await place.plant(name if name in plants else "")
                 result["found"][name] = (await place.begin())[:400]
                 say(setting, defect=name, found=result["found"][name][:160])

@@ -27,6 +27,8 @@ from miles_sglang.coverage import Coverage, tied_head
 NAME = "miles_sglang.loader.load"
 #: Name of the marker entry that follows the last bucket of an update.
 COMPLETE = "complete"
+#: Buffer of a copy of a router's weight in FP32.
+_WIDE_COPY = "_weight_fp32"
 #: Name suffix of the block scales of a quantised weight.
 _SCALES = "_scale_inv"
 
@@ -141,9 +143,20 @@ def unwritten_parameters(model: nn.Module) -> list[str]:
 
 def _complete(model: nn.Module) -> None:
     """End an update; after the first one, store the names of unwritten parameters."""
+    _refresh_copies(model)
     coverage = _coverage.pop(model, None)
     if coverage is not None:
         _unwritten[model] = coverage.finish(model)
+
+
+def _refresh_copies(model: nn.Module) -> None:
+    """Update the copies of weights that modules made when they first computed, in place because CUDA graphs read them.
+
+    SGLang's routers of the GLM-4.5 family multiply with a copy in FP32, which SGLang 0.5.17 never updates.
+    """
+    for module in model.modules():
+        if (copied := module._buffers.get(_WIDE_COPY)) is not None:
+            copied.copy_(module.weight)
 
 
 def _load_and_record(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> Copies | None:
