@@ -191,15 +191,13 @@ def flags_of(setting: str, work: Path) -> list[str]:
     if cuda:
         flags |= {"sglang_attention_backend": "triton", "sglang_sampling_backend": "pytorch"}
         flags |= {"sglang_moe_runner_backend": "triton", "sglang_mem_fraction_static": 0.6}
-        flags |= (
-            {"sglang_disable_cuda_graph": True} if not graphs else {"sglang_cuda_graph_bs_decode": "1 2 4 8 16 32 64"}
-        )
+        flags |= {} if graphs else {"sglang_disable_cuda_graph": True}
     else:
         flags |= {"device": "cpu"}
     words: list[str] = []
     for name, value in flags.items():
         flag = "--" + name.replace("_", "-")
-        words += [flag] if value is True else [flag, *str(value).split(" ")]
+        words += [flag] if value is True else [flag, str(value)]
     return words
 
 
