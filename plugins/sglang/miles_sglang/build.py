@@ -16,7 +16,7 @@ from miles_sglang import HEADS, inside, loader, plugin, standby
 from miles_sglang.capture import graph_arguments
 from miles_sglang.config import server_arguments
 from miles_sglang.engine import SglangEngine
-from miles_sglang.formats import CAPABILITIES, loads_in_place
+from miles_sglang.formats import CAPABILITIES, compiles
 from miles_sglang.link import Link
 from miles_sglang.memory import BESIDE_A_TRAINER, default_share
 from miles_sglang.process import ProcessLink
@@ -317,7 +317,7 @@ def _model(checkpoint: str | Path, described: Layout, codec: Codec, directory: P
     Raises:
         ConfigError: the checkpoint is quantised and the rollout precision is BF16.
     """
-    waits = {} if codec.format is None or loads_in_place(codec.format.name) else _COMPILES
+    waits = _COMPILES if codec.format is not None and compiles(codec.format.name) else {}
     if described.stored:
         return waits | {"model_path": str(checkpoint)}
     if codec.format is None and not described.names:

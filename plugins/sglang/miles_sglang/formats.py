@@ -13,16 +13,21 @@ class Served:
 
     Attributes:
         sm: compute capability x 10 of the first GPUs with SGLang's kernels.
-        in_place: whether a running SGLang can load new weights, because it stores them as sent. SGLang 0.5.17 repacks other formats after
-            loading and cannot load new weights into the packed layout.
+        in_place: whether a running SGLang can load new weights: it stores them as sent, or ``repacking`` packs them again.
+        compiles: whether its kernels are compiled during the first request.
     """
 
     sm: int
     in_place: bool = False
+    compiles: bool = False
 
 
 #: Number format -> how SGLang computes in it.
-FORMATS = {"fp8": Served(89, in_place=True), "int4": Served(80), "mxfp8": Served(100)}
+FORMATS = {
+    "fp8": Served(89, in_place=True),
+    "int4": Served(80, in_place=True, compiles=True),
+    "mxfp8": Served(100, compiles=True),
+}
 #: SGLang has no kernels for these formats on a CPU and emulates none. Only a process that this run started can be asked to quantise the
 #: probes at the start of a run, and can be restarted.
 _OWN_GPU = "not sglang.url and model.device != cpu"
@@ -32,3 +37,8 @@ CAPABILITIES = tuple(Capability(f"format:{name}", f"{_OWN_GPU} and gpu.sm >= {f.
 def loads_in_place(precision: str) -> bool:
     """Whether a running SGLang can load new weights of a precision: the name of a number format, or ``bf16`` (also "")."""
     return precision in ("", "bf16") or (precision in FORMATS and FORMATS[precision].in_place)
+
+
+def compiles(precision: str) -> bool:
+    """Whether SGLang compiles the kernels of a number format during the first request, which takes minutes."""
+    return precision in FORMATS and FORMATS[precision].compiles

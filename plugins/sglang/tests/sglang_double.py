@@ -181,6 +181,9 @@ class Manager:
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.tensors.items())
 
+    def modules(self) -> Iterator[Any]:
+        return iter(())
+
     def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             self.tensors[name].copy_(tensor)
