@@ -97,7 +97,10 @@ STATEFUL = (
     ),
 )
 #: Model types whose images the engine and the trainer read (``model.vision``); the others are text only.
-IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+IMAGES = (
+    *("gemma3", "glm4v", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+)
 #: The first Transformers release whose processors and towers have the form that ``model.vision`` calls.
 IMAGES_SINCE = "5.24"
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.

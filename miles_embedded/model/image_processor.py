@@ -31,6 +31,8 @@ MOST_PIXELS = 64_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 #: Images whose tower inputs are kept; a prompt is computed by the engine and soon after by the trainer.
 _KEPT = 16
+#: What a processor returns for the text.
+_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 
 
 class ImageProcessor:
@@ -71,8 +73,7 @@ class ImageProcessor:
         except ValueError as error:  # such as sides of very different lengths
             raise DataError(f"the processor of this model refuses {_name(media)} ({first_line(error)})") from error
         text = found["text_replacement_offsets"][0][0]["replacement"]
-        names = [name for name in found if name.startswith(("pixel_", "image_"))]
-        return text, {name: _to_tensor(found[name]) for name in names}
+        return text, {name: _to_tensor(value) for name, value in found.items() if name not in _OF_TEXT}
 
 
 def _to_tensor(value: Any) -> Tensor:
