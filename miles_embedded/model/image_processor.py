@@ -7,6 +7,7 @@ result does not depend on other images. Always the backend with Pillow, whose re
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -149,16 +151,21 @@ def make_processor(
 
     Raises:
         CheckpointError: the model reads no images, or files are missing.
+        ConfigError: a package that the processor requires is not installed.
     """
     key = str(Path(path).resolve())
     if key not in _made:
         config = checkpoint_config(path, trust_remote_code, flag)
-        kind: Any = PROCESSOR_MAPPING.get(type(config), None)
-        if kind is None or "image_processor" not in kind.get_attributes():
-            raise CheckpointError(f"{flag} {path}: --media: a model of type {config.model_type} reads no images")
+        kind = _processor_class(Path(path), config)
         try:
+            if kind is None or "image_processor" not in kind.get_attributes():
+                raise CheckpointError(f"{flag} {path}: --media: a model of type {config.model_type} reads no images")
             values, _ = kind.get_processor_dict(path)
             images = AutoImageProcessor.from_pretrained(path, backend="pil")
+        except CheckpointError:
+            raise
+        except ImportError as error:
+            raise ConfigError(f"{flag} {path}: --media: {' '.join(str(error).split())}") from error
         except Exception as error:
             raise CheckpointError(
                 f"{flag} {path}: --media: its image processor cannot be loaded ({first_line(error)}); copy preprocessor_config.json and "
@@ -168,6 +175,17 @@ def make_processor(
         made = _without_video(kind).from_args_and_dict([parts.get(n) for n in kind.get_attributes()], values)
         _made[key] = ImageProcessor(made)
     return _made[key]
+
+
+def _processor_class(path: Path, config: Any) -> Any:
+    """Return the class that a checkpoint's files name, as for LLaVA with Pixtral's tower, else that of its model type; None if there is
+    none."""
+    for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        file = path / name
+        named = json.loads(file.read_text(encoding="utf-8")).get("processor_class") if file.is_file() else None
+        if named and (found := getattr(transformers, named, None)) is not None:
+            return found
+    return PROCESSOR_MAPPING.get(type(config), None)
 
 
 def _without_video(kind: type[Any]) -> type[Any]:

@@ -136,14 +136,4 @@ IMAGE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
         },
     ),
-    "llava_onevision": (
-        "LlavaOnevisionConfig",
-        {
-            "text_config": {**_HEADS, "model_type": "qwen2"},
-            "vision_config": {**_IMAGE, "model_type": "siglip_vision_model", "vision_use_head": False},
-            "image_token_index": 60,
-            "video_token_index": 61,
-            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
-        },
-    ),
 }

@@ -112,12 +112,6 @@ IMAGE_PARTS: dict[str, ImageFamily] = {
         ("<image>",),
         processor=_LLAVA,
     ),
-    "llava_onevision": ImageFamily(
-        "LlavaOnevisionImageProcessor",
-        {"size": _square(28), **_PARTS},
-        ("<image>", "<video>"),
-        processor={"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
-    ),
 }
 
 

@@ -56,14 +56,24 @@ class Case:
         found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if media:
             given = [self.processor.inputs(m) for m in media]
-            found |= {name: torch.cat([g[name] for g in given]) for name in given[0]}
+            found |= {name: torch.cat(pad_sides([g[name] for g in given])) for name in given[0]}
             kinds = ("mm_token_type_ids", "token_type_ids")
             found |= {name: (ids == 60).int() for name in kinds if name in self.arguments}
         return found
 
 
+def pad_sides(tensors):
+    """Pad pixel values of several images to common sides, as Pixtral's processor does."""
+    if tensors[0].dim() < 4:
+        return tensors
+    height, width = (max(t.shape[axis] for t in tensors) for axis in (-2, -1))
+    return [torch.nn.functional.pad(t, (0, width - t.shape[-1], 0, height - t.shape[-2])) for t in tensors]
+
+
 @pytest.fixture(scope="module", params=IMAGES)
 def case(request, tmp_path_factory):
+    if request.param == "mistral3":
+        pytest.importorskip("torchvision")
     return Case(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -169,7 +179,7 @@ def test_log_probs_and_gradients_equal_those_of_transformers(case, tower):
     language = {n for n in wanted if n.startswith(("model.language_model.", "lm_head."))}
     assert found.keys() == (wanted.keys() if tower else language) and language < wanted.keys()
     scale = max(float(g.abs().max()) for g in wanted.values())
-    assert all(torch.allclose(found[n], wanted[n], rtol=1e-4, atol=1e-6 * scale) for n in found)
+    assert all(torch.allclose(found[n], wanted[n], rtol=1e-4, atol=1e-5 * scale) for n in found)
     assert len(ctx.rows) < len(micro.tokens)  # siblings with the same images share their prompt
 
 
@@ -248,8 +258,9 @@ def test_other_parts_of_a_run_work_with_images(toy_run, tmp_path, tmp_path_facto
 @pytest.mark.parametrize(
     ("kind", "more", "words"),
     [
-        ("qwen3", {}, "passes images to qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe only"),
-        ("gemma3", {}, "passes images to"),
+        ("qwen3", {}, "passes images to gemma3, glm4v, internvl, llava, llava_next, mistral3"),
+        ("llava_onevision", {}, "passes images to"),
+        ("gemma3", {"plugin.true_on_policy": True}, "no attention in both directions within an image"),
         ("qwen2_5_vl", {"plugin.speculative": True, "engine": "embedded"}, "drafts do not see the images"),
     ],
 )
