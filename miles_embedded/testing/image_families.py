@@ -88,7 +88,11 @@ IMAGE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": (
         "Qwen3_5Config",
         {
-            "text_config": {**_HEADS, **_DELTA, **_sections(2, 1, 1, partial_rotary_factor=0.5, mrope_interleaved=True)},
+            "text_config": {
+                **_HEADS,
+                **_DELTA,
+                **_sections(2, 1, 1, partial_rotary_factor=0.5, mrope_interleaved=True),
+            },
             "vision_config": _QWEN3_TOWER,
             **_QWEN_IDS,
         },
