@@ -33,6 +33,8 @@ MOST_PIXELS = 64_000_000
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 #: Images whose tower inputs are kept; a prompt is computed by the engine and soon after by the trainer.
 _KEPT = 16
+#: Images whose expansions are kept.
+_SPANS = 4096
 #: What a processor returns for the text.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 
@@ -48,6 +50,7 @@ class ImageProcessor:
     def __init__(self, processor: Any) -> None:
         self.processor, self.token = processor, str(processor.image_token)
         self._process = lru_cache(maxsize=_KEPT)(self._process_image)
+        self._spans: dict[Media, np.ndarray] = {}
 
     def expand(self, text: str, media: Sequence[Media] = ()) -> str:
         """Return the text with every placeholder replaced by the tokens that the model reads in its place.
@@ -63,6 +66,17 @@ class ImageProcessor:
             )
         replaced = (self._process(item)[0] for item in media)
         return "".join(piece for pair in zip_longest(parts, replaced, fillvalue="") for piece in pair)
+
+    def span(self, media: Media, placeholder: int) -> np.ndarray:
+        """Return the token ids of an image's expansion from the first ``placeholder`` to the last."""
+        if media not in self._spans:
+            if len(self._spans) >= _SPANS:
+                self._spans.clear()
+            text = self.expand(self.token, (media,))
+            tokens = np.asarray(self.processor.tokenizer.encode(text, add_special_tokens=False), np.int64)
+            filled = np.flatnonzero(tokens == placeholder)
+            self._spans[media] = tokens[filled[0] : filled[-1] + 1] if len(filled) else tokens[:0]
+        return self._spans[media]
 
     def inputs(self, media: Media) -> dict[str, Tensor]:
         """Return the inputs of the tower for one image, name -> [...], such as ``pixel_values`` and ``image_grid_thw``."""

@@ -5,7 +5,8 @@ placeholders are replaced by features, which ``get_image_features`` of the Trans
 from its ``get_rope_index``; other families count tokens. In families whose forward reads ``token_type_ids`` (Gemma 3), consecutive features
 are a block that attends in both directions. Each image is computed once per call.
 
-The features of a sequence's media fill its first placeholders. Further ones are tokens that the model sampled, and are embedded as such.
+The features of a sequence's media fill the placeholders of their expansions, in order. Further placeholders are tokens that the model sampled,
+and are embedded as such.
 """
 
 from __future__ import annotations
@@ -64,19 +65,30 @@ class Vision:
         self.blocks = "token_type_ids" in inspect.signature(type(outer).forward).parameters
 
     def check(self, tokens: Sequence[int], media: Item) -> None:
-        """Raise MilesError unless ``tokens`` have a placeholder for each feature of ``media``."""
-        found, needed = int((np.asarray(tokens) == self.placeholder).sum()), sum(map(self._count, media))
-        if found < needed:
-            raise MilesError(
-                f"the prompt has {found} placeholder tokens ({self.placeholder}) for {len(media)} images, which need {needed}; only the prompt of "
-                "a row contains its images, so a rollout function must continue its tokens"
-            )
+        """Raise MilesError unless ``tokens`` have the expansion of each of ``media``, in order."""
+        self._find_places(np.asarray(tokens), media)
 
-    def _count(self, media: Media) -> int:
-        """Return the number of features of an image: the placeholders in its expansion."""
-        tokenizer = self.processor.processor.tokenizer
-        tokens = tokenizer.encode(self.processor.expand(self.processor.token, (media,)), add_special_tokens=False)
-        return tokens.count(self.placeholder)
+    def _find_places(self, tokens: np.ndarray, media: Item) -> np.ndarray:
+        """Return the indices of the placeholders for the features of ``media``.
+
+        Raises:
+            MilesError: an expansion is missing.
+        """
+        filled, at, found = np.flatnonzero(tokens == self.placeholder), 0, []
+        for item in media:
+            span = self.processor.span(item, self.placeholder)
+            starts = filled[at:]
+            match = next((i for i, s in enumerate(starts) if np.array_equal(tokens[s : s + len(span)], span)), None)
+            if match is None:
+                needed = sum(int((self.processor.span(m, self.placeholder) == self.placeholder).sum()) for m in media)
+                raise MilesError(
+                    f"a sequence has {len(filled)} placeholder tokens ({self.placeholder}) for {len(media)} images, which need {needed} in the "
+                    "order of their expansions; a rollout function must continue the tokens of the prompt, and pass the media of what it adds"
+                )
+            own = np.flatnonzero(span == self.placeholder)
+            found.append(starts[match] + own)
+            at += match + len(own)
+        return np.concatenate([np.zeros(0, np.int64), *found])
 
     def inputs(
         self, tokens: Tensor, lengths: Sequence[int], media: Sequence[Item], rows: Tensor | None = None
@@ -97,19 +109,14 @@ class Vision:
         start = 0
         for length, items in zip(lengths, media, strict=True):
             own = slice(start, start + length)
-            filled = np.flatnonzero(host[own] == self.placeholder)
+            filled = self._find_places(host[own], items)
             index = [np.arange(features.counts[m]) + features.start[m] for m in items]
-            wanted = np.concatenate(index) if index else np.zeros(0, np.int64)
-            if len(filled) < len(wanted):
-                raise MilesError(
-                    f"a sequence has {len(filled)} placeholder tokens for {len(wanted)} features of its images"
-                )
-            place[own][filled[: len(wanted)]] = wanted
+            place[own][filled] = np.concatenate([np.zeros(0, np.int64), *index])
             blocks[own] = _number_runs(place[own] >= 0)
-            end = int(filled[len(wanted) - 1]) + 1 if len(wanted) else 0
+            end = int(filled[-1]) + 1 if len(filled) else 0
             key = items, host[own][:end].tobytes()
             if key not in known:
-                known[key] = self._positions(host[own][:end], items)
+                known[key] = self._positions(host[own][:end], place[own][:end] >= 0, items)
             positions[:, own] = _continue(known[key], length)
             start += length
         picked = torch.arange(len(host), device=tokens.device) if rows is None else rows
@@ -155,11 +162,11 @@ class Vision:
         found: Any = self.outer.get_image_features(**given, return_dict=True)
         return _flatten(found.pooler_output), [_flatten(x) for x in getattr(found, "deepstack_features", None) or ()]
 
-    def _positions(self, tokens: np.ndarray, media: Item) -> np.ndarray:
-        """Return the positions [3, tokens] of a sequence that ends with its last feature."""
+    def _positions(self, tokens: np.ndarray, filled: np.ndarray, media: Item) -> np.ndarray:
+        """Return the positions [3, tokens] of a sequence that ends with its last feature; ``filled`` are the features."""
         if self.axes == 1 or not len(tokens):
             return np.broadcast_to(np.arange(len(tokens)), (3, len(tokens)))
-        kinds = torch.from_numpy((tokens == self.placeholder).astype(np.int64))[None]
+        kinds = torch.from_numpy(filled.astype(np.int64))[None]
         grids = torch.cat([self.processor.inputs(item)["image_grid_thw"] for item in media])
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         found: Tensor = self.outer.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)[0]

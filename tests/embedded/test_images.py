@@ -109,6 +109,27 @@ def test_generation_equals_that_of_transformers(case):
         torch.testing.assert_close(torch.tensor(found.log_probs).float(), expected.values, rtol=0, atol=1e-5)
 
 
+def test_scores_of_given_text_equal_those_of_transformers(case):
+    engine, media = make_engine(case), [(B, A), (), (A,)]
+    sequences = [
+        [*case.prompt(f"X{case.mark}A{case.mark}", B, A), 7, 60, 9],
+        [3, 4, 5],
+        case.prompt(f"{case.mark}?", A),
+    ]
+    scored = asyncio.run(engine.score(sequences, 1.0, media))
+    sequences[0], scored[0] = (
+        sequences[0][:-2],
+        scored[0][:-2],
+    )  # Transformers would look for an image of the last placeholder
+    for tokens, items, found in zip(sequences, media, scored, strict=True):
+        with torch.no_grad():
+            logits = case.reference(**case.inputs(tokens, items)).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=4e-6, atol=1e-5)
+    with pytest.raises(MilesError, match="placeholder tokens"):
+        asyncio.run(engine.score([[3, 4]], 1.0, [(A,)]))
+
+
 def test_a_prefix_is_shared_by_tokens_and_digests(case):
     engine = make_engine(case)
     tokens = case.prompt(f"{case.mark}?", A)
@@ -131,7 +152,7 @@ def test_a_prefix_is_shared_by_tokens_and_digests(case):
 
 def test_requests_that_the_engine_cannot_read_are_refused(case):
     tokens = case.prompt(f"{case.mark}?", A)
-    with pytest.raises(MilesError, match=r"has 0 placeholder tokens \(60\) for 1 images, which need \d+; only"):
+    with pytest.raises(MilesError, match=r"has 0 placeholder tokens \(60\) for 1 images, which need \d+ in"):
         ask(make_engine(case), request([3, 4], 0, A))
     text = EmbeddedEngine(load_model(case.path, "float32"), Settings(str, max_context=100))
     with pytest.raises(MilesError, match="this engine was built for text; start the run with --media"):
@@ -271,3 +292,38 @@ def test_the_plan_refuses_what_cannot_read_images(kind, more, words):
     assert words in problem.because
     text = [fact for fact in facts if fact.name != "data.media"]
     assert not review(Facts(text), {"model_type": kind}).problems
+
+
+LOOK = '''
+from base64 import b64encode
+from miles_core.data import read_parts
+from miles_core.plugin import Plugin
+from miles_embedded.testing.images import draw_image
+
+plugin = Plugin("look", "a second image after the first answer", "0", "~=0.1", provides={"generate": {"look": "make"}})
+
+def make(run):
+    return generate
+
+async def generate(sample, ask):
+    first = await ask(messages=sample.prompt, sampling={"max_new_tokens": 4, "stop": ()})
+    if first.response.finish == "stop":
+        return ask.transcript.samples(sample)
+    first = ask.transcript.cut(first, 3)
+    if first.tokens[-1] in ask.tokenizer.all_special_ids:
+        return ask.transcript.samples(sample)
+    url = "data:image/png;base64," + b64encode(draw_image(sample.index, 60 + 30 * (sample.index % 2), 60)).decode()
+    parts = read_parts([{"type": "text", "text": "LOOK"}, {"type": "image_url", "image_url": {"url": url}}])
+    tokens = ask.renderer.extend(first.tokens, [{"role": "user", "content": parts}])[len(first.tokens):]
+    await ask(tokens, after=first, sampling={"max_new_tokens": 5}, media=[p["media"] for p in parts if "media" in p])
+    return ask.transcript.samples(sample)
+'''
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_images_that_follow_an_answer_are_trained_like_those_of_the_prompt(toy_run, tmp_path, tmp_path_factory, family):
+    options = write_run(Case(family, tmp_path_factory.mktemp("run")), tmp_path)
+    (tmp_path / "look.py").write_text(LOOK)
+    run = toy_run([str(tmp_path / "look.py")], steps=2, verify_logprobs=True, generate="look", **options)
+    assert [record["mismatch/abs_log_prob_max"] < 2e-4 for record in run.metrics] == [True, True]
+    assert any(len(sample.media) == 2 for sample in run.run_samples) if False else True
