@@ -326,4 +326,4 @@ def test_images_that_follow_an_answer_are_trained_like_those_of_the_prompt(toy_r
     (tmp_path / "look.py").write_text(LOOK)
     run = toy_run([str(tmp_path / "look.py")], steps=2, verify_logprobs=True, generate="look", **options)
     assert [record["mismatch/abs_log_prob_max"] < 2e-4 for record in run.metrics] == [True, True]
-    assert any(len(sample.media) == 2 for sample in run.run_samples) if False else True
+    assert all(record["rollout/turns"] > 1.5 for record in run.metrics)
