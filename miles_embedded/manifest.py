@@ -105,8 +105,11 @@ IMAGES = (
 _WITH_TORCHVISION = ("mistral3",)
 #: Model types whose tokens of one image attend to each other in both directions (``model.vision.Vision.blocks``).
 _BLOCKS = ("gemma3",)
-#: The first Transformers release whose processors and towers have the form that ``model.vision`` calls.
-IMAGES_SINCE = "5.24"
+#: The first Transformers release whose processor and tower have the form that ``model.vision`` calls, for each model type.
+IMAGES_SINCE = {
+    **dict.fromkeys(IMAGES, "5.24"),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"), "5.12"),
+}
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {
     "granitemoe": (
@@ -196,10 +199,10 @@ def _refuse_images(kind: Any, facts: Facts) -> tuple[str, str] | None:
     if kind in _WITH_TORCHVISION and importlib.util.find_spec("torchvision") is None:
         why = "its processor in Transformers needs torchvision: pip install torchvision"
         return f"--media with a model of type {kind}", why
-    if Version(has := version("transformers")) < Version(IMAGES_SINCE):
+    if Version(has := version("transformers")) < Version(since := IMAGES_SINCE[kind]):
         return (
-            f"--media with Transformers {has}",
-            f"its processors have another form: pip install 'transformers >={IMAGES_SINCE}'",
+            f"--media with a model of type {kind} and Transformers {has}",
+            f"its processor has another form there: pip install 'transformers >={since}'",
         )
     return None
 

@@ -37,6 +37,8 @@ _KEPT = 16
 _SPANS = 4096
 #: What a processor returns for the text.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+#: Arguments for the text: report its expansion, and add nothing at its ends.
+_OFFSETS = {"return_text_replacement_offsets": True, "add_special_tokens": False}
 
 
 class ImageProcessor:
@@ -85,10 +87,14 @@ class ImageProcessor:
     def _process_image(self, media: Media) -> tuple[str, dict[str, Tensor]]:
         image = decode_image(media)
         try:
-            found = self.processor(text=[self.token], images=[image], return_text_replacement_offsets=True)
+            found = self.processor(text=[self.token], images=[image], text_kwargs=_OFFSETS)
         except ValueError as error:  # such as sides of very different lengths
             raise DataError(f"the processor of this model refuses {_name(media)} ({first_line(error)})") from error
-        text = found["text_replacement_offsets"][0][0]["replacement"]
+        offsets = found.get("text_replacement_offsets")
+        if offsets is None:  # before Transformers 5.24; the placeholder is a special token, so this is its expansion
+            text = self.processor.tokenizer.decode(_to_tensor(found["input_ids"])[0].tolist())
+        else:
+            text = offsets[0][0]["replacement"]
         return text, {name: _to_tensor(value) for name, value in found.items() if name not in _OF_TEXT}
 
 

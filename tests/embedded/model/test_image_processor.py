@@ -18,9 +18,10 @@ from miles_embedded.model.image_processor import MOST_PIXELS, make_processor
 from miles_embedded.testing.images import draw_image, image, vision_checkpoint, vision_tokenizer
 from miles_testing.tiny import tiny_checkpoint
 
+READS = [kind for kind in IMAGES if Version(transformers.__version__) >= Version(IMAGES_SINCE[kind])]
 pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version(IMAGES_SINCE),
-    reason=f"embedded cannot run a model of type qwen3_vl with Transformers {transformers.__version__} and images",
+    "qwen2_5_vl" not in READS,
+    reason=f"embedded cannot run a model of type qwen2_5_vl with Transformers {transformers.__version__} and images",
 )
 
 CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "A"}, {"type": "image"}]}]
@@ -56,7 +57,7 @@ def test_prompts_have_the_tokens_and_inputs_of_transformers(render, processor):
         assert torch.equal(torch.cat([processor.inputs(m)[name] for m in media]), expected[name])
 
 
-@pytest.mark.parametrize("family", [family for family in IMAGES if not family.startswith("qwen")])
+@pytest.mark.parametrize("family", [family for family in READS if not family.startswith("qwen")])
 def test_prompts_of_every_family_have_the_tokens_of_transformers(family, tmp_path):
     if family == "mistral3":
         pytest.importorskip("torchvision")
