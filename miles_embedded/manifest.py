@@ -97,9 +97,19 @@ STATEFUL = (
     ),
 )
 #: Model types whose images the engine and the trainer read (``model.vision``); the others are text only.
-IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-#: The first Transformers release whose processors and towers have the form that ``model.vision`` calls.
-IMAGES_SINCE = "5.24"
+IMAGES = (
+    *("gemma3", "glm4v", "internvl", "llava", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
+    *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+)
+#: Model types whose processor Transformers implements with torchvision.
+_WITH_TORCHVISION = ("mistral3",)
+#: Model types whose tokens of one image attend to each other in both directions (``model.vision.Vision.blocks``).
+_BLOCKS = ("gemma3",)
+#: The first Transformers release whose processor and tower have the form that ``model.vision`` calls, for each model type.
+IMAGES_SINCE = {
+    **dict.fromkeys(IMAGES, "5.24"),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"), "5.12"),
+}
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {
     "granitemoe": (
@@ -183,10 +193,16 @@ def _refuse_images(kind: Any, facts: Facts) -> tuple[str, str] | None:
         return f"--media with a model of type {kind}", why
     if facts.value("plugin.speculative") and facts.value("engine") == "embedded":
         return "--media with the plugin speculative", "drafts do not see the images; run it without the plugin"
-    if Version(has := version("transformers")) < Version(IMAGES_SINCE):
+    if facts.value("plugin.true_on_policy") and kind in _BLOCKS:
+        why = "its kernels have no attention in both directions within an image; run it without the plugin"
+        return f"--media and a model of type {kind} with the plugin true_on_policy", why
+    if kind in _WITH_TORCHVISION and importlib.util.find_spec("torchvision") is None:
+        why = "its processor in Transformers needs torchvision: pip install torchvision"
+        return f"--media with a model of type {kind}", why
+    if Version(has := version("transformers")) < Version(since := IMAGES_SINCE[kind]):
         return (
-            f"--media with Transformers {has}",
-            f"its processors have another form: pip install 'transformers >={IMAGES_SINCE}'",
+            f"--media with a model of type {kind} and Transformers {has}",
+            f"its processor has another form there: pip install 'transformers >={since}'",
         )
     return None
 

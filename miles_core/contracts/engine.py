@@ -263,18 +263,32 @@ class Engine(ABC):
         """Generate the continuation of one request. The engine batches concurrent calls."""
 
     @abstractmethod
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        media: Sequence[tuple[Media, ...]] = (),
+    ) -> list[np.ndarray]:
         """Return log p(token t | tokens before t) over the full vocabulary for t >= 1, [len - 1] float32 per sequence.
 
         Requires the capability ``score``. A temperature other than 1 also requires ``score_temperature``; without it, the method
         raises MilesError.
+
+        Args:
+            sequences: token ids of each sequence.
+            temperature: divides the logits.
+            media: what belongs to the placeholders of each sequence; () if none has any. Only engines with the capability ``media``
+                receive any.
         """
 
     async def score_each(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        media: Sequence[tuple[Media, ...]] = (),
     ) -> Mapping[str, list[np.ndarray]]:
         """Run ``score`` on every worker of this engine: worker name -> scores. An engine without workers uses the name ""."""
-        return {"": await self.score(sequences, temperature)}
+        return {"": await self.score(sequences, temperature, media)}
 
     @abstractmethod
     async def update_weights(self, units: Iterable[Encoded], version: int) -> None:

@@ -125,8 +125,3 @@ def bare(sample: Sample, fields: Sequence[str] = ()) -> Sample:
     """Copy ``sample`` without the engine's recorded fields, except ``fields``, so that a trainer computes all choices itself."""
     recorded = {name: value for name, value in sample.fields.items() if name in fields}
     return dataclasses.replace(sample, fields=recorded, rollout_log_probs=None)
-
-
-def as_text(sample: Sample) -> Sample:
-    """Copy ``sample`` like ``bare``, without its media: ``Engine.score`` reads placeholders as ordinary tokens, and so does a trainer then."""
-    return dataclasses.replace(bare(sample), media=())

@@ -104,10 +104,10 @@ class EngineRequests:
         self,
         number: int,
         group: int,
-        media: tuple[Media, ...],
         tokens: Sequence[int],
         sampling: Sampling,
         policy: str,
+        media: tuple[Media, ...] = (),
     ) -> Awaitable[Response]:
         """Return the response to ``tokens`` of a sample, to be awaited. Its key follows from the order of these calls."""
         return self._complete(number, group, media, as_column(tokens, TOKENS), sampling, policy, self.keys.next(number))
@@ -259,7 +259,7 @@ class Generator:
         self.requests.keys.forget(samples)
 
     def _client(self, sample: Sample) -> GenerationClient:
-        start = functools.partial(self.requests.start, sample.index, sample.group_index, sample.media)
+        start = functools.partial(self.requests.start, sample.index, sample.group_index)
         tokenizer, renderer = self.run.tokenizer, self.run.render.renderer
         decode, learns = self.requests.decode, self._trains.__contains__
         return GenerationClient(sample, sample.policy, start, self.sampling, tokenizer, renderer, decode, learns)
@@ -290,7 +290,8 @@ class Generator:
         for one in samples:
             one.group_index, one.rollout_id = group, number
             one.policy = one.policy or client.policy
-            one.media = sample.media
+            turn = client.transcript.find(one.tokens)
+            one.media = sample.media if turn is None else turn.media
         counts = {
             "rollout/turns": len(client.transcript.turns),
             "rollout/branches": client.transcript.branches,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
+from miles_core.data.media import Media
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError, NonFiniteError
 from miles_core.precision.codec import Codec
@@ -102,16 +103,24 @@ class EmbeddedEngine(Engine, StepEngine):
             self._abandoned.append(row)
             raise
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        media: Sequence[tuple[Media, ...]] = (),
+    ) -> list[np.ndarray]:
         for i, sequence in enumerate(sequences):
             if not 0 < len(sequence) <= self.max_context:
                 raise MilesError(
                     f"sequence {i} to score has {len(sequence)} tokens; it must have 1 to {self.max_context}"
                 )
+        for sequence, items in zip(sequences, media, strict=bool(media)):
+            self.runner.check_media(sequence, items)
         results: dict[int, np.ndarray] = {}
         for chunk in chunks([len(s) for s in sequences]):
             self._weights.check()
-            scored = self.runner.score([sequences[i] for i in chunk], temperature)
+            items = [media[i] for i in chunk] if any(media) else []
+            scored = self.runner.score([sequences[i] for i in chunk], temperature, items)
             results.update(zip(chunk, scored, strict=True))
             await asyncio.sleep(0)
         return [results[i] for i in range(len(sequences))]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from miles_core.data import Encoded
+from miles_core.data import Encoded, Media
 from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.plugin import MilesError, SyncError, WorkerLost
 from miles_formats import Format, Quantizer
@@ -169,7 +169,12 @@ class SglangEngine(Engine):
                 "SGLang's weights are incomplete (an update failed part-way); it generates again after a complete update"
             )
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
+    async def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+        media: Sequence[tuple[Media, ...]] = (),
+    ) -> list[np.ndarray]:
         if temperature != 1.0:
             raise MilesError(f"SGLang can score only at temperature 1, not {temperature:g}")
         await self._renewal.wait_until_renewed()
