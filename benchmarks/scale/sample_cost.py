@@ -112,8 +112,8 @@ def replace_parts(given: argparse.Namespace, meter: Meter) -> None:
     """Replace generation and training by functions that compute nothing."""
     from miles_core.data.column import FLOATS, TOKENS, Column
     from miles_core.engine import Request, Response
-    from miles_core.trainer import Learned
     from miles_core.train.local_learner import LocalLearner
+    from miles_core.trainer import Learned
     from miles_embedded.engine.engine import EmbeddedEngine
 
     draw = np.random.default_rng(0)

@@ -57,7 +57,9 @@ def layer_tensors(sizes: dict[str, int], generator: Any) -> Iterator[tuple[str, 
     import torch
 
     for name, (rows, columns) in matrices(sizes).items():
-        low, high = (torch.randint(1, 16, (rows, columns // 2), dtype=torch.uint8, generator=generator) for _ in range(2))
+        low, high = (
+            torch.randint(1, 16, (rows, columns // 2), dtype=torch.uint8, generator=generator) for _ in range(2)
+        )
         yield f"{name}.weight_packed", (low | high << 4).view(torch.int32)
         # the standard deviation of these codes is 4.32
         scale = (0.5 + torch.rand(rows, columns // GROUP, generator=generator)) / (4.32 * math.sqrt(columns))

@@ -203,7 +203,9 @@ class Renderer:
         """Return the messages with bare parts for their media, and what expands the rendered text."""
         messages, media = take_media(messages)
         if media and self.expand is None:
-            raise DataError("the messages have images, but this run passes only text to the model; --media passes images")
+            raise DataError(
+                "the messages have images, but this run passes only text to the model; --media passes images"
+            )
         if expand is None and self.expand is not None:
             expand = partial(self.expand, media=media)
         return messages, expand

@@ -31,7 +31,9 @@ def review(facts: Facts, model: Mapping[str, Any] | None) -> Review:
     if shares_base(facts):
         how = str(facts.value("train.precision"))
         codes = "its weights" if how == "bf16" else f"its {how} codes"
-        notes.append(f"lora: one copy of the frozen base is held: engine and trainer compute with {codes} in the same memory")
+        notes.append(
+            f"lora: one copy of the frozen base is held: engine and trainer compute with {codes} in the same memory"
+        )
     elif is_encoded(facts) and facts.value("engine") == "embedded":
         notes.append(
             "lora: every trainer rank and every engine holds the whole base: this backend does not divide experts among processes, and "
