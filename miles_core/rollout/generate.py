@@ -266,8 +266,8 @@ class Generator:
 
     async def _take_turn(self, sample: Sample) -> Sample:
         """Generate as ``SingleTurn`` does, without a transcript: most runs generate all samples here."""
-        number, group, media, tokens = sample.index, sample.group_index, sample.media, sample.tokens
-        response = await self.requests.start(number, group, media, tokens, self.sampling, sample.policy)
+        number, group, tokens, media = sample.index, sample.group_index, sample.tokens, sample.media
+        response = await self.requests.start(number, group, tokens, self.sampling, sample.policy, media)
         return add_response(sample, response, self.run.fields)
 
     async def _call_function(self, function: RolloutFunction, name: str, sample: Sample) -> list[Sample]:
