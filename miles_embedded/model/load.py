@@ -117,7 +117,9 @@ def make_model(
         dtype = "float32" if device == "cpu" else "bfloat16"
     start, flag = (options.ref_load, "--ref-load") if options.ref_load else (policy.hf_checkpoint, FLAG)
     towers = run.config.embedded.train_vision_tower
-    return load_model(start or options.hf_checkpoint, dtype, device, options.trust_remote_code, flag, fill, reduce, towers)
+    return load_model(
+        start or options.hf_checkpoint, dtype, device, options.trust_remote_code, flag, fill, reduce, towers
+    )
 
 
 def resolve_device(name: str) -> str:
@@ -300,7 +302,11 @@ def _refuse_nonfinite(model: nn.Module) -> None:
     """CheckpointError if a weight contains NaN or infinity, which would silently invalidate the tokens that use it."""
     for name, parameter in model.state_dict(keep_vars=True).items():  # buffers too: a router's correction bias is one
         # the sum avoids a mask; it may overflow for finite values, so check these exactly below
-        if codes_of(parameter) is not None or not parameter.is_floating_point() or parameter.sum(dtype=torch.float32).isfinite():
+        if (
+            codes_of(parameter) is not None
+            or not parameter.is_floating_point()
+            or parameter.sum(dtype=torch.float32).isfinite()
+        ):
             continue
         if len(where := (~parameter.isfinite()).nonzero()):
             raise CheckpointError(

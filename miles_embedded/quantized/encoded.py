@@ -67,11 +67,14 @@ def encode_weights(
             for view in unit:
                 if view.source not in read:
                     reads = stored is not None and view.source in chosen
-                    read[view.source] = stored.values(view.source) if reads and stored else tensors[view.source].detach()
+                    read[view.source] = (
+                        stored.values(view.source) if reads and stored else tensors[view.source].detach()
+                    )
             encoded_unit = codec.encode_unit(WeightUnit({view.name: view.of(read[view.source]) for view in unit}))
         for encoded in encoded_unit:
-            if (view := members.get(encoded.name)) is None:
+            if encoded.name not in members:
                 continue
+            view = members[encoded.name]
             found[view.source].append((view, encoded))
             left[view.source] -= 1
             if not left[view.source]:
