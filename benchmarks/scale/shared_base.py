@@ -7,8 +7,8 @@ with a shared INT4 base and with separate plain models of the same values: losse
     python benchmarks/scale/shared_base.py --billions 60 --steps 20 --directory DIR --save      # one GPU with 80 GB; 34 GB of disk
     python benchmarks/scale/shared_base.py --tiny                                               # a rehearsal on a CPU, under a minute
 
-The checkpoint takes .52 bytes per parameter on the disk, and is deleted at the end unless ``--keep`` is given. The last line of the output is one JSON
-object.
+The checkpoint takes .52 bytes per parameter on the disk, and is deleted at the end unless ``--keep`` is given. The last line of the output is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def write_checkpoint(directory: Path, sizes: dict[str, int], layers: int) -> int
     """Write the checkpoint: a file per layer, with the same numbers, and one for the rest. Returns the number of parameters."""
     import torch
     from safetensors.torch import save_file
-    from transformers import Qwen3MoeConfig
+    from transformers import AutoConfig
 
     from miles_int4.format import Int4
     from miles_tools.demo.model import make_tokenizer
@@ -115,7 +115,8 @@ def write_checkpoint(directory: Path, sizes: dict[str, int], layers: int) -> int
     names |= dict.fromkeys(rest, "rest.safetensors")
     index = {"metadata": {}, "weight_map": names}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = Qwen3MoeConfig(
+    config = AutoConfig.for_model(
+        "qwen3_moe",
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=sizes["inner"],

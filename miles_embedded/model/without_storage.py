@@ -36,7 +36,8 @@ def without_storage(make: Callable[[], nn.Module], dtype: torch.dtype, device: t
                 if id(tensor) not in made:  # else tied
                     made[id(tensor)] = nn.Parameter(_empty(tensor, kind, device), tensor.requires_grad)
                 module._parameters[name] = made[id(tensor)]
-    return model  # type: ignore[no-any-return]
+    made_model: nn.Module = model
+    return made_model
 
 
 def _empty(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -72,8 +72,9 @@ def encode_weights(
                     )
             encoded_unit = codec.encode_unit(WeightUnit({view.name: view.of(read[view.source]) for view in unit}))
         for encoded in encoded_unit:
-            if (view := members.get(encoded.name)) is None:
+            if encoded.name not in members:
                 continue
+            view = members[encoded.name]
             found[view.source].append((view, encoded))
             left[view.source] -= 1
             if not left[view.source]:
