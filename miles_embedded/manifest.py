@@ -362,6 +362,9 @@ class EmbeddedConfig:
     )
 
 
+#: The engine decodes with CUDA graphs, unless the model cannot (the log says why).
+_GRAPHS = "engine == embedded and gpu != none and model.device != cpu and not embedded.disable_cuda_graph"
+
 #: The manifest of the embedded backend.
 plugin = Plugin(
     name="embedded",
@@ -375,6 +378,8 @@ plugin = Plugin(
             "selects a format for the rollout, the checkpoint does not"
         ),
         **IDLE,
+        f"{_GRAPHS} and (rollout.top_p < 1 or rollout.top_k > 0)": "decoding is slower: top-k and top-p wait for the logits of each step",
+        f"{_GRAPHS} and rollout.stop": "decoding is slower: --rollout-stop reads the text of every new token; --rollout-stop-token-ids does not",
     },
     provides={
         "model": {"transformers": "miles_embedded.model.load:make_model"},

@@ -71,8 +71,8 @@ def make_engine(checkpoint: Path) -> EmbeddedEngine:
     engine = EmbeddedEngine(load_model(checkpoint, "float32", "cpu"), settings)
     engine.async_steps = steps = AsyncSteps(engine, used=True)
     steps._compared = True
-    hidden, size = torch.zeros(1, engine.runner.model.config.hidden_size), steps.batch.size
-    engine.prompts.fill = lambda sequences, *_: (hidden.expand(len(sequences), -1), set())  # type: ignore[method-assign,assignment]
+    hidden, size = torch.zeros(1, 128), steps.batch.size
+    engine.prompts.fill = lambda sequences, *_: (hidden.expand(len(sequences), -1), set())  # type: ignore[method-assign]
     engine.runner.head = lambda states: torch.zeros(len(states), 256)  # type: ignore[assignment]
     drawn = torch.stack([torch.randint(2, 32000, (64, size)).double(), -torch.rand(64, size).double()], 1)
     count = 0

@@ -1,8 +1,8 @@
 """Microseconds of processor time that ``miles train`` spends per sample around engine and trainer: driver, rollout function, hooks, reward, checks.
 
 The engine returns prepared responses at once and the trainer learns nothing, so a step consists of Python. A step is 32 prompts x 8 samples of
-64 + 256 tokens by default; the reward counts odd tokens with numpy. Reported is the rollout phase, from the start of a step until learning. ``--profile``
-prints cProfile's table of functions on standard error. The last line is one JSON object.
+64 + 256 tokens by default; the reward counts odd tokens with numpy. Reported is the time of the main thread from the start of a step until
+learning. ``--profile`` prints cProfile's tables of functions on standard error. The last line is one JSON object.
 
     python benchmarks/scale/sample_cost.py --profile
 """

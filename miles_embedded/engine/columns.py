@@ -82,6 +82,12 @@ class RowColumns:
             self._steps = 0
             self._stops[:] = False
 
+    def clear(self, rows: Sequence[Row]) -> None:
+        """Drop all rows."""
+        self.leave(rows)
+        nothing = np.zeros(0, np.int64)
+        self.move(nothing, nothing, 0)
+
     def refresh(self, rows: Sequence[Row]) -> None:
         """Take over lengths, last tokens and versions of rows that were appended to one by one."""
         slots = [row.slot for row in rows]

@@ -29,7 +29,7 @@ from miles_embedded.engine.attention import DecodeCall
 from miles_embedded.engine.decoder import AsyncSteps, Decoder, PlainDecoder
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, missing_fields_error
 from miles_embedded.engine.prompt_graphs import PromptGraphs
-from miles_embedded.engine.row import Row, parameters_of, slots_of
+from miles_embedded.engine.row import Row, parameters_of, recorded_rows, slots_of
 from miles_embedded.engine.runner import ForwardResult, Runner, chunks, move_items
 from miles_embedded.engine.scheduler import Scheduler
 from miles_embedded.engine.settings import Settings
@@ -232,8 +232,8 @@ class EmbeddedEngine(Engine, StepEngine):
     def sample(
         self, logits: Tensor, rows: Sequence[Row], positions: Tensor | None = None, stream: int = 0
     ) -> draw.Sampled:
-        params, keys, recording = self._parameters(rows)
-        u = self._uniform(rows, keys, positions, stream)
+        params, _, recording = self._parameters(rows)
+        u = self.uniform(rows, positions, stream)
         return draw.sample(logits, params, u, recording, operations_of(self.model).log_softmax)
 
     def distribution(self, logits: Tensor, rows: Sequence[Row], counts: Tensor | None = None) -> draw.Distribution:
@@ -252,10 +252,6 @@ class EmbeddedEngine(Engine, StepEngine):
         keys = self._parameters(rows)[1]
         if positions is not None and positions.dim() == 2:
             keys = keys.unsqueeze(1)
-        return self._uniform(rows, keys, positions, stream)
-
-    def _uniform(self, rows: Sequence[Row], keys: Tensor, positions: Tensor | None, stream: int) -> Tensor:
-        """Call ``sampling.uniform`` at ``positions``, by default the position of each row's next token."""
         if positions is None:
             positions = torch.from_numpy(self.columns.lengths[slots_of(rows)]).to(keys.device)
         return draw.uniform(self.settings.seed, keys, positions, stream)
@@ -301,36 +297,34 @@ class EmbeddedEngine(Engine, StepEngine):
             self._join(self._joining)
             self._joining = []
         # The next token of these rows uses other rotary frequencies than the cached keys: recompute all of their tokens.
-        grown = (
-            np.flatnonzero(self.columns.lengths[: len(self.rows)] == self.runner.switch + 1)
-            if self.runner.switch
-            else ()
-        )
-        if len(grown):
+        lengths, switch = self.columns.lengths[: len(self.rows)], self.runner.switch
+        if switch and len(grown := np.flatnonzero(lengths == switch + 1)):
             self._retract([self.rows[slot] for slot in grown], recompute=True)
             self._admit()
 
     def _join(self, joining: list[Row]) -> None:
+        starts = [row.start for row in joining]
         wanted: dict[Key, set[str]] = {}
-        for row in joining:
-            wanted.setdefault(row.start, set()).update(row.fields)
+        for row, start in zip(joining, starts, strict=True):
+            wanted.setdefault(start, set()).update(row.fields)
         computed = partial(self.decoder.prompts, self) if self.decoder.reads_prompts else None
         found = self._prefixes.compute(wanted, computed)
-        for row in joining:
-            if lacking := row.fields - found[row.start].fields:
+        pairs = [(row, found[start]) for row, start in zip(joining, starts, strict=True)]
+        for row, prefix in pairs:
+            if lacking := row.fields - prefix.fields:
                 row.future.set_exception(missing_fields_error(lacking))
-        joining = [row for row in joining if not row.future.done()]
-        if not joining:
+        pairs = [(row, prefix) for row, prefix in pairs if not row.future.done()]
+        if not pairs:
             return
-        prefixes = [found[row.start] for row in joining]
-        slots = self.runner.cache.add_rows([p.slot for p in prefixes])
-        for row, slot in zip(joining, slots.tolist(), strict=True):
-            row.slot, row.offset = slot, found[row.start].offset
+        slots = self.runner.cache.add_rows([prefix.slot for _, prefix in pairs])
+        for (row, prefix), slot in zip(pairs, slots.tolist(), strict=True):
+            row.slot, row.offset = slot, prefix.offset
+        joining = [row for row, _ in pairs]
         self.rows += joining
         self.columns.join(joining)
         self._invalidate_batch()
-        self.decoder.join(self, joining, [p.hidden for p in prefixes])
-        self._first_tokens([(r, p) for r, p in zip(joining, prefixes, strict=True) if r.recompute or not r.log_probs])
+        self.decoder.join(self, joining, [prefix.hidden for _, prefix in pairs])
+        self._first_tokens([(row, prefix) for row, prefix in pairs if row.recompute or not row.log_probs])
 
     def _first_tokens(self, fresh: list[tuple[Row, Prefix]]) -> None:
         """Sample the first token after the prefixes; logits are computed once per shared prefix."""
@@ -349,23 +343,9 @@ class EmbeddedEngine(Engine, StepEngine):
         if not rows:
             return
         rows = list(rows)
-        extras = self._extras(rows)
+        extras = recorded_rows(self.runner, self.recorded_fields(), rows)
         self._leave(rows)
         self.scheduler.respond(rows, finish, extras)
-
-    def _extras(self, rows: list[Row]) -> list[dict[str, Any]]:
-        out: list[dict[str, Any]] = [{} for _ in rows]
-        for name in self.recorded_fields():
-            asking = [i for i, row in enumerate(rows) if name in row.request.extras]
-            if not asking:
-                continue
-            recorded = self.runner.fields(slots_of([rows[i] for i in asking]), name)
-            for i, fresh in zip(asking, recorded, strict=True):
-                row = rows[i]
-                old = row.saved.get(name)
-                full = fresh if old is None else np.concatenate([old, fresh[len(old) :]])
-                out[i][name] = full[: len(row.tokens) - 1]
-        return out
 
     def _leave(self, rows: Sequence[Row]) -> None:
         """Remove rows from the batch and the cache."""
@@ -384,7 +364,7 @@ class EmbeddedEngine(Engine, StepEngine):
         self._invalidate_batch()
 
     def _retract(self, rows: list[Row], recompute: bool = False) -> None:
-        for row, saved in zip(rows, self._extras(rows), strict=True):
+        for row, saved in zip(rows, recorded_rows(self.runner, self.recorded_fields(), rows), strict=True):
             row.saved, row.recompute = saved, recompute
         self._leave(rows)
         self.scheduler.waiting.extendleft(reversed(rows))
@@ -393,9 +373,7 @@ class EmbeddedEngine(Engine, StepEngine):
         rows = [*self.rows, *self._joining, *self.scheduler.waiting]
         self.decoder.leave(self.rows)
         self.async_steps.leave(self.rows)
-        self.columns.leave(self.rows)
-        nothing = np.zeros(0, np.int64)
-        self.columns.move(nothing, nothing, 0)
+        self.columns.clear(self.rows)
         self.rows.clear()
         self._joining = []
         self.scheduler.waiting.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ from miles_core.data.field import SAMPLING_SUPPORT
 from miles_embedded.engine.columns import RowColumns
 from miles_embedded.engine.detokenizer import Decode
 from miles_embedded.engine.prefixes import Key
+from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.sampling import Params, params_of
 
 
@@ -149,6 +150,20 @@ class StopText:
 def slots_of(rows: Sequence[Row]) -> np.ndarray:
     """[rows] cache slots of the rows."""
     return np.fromiter((row.slot for row in rows), np.int64, len(rows))
+
+
+def recorded_rows(runner: Runner, names: Collection[str], rows: Sequence[Row]) -> list[dict[str, np.ndarray]]:
+    """Return the values that each row requested among the recorded fields ``names``: one entry per token except the last."""
+    found: list[dict[str, np.ndarray]] = [{} for _ in rows]
+    for name in names:
+        asking = [i for i, row in enumerate(rows) if name in row.request.extras]
+        recorded = runner.fields(slots_of([rows[i] for i in asking]), name) if asking else []
+        for i, fresh in zip(asking, recorded, strict=True):
+            row = rows[i]
+            old = row.saved.get(name)
+            full = fresh if old is None else np.concatenate([old, fresh[len(old) :]])
+            found[i][name] = full[: len(row.tokens) - 1]
+    return found
 
 
 def parameters_of(rows: Sequence[Row], device: torch.device) -> tuple[Params, Tensor, Tensor | None]:
