@@ -14,7 +14,7 @@ from miles_embedded.kernels.epilogue import RowEpilogue, end_of
 from miles_embedded.kernels.overlap import overlap, release, wait
 
 #: Elements of a program's block, and number of programs of a backward pass, which each sum a part of the weight's gradient.
-_BLOCK, _PROGRAMS = 1024, 528
+_BLOCK, _PROGRAMS = 1024, 2112
 
 
 # fmt: off
@@ -152,8 +152,12 @@ def _normalize(x: Tensor, weight: Tensor, eps: float, epilogue: RowEpilogue | No
 
 
 def _launch_options(x: Tensor, rows: int, blocks: dict[str, Any]) -> tuple[tuple[int], dict[str, Any]]:
-    warps = min(16, max(4, blocks["BLOCK_DIM"] // 256))
-    return (cdiv(rows, blocks["BLOCK_ROWS"]),), {**blocks, **overlap(x), "num_warps": warps}
+    return (cdiv(rows, blocks["BLOCK_ROWS"]),), {**blocks, **overlap(x), "num_warps": _warps(blocks)}
+
+
+def _warps(blocks: dict[str, Any]) -> int:
+    warps: int = min(16, max(4, blocks["BLOCK_DIM"] // 256))
+    return warps
 
 
 def _layout(x: Tensor) -> tuple[int, int]:
@@ -211,5 +215,6 @@ def _differentiate(
     grad, grad_x = grad.contiguous(), torch.empty_like(x)
     parts = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device)
     added = grad if more is None else more.contiguous()
-    _backward[(programs,)](x, weight, grad, added, grad_x, parts, rows, eps, **blocks, ADD=more is not None)
+    options = {**blocks, "ADD": more is not None, "num_warps": _warps(blocks)}
+    _backward[(programs,)](x, weight, grad, added, grad_x, parts, rows, eps, **options)
     return grad_x, parts.sum(0).to(weight.dtype)
