@@ -8,6 +8,8 @@ from miles_sglang.installed import INSTALL, TESTED
 __version__ = "0.1.0"
 
 _SPECULATIVE = "sglang.speculative_algorithm"
+#: SGLang computes with the kernels of the trainer.
+_EXACT = "plugin.true_on_policy and engine == sglang"
 #: Algorithms that draft with the checkpoint's MTP layer when no draft model is configured.
 HEADS = ("EAGLE", "EAGLE3", "NEXTN")
 #: The schedulers run this plugin's code, and its digest can be checked in all of them.
@@ -81,6 +83,18 @@ plugin = Plugin(
                 when="sglang.enable_draft_weights_cpu_backup and engine == sglang",
                 because="the CPU copy restores draft weights after SGLang released their memory",
             ),
+        ),
+        "sglang.model_impl": Set(
+            "transformers", when=_EXACT, because="true_on_policy replaces the steps of the model's Transformers code"
+        ),
+        "sglang.enable_deterministic_inference": Set(
+            True, when=_EXACT, because="a token must not depend on the other requests of a batch"
+        ),
+        "sglang.attention_backend": Set(
+            "triton", when=_EXACT, because="true_on_policy's attention reads the cache of this backend"
+        ),
+        "sglang.disable_cuda_graph": Set(
+            True, when=_EXACT, because="true_on_policy's attention reads the lengths of the sequences on the host"
         ),
         "sglang.enable_return_routed_experts": Set(
             True, when="plugin.r3 and engine == sglang", because="r3 replays the experts that SGLang chose"

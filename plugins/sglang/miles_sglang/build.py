@@ -43,6 +43,8 @@ _COMPILES: dict[str, Any] = {"watchdog_timeout": 3600.0}
 _CONTEXT_SLACK = 8
 
 
+#: Environment variable of an SGLang in which ``true_on_policy`` replaces kernels.
+_EXACT = "MILES_TRUE_ON_POLICY"
 #: Name of the file of SGLang's output.
 LOG = "sglang.log"
 #: Field of the experts that the engine chose; the plugin that replays them declares it.
@@ -66,6 +68,7 @@ class Choices:
         max_restarts: how often to restart SGLang after it died.
         share: default of ``mem_fraction_static`` on a GPU that the trainer uses, too; None for SGLang's own.
         allow_mismatch: continue if an update does not reach all of SGLang's parameters.
+        exact: let the plugin ``true_on_policy`` replace SGLang's kernels.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -83,6 +86,7 @@ class Choices:
     max_restarts: int = 0
     share: float | None = BESIDE_A_TRAINER
     allow_mismatch: bool = False
+    exact: bool = False
 
     @property
     def speculative(self) -> bool:
@@ -162,6 +166,7 @@ def _choices(run: Any, policy: Any) -> Choices:
         max_restarts=config.run.max_restarts,
         share=default_share(config.run.runtime, config.run.colocate),
         allow_mismatch=config.run.allow_mismatch,
+        exact=run.plan.holds("plugin.true_on_policy"),
     )
 
 
@@ -392,6 +397,7 @@ def _environment(choices: Choices, config: Mapping[str, Any]) -> dict[str, str |
         standby.VARIABLE: str(_schedulers(choices)),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # _CONTEXT_SLACK may exceed the model's limit
         "SGLANG_RETURN_ORIGINAL_LOGPROB": None,
+        _EXACT: "1" if choices.exact else None,
         inside.VARIABLE: "uint8" if 0 < experts <= inside.MOST else inside.WIDE,
     }
     if PRECOMPILES not in os.environ:
