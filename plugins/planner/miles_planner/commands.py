@@ -14,7 +14,6 @@ from miles_core.plugin import ConfigError
 from miles_planner.packages import PARTS, check_packages, read_option
 
 if TYPE_CHECKING:
-
     from miles_core.config.command import Command
     from miles_core.config.config import Config
     from miles_core.plugin import Facts
