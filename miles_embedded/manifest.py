@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles_core import __version__
-from miles_core.plugin import Facts, Plugin, Problem, Review, Rule, describe_fact, layer_kinds, option
+from miles_core.plugin import (
+    NO_MIXER,
+    STATE_KINDS,
+    Facts,
+    Plugin,
+    Problem,
+    Review,
+    Rule,
+    describe_fact,
+    layer_kinds,
+    option,
+)
 
 #: The installed version of a distribution. Cached, because the search for changes of a refused run reviews many of them.
 version = functools.cache(metadata.version)
@@ -120,8 +131,6 @@ SINCE = {
 }
 #: Model type -> a Transformers release whose code for it fails, and how.
 EXCEPT = {"llama4": ("5.24.0", "its Llama4ForConditionalGeneration fails on text alone")}
-#: Types of layers that keep a state between tokens (``model.states``).
-STATE_TYPES = ("linear_attention", "conv", "hybrid")
 #: Supported layer types (``layer_types`` of a configuration). ``indexed_attention`` and ``deepseek_sparse_attention`` are
 #: names for the same type in different releases.
 LAYER_TYPES = {
@@ -130,10 +139,8 @@ LAYER_TYPES = {
     "chunked_attention",
     "indexed_attention",
     "deepseek_sparse_attention",
-    *STATE_TYPES,
-    # layers that neither attend nor keep a state (Nemotron-H)
-    "moe",
-    "mlp",
+    *STATE_KINDS,
+    *NO_MIXER,
 }
 
 
@@ -167,7 +174,7 @@ def _refuse_family(kind: Any) -> tuple[str, str] | None:
 
 def _refuse_drafts(kind: Any, model: Mapping[str, Any], facts: Facts) -> tuple[str, str] | None:
     """Return (description, reason) if the embedded engine would draft for a model whose layers keep a state."""
-    stateful = kind in STATEFUL or set(layer_kinds(model)) & set(STATE_TYPES)
+    stateful = kind in STATEFUL or set(layer_kinds(model)) & STATE_KINDS
     if not stateful or facts.value("engine") != "embedded" or not facts.value("plugin.speculative"):
         return None
     why = "its layers keep the state after the last token only, so rejected drafts cannot be removed; run it without the plugin"

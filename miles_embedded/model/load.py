@@ -34,8 +34,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.errors import CheckpointError, first_line
+from miles_core.plugin import NO_MIXER, STATE_KINDS
 from miles_core.plugin.detect import config_facts
-from miles_embedded.manifest import LAYER_TYPES, STATE_TYPES
+from miles_embedded.manifest import LAYER_TYPES
 from miles_embedded.model.attention import window_mask
 from miles_embedded.model.call import watch_layers
 from miles_embedded.model.dequantize import dequantize, open_files
@@ -385,7 +386,7 @@ def _refuse_unknown_states(model: nn.Module) -> None:
     """CheckpointError for layers that should keep a state, but not through the methods of Transformers' cache (``states``)."""
     kinds = getattr(text_configuration(model), "layer_types", None) or ()
     for number, (layer, kind) in enumerate(zip(decoder_layers(model), kinds, strict=False)):
-        if kind in STATE_TYPES and next(stateful_modules(layer), None) is None:
+        if kind in STATE_KINDS and next(stateful_modules(layer), None) is None:
             raise CheckpointError(
                 f"layer {number} of {type(model).__name__} is of type {kind}, but its code keeps its state in a way that the embedded backend "
                 "does not support; use another engine and trainer"
@@ -394,18 +395,22 @@ def _refuse_unknown_states(model: nn.Module) -> None:
 
 def has_windows(model: nn.Module) -> bool:
     """Whether some layer may attend to fewer than all previous tokens."""
-    config = text_configuration(model)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    return bool(getattr(config, "sliding_window", None)) or bool(kinds - {"full_attention"})
+    attends = _layer_types(model) - {"full_attention", *STATE_KINDS, *NO_MIXER}
+    return bool(getattr(text_configuration(model), "sliding_window", None)) or bool(attends)
+
+
+def _layer_types(model: nn.Module) -> set[str]:
+    return set(getattr(text_configuration(model), "layer_types", None) or ())
 
 
 def mask_for(model: nn.Module) -> Tensor | None:
     """Return the mask to pass to ``model``, which reads none.
 
     Without one, Transformers builds masks, for which it first searches for packed sequences: several small operations per call, which
-    cost time in a CPU decode step and wait for a GPU. Models without windowed layers need no masks. None lets the model build them.
+    cost time in a CPU decode step and wait for a GPU. Models without windowed layers need no masks. None lets the model build them, as
+    models whose layers keep a state do, because these layers read a mask as padding.
     """
-    return None if has_windows(model) else window_mask(0)
+    return None if has_windows(model) or _layer_types(model) & STATE_KINDS else window_mask(0)
 
 
 def context_limit(model: nn.Module, wanted: int = 0) -> int:

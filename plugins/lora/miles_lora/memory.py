@@ -20,7 +20,9 @@ _FOUR_BITS, _EIGHT_BITS = {"nvfp4": 0.5625, "mxfp4": 0.53125}, 1.0625
 _GRAPH_POOLS = 2
 #: Elements of an adapter per rank and weight of its matrix, times the hidden size; an upper bound for usual shapes.
 _PER_WEIGHT = 4.0
-_FEED_FORWARD = ("gate", "up", "down", "w1", "w2", "w3", "fc")
+#: Parts of the names of matrices in feed-forward layers, and names of an attention's matrices.
+_FEED_FORWARD = ("gate", "up_", "down", "w1", "w2", "w3", "fc", "input_linear", "output_linear")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
@@ -81,12 +83,21 @@ def module_weights(size: ModelSize) -> int:
 
 
 def adapter_parameters(facts: Facts, size: ModelSize) -> float:
-    """Return an upper estimate of the adapters' parameters."""
-    names = [str(name) for name in facts.value("lora.target_modules") or ()]
-    every = "all-linear" in names
-    adapted = float(size.attention * size.layers)
-    if every or any(part in name for name in names for part in _FEED_FORWARD):
-        adapted += size.dense * (size.layers - size.sparse_layers) + size.shared * size.sparse_layers
-    if any("expert" in name for name in names):
+    """Return an upper estimate of the adapters' parameters: of all matrices of the parts of layers that a target may be in."""
+    names = [str(name).rpartition(".")[2] for name in facts.value("lora.target_modules") or ()]
+    every, experts = (
+        "all-linear" in names,
+        any("expert" in str(name) for name in facts.value("lora.target_modules") or ()),
+    )
+    inner = {name for name in names for part in _FEED_FORWARD if part in name}
+    mixers = {*names} - inner - {"all-linear", "all-experts"}
+    adapted = 0.0
+    if every or mixers:
+        adapted += size.attentions
+    if size.state and (every or mixers - {*_ATTENTION} or (mixers and size.state.attention_names)):
+        adapted += size.states
+    if every or inner:
+        adapted += size.feed_forward
+    if experts:
         adapted += size.experts
     return _PER_WEIGHT * int(facts.value("lora.rank") or 1) * adapted / size.hidden
