@@ -67,7 +67,11 @@ plugin = Plugin(
             Capability("sampling_support", when=f"not {_SPECULATIVE}"),
             Capability("routed_experts", when="sglang.enable_return_routed_experts"),
             Capability("token_versions", when=_OWN_SCHEDULERS),
-            Capability("draft", when=f"{_WITH_HEAD} and not sglang.speculative_draft_model_path"),
+            Capability(
+                "draft",
+                when=f"({_WITH_HEAD} and not sglang.speculative_draft_model_path) or (sglang.speculative_draft_model_path and "
+                f"{_OWN_SCHEDULERS})",
+            ),
             Capability("keyed_sampling", when=f"sglang.enable_deterministic_inference and not {_SPECULATIVE}"),
         )
     },

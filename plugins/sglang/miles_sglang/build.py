@@ -68,6 +68,7 @@ class Choices:
         max_restarts: how often to restart SGLang after it died.
         share: default of ``mem_fraction_static`` on a GPU that the trainer uses, too; None for SGLang's own.
         allow_mismatch: continue if an update does not reach all of SGLang's parameters.
+        trains_draft: updates contain the weights of the draft that is a separate model.
         exact: let the plugin ``true_on_policy`` replace SGLang's kernels.
     """
 
@@ -86,6 +87,7 @@ class Choices:
     max_restarts: int = 0
     share: float | None = BESIDE_A_TRAINER
     allow_mismatch: bool = False
+    trains_draft: bool = False
     exact: bool = False
 
     @property
@@ -166,6 +168,7 @@ def _choices(run: Any, policy: Any) -> Choices:
         max_restarts=config.run.max_restarts,
         share=default_share(config.run.runtime, config.run.colocate),
         allow_mismatch=config.run.allow_mismatch,
+        trains_draft=run.plan.holds("plugin.speculative and sglang.speculative_draft_model_path"),
         exact=run.plan.holds("plugin.true_on_policy"),
     )
 
@@ -220,7 +223,8 @@ def assemble(
     def serve(codec: Codec) -> Served:
         check_blocks(config, codec)
         described = layout(checkpoint, codec)
-        names = WeightNames(described.names, bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers"))
+        tied, layers = bool(config.get("tie_word_embeddings")), config.get("num_hidden_layers")
+        names = WeightNames(described.names, tied, layers, choices.trains_draft)
         arguments = {} if choices.url else _model(checkpoint, described, codec, directory)
         return Served(codec, names, described, {k: v for k, v in arguments.items() if k not in choices.arguments})
 
@@ -238,7 +242,7 @@ def assemble(
         bucket_bytes=choices.bucket_bytes,
         device="cuda" if choices.device == "cuda" and not choices.url and _sees_a_gpu() else "",
         restarts=Restarts(choices.max_restarts),
-        separate_draft=choices.separate_draft,
+        separate_draft=choices.separate_draft and not choices.trains_draft,
         allow_mismatch=choices.allow_mismatch,
     )
     engine = SglangEngine(link, settings)
@@ -301,7 +305,7 @@ def _capabilities(translator: Translator, choices: Choices) -> frozenset[str]:
         "sampling_support": translator.supports,
         "routed_experts": translator.routing is not None,
         "keyed_sampling": translator.seed is not None,
-        "draft": choices.drafts,
+        "draft": choices.drafts or (choices.separate_draft and choices.versioned),
         "sleep": bool(choices.arguments.get("enable_memory_saver")),
         "rebuild": not choices.url and not choices.arguments.get("enable_memory_saver"),
         "token_versions": translator.versioned,

@@ -11,6 +11,7 @@ It is active only in an SGLang that this plugin started, and makes these changes
 - How INT4 weights are loaded is remembered before SGLang packs them, so that updates can replace them (``repacking``).
 - A checkpoint with tied embeddings stores the embedding only. Models of SGLang that have a separate output layer receive it as well.
 - A scheduler reads the tokenizer's EOS token id for each generated token, and Transformers looks it up each time. It is cached.
+- A draft of its own is marked, so that updates reach it (``loader``).
 - Requests continue with new weights (``retraction``).
 """
 
@@ -33,6 +34,7 @@ MOST = 256
 WIDE = "int32"
 _READS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess"
 _FILLS = "sglang.srt.model_loader.loader.initialize_dummy_weights"
+_BUILDS = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 _RECORDS = "sglang.srt.model_executor.model_runner.ModelRunner.init_routed_experts_capturer"
 _COLLECTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _SENDS = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
@@ -67,6 +69,7 @@ def install() -> None:
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_tokenizer", cache_eos_token_id, HookType.AFTER)
     HookRegistry.register(_FILLS, prepare_random_weights, HookType.AFTER)
     HookRegistry.register(_READS, read_tied_head, HookType.BEFORE)
+    HookRegistry.register(_BUILDS, mark_draft, HookType.AFTER)
     HookRegistry.register(_RECORDS, keep_routes, HookType.AFTER)
     HookRegistry.register(f"{_COLLECTS}._maybe_collect_routed_experts", complete_routes, HookType.AROUND)
     HookRegistry.register(f"{_SENDS}.stream_output", send_routes, HookType.BEFORE)
@@ -109,6 +112,15 @@ def prepare_random_weights(_: None, model: Any, *more: Any) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith((".k_scale", ".v_scale")):
             parameter.data.fill_(-1.0)
+
+
+def mark_draft(_: None, runner: Any) -> None:
+    """Mark a draft that is a model or a head of its own, so that it loads its own weights of an update."""
+    from miles_sglang.loader import SEPARATE
+
+    arguments = runner.server_args
+    if runner.is_draft_worker and arguments.speculative_draft_model_path not in (None, arguments.model_path):
+        setattr(runner.model, SEPARATE, True)
 
 
 def keep_routes(_: None, runner: Any) -> None:

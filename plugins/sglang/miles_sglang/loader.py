@@ -28,6 +28,10 @@ from miles_sglang.coverage import Coverage, tied_head
 NAME = "miles_sglang.loader.load"
 #: Name of the marker entry that follows the last bucket of an update.
 COMPLETE = "complete"
+#: Prefix of the weights of a draft that is a model or a head of its own.
+DRAFT = "draft."
+#: Attribute that marks such a draft of SGLang.
+SEPARATE = "miles_separate_draft"
 #: Buffer of a copy of a router's weight in FP32.
 _WIDE_COPY = "_weight_fp32"
 #: Name suffix of the block scales of a quantised weight.
@@ -165,9 +169,10 @@ def _refresh_copies(model: nn.Module) -> None:
 
 def _load_and_record(model: Any, table: str, array: Tensor, memory: tuple[int, ...]) -> Copies | None:
     """Load a bucket with the model's ``load_weights``. Returns the recorded copies; None if they cannot be replayed."""
-    tensors = _unpack(table, array)
+    tensors = _select(model, _unpack(table, array))
     with Watch(array) as watch:
-        model.load_weights([*tensors, *tied_head(model, tensors)])
+        if tensors:
+            model.load_weights([*tensors, *tied_head(model, tensors)])
         _load_scales(model, tensors, watch)
     if repacking.packs(model):
         return None
@@ -183,6 +188,13 @@ def _load_and_record(model: Any, table: str, array: Tensor, memory: tuple[int, .
         for _, s in watch.copies
     ]
     return Copies([place for place, _ in watch.copies], pieces, watch.fills, memory)
+
+
+def _select(model: Any, tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a model: those of a draft model of its own have a prefix, which its checkpoint does not have."""
+    if getattr(model, SEPARATE, False):
+        return [(name.removeprefix(DRAFT), tensor) for name, tensor in tensors if name.startswith(DRAFT)]
+    return [(name, tensor) for name, tensor in tensors if not name.startswith(DRAFT)]
 
 
 def _load_scales(model: Any, tensors: list[tuple[str, Tensor]], watch: Watch) -> None:

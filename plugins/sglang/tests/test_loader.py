@@ -255,3 +255,17 @@ def test_a_router_computes_with_updated_weights_also_if_it_keeps_a_copy() -> Non
         load(model, [(json.dumps(flat.tensors), flat.array), (COMPLETE, torch.empty(0))])
         assert (model.gate(torch.ones(1, 2)) == 2 * value).all()
     assert model.gate._weight_fp32.data_ptr() == kept  # CUDA graphs read this memory
+
+
+def test_a_draft_of_its_own_loads_the_tensors_with_its_prefix_and_the_policy_the_others() -> None:
+    policy, draft = Model(), Model()
+    draft.miles_separate_draft = True
+    for value in (1.0, 2.0, 3.0):
+        made = Bucket()
+        made.add("own", torch.full((3,), value, dtype=torch.bfloat16))
+        made.add("draft.own", torch.full((3,), 10 * value, dtype=torch.bfloat16))
+        flat = made.flatten()
+        for model in (draft, policy):
+            load(model, [(json.dumps(flat.tensors), flat.array), (COMPLETE, torch.empty(0))])
+        assert (policy.own == value).all() and (draft.own == 10 * value).all()
+    assert policy.loads == draft.loads == 1  # the copies are replayed
