@@ -107,7 +107,7 @@ def attempt(names: Sequence[str], manifests: Mapping[str, Plugin], pair: tuple[s
     """Plan and run a combination in this process. ``pair``: the precisions; the first that one of the plugins lists by default."""
     listed = [(each.rollout, each.train) for name in names for each in manifests[name].pairs]
     rollout, train = pair or next(iter(listed), ("bf16", "bf16"))
-    options = {"rollout_precision": rollout, "train_precision": train, "sizes": SIZES}
+    options: dict[str, Any] = {"rollout_precision": rollout, "train_precision": train, "sizes": SIZES}
     options |= toy_options(names, manifests)
     options["emulate_precision"] = bool(listed)
     start = time.monotonic()
