@@ -18,7 +18,9 @@ from typing import Any
 #: Ids 60 to 63.
 SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 IDS = dict(
-    zip(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), range(60, 64), strict=True)
+    zip(
+        ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), range(60, 64), strict=True
+    )
 )
 TEMPLATE = """{%- for message in messages -%}{%- if message.content is string -%}{{ message.content }}
 {%- else -%}{%- for part in message.content -%}
@@ -26,7 +28,13 @@ TEMPLATE = """{%- for message in messages -%}{%- if message.content is string -%
 {%- endfor -%}{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}={%- endif -%}"""
 TEXT = {
     **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
+    **{
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    },
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
     "initializer_range": 0.1,
 }
@@ -34,7 +42,12 @@ TOWER = {
     **{"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8},
     **{"window_size": 48, "fullatt_block_indexes": [0, 1], "initializer_range": 0.1},
 }
-IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 2304, "longest_edge": 2304}}
+IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 8,
+    "merge_size": 2,
+    "size": {"shortest_edge": 2304, "longest_edge": 2304},
+}
 
 
 def draw(rng: random.Random) -> tuple[Any, int]:

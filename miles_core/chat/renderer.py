@@ -115,7 +115,7 @@ class Renderer:
         it, for messages without media; it changes the rendered text, in which special tokens written in messages do not occur.
 
         Raises:
-            DataError: the template rejects the conversation or leaves out media, the last message is an assistant's without text or with tool calls, or the
+            DataError: the template rejects the conversation or leaves out media, the last message is an assistant's without text or with calls, or the
                 result has no token.
         """
         messages, expand = self._take_media(messages, expand)
@@ -185,7 +185,9 @@ class Renderer:
         """Return the messages with bare parts for their media, and what expands the rendered text."""
         messages, media = take_media(messages)
         if media and self.expand is None:
-            raise DataError("the messages have images, but this run passes only text to the model; --media passes images")
+            raise DataError(
+                "the messages have images, but this run passes only text to the model; --media passes images"
+            )
         if expand is None and self.expand is not None:
             expand = partial(self.expand, media=media)
         return messages, expand

@@ -132,9 +132,7 @@ class GenerationClient:
         held = self._media_of(parent, after, media)
         return self._record(parent, whole, policy, held, self._generation(whole, chosen, policy, held))
 
-    def _media_of(
-        self, parent: Turn | None, after: Turn | None, media: Sequence[Media] | None
-    ) -> tuple[Media, ...]:
+    def _media_of(self, parent: Turn | None, after: Turn | None, media: Sequence[Media] | None) -> tuple[Media, ...]:
         """Return all media of a request that continues ``parent``; ``media`` are those of its tokens."""
         if after is not None:
             return (*after.media, *(media or ()))

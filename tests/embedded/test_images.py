@@ -296,7 +296,7 @@ def test_the_plan_refuses_what_cannot_read_images(kind, more, words):
     assert not review(Facts(text), {"model_type": kind}).problems
 
 
-LOOK = '''
+LOOK = """
 from base64 import b64encode
 from miles_core.data import read_parts
 from miles_core.plugin import Plugin
@@ -319,7 +319,7 @@ async def generate(sample, ask):
     tokens = ask.renderer.extend(first.tokens, [{"role": "user", "content": parts}])[len(first.tokens):]
     await ask(tokens, after=first, sampling={"max_new_tokens": 5}, media=[p["media"] for p in parts if "media" in p])
     return ask.transcript.samples(sample)
-'''
+"""
 
 
 @pytest.mark.parametrize("family", [kind for kind in ("qwen2_5_vl", "gemma3") if kind in READS])

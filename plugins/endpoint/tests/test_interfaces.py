@@ -54,7 +54,9 @@ def test_images_in_messages_become_media(desk):
         first = await d.post({"messages": [user(urls[0])]})
         answer = {"role": "assistant", "content": first.message["content"]}
         await d.post({"messages": [user(urls[0]), answer, user(urls[1], "and?")]})
-        await d.post({"messages": [user(urls[1]), answer, user(urls[1], "and?")]})  # another first image: another conversation
+        await d.post(
+            {"messages": [user(urls[1]), answer, user(urls[1], "and?")]}
+        )  # another first image: another conversation
         bad = await d.post({"messages": [user("https://x.org/a.png")]})
         assert bad.status == 400 and "the address https://x.org/a.png" in bad.body["error"]["message"]
 

@@ -175,14 +175,19 @@ def _is_pillow(value: Any) -> bool:
 
 
 def _is_image(value: Any) -> bool:
-    return _is_pillow(value) or (isinstance(value, dict) and str(value.get("type", "")).endswith(("image", "image_url")))
+    return _is_pillow(value) or (
+        isinstance(value, dict) and str(value.get("type", "")).endswith(("image", "image_url"))
+    )
 
 
 def _to_part(value: Any) -> dict[str, Any]:
     if _is_pillow(value):
         buffer = BytesIO()
         value.save(buffer, "PNG")
-        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"}}
+        return {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"},
+        }
     if _is_image(value) or (isinstance(value, dict) and value.get("type") == "text"):
         return dict(value)
     return {"type": "text", "text": to_text(value, sys.maxsize)}

@@ -48,7 +48,10 @@ def test_a_model_that_reads_text_gets_an_error(run, checkpoint, scripted):
     scripted(answer)
     done = run(checkpoint)
     whole = "".join(done.samples[0]["pieces"])
-    assert "here it is\nError: the result has an image that the model cannot read: the messages have images, but this run passes" in whole
+    assert (
+        "here it is\nError: the result has an image that the model cannot read: the messages have images, but this run passes"
+        in whole
+    )
     assert done.metrics[0]["tools/errors"] == 1 and done.metrics[0]["rollout/turns"] == 2
 
 
@@ -70,8 +73,14 @@ def vision(checkpoint, tmp_path):
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(parts.tokens)), strict=True))
     config = getattr(transformers, kind)(**{**values, "text_config": text, **ids})
     path = tiny.random_checkpoint(config, tmp_path / "vision")
-    shown = "{%- for p in m.content -%}{%- if p.type == 'image' -%}MARK{%- else -%}{{ p.text }}{%- endif -%}{%- endfor -%}"
-    content = "{%- if m.content is string -%}{{ m.content }}{%- else -%}" + shown.replace("MARK", parts.mark) + "{%- endif -%}"
+    shown = (
+        "{%- for p in m.content -%}{%- if p.type == 'image' -%}MARK{%- else -%}{{ p.text }}{%- endif -%}{%- endfor -%}"
+    )
+    content = (
+        "{%- if m.content is string -%}{{ m.content }}{%- else -%}"
+        + shown.replace("MARK", parts.mark)
+        + "{%- endif -%}"
+    )
     tokenizer.chat_template = (checkpoint / "chat_template.jinja").read_text().replace("{{ m.content }}", content)
     tokenizer.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": parts.kind, **parts.images}))
