@@ -69,7 +69,8 @@ def _read_message(message: Mapping[str, Any], place: str, names: dict[str, str],
     role = _ROLES.get(str(message.get("role")))
     if role is None:
         raise refuse(f"{place} has the role {message.get('role')!r:.40}; the roles are {', '.join(_ROLES)}")
-    content, shown = message.get("content"), []
+    shown: list[Any] = []
+    content = message.get("content")
     if images and role in ("user", "tool") and isinstance(content, list):
         content, shown = _read_images(content, place)
     text = read_text(content, place)
