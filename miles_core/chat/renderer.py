@@ -133,8 +133,8 @@ class Renderer:
         it, for messages without media; it changes the rendered text, in which special tokens written in messages do not occur.
 
         Raises:
-            DataError: the template rejects the conversation or leaves out media, the last message is an assistant's without text or with tool calls, or the
-                result has no token.
+            DataError: the template rejects the conversation or leaves out media, the last message is an assistant's without text or with
+                tool calls, or the result has no token.
         """
         messages, expand = self._take_media(messages, expand)
         literals: list[str] = []

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
-from miles_core.data.media import Media
 from miles_core.data.weight_unit import Encoded
 from miles_core.errors import MilesError, NonFiniteError
 from miles_core.precision.codec import Codec
@@ -41,6 +40,7 @@ from miles_embedded.model.nonfinite import first_nonfinite
 from miles_embedded.model.operations import operations_of
 from miles_embedded.model.parts import text_configuration
 from miles_embedded.model.views import Loader
+from miles_embedded.model.vision import Item
 from miles_embedded.quantized.linear import linear_shapes
 
 
@@ -104,23 +104,17 @@ class EmbeddedEngine(Engine, StepEngine):
             raise
 
     async def score(
-        self,
-        sequences: Sequence[Sequence[int]],
-        temperature: float = 1.0,
-        media: Sequence[tuple[Media, ...]] = (),
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Item] = ()
     ) -> list[np.ndarray]:
         for i, sequence in enumerate(sequences):
             if not 0 < len(sequence) <= self.max_context:
                 raise MilesError(
-                    f"sequence {i} to score has {len(sequence)} tokens; it must have 1 to {self.max_context}"
+                    f"sequence {i} to score has {len(sequence)} tokens; 1 to {self.max_context} are possible"
                 )
-        for sequence, items in zip(sequences, media, strict=bool(media)):
-            self.runner.check_media(sequence, items)
         results: dict[int, np.ndarray] = {}
         for chunk in chunks([len(s) for s in sequences]):
             self._weights.check()
-            items = [media[i] for i in chunk] if any(media) else []
-            scored = self.runner.score([sequences[i] for i in chunk], temperature, items)
+            scored = self.runner.score([sequences[i] for i in chunk], temperature, [media[i] for i in chunk if media])
             results.update(zip(chunk, scored, strict=True))
             await asyncio.sleep(0)
         return [results[i] for i in range(len(sequences))]

@@ -198,6 +198,9 @@ class Runner:
     ) -> list[np.ndarray]:
         """Return log p of every token after the first, [len - 1] float32 per sequence, over the full vocabulary. ``media`` of each sequence; ()
         if none has any."""
+        media = media if any(media) else ()
+        for sequence, items in zip(sequences, media, strict=bool(media)):
+            self.check_media(sequence, items)
         switch = self.switch or max(map(len, sequences))
         grown = {i: s[: switch + 1] for i, s in enumerate(sequences) if len(s) > switch + 1}
         scored = self._score([*sequences, *grown.values()], temperature, [*media, *(media[i] for i in grown if media)])

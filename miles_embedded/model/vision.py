@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from miles_core.data.batch import Batch
 from miles_core.data.media import Media
 from miles_core.errors import MilesError
 from miles_embedded.model.attention import BLOCKS
@@ -62,7 +63,7 @@ class Vision:
         self.outer, self.processor = outer, processor
         self.placeholder = int(configuration(model).image_token_id)
         #: Whether the features of an image attend to each other in both directions.
-        self.blocks = "token_type_ids" in inspect.signature(type(outer).forward).parameters
+        self.blocks = has_blocks(model)
 
     def check(self, tokens: Sequence[int], media: Item) -> None:
         """Raise MilesError unless ``tokens`` have the expansion of each of ``media``, in order."""
@@ -120,8 +121,8 @@ class Vision:
             positions[:, own] = _continue(known[key], length)
             start += length
         picked = torch.arange(len(host), device=tokens.device) if rows is None else rows
-        moved = (torch.from_numpy(x).to(tokens.device)[..., picked] for x in (place, positions, blocks))
-        return self._arguments(tokens[picked], *moved, features)
+        moved = [torch.from_numpy(x).to(tokens.device)[..., picked] for x in (place, positions, blocks)]
+        return self._arguments(tokens[picked], moved[0], moved[1], moved[2], features)
 
     def _arguments(
         self, tokens: Tensor, place: Tensor, positions: Tensor, blocks: Tensor, features: Features
@@ -171,6 +172,16 @@ class Vision:
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         found: Tensor = self.outer.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)[0]
         return found[:, 0].numpy()
+
+
+def has_blocks(model: nn.Module) -> bool:
+    """Return whether the features of an image attend to each other in both directions."""
+    return "token_type_ids" in inspect.signature(type(getattr(model, "model", model)).forward).parameters
+
+
+def shares(model: nn.Module, batch: Batch) -> bool:
+    """Return whether siblings may share a prompt: not if a replayed column could end the shared part inside a block."""
+    return not (batch.media and batch.inputs and has_blocks(model))
 
 
 def _number_runs(inside: np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ from miles_embedded.model.parts import backbone, decoder_layers, is_critic, valu
 from miles_embedded.model.released import Released
 from miles_embedded.model.storage import constant_tensors, local_shard
 from miles_embedded.model.views import export
-from miles_embedded.model.vision import Vision
+from miles_embedded.model.vision import Vision, shares
 from miles_embedded.quantized.linear import linear_shapes
 from miles_embedded.quantized.trained import TrainedPrecision
 from miles_embedded.trainer import checkpoint
@@ -139,7 +139,6 @@ class EmbeddedTrainer(Trainer):
         if config.recompute:
             recompute_layers(model, sharded=self.world.size > 1, observed=self.balance is not None)
         self._switch, self._mask = rope_switch(model), mask_for(model)
-        self._blocks = processor is not None and Vision(model, processor).blocks
         self._scored: nn.Module | None = None
         self._asleep: dict[TrainerPart, Released] = {"weights": Released(keep=True), "optimizer": Released(keep=True)}
         self._attached: dict[str, Any] = {}
@@ -309,9 +308,7 @@ class EmbeddedTrainer(Trainer):
         """Pack one micro-batch on the model's device, and make the context for ``forward``. Arguments as for ``micro_batches``;
         ``samples`` are the indices of the micro-batch's samples, one entry of ``split``."""
         micro_batch = batch if samples == list(range(len(batch))) else batch.select(samples)
-        # a replayed column may end the shared part inside an image, whose rows attend in both directions
-        alone = self._blocks and bool(micro_batch.media) and bool(micro_batch.inputs)
-        packing = pack_grown(micro_batch, self.config.share_prompts and not alone, self._switch)
+        packing = pack_grown(micro_batch, self.config.share_prompts and shares(self.model, micro_batch), self._switch)
         micro_batch = micro_batch.to(self.device)
         names = ("rows", "positions", "row_of", "sources", "targets")
         moved: dict[str, Any] = {name: to_device(getattr(packing, name), self.device) for name in names}
