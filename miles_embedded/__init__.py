@@ -77,11 +77,9 @@ if TYPE_CHECKING:
     from miles_embedded.model.load import (
         build_empty,
         checkpoint_config,
-        has_windows,
         is_embedded,
         load_model,
         make_model,
-        mask_for,
         prepare,
         unloaded_model,
     )
@@ -251,8 +249,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.gpu_operations": "with_row_kernels",
         "miles_embedded.model.grouped_experts": "uses_grouped_product",
         "miles_embedded.model.joint_linear": "joined_layers",
-        "miles_embedded.model.load": "build_empty checkpoint_config has_windows is_embedded load_model make_model mask_for prepare "
-        "unloaded_model",
+        "miles_embedded.model.load": "build_empty checkpoint_config is_embedded load_model make_model prepare unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
@@ -261,6 +258,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.experts": "Routed find_routed routed_blocks",
         "miles_embedded.model.value_head": "VALUE_HEAD add_value_head new_value_head",
         "miles_embedded.model.views": "views",
+        "miles_embedded.model.windows": "has_windows mask_for",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",
         "miles_embedded.trainer.data_parallel": "sum_over_ranks",

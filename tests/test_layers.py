@@ -126,10 +126,11 @@ TOOLS: list[dict[str, str]] = [
 ROOMS: list[dict[str, str]] = [
     {
         "memory": "core: miles_core.plugin miles_core.trainer",
-        "manifest": "core: miles_core miles_core.plugin",
+        "plan_notes": "",
         "speed": "",
     },
     {
+        "manifest": "plan_notes core: miles_core miles_core.plugin",
         "kernels": "core: errors",
     },
     {

@@ -39,7 +39,8 @@ _FLAGS = "--split-compile=0 -Xptxas=--split-compile=0"
 def engine_for(checkpoint: Path, work: Path) -> Any:
     from miles_formats import FormatCodec
     from miles_int4.format import Int4
-    from miles_sglang.build import Choices, assemble
+    from miles_sglang.build import assemble
+    from miles_sglang.choices import Choices
 
     arguments = {
         **{"attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.6},

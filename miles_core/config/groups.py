@@ -101,11 +101,7 @@ class Run:
         only_if="save_interval",
     )
     keep: int | None = option(
-        None,
-        help="keep the last N checkpoints and delete older ones (default: keep all)",
-        metavar="N",
-        ge=1,
-        only_if="save_interval or load",
+        None, help="keep the last N checkpoints (default: all)", metavar="N", ge=1, only_if="save_interval or load"
     )
     save_rollouts: bool = option(
         True, help="save all samples of training and evaluation in the run directory, for the report and the API"

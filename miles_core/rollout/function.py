@@ -93,17 +93,15 @@ class GenerationClient:
         """Request a response from an engine; the returned turn is added to ``transcript``.
 
         Args:
-            tokens: with ``after``, the token ids that follow that turn; otherwise all token ids from the beginning. In that case
-                they continue the longest recorded turn that is a prefix of them, or start a new branch. If ``tokens`` and
-                ``messages`` are both None, the request is the sample's prompt.
+            tokens: the token ids that follow ``after``; without it, all token ids from the beginning: they continue the longest recorded turn
+                that is a prefix of them, or start a new branch. Without tokens and messages, the request is the sample's prompt.
             messages: chat messages instead of token ids, rendered with the model's chat template.
             after: the turn to continue.
             tools: tool schemas for the chat template.
             sampling: entries that override ``self.sampling``.
             policy: name of the policy that generates; "" for the default policy.
-            media: media of the placeholders in ``tokens``, in order. If it is None: with ``messages``, those in their parts
-                (``miles_core.chat.attach_media``), without ``after`` and without any those of the sample's prompt; with token ids from the
-                beginning, those of the sample's prompt or of the turn that they continue.
+            media: media of the placeholders in ``tokens``, in order. By default those in the parts of ``messages``, otherwise those of the
+                sample's prompt or of the turn that the request continues.
 
         Raises:
             CannotExtend: the chat template cannot append these messages to the turn (see ``Renderer.extend``); pass all messages

@@ -148,16 +148,7 @@ class EngineRequests:
                 context += generated
                 rest = dataclasses.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(generated))
             request = Request(context, rest, key=key, group=group, extras=set(self.extras), policy=policy, media=media)
-            self.run.hooks.on("on_request", run=self.run, policy=self.policies[policy], request=request)
-            start = time.perf_counter()
-            response = await engine.generate(request)
-            self.run.clock.record("engine request", start)
-            self._check_response(request, response)
-            if response.metrics:
-                prefix = "engine" if len(self.engines) == 1 else f"{policy}/engine"
-                add(self.answers, {f"{prefix}/{name}": (value, 1.0) for name, value in response.metrics.items()})
-            if response.finish == "abort" and len(response.tokens) == request.sampling.max_new_tokens:
-                response.finish = "length"
+            response = await self._send(engine, request)
             if response.finish == "abort" and not can_continue(response, request):
                 fruitless += 1
                 continue
@@ -174,6 +165,20 @@ class EngineRequests:
             f"the engine aborted the request of sample {number} {FRUITLESS} times in a row without a token to continue from; "
             "see the engine's log"
         )
+
+    async def _send(self, engine: Engine, request: Request) -> Response:
+        """Send one request and check the response."""
+        self.run.hooks.on("on_request", run=self.run, policy=self.policies[request.policy], request=request)
+        start = time.perf_counter()
+        response = await engine.generate(request)
+        self.run.clock.record("engine request", start)
+        self._check_response(request, response)
+        if response.metrics:
+            prefix = "engine" if len(self.engines) == 1 else f"{request.policy}/engine"
+            add(self.answers, {f"{prefix}/{name}": (value, 1.0) for name, value in response.metrics.items()})
+        if response.finish == "abort" and len(response.tokens) == request.sampling.max_new_tokens:
+            response.finish = "length"
+        return response
 
     def _count_unknown(self, response: Response) -> Response:
         """Count the ids that have no token in the tokenizer; returns the response."""

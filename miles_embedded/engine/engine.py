@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from miles_core.contracts.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.data.weight_unit import Encoded
-from miles_core.errors import MilesError, NonFiniteError
+from miles_core.errors import NonFiniteError
 from miles_core.precision.codec import Codec
 from miles_core.precision.format import Format, Stored
 from miles_core.precision.quantizer import FormatItself
@@ -29,7 +29,7 @@ from miles_embedded.engine.decoder import AsyncSteps, Decoder, PlainDecoder
 from miles_embedded.engine.prefixes import Key, Prefix, Prefixes, missing_fields_error
 from miles_embedded.engine.prompt_graphs import PromptGraphs
 from miles_embedded.engine.row import Row, parameters_of, recorded_rows, slots_of
-from miles_embedded.engine.runner import ForwardResult, Runner, chunks, move_items
+from miles_embedded.engine.runner import ForwardResult, Runner, check_lengths, chunks, move_items
 from miles_embedded.engine.scheduler import Scheduler
 from miles_embedded.engine.settings import Settings
 from miles_embedded.engine.step import StepEngine
@@ -106,11 +106,7 @@ class EmbeddedEngine(Engine, StepEngine):
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Item] = ()
     ) -> list[np.ndarray]:
-        for i, sequence in enumerate(sequences):
-            if not 0 < len(sequence) <= self.max_context:
-                raise MilesError(
-                    f"sequence {i} to score has {len(sequence)} tokens; 1 to {self.max_context} are possible"
-                )
+        check_lengths(sequences, self.max_context)
         results: dict[int, np.ndarray] = {}
         for chunk in chunks([len(s) for s in sequences]):
             self._weights.check()
@@ -398,8 +394,7 @@ class EmbeddedEngine(Engine, StepEngine):
         self._batch = self._names = None
 
     def _parameters(self, rows: Sequence[Row]) -> tuple[draw.Params, Tensor, Tensor | None]:
-        if rows is not self.rows:
-            return parameters_of(rows, self.runner.device)
-        if self._batch is None:
-            self._batch = parameters_of(rows, self.runner.device)
-        return self._batch
+        kept = self._batch if rows is self.rows else None
+        found = parameters_of(rows, self.runner.device) if kept is None else kept
+        self._batch = found if rows is self.rows else self._batch
+        return found

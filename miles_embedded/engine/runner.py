@@ -21,11 +21,11 @@ from miles_embedded.model.call import Call
 from miles_embedded.model.growing_rope import rope_switch
 from miles_embedded.model.image_processor import ImageProcessor
 from miles_embedded.model.kv_dtype import KV_DTYPE, check_kv_dtype
-from miles_embedded.model.load import mask_for
 from miles_embedded.model.logprobs import logits_of
 from miles_embedded.model.operations import divide_by_temperature, operations_of
 from miles_embedded.model.parts import backbone, decoder_layers, head
 from miles_embedded.model.vision import Item, Vision
+from miles_embedded.model.windows import mask_for
 
 #: Logits (rows * vocabulary) computed at once when scoring.
 _LOGITS = 1 << 26
@@ -57,6 +57,13 @@ def move_items(items: list, where: np.ndarray, sources: np.ndarray, size: int) -
         items[to] = items[source]
         items[to].slot = to
     del items[size:]
+
+
+def check_lengths(sequences: Sequence[Sequence[int]], longest: int) -> None:
+    """Raise MilesError for a sequence to score that is empty or too long."""
+    for i, sequence in enumerate(sequences):
+        if not 0 < len(sequence) <= longest:
+            raise MilesError(f"sequence {i} to score has {len(sequence)} tokens; 1 to {longest} are possible")
 
 
 class Runner:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -34,10 +34,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.errors import CheckpointError, first_line
-from miles_core.plugin import NO_MIXER, STATE_KINDS
+from miles_core.plugin import STATE_KINDS
 from miles_core.plugin.detect import config_facts
 from miles_embedded.manifest import LAYER_TYPES
-from miles_embedded.model.attention import window_mask
 from miles_embedded.model.call import watch_layers
 from miles_embedded.model.dequantize import dequantize, open_files
 from miles_embedded.model.experts import grouped_experts
@@ -303,11 +302,8 @@ def _refuse_nonfinite(model: nn.Module) -> None:
     """CheckpointError if a weight contains NaN or infinity, which would silently invalidate the tokens that use it."""
     for name, parameter in model.state_dict(keep_vars=True).items():  # buffers too: a router's correction bias is one
         # the sum avoids a mask; it may overflow for finite values, so check these exactly below
-        if (
-            codes_of(parameter) is not None
-            or not parameter.is_floating_point()
-            or parameter.sum(dtype=torch.float32).isfinite()
-        ):
+        exact = codes_of(parameter) is not None or not parameter.is_floating_point()
+        if exact or parameter.sum(dtype=torch.float32).isfinite():
             continue
         if len(where := (~parameter.isfinite()).nonzero()):
             raise CheckpointError(
@@ -391,26 +387,6 @@ def _refuse_unknown_states(model: nn.Module) -> None:
                 f"layer {number} of {type(model).__name__} is of type {kind}, but its code keeps its state in a way that the embedded backend "
                 "does not support; use another engine and trainer"
             )
-
-
-def has_windows(model: nn.Module) -> bool:
-    """Whether some layer may attend to fewer than all previous tokens."""
-    attends = _layer_types(model) - {"full_attention", *STATE_KINDS, *NO_MIXER}
-    return bool(getattr(text_configuration(model), "sliding_window", None)) or bool(attends)
-
-
-def _layer_types(model: nn.Module) -> set[str]:
-    return set(getattr(text_configuration(model), "layer_types", None) or ())
-
-
-def mask_for(model: nn.Module) -> Tensor | None:
-    """Return the mask to pass to ``model``, which reads none.
-
-    Without one, Transformers builds masks, for which it first searches for packed sequences: several small operations per call, which
-    cost time in a CPU decode step and wait for a GPU. Models without windowed layers need no masks. None lets the model build them, as
-    models whose layers keep a state do, because these layers read a mask as padding.
-    """
-    return None if has_windows(model) or _layer_types(model) & STATE_KINDS else window_mask(0)
 
 
 def context_limit(model: nn.Module, wanted: int = 0) -> int:

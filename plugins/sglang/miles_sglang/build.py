@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from miles_core.plugin import CheckpointError, ConfigError, config_facts, model_facts, moe_layers
 from miles_formats import Codec, make_codec
 from miles_formats.convert import Layout, layout
-from miles_sglang import HEADS, inside, loader, plugin, standby
+from miles_sglang import inside, loader, plugin, standby
 from miles_sglang.capture import graph_arguments
+from miles_sglang.choices import Choices
 from miles_sglang.config import server_arguments
 from miles_sglang.engine import SglangEngine
 from miles_sglang.formats import CAPABILITIES, compiles
 from miles_sglang.link import Link
-from miles_sglang.memory import BESIDE_A_TRAINER, default_share
+from miles_sglang.memory import default_share
 from miles_sglang.process import ProcessLink
 from miles_sglang.responses import Routing, Translator
 from miles_sglang.server import ServerLink
@@ -52,69 +52,6 @@ ROUTED_EXPERTS = "rollout_routed_experts"
 #: Whether SGLang compiles its FP8 kernels for all 16,384 sizes before the first request, at a few kernels per second. A rollout needs few
 #: sizes; SGLang compiles those on first use and caches them on disk.
 PRECOMPILES = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """How to start SGLang. Attributes not listed here have the meaning of the option with the same name.
-
-    Attributes:
-        arguments: the user's arguments for SGLang's ``ServerArgs``.
-        device: ``cuda`` or ``cpu``.
-        max_context: maximum tokens of prompt and response; 0 means the model's limit.
-        routed_dtype: dtype of the routed experts column.
-        url: address of a running server; then this run does not start SGLang.
-        bucket_bytes: maximum bytes of a bucket of weights.
-        max_restarts: how often to restart SGLang after it died.
-        share: default of ``mem_fraction_static`` on a GPU that the trainer uses, too; None for SGLang's own.
-        allow_mismatch: continue if an update does not reach all of SGLang's parameters.
-        trains_draft: updates contain the weights of the draft that is a separate model.
-        exact: let the plugin ``true_on_policy`` replace SGLang's kernels.
-    """
-
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    device: str = "cuda"
-    dtype: str = "auto"
-    seed: int = 0
-    max_context: int = 0
-    max_running_requests: int = 256
-    kv_cache_dtype: str = "auto"
-    routed_dtype: str = "int32"
-    url: str | None = None
-    weights_dir: Path | None = None
-    startup_timeout: float = 900.0
-    bucket_bytes: int = 512 << 20
-    max_restarts: int = 0
-    share: float | None = BESIDE_A_TRAINER
-    allow_mismatch: bool = False
-    trains_draft: bool = False
-    exact: bool = False
-
-    @property
-    def speculative(self) -> bool:
-        """Whether SGLang uses speculative decoding."""
-        return bool(self.arguments.get("speculative_algorithm"))
-
-    @property
-    def drafts(self) -> bool:
-        """Whether SGLang drafts with the checkpoint's MTP layer, whose weights every update includes."""
-        return self.speculative and self.arguments["speculative_algorithm"] in HEADS and not self.separate_draft
-
-    @property
-    def separate_draft(self) -> bool:
-        """Whether SGLang drafts with a separate model, which weight updates do not include."""
-        return bool(self.arguments.get("speculative_draft_model_path"))
-
-    @property
-    def keyed(self) -> bool:
-        """Whether a request's seed determines its tokens."""
-        return bool(self.arguments.get("enable_deterministic_inference")) and not self.speculative
-
-    @property
-    def versioned(self) -> bool:
-        """Whether the scheduler code of this plugin records the weight version of each token (``retraction``)."""
-        separate = self.arguments.get("enable_dp_attention") or (self.arguments.get("pp_size") or 1) > 1
-        return not self.url and not separate
 
 
 def make_engine(run: Any, policy: Any) -> SglangEngine:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -68,8 +68,7 @@ class SglangEngine(Engine):
         self._calls: dict[str, _Call] = {}
         self._numbers = itertools.count()
         self._version, self._usable, self._dead = -1, True, False
-        self._paused: PauseMode | None = None
-        self._asleep: set[EnginePart] = set()
+        self._paused, self._asleep = cast("PauseMode | None", None), set[EnginePart]()
         self._spans = False  # SGLang runs on several machines, which cannot read this machine's memory
         self._open = asyncio.Event()
         self._renewal = Renewal(self._spend, self._renew)
@@ -170,10 +169,7 @@ class SglangEngine(Engine):
             )
 
     async def score(
-        self,
-        sequences: Sequence[Sequence[int]],
-        temperature: float = 1.0,
-        media: Sequence[tuple[Media, ...]] = (),
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[tuple[Media, ...]] = ()
     ) -> list[np.ndarray]:
         if temperature != 1.0:
             raise MilesError(f"SGLang can score only at temperature 1, not {temperature:g}")
@@ -231,8 +227,7 @@ class SglangEngine(Engine):
         while calls := [call for call in calls if not call.done.is_set()]:
             await self._abort_calls(calls)
             waiting = [asyncio.ensure_future(c.done.wait()) for c in calls]
-            _, late = await asyncio.wait(waiting, timeout=0.5)
-            for task in late:
+            for task in (await asyncio.wait(waiting, timeout=0.5))[1]:
                 task.cancel()
 
     async def resume(self) -> None:

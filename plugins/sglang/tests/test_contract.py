@@ -20,7 +20,8 @@ from miles_core.engine import Request, Sampling
 from miles_core.plugin import MilesError
 from miles_formats import Codec, FormatCodec
 from miles_sglang import installed
-from miles_sglang.build import Choices, assemble
+from miles_sglang.build import assemble
+from miles_sglang.choices import Choices
 from miles_sglang.engine import SglangEngine
 from miles_testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer
 from miles_testing.engine_contract import stored_units

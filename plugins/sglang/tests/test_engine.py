@@ -21,7 +21,8 @@ from miles_core.plugin import MilesError, WorkerLost
 from miles_formats import Codec, FormatCodec
 from miles_fp8.format import Fp8
 from miles_sglang import build
-from miles_sglang.build import Choices, assemble
+from miles_sglang.build import assemble
+from miles_sglang.choices import Choices
 from miles_sglang.engine import SglangEngine
 from miles_sglang.link import SglangLost
 from miles_testing import EngineContract, Limits, tiny_checkpoint, tiny_tokenizer

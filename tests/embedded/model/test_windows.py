@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from miles_embedded import has_windows
-from miles_embedded.model.load import mask_for
+from miles_embedded.model.windows import mask_for
 from miles_embedded.testing import families
 
 
