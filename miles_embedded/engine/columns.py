@@ -7,12 +7,10 @@ when something asks for them (``Row.tokens``): a decoder that feeds them, or the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from miles_embedded.engine.row import Row
+from miles_embedded.engine.row import Row
 
 #: Steps until rows read their tokens, so that the arrays do not grow with the responses.
 _STEPS = 256

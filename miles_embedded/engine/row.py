@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,11 +14,17 @@ from torch import Tensor
 from miles_core.contracts.engine import Request, Response
 from miles_core.data.column import FLOATS, TOKENS, Column
 from miles_core.data.field import SAMPLING_SUPPORT
-from miles_embedded.engine.columns import RowColumns
 from miles_embedded.engine.detokenizer import Decode
 from miles_embedded.engine.prefixes import Key
 from miles_embedded.engine.runner import Runner
 from miles_embedded.engine.sampling import Params, params_of
+
+
+class Reader(Protocol):
+    """Holds tokens that rows have not read yet, see ``RowColumns``."""
+
+    def read(self, row: Row) -> None:
+        """Append the tokens of a row that it has not read yet to the row."""
 
 
 @dataclass(eq=False)
@@ -57,7 +64,7 @@ class Row:
     text: StopText | None = None
     offset: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    columns: RowColumns | None = None
+    columns: Reader | None = None
 
     def __post_init__(self) -> None:
         self._tokens, self._log_probs = Column(TOKENS, self.request.tokens), Column(FLOATS)
