@@ -233,7 +233,7 @@ class Setting:
             found = sampling(translator, request, most)
             return {**found, **self.sampling(found)} if self.sampling else found
 
-        SglangEngine._load, Translator._sampling = loaded, asked  # type: ignore[method-assign]
+        SglangEngine._load, Translator._sampling = loaded, asked  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:

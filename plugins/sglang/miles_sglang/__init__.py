@@ -116,6 +116,12 @@ plugin = Plugin(
             "--engine embedded, or leave r3 out",
         ),
         Rule(
+            needs="model.type not in {glm4_moe, glm4_moe_lite, glm4v_moe, glm4v_moe_text}",
+            when="sglang.url",
+            because="SGLang 0.5.17 multiplies in these families' routers with a copy of the weights that updates do not change; an SGLang that "
+            "the run starts updates the copy",
+        ),
+        Rule(
             needs="not sglang.dp_size > 1 or sglang.enable_dp_attention",
             because="SGLang accepts new weights only without data-parallel copies, or with --sglang-enable-dp-attention; leave "
             "--sglang-dp-size out",
@@ -171,7 +177,7 @@ plugin = Plugin(
         Rule(
             needs="sglang.enable_draft_weights_cpu_backup",
             when="sglang.enable_memory_saver and sglang.speculative_draft_model_path",
-            because="weight updates do not include a separate draft model, so only the CPU copy can restore its weights after SGLang "
+            because="a separate draft model is not part of every update, so only the CPU copy can restore its weights after SGLang "
             "released their memory",
         ),
         Rule(

@@ -171,7 +171,7 @@ def test_drafts_that_sglang_cannot_serve_are_refused_with_the_reason(plan):
     refused("SGLang drafts only with", speculative_num_steps=3)
     refused("would not have sampled", **draft, speculative_accept_threshold_acc=0.9)
     refused("does not support data-parallel attention", **draft, enable_dp_attention=True)
-    refused("do not include a separate draft model", **draft, enable_memory_saver=True)
+    refused("not part of every update", **draft, enable_memory_saver=True)
     rejection = {"speculative_use_rejection_sampling": True, "enable_deterministic_inference": True}
     head = ["model.mtp_layers=1", "model.type=glm4_moe"]
     refused("depend on the batch", head, speculative_algorithm="NEXTN", **rejection)
@@ -181,6 +181,13 @@ def test_drafts_that_sglang_cannot_serve_are_refused_with_the_reason(plan):
     assert accepted.fact("sglang.enable_memory_saver") is True
     with pytest.raises(PlanError, match="whatever the temperature"):
         plan(engine="sglang", device="cpu", **named)
+
+
+def test_a_router_that_keeps_a_copy_of_its_weights_is_refused_on_a_server_that_runs_elsewhere(plan):
+    facts = ["model.type=glm4_moe"]
+    with pytest.raises(PlanError, match="with a copy of the weights that updates do not change"):
+        plan(engine="sglang", sglang_url="http://host:30000", facts=facts)
+    plan(engine="sglang", facts=[*facts, "gpu.count=1"])
 
 
 def test_an_mtp_layer_is_trained_here_and_drafts_there(plan):
