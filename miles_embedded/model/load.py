@@ -32,8 +32,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from miles_core.errors import CheckpointError, first_line
-from miles_core.plugin import NO_MIXER, STATE_KINDS
 from miles_core.plugin.detect import config_facts
+from miles_core.plugin.layers import NO_MIXER, STATE_KINDS
 from miles_embedded.manifest import LAYER_TYPES
 from miles_embedded.model.attention import window_mask
 from miles_embedded.model.call import watch_layers
