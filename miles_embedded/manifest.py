@@ -58,35 +58,14 @@ REFUSED: dict[str, tuple[str, ...]] = {
     _NO_LAYERS: (
         *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom"),
         *("camembert", "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon", "gpt-sw3", "gpt2"),
-        *(
-            "gpt_bigcode",
-            "gpt_neo",
-            "gptj",
-            "hrm_text",
-            "marian",
-            "mbart",
-            "megatron-bert",
-            "mpt",
-            "mvp",
-            "openai-gpt",
-            "opt",
-        ),
+        *("gpt_bigcode", "gpt_neo", "gptj", "hrm_text", "marian", "mbart"),
+        *("megatron-bert", "mpt", "mvp", "openai-gpt", "opt"),
         *("pegasus", "rembert", "roberta", "roberta-prelayernorm", "roformer", "trocr", "xlm", "xlm-roberta"),
         *("xlm-roberta-xl", "xmod", "nemotron", "stablelm", "xglm", "reformer"),
     ),
     _OWN_ATTENTION: (
-        *(
-            "axk2",
-            "deepseek_v4",
-            "diffllama",
-            "doge",
-            "dory",
-            "gpt_neox_japanese",
-            "hy_v4",
-            "inkling_text",
-            "inkling2_text",
-        ),
-        *("modernbert-decoder", "qwen4_exp", "qwen4_exp_text", "zamba", "zamba2"),
+        *("axk2", "deepseek_v4", "diffllama", "doge", "dory", "gpt_neox_japanese", "hy_v4"),
+        *("inkling_text", "inkling2_text", "modernbert-decoder", "qwen4_exp", "qwen4_exp_text", "zamba", "zamba2"),
     ),
     _OWN_CALL: ("moshi",),
     _OWN_LOGITS: ("chameleon",),
@@ -96,16 +75,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
 UNLIMITED = ("falcon_mamba", "mamba", "mamba2")
 STATEFUL = (
     *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
-    *(
-        *UNLIMITED,
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-    ),
+    *UNLIMITED,
+    *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
 #: Model types whose images the engine and the trainer read (``model.vision``); the others are text only.
 IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
