@@ -77,16 +77,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
 UNLIMITED = ("falcon_mamba", "mamba", "mamba2")
 STATEFUL = (
     *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
-    *(
-        *UNLIMITED,
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-    ),
+    *UNLIMITED,
+    *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
 #: Model types whose images the engine and the trainer read (``model.vision``); the others are text only.
 IMAGES = (

@@ -24,6 +24,8 @@ _WORKERS = "runtime != inline or rollout.workers"
 #: Condition of options about chats: prompts are rendered, or a rollout function may render conversations.
 _CHATS = "data.apply_chat_template or rollout.generate != turn or rollout.generate_key or rollout.custom_generate_function_path"
 _CRITIC = f"algorithm.advantage_estimator not in {{{', '.join(_ESTIMATORS)}}}"
+#: The loss of cispo has no lower bound of the ratio.
+_EPS_CLIP = "algorithm.advantage_estimator != cispo or not algorithm.eps_clip_high"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +226,7 @@ class Algorithm:
         choices=(*_ESTIMATORS, "*"),
         part="advantage",
     )
-    eps_clip: float = option(
-        0.2,
-        help="clip the probability ratio below 1 - EPS",
-        ge=0,
-        only_if="algorithm.advantage_estimator != cispo or not algorithm.eps_clip_high",  # its loss has no lower bound
-    )
+    eps_clip: float = option(0.2, help="clip the probability ratio below 1 - EPS", ge=0, only_if=_EPS_CLIP)
     eps_clip_high: float | None = option(None, help="clip it above 1 + EPS (default: --eps-clip)", ge=0)
     eps_clip_c: float | None = option(
         None, help="dual clip: bound of the loss for negative advantages, in multiples of them", gt=1
