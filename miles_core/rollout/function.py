@@ -101,9 +101,8 @@ class GenerationClient:
             tools: tool schemas for the chat template.
             sampling: entries that override ``self.sampling``.
             policy: name of the policy that generates; "" for the default policy.
-            media: media of the placeholders in ``tokens``, in order. If it is None: with ``messages``, those in their parts
-                (``miles_core.chat.attach_media``), without ``after`` and without any those of the sample's prompt; with token ids from the
-                beginning, those of the sample's prompt or of the turn that they continue.
+            media: media of the placeholders in ``tokens``, in order; those of ``messages`` are in their parts. By default, tokens or messages
+                from the beginning have those of the sample's prompt.
 
         Raises:
             CannotExtend: the chat template cannot append these messages to the turn (see ``Renderer.extend``); pass all messages
@@ -127,8 +126,7 @@ class GenerationClient:
         elif after is not None:
             tokens = after.tokens + tokens
         parent = after if after is not None else self.transcript.find(tokens)
-        whole = as_column(tokens, TOKENS)
-        policy = policy or self.policy
+        whole, policy = as_column(tokens, TOKENS), policy or self.policy
         held = self._media_of(parent, after, media)
         return self._record(parent, whole, policy, held, self._generation(whole, chosen, policy, held))
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from miles_core.data import Encoded, Media
+from miles_core.data import Encoded
 from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.plugin import MilesError, SyncError, WorkerLost
 from miles_formats import Format, Quantizer
@@ -170,10 +170,7 @@ class SglangEngine(Engine):
             )
 
     async def score(
-        self,
-        sequences: Sequence[Sequence[int]],
-        temperature: float = 1.0,
-        media: Sequence[tuple[Media, ...]] = (),
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
     ) -> list[np.ndarray]:
         if temperature != 1.0:
             raise MilesError(f"SGLang can score only at temperature 1, not {temperature:g}")
