@@ -125,8 +125,7 @@ class GenerationClient:
         elif after is not None:
             tokens = after.tokens + tokens
         parent = after if after is not None else self.transcript.find(tokens)
-        whole = as_column(tokens, TOKENS)
-        policy = policy or self.policy
+        whole, policy = as_column(tokens, TOKENS), policy or self.policy
         held = self._media_of(parent, after, media)
         return self._record(parent, whole, policy, held, self._generation(whole, chosen, policy, held))
 

@@ -51,8 +51,7 @@ class EmbeddedEngine(Engine, StepEngine):
     capabilities = frozenset(c.name for c in EMBEDDED.list_capabilities("engine"))
 
     def __init__(self, model: nn.Module, settings: Settings, decoder: Decoder | None = None) -> None:
-        self.model, self.settings = model, settings
-        self.decoder = decoder or PlainDecoder()
+        self.model, self.settings, self.decoder = model, settings, decoder or PlainDecoder()
         self.max_context = context_limit(model, settings.max_context)
         self.kv_cache_dtype = settings.kv_cache_dtype
         self.runner = Runner(model, settings.kv_cache_dtype, settings.processor)

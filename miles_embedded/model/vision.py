@@ -176,7 +176,8 @@ class Vision:
 
 def has_blocks(model: nn.Module) -> bool:
     """Return whether the features of an image attend to each other in both directions."""
-    return "token_type_ids" in inspect.signature(type(getattr(model, "model", model)).forward).parameters
+    outer: Any = getattr(model, "model", model)
+    return "token_type_ids" in inspect.signature(type(outer).forward).parameters
 
 
 def shares(model: nn.Module, batch: Batch) -> bool:

@@ -222,7 +222,8 @@ def test_a_placeholder_that_the_model_samples_is_a_token(case):
             last = case.reference.model.get_rope_index(inputs["input_ids"], **{n: inputs[n] for n in names})[0].max()
             positions = [(last + 1 + step).expand(3, 1, 1) for step in range(2)]
         for token, position in zip((60, 7), positions, strict=True):
-            cache = {name: out[name] for name in ("cache", "past_key_values") if name in out}
+            name = "cache" if "cache" in out else "past_key_values"  # before Transformers 5.24
+            cache = {name: out[name]}
             out = case.reference(input_ids=torch.tensor([[token]]), position_ids=position, **cache)
     expected = out.logits[0, -1].log_softmax(-1)
     torch.testing.assert_close(scored, expected[9], rtol=0, atol=1e-5)

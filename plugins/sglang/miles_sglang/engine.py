@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from miles_core.data import Encoded, Media
+from miles_core.data import Encoded
 from miles_core.engine import Engine, EnginePart, PauseMode, Request, Response
 from miles_core.plugin import MilesError, SyncError, WorkerLost
 from miles_formats import Format, Quantizer
