@@ -34,9 +34,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.errors import CheckpointError, first_line
-from miles_core.plugin import STATE_KINDS
 from miles_core.plugin.detect import config_facts
-from miles_core.plugin.layers import NO_MIXER, STATE_KINDS
+from miles_core.plugin.layers import STATE_KINDS
 from miles_embedded.manifest import LAYER_TYPES
 from miles_embedded.model.call import watch_layers
 from miles_embedded.model.dequantize import dequantize, open_files

@@ -169,7 +169,7 @@ class SglangEngine(Engine):
             )
 
     async def score(
-        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[tuple[Media, ...]] = ()
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, media: Sequence[Any] = ()
     ) -> list[np.ndarray]:
         if temperature != 1.0:
             raise MilesError(f"SGLang can score only at temperature 1, not {temperature:g}")
