@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     )
     from miles_embedded.model.value_head import VALUE_HEAD, add_value_head, new_value_head
     from miles_embedded.model.views import views
+    from miles_embedded.model.windows import has_windows, mask_for
     from miles_embedded.quantized.codes import EncodedParameter
     from miles_embedded.quantized.encoded import encode_weights, read_weights, share_weights
     from miles_embedded.trainer.attention import PackedCall

@@ -229,11 +229,11 @@ class Setting:
                 units = (replace(u, parts={n: change(n, t, sent) for n, t in u.parts.items()}) for u in kept)
             await load(engine, units, version)
 
-        def asked(translator: Any, request: Any, most: int) -> dict[str, Any]:
+        def change(translator: Any, request: Any, most: int) -> dict[str, Any]:
             found = sampling(translator, request, most)
             return {**found, **self.sampling(found)} if self.sampling else found
 
-        SglangEngine._load, Translator._sampling = loaded, asked  # type: ignore[method-assign, assignment]
+        SglangEngine._load, Translator._sampling = loaded, change  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:

@@ -82,12 +82,12 @@ def _set(owner: Any, name: str, value: Any) -> Undo:
     return lambda: setattr(owner, name, before) if own else delattr(owner, name)
 
 
-def _named(model: Any, kind: str) -> Iterator[Any]:
+def _find(model: Any, kind: str) -> Iterator[Any]:
     return (module for module in model.modules() if type(module).__name__ == kind)
 
 
 def _attention_scale(model: Any) -> Iterator[Undo]:
-    for attention in _named(model, "RadixAttention"):
+    for attention in _find(model, "RadixAttention"):
         yield _set(attention, "scaling", attention.scaling * 1.02)
 
 
@@ -151,7 +151,7 @@ def _never_chosen(model: Any) -> Iterator[Undo]:
 
 
 def _not_normalized(model: Any) -> Iterator[Undo]:
-    for topk in _named(model, "TopK"):
+    for topk in _find(model, "TopK"):
         yield _set(topk.topk_config, "renormalize", False)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from miles_core.plugin import NO_MIXER, STATE_KINDS
+from miles_core.plugin.layers import NO_MIXER, STATE_KINDS
 from miles_embedded.model.attention import window_mask
 from miles_embedded.model.parts import text_configuration
 

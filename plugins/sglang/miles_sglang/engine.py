@@ -104,7 +104,8 @@ class SglangEngine(Engine):
         return self.settings.model_facts
 
     def hot_update(self, format: str) -> Literal["in_place", "via_disk", "restart"]:
-        return "restart" if not loads_in_place(format) else "in_place" if self.link.same_host else "via_disk"
+        ours = self.link.same_host
+        return "restart" if not loads_in_place(format, ours) else "in_place" if ours else "via_disk"
 
     def quantizer(self, format: Format) -> Quantizer | None:
         return make_quantizer(self.link, format)
@@ -120,9 +121,8 @@ class SglangEngine(Engine):
     # -- generation -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Response:
-        rid = (
-            f"{next(self._numbers):016x}"  # fixed width: SGLang aborts every request whose id starts with the given one
-        )
+        # fixed width: SGLang aborts every request whose id starts with the given one
+        rid = f"{next(self._numbers):016x}"
         body = self.settings.translator.body(request, rid)
         call = self._calls[rid] = _Call(request.key, rid)
         try:

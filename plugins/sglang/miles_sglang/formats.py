@@ -13,19 +13,21 @@ class Served:
 
     Attributes:
         sm: compute capability x 10 of the first GPUs with SGLang's kernels.
-        in_place: whether a running SGLang can load new weights: it stores them as sent, or ``repacking`` packs them again.
+        in_place: whether a running SGLang can load new weights.
+        repacked: whether the plugin's code in SGLang (``repacking``) packs them again, so only a process of this run can load them.
         compiles: whether its kernels are compiled during the first request.
     """
 
     sm: int
     in_place: bool = False
+    repacked: bool = False
     compiles: bool = False
 
 
 #: Number format -> how SGLang computes in it.
 FORMATS = {
     "fp8": Served(89, in_place=True),
-    "int4": Served(80, in_place=True, compiles=True),
+    "int4": Served(80, in_place=True, repacked=True, compiles=True),
     "mxfp8": Served(100, compiles=True),
 }
 #: SGLang has no kernels for these formats on a CPU and emulates none. Only a process that this run started can be asked to quantise the
@@ -34,9 +36,17 @@ _OWN_GPU = "not sglang.url and model.device != cpu"
 CAPABILITIES = tuple(Capability(f"format:{name}", f"{_OWN_GPU} and gpu.sm >= {f.sm}") for name, f in FORMATS.items())
 
 
-def loads_in_place(precision: str) -> bool:
-    """Whether a running SGLang can load new weights of a precision: the name of a number format, or ``bf16`` (also "")."""
-    return precision in ("", "bf16") or (precision in FORMATS and FORMATS[precision].in_place)
+def loads_in_place(precision: str, ours: bool = True) -> bool:
+    """Whether a running SGLang can load new weights of a precision: the name of a number format, or ``bf16`` (also "").
+
+    Args:
+        precision: see above.
+        ours: SGLang is a process of this run.
+    """
+    if precision in ("", "bf16"):
+        return True
+    served = FORMATS.get(precision)
+    return served is not None and served.in_place and (ours or not served.repacked)
 
 
 def compiles(precision: str) -> bool:

@@ -177,7 +177,7 @@ def test_requests_of_one_moment_reach_the_scheduler_together(hooks: dict[str, An
     sent: list[Any] = []
     manager = types.SimpleNamespace(_dispatch_to_scheduler=sent.append)
 
-    async def asked() -> None:
+    async def ask() -> None:
         RequestBatcher(manager)
         for rid in "ab":
             manager._dispatch_to_scheduler(Tokenized(rid))
@@ -186,5 +186,5 @@ def test_requests_of_one_moment_reach_the_scheduler_together(hooks: dict[str, An
         manager._dispatch_to_scheduler(Tokenized("c"))
         await asyncio.sleep(0)
 
-    asyncio.run(asked())
+    asyncio.run(ask())
     assert sent == [Batch([Tokenized("a"), Tokenized("b")]), "abort", Tokenized("c")]

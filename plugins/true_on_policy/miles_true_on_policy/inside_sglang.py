@@ -95,14 +95,14 @@ def _replace_functions() -> None:
 
     plain = torch.nn.functional.log_softmax
 
-    def normalize(x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    def normalize(x: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         simple = x.is_cuda and x.dtype == torch.float32 and dim in (-1, x.dim() - 1) and not args and not kwargs
         return log_softmax(x) if simple else plain(x, dim, *args, **kwargs)
 
     def compute_logits(_: Any, hidden: Tensor, head: Any, bias: Tensor | None = None) -> Tensor:
         return multiply_rows(hidden.to(head.weight.dtype), head.weight, bias)
 
-    torch.nn.functional.log_softmax = normalize
+    torch.nn.functional.log_softmax = normalize  # type: ignore[assignment]
     LogitsProcessor._compute_lm_head = compute_logits
     ALL_ATTENTION_FUNCTIONS["sglang"] = attend
 
