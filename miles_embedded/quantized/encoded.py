@@ -64,12 +64,9 @@ def encode_weights(
             continue
         encoded_unit = None if stored is None else stored.codes(list(members), codec)
         if encoded_unit is None:
-            for view in unit:
-                if view.source not in read:
-                    reads = stored is not None and view.source in chosen
-                    read[view.source] = (
-                        stored.values(view.source) if reads and stored else tensors[view.source].detach()
-                    )
+            for source in {view.source for view in unit} - read.keys():
+                given = stored is not None and source in chosen
+                read[source] = stored.values(source) if given and stored else tensors[source].detach()
             encoded_unit = codec.encode_unit(WeightUnit({view.name: view.of(read[view.source]) for view in unit}))
         for encoded in encoded_unit:
             if encoded.name not in members:
