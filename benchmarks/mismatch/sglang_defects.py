@@ -247,7 +247,7 @@ class Setting:
 
     async def begin(self) -> str:
         """Send the weights and compare both sides. The sentence that stopped the run; empty if none did."""
-        from miles_core.errors import MilesError
+        from miles_core.errors import MismatchError, SyncError
         from miles_core.mismatch.first_sync import FirstSync
 
         self.version += 1
@@ -256,7 +256,7 @@ class Setting:
             started = time.perf_counter()
             await FirstSync(self.run)(self.parts)
             self.seconds.append(time.perf_counter() - started)
-        except MilesError as error:
+        except (MismatchError, SyncError) as error:  # anything else is a mistake of this script
             return str(error)
         return ""
 
