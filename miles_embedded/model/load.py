@@ -40,16 +40,23 @@ from miles_embedded.manifest import LAYER_TYPES
 from miles_embedded.model.call import watch_layers
 from miles_embedded.model.dequantize import dequantize, open_files
 from miles_embedded.model.experts import grouped_experts
+from miles_embedded.model.finite_weights import refuse_nonfinite
 from miles_embedded.model.gpu_operations import use_kernels
 from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
 from miles_embedded.model.joint_linear import join_linear
 from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.operations import call_attention, make_mask, tune_by_position
-from miles_embedded.model.parts import backbone, configuration, decoder_layers, head, text_configuration
+from miles_embedded.model.parts import (
+    backbone,
+    configuration,
+    decoder_layers,
+    head,
+    narrow_input,
+    text_configuration,
+)
 from miles_embedded.model.rotary_entries import complete_rotary
 from miles_embedded.model.states import stateful_modules
-from miles_embedded.model.storage import codes_of
 from miles_embedded.model.value_head import replace_output
 from miles_embedded.model.without_storage import without_storage
 
@@ -168,11 +175,11 @@ def load_model(
         if model is None:
             model = _read_whole(path, config, dtype, trust_remote_code, flag, quantized)
             if reduce is not None:
-                _refuse_nonfinite(model)
+                refuse_nonfinite(model)
                 reduce(model)
         model = prepare(model.to(device), train_towers)
         if fill is None and reduce is None:
-            _refuse_nonfinite(model)
+            refuse_nonfinite(model)
     return model
 
 
@@ -297,21 +304,6 @@ def refuse_config(model: nn.Module) -> None:
                 )
 
 
-@torch.no_grad()
-def _refuse_nonfinite(model: nn.Module) -> None:
-    """CheckpointError if a weight contains NaN or infinity, which would silently invalidate the tokens that use it."""
-    for name, parameter in model.state_dict(keep_vars=True).items():  # buffers too: a router's correction bias is one
-        # the sum avoids a mask; it may overflow for finite values, so check these exactly below
-        exact = codes_of(parameter) is not None or not parameter.is_floating_point()
-        if exact or parameter.sum(dtype=torch.float32).isfinite():
-            continue
-        if len(where := (~parameter.isfinite()).nonzero()):
-            raise CheckpointError(
-                f"{name} holds {len(where)} values that are not finite, the first ({parameter[tuple(where[0])].item()}) at "
-                f"{where[0].tolist()}; copy the checkpoint again, or repair it"
-            )
-
-
 def _describe_failure(error: Exception) -> str:
     """Describe an error of Transformers in one line."""
     first = first_line(error)
@@ -350,6 +342,8 @@ def prepare(model: nn.Module, train_towers: bool = False) -> nn.Module:
     model.eval()
     watch_layers(backbone(model), decoder_layers(model))
     use_fast_linear(model)
+    if getattr(text_configuration(model), "residual_in_fp32", False):
+        narrow_input(head(model))
     for module in model.modules():
         tune_by_position(module)
         follow_rows(module)
