@@ -121,9 +121,7 @@ class SglangEngine(Engine):
     # -- generation -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Response:
-        rid = (
-            f"{next(self._numbers):016x}"  # fixed width: SGLang aborts every request whose id starts with the given one
-        )
+        rid = f"{next(self._numbers):016x}"  # of fixed width: SGLang aborts all requests whose ids start with the given one
         body = self.settings.translator.body(request, rid)
         call = self._calls[rid] = _Call(request.key, rid)
         try:
