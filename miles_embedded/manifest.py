@@ -90,10 +90,7 @@ _WITH_TORCHVISION = ("mistral3",)
 #: Model types whose tokens of one image attend to each other in both directions (``model.vision.Vision.blocks``).
 _BLOCKS = ("gemma3",)
 #: The first Transformers release whose processor and tower have the form that ``model.vision`` calls, for each model type.
-IMAGES_SINCE = {
-    **dict.fromkeys(IMAGES, "5.24"),
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"), "5.12"),
-}
+IMAGES_SINCE = dict.fromkeys(IMAGES, "5.24")
 #: Model type -> the first Transformers release whose code this backend can run, and what earlier releases lack.
 SINCE = {
     "granitemoe": (

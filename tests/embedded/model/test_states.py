@@ -60,6 +60,7 @@ def test_only_states_that_a_module_reads_or_writes_are_kept():
     assert torch.equal(states.kept["convolution", 0], torch.full((1, 2, 3), 5.0))
 
 
+@pytest.mark.skipif(bool(lacking("mamba")), reason=lacking("mamba"))
 def test_a_model_with_residuals_in_float32_scores_in_bfloat16(tmp_path):
     runner = Runner(load_model(family_checkpoint("mamba", tmp_path), "bfloat16"))
     (scored,) = runner.score([[3, 4, 5, 6]], 1.0)
@@ -69,6 +70,8 @@ def test_a_model_with_residuals_in_float32_scores_in_bfloat16(tmp_path):
 @pytest.mark.parametrize("family", KINDS)
 def test_states_stay_when_a_model_gets_other_operations(family, tmp_path):
     """Kernels of a GPU and of plugins are such operations."""
+    if why := lacking(family):
+        pytest.skip(why)
     model = load_model(family_checkpoint(family, tmp_path), "float32")
     sequences = [[3 + 7 * i % 40 for i in range(n)] for n in (23, 9, 17)]
     expected = Runner(model).score(sequences, 1.0)
