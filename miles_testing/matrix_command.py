@@ -21,8 +21,8 @@ Every pair of installed plugins in a toy run of two steps on a CPU, written by
 plugins; `--only NAME` tries one plugin with all others. A plugin states what it needs on a tiny model in its manifest (`toy`).
 
 The number after a plugin is the gap: the largest mean absolute difference of log-probabilities between engine and trainer in a step, in nats
-per token (0 is below 1e-5). Number formats are tried in their first pair of precisions, emulated. Pairs with an engine, trainer or runtime other than the embedded
-ones are planned for {HARDWARE} and not run.
+per token (0 is below 1e-5). Number formats are tried in their first pair of precisions, emulated. Pairs with an engine, trainer or runtime
+other than the embedded ones are planned for {HARDWARE} and not run.
 """
 
 
