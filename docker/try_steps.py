@@ -87,6 +87,7 @@ def main() -> None:
         raise SystemExit(f"{given.root}: this needs root, and a directory made by debootstrap")
     environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
     environment |= {"LC_ALL": "C.UTF-8", "SSL_CERT_FILE": "/etc/ssl/certs/ca-certificates.crt"}
+    environment["UV_COMPILE_BYTECODE_TIMEOUT"] = "600"  # a machine that others use, too
     for file in ("etc/resolv.conf", "etc/ssl/certs/ca-certificates.crt"):
         if Path("/", file).is_file():
             (given.root / file).parent.mkdir(parents=True, exist_ok=True)
