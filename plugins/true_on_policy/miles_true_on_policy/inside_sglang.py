@@ -102,7 +102,7 @@ def _replace_functions() -> None:
     def compute_logits(_: Any, hidden: Tensor, head: Any, bias: Tensor | None = None) -> Tensor:
         return multiply_rows(hidden.to(head.weight.dtype), head.weight, bias)
 
-    torch.nn.functional.log_softmax = normalize
+    torch.nn.functional.log_softmax = normalize  # type: ignore[assignment]
     LogitsProcessor._compute_lm_head = compute_logits
     ALL_ATTENTION_FUNCTIONS["sglang"] = attend
 
