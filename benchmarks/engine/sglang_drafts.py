@@ -152,7 +152,7 @@ def make(given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 def configuration(given: argparse.Namespace) -> Any:
     """Of a small GLM-4.5, or of the Qwen3 that drafts for itself."""
-    from transformers import Glm4MoeConfig, Qwen3Config
+    import transformers
 
     sizes = {
         "vocab_size": given.vocab,
@@ -168,9 +168,11 @@ def configuration(given: argparse.Namespace) -> Any:
         "pad_token_id": 0,
     }
     if own_draft(given):
-        return Qwen3Config(**sizes)
+        return transformers.Qwen3Config(**sizes)
     experts = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": given.hidden // 2}
-    return Glm4MoeConfig(**sizes, **experts, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1)
+    return transformers.Glm4MoeConfig(
+        **sizes, **experts, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1
+    )
 
 
 def flags_of(given: argparse.Namespace, side: str, scratch: Path) -> list[str]:

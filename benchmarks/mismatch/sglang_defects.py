@@ -280,7 +280,8 @@ async def measure(setting: str, work: Path, sound: int) -> dict[str, Any]:
     run = make_run(apply_plan(config, plan), plan, catalogue, work / "run")
     temperature, started = more.get("rollout_temperature", 1.0), time.perf_counter()
     result: dict[str, Any] = {"found": {}, "stopped": {}}
-    async with build_parts(run) as (parts,):
+    async with build_parts(run) as (made,):
+        parts: Any = made
         place = Setting(run, parts)
         with place.intercept():
             result["start"] = round(time.perf_counter() - started, 1)

@@ -11,6 +11,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def _rotation(change: Callable[[Any], torch.Tensor]) -> Callable[[Any], Iterator
             before = cache.clone()
             angles = torch.arange(len(cache), dtype=torch.float32)[:, None] * change(rotary).cpu()
             cache.copy_(torch.cat([angles.cos(), angles.sin()], -1))
-            yield lambda cache=cache, before=before: cache.copy_(before)
+            yield partial(cache.copy_, before)
 
     return plant
 

@@ -73,7 +73,7 @@ async def measure(kind: str, given: argparse.Namespace) -> dict[str, Any]:
     engine = engine_for(checkpoint, given.work / "engine")
 
     def encoded(which: int) -> Iterator[Any]:
-        return engine._served.codec.encode(WeightUnit({k: v}, lasting=True) for k, v in sets[which].items())
+        yield from engine._served.codec.encode(WeightUnit({k: v}, lasting=True) for k, v in sets[which].items())
 
     started = time.perf_counter()
     await engine.start()
