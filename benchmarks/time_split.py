@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,11 +24,15 @@ _IDLE = frozenset({"wait", "select", "poll", "get", "_worker", "readline", "acce
 class TimeSplit:
     """Exclusive seconds per phase: the time inside a method counts for its own phase, not for that of its callers.
 
+    Args:
+        clock: returns seconds.
+
     Attributes:
         seconds: phase -> seconds since ``take``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self.seconds: dict[str, float] = defaultdict(float)
         self._local = threading.local()
 
@@ -54,14 +58,14 @@ class TimeSplit:
         @functools.wraps(inner)
         def timed(*args: Any, **kwargs: Any) -> Any:
             stack = self._local.__dict__.setdefault("stack", [])
-            now = time.perf_counter()
+            now = self.clock()
             if stack:
                 self.seconds[stack[-1][0]] += now - stack[-1][1]
             stack.append([phase, now])
             try:
                 return inner(*args, **kwargs)
             finally:
-                now = time.perf_counter()
+                now = self.clock()
                 _, since = stack.pop()
                 self.seconds[phase] += now - since
                 if stack:

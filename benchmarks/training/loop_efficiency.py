@@ -92,10 +92,10 @@ def compare(given: argparse.Namespace, model: str) -> dict[str, Any]:
 
 def summarize(reports: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return medians per side, and alone / in the loop for rollout, training and both."""
-    sides = {side: medians(found) | {"range": spread(found)} for side, found in reports.items()}
+    sides = {side: medians(found) for side, found in reports.items()}
     alone, loop = {side: sides[side]["seconds"] for side in ("engine", "trainer")}, sides["loop"]
     return {
-        "sides": sides,
+        "sides": {side: sides[side] | {"range": spread(found)} for side, found in reports.items()},
         "ratio": {
             "rollout": round(alone["engine"] / loop["time/rollout"], 3),
             "rollout_tokens_per_second": round(loop["tokens_per_second"] / sides["engine"]["tokens_per_second"], 3),
@@ -148,7 +148,7 @@ class Turns:
     def steps(self) -> int:
         """Steps of all turns; a profiled turn has one more."""
         given = self.given
-        return (given.warm_up + given.turns + 1) * (given.steps_a_turn + 1) + 1
+        return int((given.warm_up + given.turns + 1) * (given.steps_a_turn + 1) + 1)
 
     def wait(self) -> None:
         """Wait for the turn if this is its first step."""
@@ -282,7 +282,8 @@ def work_as_loop(given: argparse.Namespace, reporter: Reporter) -> None:
 
     split = TimeSplit()
     turns = Turns(given, reporter, split)
-    original, directory = loop.step, Path(given.directory) / "loop"
+    original: Callable[..., Any] = loop.step
+    directory = Path(given.directory) / "loop"
     directory.mkdir()
     measured: dict[str, float] = {}
     watch_loop(split, measured)
@@ -300,7 +301,7 @@ def work_as_loop(given: argparse.Namespace, reporter: Reporter) -> None:
         rate = record["rollout/tokens"] / phases["time/rollout"]
         turns.end(seconds, tokens_per_second=rate, length=record["rollout/length_mean"], **phases, **measured)
 
-    loop.step = timed_step
+    loop.step = timed_step  # type: ignore[assignment]
     reporter.send(side="loop")
     train.run(flags_of(given, directory, turns.steps))
 
@@ -325,7 +326,7 @@ def watch_loop(split: Any, measured: dict[str, float]) -> None:
             found["gpu_wait"] = found.get("gpu_wait", 0.0) + waited
             measured.update(with_rest(found, "train", seconds + waited, "host"))
 
-    LocalLearner.learn = split_learn  # type: ignore[method-assign]
+    LocalLearner.learn = split_learn  # type: ignore[method-assign,assignment]
 
 
 def with_rest(seconds: dict[str, float], prefix: str, total: float | None, rest: str) -> dict[str, float]:

@@ -133,7 +133,10 @@ def top_log_probs(
 
 def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
     """Compute logits [..., vocabulary] from ``hidden`` [..., hidden], including the family's steps after ``lm_head``."""
-    logits = head(model)(hidden)
+    layer = head(model)
+    if hidden.dtype is torch.float32 and layer.weight.dtype in (torch.bfloat16, torch.float16):
+        hidden = hidden.to(layer.weight.dtype)  # Mamba's residual stream is in float32
+    logits = layer(hidden)
     config, steps = text_configuration(model), head_steps(type(model))  # type: ignore[arg-type]  # a class is hashable
     scale = _scale(config, steps)
     if scale != 1:
