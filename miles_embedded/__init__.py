@@ -14,7 +14,7 @@ Plugins may import the names in ``__all__``, which are loaded on first use:
 - to add layers after the model's own: ``new_layer``, ``add_layer``, ``read_layer``, ``run_layer``; a value head next to
   the output layer: ``new_value_head``, ``add_value_head``, ``VALUE_HEAD``;
 - to build a second model: ``checkpoint_config``, ``unloaded_model``, ``prepare``;
-- to keep a base under adapters: ``mark_constant``, ``encode_weights``, ``share_weights``, ``full_values``, ``make_model``;
+- to keep a base under adapters: ``mark_constant``, ``encode_weights``, ``read_weights``, ``share_weights``, ``full_values``, ``make_model``;
 - to train parameters with their own settings: ``OptimizerGroup``, ``optimizer_group``; ``local_shard`` and ``gather_tensor`` if ranks
   shard them, and ``views`` if the exported tensors differ from them;
 - to free device memory temporarily: ``Released``; to keep parameters in host memory: ``mark_hosted``, ``offload_gradient``;
@@ -77,11 +77,9 @@ if TYPE_CHECKING:
     from miles_embedded.model.load import (
         build_empty,
         checkpoint_config,
-        has_windows,
         is_embedded,
         load_model,
         make_model,
-        mask_for,
         prepare,
         unloaded_model,
     )
@@ -110,7 +108,9 @@ if TYPE_CHECKING:
     )
     from miles_embedded.model.value_head import VALUE_HEAD, add_value_head, new_value_head
     from miles_embedded.model.views import views
-    from miles_embedded.quantized.encoded import EncodedParameter, encode_weights, share_weights
+    from miles_embedded.model.windows import has_windows, mask_for
+    from miles_embedded.quantized.codes import EncodedParameter
+    from miles_embedded.quantized.encoded import encode_weights, read_weights, share_weights
     from miles_embedded.trainer.attention import PackedCall
     from miles_embedded.trainer.build import make_trainer
     from miles_embedded.trainer.data_parallel import sum_over_ranks
@@ -198,6 +198,7 @@ __all__ = [
     "plugin",
     "prepare",
     "read_layer",
+    "read_weights",
     "routed_blocks",
     "run_layer",
     "share_weights",
@@ -243,13 +244,13 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.extra_layers": "add_layer new_layer read_layer run_layer",
         "miles_embedded.model.parts": "backbone class_forwards decoder_layers head text_configuration",
         "miles_embedded.model.storage": "codes_of full_values gather_tensor offload_gradient is_constant local_shard mark_constant mark_hosted",
-        "miles_embedded.quantized.encoded": "EncodedParameter encode_weights share_weights",
+        "miles_embedded.quantized.codes": "EncodedParameter",
+        "miles_embedded.quantized.encoded": "encode_weights read_weights share_weights",
         "miles_embedded.model.examine": "examine",
         "miles_embedded.model.gpu_operations": "with_row_kernels",
         "miles_embedded.model.grouped_experts": "uses_grouped_product",
         "miles_embedded.model.joint_linear": "joined_layers",
-        "miles_embedded.model.load": "build_empty checkpoint_config has_windows is_embedded load_model make_model mask_for prepare "
-        "unloaded_model",
+        "miles_embedded.model.load": "build_empty checkpoint_config is_embedded load_model make_model prepare unloaded_model",
         "miles_embedded.model.logprobs": "logits_of",
         "miles_embedded.model.onednn": "available",
         "miles_embedded.model.operations": "Attention Experts LogProbs Operations operations_of use_operations",
@@ -258,6 +259,7 @@ __getattr__, __dir__ = make_lazy_exports(
         "miles_embedded.model.experts": "Routed find_routed routed_blocks",
         "miles_embedded.model.value_head": "VALUE_HEAD add_value_head new_value_head",
         "miles_embedded.model.views": "views",
+        "miles_embedded.model.windows": "has_windows mask_for",
         "miles_embedded.trainer.attention": "PackedCall",
         "miles_embedded.trainer.build": "make_trainer",
         "miles_embedded.trainer.data_parallel": "sum_over_ranks",

@@ -59,6 +59,17 @@ class FormatContract:
         nbytes = sum(t.numel() * t.element_size() for t in parts.values())
         assert format.nbytes((self.rows, self.columns)) == nbytes < 4 * self.rows * self.columns
 
+    def test_weights_that_are_stored_together_have_the_values_they_have_alone(self) -> None:
+        format = self.make()
+        single = [format.quantize(normal(self.rows, self.columns) * scale) for scale in (1.0, 3.0, 0.1)]
+        together = {suffix: torch.stack([parts[suffix] for parts in single]) for suffix in single[0]}
+        expected = torch.stack([format.dequantize(parts) for parts in single]).bfloat16()
+        out = torch.empty_like(expected)
+        for values in (out, out.transpose(1, 2).contiguous().transpose(1, 2)):
+            format.dequantize_stacked(together, values)
+            assert torch.equal(values, expected)
+            values.zero_()
+
     def test_a_checkpoint_in_this_format_is_recognised(self) -> None:
         format, shape = self.make(), (self.rows, self.columns)
         block = json.loads(json.dumps(format.config(["lm_head"])))

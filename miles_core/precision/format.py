@@ -122,6 +122,15 @@ class Format(ABC):
         for part, out in zip(parts, outs, strict=True):
             out.copy_(self.dequantize(part))
 
+    def dequantize_stacked(self, parts: Mapping[str, Tensor], out: Tensor) -> None:
+        """Write the values of weights that are stored together to ``out`` [count, N, K], rounded to its dtype.
+
+        Args:
+            parts: as ``storage``, with a first dimension of ``count``.
+            out: any strides. A format whose tiles are independent may decode all rows in one launch and overrides this.
+        """
+        self.dequantize_all([{s: t[i] for s, t in parts.items()} for i in range(len(out))], list(out.unbind(0)))
+
     def fake_quantize_activation(self, x: Tensor) -> Tensor:
         """Quantise and dequantise x [..., K], the input of a linear layer, in blocks along K; return it in x's dtype.
 

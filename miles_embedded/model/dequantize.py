@@ -20,22 +20,19 @@ log = logging.getLogger(__name__)
 
 
 def dequantize(
-    path: str | Path, config: Any, dtype: torch.dtype | None, flag: str = "--hf-checkpoint"
-) -> dict[str, Tensor] | None:
-    """Return the plain weights of a quantised checkpoint, checkpoint name -> tensor; None if it is not quantised.
+    source: QuantizedFiles, path: str | Path, dtype: torch.dtype | None, flag: str = "--hf-checkpoint"
+) -> dict[str, Tensor]:
+    """Return the plain weights of a quantised checkpoint, checkpoint name -> tensor.
 
     Args:
-        path: the checkpoint directory.
-        config: its Transformers configuration; its quantisation entry is removed.
+        source: its files.
+        path: the checkpoint directory, for messages.
         dtype: type of the weights; None for BF16.
         flag: flag that named the checkpoint, for messages.
 
     Raises:
-        CheckpointError: no installed number format recognises the checkpoint, or its files are damaged.
+        CheckpointError: its files are damaged.
     """
-    source = open_files(path, config, flag)
-    if source is None:
-        return None
     dtype = dtype or torch.bfloat16
     log.warning(
         "%s %s is quantised (%s): %d weights are dequantised to %s for the embedded engine and trainer; "
@@ -50,7 +47,16 @@ def dequantize(
 
 
 def open_files(path: str | Path, config: Any, flag: str) -> QuantizedFiles | None:
-    """Open a quantised checkpoint and read its headers; None if it is not quantised. Arguments and errors as ``dequantize``."""
+    """Open a quantised checkpoint and read its headers; None if it is not quantised.
+
+    Args:
+        path: the checkpoint directory.
+        config: its Transformers configuration; its quantisation entry is removed.
+        flag: flag that named the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: no installed number format recognises the checkpoint, or a part of a weight is missing.
+    """
     from miles_formats.convert.decode import open_quantized
     from miles_formats.convert.json_files import quantization_block
 

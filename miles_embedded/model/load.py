@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -31,24 +32,39 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from miles_core.checkpoint.hf_files import CheckpointFiles
 from miles_core.errors import CheckpointError, first_line
 from miles_core.plugin.detect import config_facts
-from miles_embedded.manifest import LAYER_TYPES, STATE_TYPES
-from miles_embedded.model.attention import window_mask
+from miles_core.plugin.layers import STATE_KINDS
+from miles_embedded.manifest import LAYER_TYPES
 from miles_embedded.model.call import watch_layers
-from miles_embedded.model.dequantize import dequantize
+from miles_embedded.model.dequantize import dequantize, open_files
 from miles_embedded.model.experts import grouped_experts
+from miles_embedded.model.finite_weights import refuse_nonfinite
 from miles_embedded.model.gpu_operations import use_kernels
 from miles_embedded.model.growing_rope import follow_rows
 from miles_embedded.model.indexer import KNOWN
 from miles_embedded.model.joint_linear import join_linear
 from miles_embedded.model.onednn import use_fast_linear
 from miles_embedded.model.operations import call_attention, make_mask, tune_by_position
-from miles_embedded.model.parts import backbone, configuration, decoder_layers, head, text_configuration
+from miles_embedded.model.parts import (
+    backbone,
+    configuration,
+    decoder_layers,
+    head,
+    narrow_input,
+    text_configuration,
+)
 from miles_embedded.model.rotary_entries import complete_rotary
 from miles_embedded.model.states import stateful_modules
 from miles_embedded.model.value_head import replace_output
+from miles_embedded.model.without_storage import without_storage
 
+if TYPE_CHECKING:
+    from miles_formats.convert.decode import QuantizedFiles
+
+#: (model without memory, ``CheckpointFiles`` or ``QuantizedFiles``) -> whether it gave the model weights.
+Fill = Callable[[nn.Module, Any], bool]
 NAME = "miles"
 FLAG = "--hf-checkpoint"
 transformers.logging.set_verbosity_error()
@@ -97,8 +113,10 @@ def is_embedded(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
 
 
-def make_model(run: Any, policy: Any, reduce: Callable[[nn.Module], None] | None = None) -> nn.Module:
-    """Make the model named ``transformers``: the policy's checkpoint, in the run's dtype, on its device. ``reduce`` as for
+def make_model(
+    run: Any, policy: Any, fill: Fill | None = None, reduce: Callable[[nn.Module], None] | None = None
+) -> nn.Module:
+    """Make the model named ``transformers``: the policy's checkpoint, in the run's dtype, on its device. ``fill`` and ``reduce`` as for
     ``load_model``."""
     options = run.config_of(policy).model
     device, dtype = resolve_device(options.device), options.dtype
@@ -106,7 +124,9 @@ def make_model(run: Any, policy: Any, reduce: Callable[[nn.Module], None] | None
         dtype = "float32" if device == "cpu" else "bfloat16"
     start, flag = (options.ref_load, "--ref-load") if options.ref_load else (policy.hf_checkpoint, FLAG)
     towers = run.config.embedded.train_vision_tower
-    return load_model(start or options.hf_checkpoint, dtype, device, options.trust_remote_code, flag, reduce, towers)
+    return load_model(
+        start or options.hf_checkpoint, dtype, device, options.trust_remote_code, flag, fill, reduce, towers
+    )
 
 
 def resolve_device(name: str) -> str:
@@ -122,6 +142,7 @@ def load_model(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     flag: str = FLAG,
+    fill: Fill | None = None,
     reduce: Callable[[nn.Module], None] | None = None,
     train_towers: bool = False,
 ) -> nn.Module:
@@ -133,8 +154,11 @@ def load_model(
         device: device of the parameters.
         trust_remote_code: run model code from the checkpoint.
         flag: flag that named the checkpoint, for messages.
+        fill: called with a model whose parameters have no memory yet, and the files of the checkpoint: it gives the parameters values, codes
+            (``quantized.encoded.read_weights``) or the memory of another model (``share_weights``), so that the whole model need not be in
+            memory. If it returns False, the model is loaded as usual.
         reduce: called with the model on the CPU, before its parameters move to ``device``: it may store them in less memory
-            (``encode_weights``) or replace them by those of another model (``share_weights``).
+            (``encode_weights``).
         train_towers: leave the towers of a multimodal model trainable.
 
     Returns:
@@ -146,23 +170,59 @@ def load_model(
     """
     config = checkpoint_config(path, trust_remote_code, flag)
     with load_errors(path, flag):
-        state = dequantize(path, config, _DTYPES.get(dtype), flag)
-        if state is None:
-            more = {"trust_remote_code": trust_remote_code, "use_safetensors": True}
-            model = fill_model(kind_of(config), path, config, dtype=_DTYPES.get(dtype, "auto"), **more)
-        else:
-            made = build_empty(config, trust_remote_code)
-            dtypes = _DTYPES.get(dtype, torch.bfloat16)
-            model = fill_model(type(made), None, configuration(made), dtype=dtypes, state_dict=state)
-            if (Path(path) / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(path)
-        if reduce is not None:
-            _refuse_nonfinite(model)
-            reduce(model)
+        quantized = open_files(path, config, flag)
+        model = None if fill is None else _fill(path, config, dtype, device, trust_remote_code, flag, fill, quantized)
+        if model is None:
+            model = _read_whole(path, config, dtype, trust_remote_code, flag, quantized)
+            if reduce is not None:
+                refuse_nonfinite(model)
+                reduce(model)
         model = prepare(model.to(device), train_towers)
-        if reduce is None:
-            _refuse_nonfinite(model)
+        if fill is None and reduce is None:
+            refuse_nonfinite(model)
     return model
+
+
+def _read_whole(
+    path: str | Path, config: Any, dtype: str, trust_remote_code: bool, flag: str, quantized: QuantizedFiles | None
+) -> nn.Module:
+    """Load the model to the CPU with Transformers."""
+    if quantized is None:
+        more = {"trust_remote_code": trust_remote_code, "use_safetensors": True}
+        model: nn.Module = fill_model(kind_of(config), path, config, dtype=_DTYPES.get(dtype, "auto"), **more)
+        return model
+    state = dequantize(quantized, path, _DTYPES.get(dtype), flag)
+    made = build_empty(config, trust_remote_code)
+    dtypes = _DTYPES.get(dtype, torch.bfloat16)
+    model = fill_model(type(made), None, configuration(made), dtype=dtypes, state_dict=state)
+    _read_generation_config(model, path)
+    return model
+
+
+def _fill(
+    path: str | Path,
+    config: Any,
+    dtype: str,
+    device: str | torch.device,
+    trust_remote_code: bool,
+    flag: str,
+    fill: Fill,
+    quantized: QuantizedFiles | None,
+) -> nn.Module | None:
+    """Make the model without memory and let ``fill`` give it weights; None if ``fill`` cannot."""
+    kind = _DTYPES.get(dtype) or getattr(config, "dtype", None) or torch.bfloat16
+    ours = {"attn_implementation": attention_by_part(config), "experts_implementation": NAME, "dtype": kind}
+    make = partial(kind_of(config).from_config, config, trust_remote_code=trust_remote_code, **ours)
+    model = without_storage(make, kind, torch.device(device))
+    if not fill(model, quantized or CheckpointFiles(path, flag)):
+        return None
+    _read_generation_config(model, path)
+    return model
+
+
+def _read_generation_config(model: Any, path: str | Path) -> None:
+    if (Path(path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
 
 
 @contextmanager
@@ -244,20 +304,6 @@ def refuse_config(model: nn.Module) -> None:
                 )
 
 
-@torch.no_grad()
-def _refuse_nonfinite(model: nn.Module) -> None:
-    """CheckpointError if a weight contains NaN or infinity, which would silently invalidate the tokens that use it."""
-    for name, parameter in model.state_dict(keep_vars=True).items():  # buffers too: a router's correction bias is one
-        # the sum avoids a mask; it may overflow for finite values, so check these exactly below
-        if not parameter.is_floating_point() or parameter.sum(dtype=torch.float32).isfinite():
-            continue
-        if len(where := (~parameter.isfinite()).nonzero()):
-            raise CheckpointError(
-                f"{name} holds {len(where)} values that are not finite, the first ({parameter[tuple(where[0])].item()}) at "
-                f"{where[0].tolist()}; copy the checkpoint again, or repair it"
-            )
-
-
 def _describe_failure(error: Exception) -> str:
     """Describe an error of Transformers in one line."""
     first = first_line(error)
@@ -296,6 +342,8 @@ def prepare(model: nn.Module, train_towers: bool = False) -> nn.Module:
     model.eval()
     watch_layers(backbone(model), decoder_layers(model))
     use_fast_linear(model)
+    if getattr(text_configuration(model), "residual_in_fp32", False):
+        narrow_input(head(model))
     for module in model.modules():
         tune_by_position(module)
         follow_rows(module)
@@ -328,27 +376,11 @@ def _refuse_unknown_states(model: nn.Module) -> None:
     """CheckpointError for layers that should keep a state, but not through the methods of Transformers' cache (``states``)."""
     kinds = getattr(text_configuration(model), "layer_types", None) or ()
     for number, (layer, kind) in enumerate(zip(decoder_layers(model), kinds, strict=False)):
-        if kind in STATE_TYPES and next(stateful_modules(layer), None) is None:
+        if kind in STATE_KINDS and next(stateful_modules(layer), None) is None:
             raise CheckpointError(
                 f"layer {number} of {type(model).__name__} is of type {kind}, but its code keeps its state in a way that the embedded backend "
                 "does not support; use another engine and trainer"
             )
-
-
-def has_windows(model: nn.Module) -> bool:
-    """Whether some layer may attend to fewer than all previous tokens."""
-    config = text_configuration(model)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    return bool(getattr(config, "sliding_window", None)) or bool(kinds - {"full_attention"})
-
-
-def mask_for(model: nn.Module) -> Tensor | None:
-    """Return the mask to pass to ``model``, which reads none.
-
-    Without one, Transformers builds masks, for which it first searches for packed sequences: several small operations per call, which
-    cost time in a CPU decode step and wait for a GPU. Models without windowed layers need no masks. None lets the model build them.
-    """
-    return None if has_windows(model) else window_mask(0)
 
 
 def context_limit(model: nn.Module, wanted: int = 0) -> int:

@@ -9,9 +9,8 @@ the codes compute with equal weights.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,79 +21,85 @@ from miles_core.data.weight_unit import Encoded, WeightUnit
 from miles_core.precision.codec import Codec
 from miles_embedded.model.call import active_context
 from miles_embedded.model.storage import Codes, codes_of, mark_constant, put_codes
-from miles_embedded.model.views import View, group_coupled, views
+from miles_embedded.model.views import View, group_coupled, sources, views
 from miles_embedded.quantized.activation import encoded_views
+from miles_embedded.quantized.codes import store_codes
+from miles_embedded.quantized.stored_weights import StoredWeights
 
-
-@dataclass(frozen=True)
-class EncodedParameter:
-    """The codes of one parameter: its checkpoint tensors (views), each encoded, or plain where the format leaves it alone.
-
-    Attributes:
-        parts: views of the parameter and what is stored of them.
-        codec: decodes them.
-        like: the parameter without storage: shape, strides, dtype and device of the values.
-    """
-
-    parts: tuple[tuple[View, Encoded], ...]
-    codec: Codec
-    like: Tensor
-
-    @torch.no_grad()
-    def values(self) -> Tensor:
-        """Decode; see ``model.constant.Codes``."""
-        like = self.like
-        values = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-        for view, encoded in self.parts:
-            view.of(values).copy_(self.codec.decode(encoded))
-        return values
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield codes and scales."""
-        for _, encoded in self.parts:
-            yield from encoded.parts.values()
+log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def encode_weights(model: nn.Module, codec: Codec, device: torch.device | None = None) -> None:
+def encode_weights(
+    model: nn.Module, codec: Codec, device: torch.device | None = None, stored: StoredWeights | None = None
+) -> None:
     """Mark the parameters of ``model`` as constant, and store the weights to which the codec's format applies as codes only.
 
     Args:
         model: prepared by ``miles_embedded.model.load``, or about to be.
         codec: must have a format.
         device: device of the codes; the parameters' own by default.
+        stored: the checkpoint, if the parameters have no values yet. They are read and encoded one after the other; codes of this format
+            are used as they are.
 
     Raises:
         ConfigError: a selector matches nothing, or the format cannot store a selected weight.
         MilesError: a weight is NaN or infinite; names the weight.
     """
+    assert codec.format is not None
     mark_constant(model.parameters())
     units = list(group_coupled(encoded_views(model, codec)))
     codec.check({view.name: view.size for view in views(model)})
     chosen = {view.source for unit in units for view in unit if codec.quantises(view.name, view.size)}
-    parameters = dict(model.named_parameters())
+    tensors = sources(model)
+    if stored is not None:
+        for source in tensors.keys() - chosen:
+            tensors[source].data = stored.values(source)
     left = {source: sum(view.source == source for unit in units for view in unit) for source in chosen}
     found: dict[str, list[tuple[View, Encoded]]] = {source: [] for source in chosen}
+    read: dict[str, Tensor] = {}
     for unit in units:
         members = {view.name: view for view in unit if view.source in chosen}
         if not members:
             continue
-        plain = {view.name: view.of(parameters[view.source].detach()) for view in unit}
-        for encoded in codec.encode_unit(WeightUnit(plain)):
-            if (view := members.get(encoded.name)) is None:
+        encoded_unit = None if stored is None else stored.codes(list(members), codec)
+        if encoded_unit is None:
+            for source in {view.source for view in unit} - read.keys():
+                given = stored is not None and source in chosen
+                read[source] = stored.values(source) if given and stored else tensors[source].detach()
+            encoded_unit = codec.encode_unit(WeightUnit({view.name: view.of(read[view.source]) for view in unit}))
+        for encoded in encoded_unit:
+            if encoded.name not in members:
                 continue
-            home = device or parameters[view.source].device
-            encoded.parts = {name: tensor.to(home, copy=True) for name, tensor in encoded.parts.items()}
+            view = members[encoded.name]
             found[view.source].append((view, encoded))
             left[view.source] -= 1
             if not left[view.source]:
-                _store(parameters[view.source], found.pop(view.source), codec, home)
-    _watch(model)
+                read.pop(view.source, None)
+                parameter = tensors[view.source]
+                assert isinstance(parameter, nn.Parameter)
+                store_codes(parameter, found.pop(view.source), codec.format, device or parameter.device)
+    watch_codes(model)
+
+
+def read_weights(model: nn.Module, files: Any, codec: Codec) -> bool:
+    """Fill a model without memory (``load_model``, ``fill``) from ``files``: codes where the codec's format applies, otherwise values.
+
+    Returns:
+        whether the files have every tensor of the model under its own name. If not, the model is not changed.
+    """
+    stored = StoredWeights(model, files)
+    lost = stored.missing()
+    if lost is not None:
+        log.info("the files have %s under another name, so the whole checkpoint is loaded before it is encoded", lost)
+        return False
+    encode_weights(model, codec, stored=stored)
+    return True
 
 
 def share_weights(model: nn.Module, owner: nn.Module) -> None:
     """Make the parameters of ``model`` those of ``owner``, in the same memory, and mark them as constant. Both were made from one
-    checkpoint, and those of ``owner`` must not change either."""
+    checkpoint, and those of ``owner`` must not change either. ``model`` may be without values; its buffers get those of ``owner``."""
     own = dict(owner.named_parameters())
     for name, parameter in model.named_parameters():
         codes = codes_of(own[name])
@@ -102,17 +107,14 @@ def share_weights(model: nn.Module, owner: nn.Module) -> None:
             parameter.data = own[name].data
         else:
             put_codes(parameter, codes, own[name].device)
+    for name, buffer in model.named_buffers():
+        buffer.data = owner.get_buffer(name).detach().clone()
     mark_constant(model.parameters())
-    _watch(model)
+    watch_codes(model)
 
 
-def _store(parameter: nn.Parameter, parts: list[tuple[View, Encoded]], codec: Codec, device: torch.device) -> None:
-    like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
-    like.untyped_storage().resize_(0)
-    put_codes(parameter, EncodedParameter(tuple(parts), codec, like), device)
-
-
-def _watch(model: nn.Module) -> None:
+def watch_codes(model: nn.Module) -> None:
+    """Let the modules of ``model`` decode the weights that are stored as codes."""
     for module in model.modules():
         attributes = [n for n, p in module.named_parameters(recurse=False) if codes_of(p) is not None]
         if attributes:

@@ -124,6 +124,15 @@ class Int4(Format):
         rows, columns = codes.shape
         return (codes.reshape(rows, scale.shape[1], -1) * scale[..., None]).reshape(rows, columns)
 
+    def dequantize_stacked(self, parts: Mapping[str, Tensor], out: Tensor) -> None:
+        words, scales = parts[CODES].flatten(0, 1), parts[SCALES].flatten(0, 1)
+        if runs_kernels(words) and out.is_contiguous():
+            from miles_int4 import kernels  # needs Triton
+
+            kernels.dequantize(words, scales, out.flatten(0, 1))
+        else:
+            out.copy_(self.dequantize({CODES: words, SCALES: scales}).view(out.shape))
+
     def config(self, unquantized: list[str]) -> dict[str, Any]:
         weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": self.group_size}
         return {

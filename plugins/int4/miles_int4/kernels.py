@@ -120,10 +120,12 @@ def quantize(weight: Tensor, words: Tensor, scales: Tensor, shape: Tensor, group
         _quantize[grid](weight, words, scales, shape, rows, columns, *weight.stride(), *sizes, num_warps=4)
 
 
-def dequantize(words: Tensor, scales: Tensor) -> Tensor:
-    """Dequantise contiguous words and scales of ``quantize``, any group size, to [N, K] FP32."""
+def dequantize(words: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
+    """Dequantise contiguous words and scales of ``quantize``, any group size, to [N, K] FP32, or to a contiguous ``out`` of any floating dtype,
+    rounded once."""
     rows, columns = words.shape[0], words.shape[1] * PER_WORD
-    out = torch.empty((rows, columns), dtype=torch.float32, device=words.device)
+    if out is None:
+        out = torch.empty((rows, columns), dtype=torch.float32, device=words.device)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
     group = columns // scales.shape[1]
     with torch.cuda.device(words.device):

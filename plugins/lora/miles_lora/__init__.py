@@ -35,7 +35,10 @@ class LoraOptions:
         "adapters, and applies them next to the base",
     )
     export: Literal["merged", "adapter"] = option(
-        "merged", flag="--lora-export", help="--export-hf writes a merged checkpoint, or an adapter in peft's format"
+        "merged",
+        flag="--lora-export",
+        help="--export-hf writes a merged checkpoint, or an adapter in peft's format",
+        only_if="export_hf",
     )
     adapter: str | None = option(
         None, flag="--lora-adapter", help="start from this adapter in peft's format", metavar="DIR"
@@ -66,6 +69,11 @@ plugin = Plugin(
             "adapter",
             when="lora.sync == adapter and engine != embedded",
             because="the engine loads adapters through an interface of its own",
+        ),
+        "lora.sync": Set(
+            "adapter",
+            when="train.precision != bf16 and rollout.precision != bf16 and engine == embedded and trainer == embedded",
+            because="engine and trainer read the same codes of the frozen base and add the adapters unrounded",
         ),
     },
     requires=(
@@ -133,4 +141,5 @@ plugin = Plugin(
     memory="miles_lora.memory:usage",
     review="miles_lora.review:review",
     examine="miles_lora.examine:examine",
+    toy={"lora_sync": "adapter"},  # the kind of sync that takes a format on both sides
 )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from miles_core.plugin import Policy, Run, StateKey
-from miles_embedded import encode_weights, mark_constant, share_weights
+from miles_embedded import encode_weights, mark_constant, read_weights, share_weights
 from miles_embedded import make_model as load_checkpoint
 from miles_formats import Codec, make_codec
 
@@ -32,15 +32,21 @@ def make_model(run: Run, policy: Policy, role: str) -> nn.Module:
     key = (str(start), options.dtype, options.device, name)
     known = run.state.setdefault(BASES, {})
     if key in known and shares(run):
-        reduce = partial(share_weights, owner=known[key])
+        model = load_checkpoint(run, policy, partial(_share, known[key]))
     elif codec.format is not None:
         reduce = partial(encode_weights, codec=codec, device=_device(options.device))
+        model = load_checkpoint(run, policy, partial(read_weights, codec=codec), reduce)
     else:
-        reduce = None
-    model = load_checkpoint(run, policy, reduce)
+        model = load_checkpoint(run, policy)
     mark_constant(model.parameters(), streamed=False)
     known.setdefault(key, model)
     return model
+
+
+def _share(owner: nn.Module, model: nn.Module, files: object) -> bool:
+    """Give a model without memory the weights of ``owner``."""
+    share_weights(model, owner)
+    return True
 
 
 def _device(name: str) -> torch.device:

@@ -1,7 +1,8 @@
 """Memory of a trainer with adapters on one GPU, for the plan. Does not import torch.
 
 The base has one copy, in BF16 or in the codes of a number format, without gradients and optimizer states. Each parameter of an adapter has
-a copy, an FP32 master, its gradient and two moments. Activations are those of a full training step.
+a copy, an FP32 master, its gradient and two moments. Activations are those of a full training step, and one layer of decoded weights. CUDA
+graphs of the engine keep the memory of one module's decoded weights, once for decode steps and once for prompts.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any
 from miles_core.plugin import Facts, Parts, Usage
 from miles_embedded import ModelSize, engine_usage, size_of, trainer_parts, training_of
 
-#: Bytes per weight of a base in four bits and in other formats, with their scales (groups of 16 or larger blocks).
-_FOUR_BITS, _EIGHT_BITS = 0.5625, 1.0625
-FOUR_BITS = ("int4", "nvfp4", "mxfp4")
+#: Bytes per weight of a base in a format of four bits with scales, and of other formats (groups of 16 or larger blocks).
+_FOUR_BITS, _EIGHT_BITS = {"nvfp4": 0.5625, "mxfp4": 0.53125}, 1.0625
+#: Pools of CUDA graphs in which a module's weights are decoded: decode steps, and passes over prompts.
+_GRAPH_POOLS = 2
 #: Elements of an adapter per rank and weight of its matrix, times the hidden size; an upper bound for usual shapes.
 _PER_WEIGHT = 4.0
-_FEED_FORWARD = ("gate", "up", "down", "w1", "w2", "w3", "fc")
+#: Parts of the names of matrices in feed-forward layers, and names of an attention's matrices.
+_FEED_FORWARD = ("gate", "up_", "down", "w1", "w2", "w3", "fc", "input_linear", "output_linear")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
@@ -31,11 +35,12 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     own = adapter_parameters(facts, size) * how.share
     gathered = full.weights - (2 if how.reference else 1) * how.width * size.parameters * how.share
     shared = facts.value("lora.sync") == "adapter"
+    decoded = how.width * size.layer if is_encoded(facts) else 0
     parts = Parts(
         weights=base * (1 if shared or not how.reference else 2) + how.width * own + gathered,
         gradients=4 * own,
         optimizer=how.optimizer(own, full.activations),
-        activations=full.activations,
+        activations=full.activations + decoded,
         other=full.other,
     )
     note = f"trainer: adapters of rank {facts.value('lora.rank')} over a frozen base of {size.parameters / 1e9:,.3g} billion parameters ({precision})"
@@ -43,7 +48,9 @@ def usage(facts: Facts, model: Mapping[str, Any]) -> Iterator[Usage]:
     if facts.value("engine") == "embedded" and shares_base(facts):
         # codes of a shared base are the trainer's, too
         engine = engine_usage(facts, size, shares=True)
-        yield replace(engine, parts=replace(engine.parts, weights=0.0), replaces=True)
+        graphs = is_encoded(facts) and not facts.value("embedded.disable_cuda_graph")
+        active = engine.parts.activations + (_GRAPH_POOLS * how.width * module_weights(size) if graphs else 0)
+        yield replace(engine, parts=replace(engine.parts, weights=0.0, activations=active), replaces=True)
 
 
 def shares_base(facts: Facts) -> bool:
@@ -53,22 +60,44 @@ def shares_base(facts: Facts) -> bool:
     return bool(here and alike and facts.value("lora.sync") == "adapter")
 
 
+def is_encoded(facts: Facts) -> bool:
+    """Whether the base is stored in a number format only."""
+    return facts.value("train.precision") not in ("bf16", None) and facts.value("lora.sync") == "adapter"
+
+
 def base_bytes(facts: Facts, size: ModelSize) -> float:
-    """Return the bytes of the base on one rank. Codes are not divided among ranks; a module that runs has its weights decoded."""
-    how, precision = training_of(facts), facts.value("train.precision")
-    if precision in ("bf16", None):
+    """Return the bytes of the base on one rank. Codes are not divided among ranks."""
+    how, precision = training_of(facts), str(facts.value("train.precision"))
+    if not is_encoded(facts):
         return float(how.width * size.parameters * how.share)
-    per = _FOUR_BITS if precision in FOUR_BITS else _EIGHT_BITS
-    return float(per * (size.parameters - size.embeddings) + how.width * (size.embeddings + size.layer))
+    per, encoded = _FOUR_BITS.get(precision, _EIGHT_BITS), size.parameters - size.embeddings
+    if precision == "int4":
+        per = 0.5 + 2 / int(facts.value("int4.group_size") or 128)
+        encoded = size.experts if facts.value("int4.scope") == "experts" else encoded
+    return float(per * encoded + how.width * (size.parameters - encoded))
+
+
+def module_weights(size: ModelSize) -> int:
+    """Return the weights of the largest module: the experts of a layer, or about a third of a dense layer."""
+    return size.routed or max(size.dense // 3, size.attention // 3)
 
 
 def adapter_parameters(facts: Facts, size: ModelSize) -> float:
-    """Return an upper estimate of the adapters' parameters."""
-    names = [str(name) for name in facts.value("lora.target_modules") or ()]
-    every = "all-linear" in names
-    adapted = float(size.attention * size.layers)
-    if every or any(part in name for name in names for part in _FEED_FORWARD):
-        adapted += size.dense * (size.layers - size.sparse_layers) + size.shared * size.sparse_layers
-    if any("expert" in name for name in names):
+    """Return an upper estimate of the adapters' parameters: of all matrices of the parts of layers that a target may be in."""
+    names = [str(name).rpartition(".")[2] for name in facts.value("lora.target_modules") or ()]
+    every, experts = (
+        "all-linear" in names,
+        any("expert" in str(name) for name in facts.value("lora.target_modules") or ()),
+    )
+    inner = {name for name in names for part in _FEED_FORWARD if part in name}
+    mixers = {*names} - inner - {"all-linear", "all-experts"}
+    adapted = 0.0
+    if every or mixers:
+        adapted += size.attentions
+    if size.state and (every or mixers - {*_ATTENTION} or (mixers and size.state.attention_names)):
+        adapted += size.states
+    if every or inner:
+        adapted += size.feed_forward
+    if experts:
         adapted += size.experts
     return _PER_WEIGHT * int(facts.value("lora.rank") or 1) * adapted / size.hidden

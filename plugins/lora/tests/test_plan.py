@@ -7,11 +7,21 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
-from miles_core.plugin import ConfigError, MilesError, PlanError
+from miles_core.plugin import ConfigError, Fact, Facts, MilesError, PlanError
+from miles_core.plugin.detect import config_facts
+from miles_embedded import size_of
+from miles_embedded.testing import families
+from miles_lora.memory import adapter_parameters
 from miles_testing import plan, toy_run
 
 pytest.importorskip("peft")
+
+from peft import LoraConfig, get_peft_model
+
+HYBRIDS = ("qwen3_next", "kimi_linear", "olmo_hybrid", "bamba", "jamba")
 
 PUBLISHED = Path(__file__).parents[3] / "tests" / "published"
 RETRACT = {"pause_generation_mode": "retract", "mask_offpolicy_in_partial_rollout": True}
@@ -24,7 +34,10 @@ BOTH = {"train_precision": "fp8", "rollout_precision": "fp8", "emulate_precision
         ({"lora_rank": 0}, "--lora-rank.*0.*>= 1"),
         ({"lora_dropout": 1.0}, "--lora-dropout"),
         ({"lora_sync": "sometimes"}, "merged or adapter"),
-        ({"plugins": ["lora", "fp8"], **BOTH}, "the engine rounds the sum of base and adapters"),
+        (
+            {"plugins": ["lora", "fp8"], **BOTH, "lora_sync": "merged"},
+            "engine and trainer read the same codes of the frozen base",
+        ),
         (
             {"plugins": ["lora", "fp8"], **BOTH, "lora_sync": "adapter", "warmup_steps": 2},
             "cannot be BF16 during a warm-up",
@@ -113,3 +126,19 @@ def test_a_critic_next_to_adapters_counts_in_full(checkpoint):
     plan(["lora"], **given)
     with pytest.raises(PlanError, match=r"need [0-9]+ GB on each GPU"):
         plan(["lora"], advantage_estimator="ppo", **given)
+
+
+@pytest.mark.parametrize("family", [name for name in HYBRIDS if not families.lacking(name)])
+def test_adapters_of_hybrid_models_are_those_that_peft_makes(family):
+    """Only some layers of these models attend, and only some keep a state: the estimate is at least peft's count, and of its order."""
+    name, values = families.FAMILIES[family]
+    wide = {key: value * 8 if key in ("hidden_size", "head_dim") else value for key, value in values.items()}
+    config = getattr(transformers, name)(**wide)
+    for targets in (("q_proj", "v_proj"), ("k_proj", "o_proj", "in_proj")):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=list(targets)))
+        made = sum(weight.numel() for key, weight in adapted.named_parameters() if "lora_" in key)
+        given = [Fact("lora.rank", 4, ""), Fact("lora.target_modules", targets, "")]
+        facts = Facts([*config_facts(config.to_dict()), *given])
+        assert made <= adapter_parameters(facts, size_of(facts, config.to_dict())) <= 7 * made

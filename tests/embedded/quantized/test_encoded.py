@@ -12,7 +12,7 @@ from miles_embedded import codes_of, encode_weights, full_values, load_model, ma
 from miles_embedded.engine.weights import Weights
 from miles_embedded.model.load_units import Update
 from miles_embedded.model.views import export
-from miles_embedded.quantized.encoded import EncodedParameter
+from miles_embedded.quantized.codes import EncodedParameter
 from miles_embedded.quantized.weights import install
 from miles_embedded.trainer.trainer import EmbeddedTrainer, TrainerConfig
 from miles_formats import Codec, FormatCodec
