@@ -30,7 +30,11 @@ def is_named(planted: Planted, found: Difference | None, listed: list[tuple[str,
         if name == "plugins":
             if expected not in found.plugins:
                 return False
-        elif not (isinstance(seen[name], expected) and seen[name] != "" if isinstance(expected, type) else seen[name] == expected):
+        elif not (
+            isinstance(seen[name], expected) and seen[name] != ""
+            if isinstance(expected, type)
+            else seen[name] == expected
+        ):
             return False
     return True
 

@@ -58,6 +58,8 @@ def _print(a: StoredRun, b: StoredRun, listed: list[tuple[str, str, str]], found
             print(f"  {name:<{width}}  {one} | {other}")
     steps = common_steps(a, b)
     recorded = [step for step in steps if step in a.recorded and step in b.recorded]
-    detail = describe_steps(recorded) if recorded else "none, so tensors are not compared and numbers of samples are rounded"
+    detail = (
+        describe_steps(recorded) if recorded else "none, so tensors are not compared and numbers of samples are rounded"
+    )
     print(f"compared: {describe_steps(steps)}; recorded by both (--record-steps): {detail}")
     print("the runs agree" if found is None else f"the runs part at {found}")

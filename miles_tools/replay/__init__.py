@@ -29,7 +29,10 @@ class Replay:
         enables=True,
     )
     debug_rollout_only: bool = option(
-        False, flag="--debug-rollout-only", help="generate and record the samples of each step; do not train", enables=True
+        False,
+        flag="--debug-rollout-only",
+        help="generate and record the samples of each step; do not train",
+        enables=True,
     )
     debug_train_only: bool = option(
         False,

@@ -123,9 +123,7 @@ def check_between(run: Path, between: int, start: int, step: int) -> None:
         ) from error
 
 
-def configure(
-    config: Config, source: Path, checkpoint: tuple[int, Path] | None, step: int, target: Path
-) -> Config:
+def configure(config: Config, source: Path, checkpoint: tuple[int, Path] | None, step: int, target: Path) -> Config:
     """Return the configuration of the repetition."""
     load = config.run.load
     if checkpoint is not None:
@@ -149,7 +147,9 @@ def default_tolerance(run: StoredRun) -> float:
     return GPU_TOLERANCE if on_gpu and not run.options.get("embedded.deterministic") else 0.0
 
 
-def compare_results(run: StoredRun, again: StoredRun, step: int, tolerance: float) -> Iterator[tuple[str, str, str, bool]]:
+def compare_results(
+    run: StoredRun, again: StoredRun, step: int, tolerance: float
+) -> Iterator[tuple[str, str, str, bool]]:
     """Yield (name, value in the run, value of the repetition, whether they agree) of loss, gradient norm, metrics and checksums."""
     same = Tolerance(tolerance)
     one, other = run.metrics.get(step, {}), again.metrics.get(step, {})

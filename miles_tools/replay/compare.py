@@ -87,7 +87,11 @@ def common_steps(a: StoredRun, b: StoredRun) -> list[int]:
 def list_differences(a: StoredRun, b: StoredRun) -> list[tuple[str, str, str]]:
     """Return (name, value in a, value in b) of options, plugins and versions that differ; "-" where a run has none."""
     rows = []
-    for one, other, start in ((a.options, b.options, ""), (a.plugins, b.plugins, "plugin "), (a.versions, b.versions, "")):
+    for one, other, start in (
+        (a.options, b.options, ""),
+        (a.plugins, b.plugins, "plugin "),
+        (a.versions, b.versions, ""),
+    ):
         for name in dict.fromkeys([*one, *other]):
             if one.get(name) != other.get(name):
                 rows.append((f"{start}{name}", str(one.get(name, "-")), str(other.get(name, "-"))))

@@ -45,9 +45,7 @@ def recorded_steps(run_dir: Path) -> list[int]:
     return [step for step, path in step_directories(run_dir).items() if (path / f"{SAMPLES}.json").is_file()]
 
 
-def write_samples(
-    run_dir: Path, step: int, samples: Sequence[Sample], trained: Sequence[TrainedTokens | None]
-) -> int:
+def write_samples(run_dir: Path, step: int, samples: Sequence[Sample], trained: Sequence[TrainedTokens | None]) -> int:
     """Write the samples of a step, and the values of training for each; returns the size of its directory in bytes.
 
     Raises:

@@ -12,7 +12,7 @@ from miles_core.contracts.runtime import Learned, PolicyParts
 from miles_core.contracts.schedule import Position, Schedule
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
-from miles_core.plugin import hookimpl
+from miles_core.plugin.marker import hookimpl
 from miles_tools.replay.open_run import open_run
 from miles_tools.replay.steps import check_recorded, read_samples, recorded_steps
 

@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from miles_core.checkpoint.directory import Checkpoints
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
@@ -138,7 +136,9 @@ class StoredRun:
         """Package, Python, platform and GPUs -> what the run recorded of it."""
         known = read_json(self.path / "environment.json")
         packages = {f"package {name}": str(version) for name, version in (known.get("packages") or {}).items()}
-        others = {name: json.dumps(known[name]) for name in ("python", "platform", "processor", "gpus") if name in known}
+        others = {
+            name: json.dumps(known[name]) for name in ("python", "platform", "processor", "gpus") if name in known
+        }
         return {"miles-core": str(read_json(self.path / "plan.json").get("core"))} | packages | others
 
 
@@ -184,4 +184,6 @@ def _of_row(row: Mapping[str, Any]) -> StoredSample:
             row["train_log_probs"],
         )
     except (KeyError, TypeError) as error:
-        raise MilesError(f"a saved sample lacks {error}: its file was not written by this version of miles-core") from error
+        raise MilesError(
+            f"a saved sample lacks {error}: its file was not written by this version of miles-core"
+        ) from error

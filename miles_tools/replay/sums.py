@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from miles_core.contracts.runtime import PolicyParts
-from miles_core.plugin import hookimpl
+from miles_core.plugin.marker import hookimpl
 from miles_tools.replay.steps import step_directory, write_format, write_json
 from miles_workers.transport.sent_weights import Checksums
 

@@ -32,7 +32,7 @@ class Tolerance:
         count = min(len(one), len(other))
         if one.shape[1:] != other.shape[1:]:
             return 0
-        different = self._differ(one[:count], other[:count]).reshape(count, -1).any(axis=1)
+        different = self._differ(one[:count], other[:count]).any(axis=tuple(range(1, one.ndim)))
         if different.any():
             return int(different.argmax())
         return None if len(one) == len(other) else count

@@ -30,9 +30,7 @@ def test_equal_runs_do_not_differ(name, tmp_path):
 def pair(tmp_path_factory):
     """Two runs of one step without recorded steps, the second with another learning rate and a checkpoint of it."""
     folder = tmp_path_factory.mktemp("pair")
-    return [
-        Side(options={"steps": 1, "record_steps": None, "lr": lr}).run(folder / f"{lr:g}") for lr in (1e-3, 2e-3)
-    ]
+    return [Side(options={"steps": 1, "record_steps": None, "lr": lr}).run(folder / f"{lr:g}") for lr in (1e-3, 2e-3)]
 
 
 def test_without_recorded_steps_checkpoints_name_the_tensor(pair, capsys):
