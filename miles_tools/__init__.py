@@ -34,6 +34,7 @@ plugin = Plugin(
         "sink": {
             "profile": "miles_tools.profiler:make_profiler",
             "samples": "miles_tools.samples.saver:make_saver",
+            "steps": "miles_tools.replay.recorder:make_recorder",
         },
         "correction": {
             "command_line": "miles_tools.command_line:correct",

@@ -218,5 +218,5 @@ EQUAL: dict[str, Side] = {
     "bfloat16": Side(options={"dtype": "bfloat16"}),
     "FP8": Side(options={"rollout_fp8": True, "emulate_precision": True, "sizes": {"hidden_size": 128}}),
     "rollouts ahead": Side(options={"schedule": "ahead", "advantage_estimator": "reinforce_plus_plus"}),
-    "a critic": Side(["ppo"]),
+    "a critic": Side(["ppo"], {"advantage_estimator": "ppo"}),
 }

@@ -210,7 +210,7 @@ class Run:
 
     @property
     def generates(self) -> bool:
-        """Whether the schedule generates samples: its provider has no attribute ``generates``, or it is true."""
+        """Whether the schedule generates samples (``Schedule.generates``)."""
         return bool(getattr(self.hooks.builder("schedule", self.config.run.schedule)[1], "generates", True))
 
     def config_of(self, policy: Policy) -> Config:

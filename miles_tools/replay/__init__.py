@@ -2,7 +2,7 @@
 half of the loop. This module is the plugin's manifest; it does not import torch.
 
 ``steps`` reads and writes ``RUN/steps``, ``sums`` records checksums of gradients and weights, ``recorder`` the samples, ``stored`` trains
-on recorded samples. ``compared_run`` reads all that two runs stored, ``compare`` finds where they part, ``again`` repeats a step.
+on recorded samples. ``stored_run`` reads all that a run stored, ``compare`` finds where two runs part, ``again`` repeats a step.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ plugin = Plugin(
         "replay.debug_train_only": "miles_tools.replay.stored:TrainOnly",
     },
     provides={
-        "schedule": {STORED: "miles_tools.replay.stored:make_schedule"},
-        "sink": {"steps": "miles_tools.replay.recorder:make_recorder"},
+        "schedule": {STORED: "miles_tools.replay.stored:StoredSchedule"},
         "check": {"engine_sums": "miles_tools.replay.sums:make_check"},
     },
     sets={
@@ -82,6 +81,11 @@ plugin = Plugin(
         ),
     },
     requires=(
+        Rule(
+            needs="save_rollouts",
+            when="replay.record_steps",
+            because="training keeps the log-probabilities and advantages that are recorded only for --save-rollouts",
+        ),
         Rule(
             needs="replay.load_debug_rollout_data",
             when="replay.debug_train_only",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: Relative tolerance on a GPU without ``--embedded-deterministic``, where sums of gradients have no fixed order.
 GPU_TOLERANCE = 1e-2
-#: Options of a repeated run that differ from those of the run: it has no engine, evaluates and shows nothing.
+#: Options of a repeated run that differ from those of the run: it has no engine, and does not evaluate.
 _CHANGED: dict[str, Any] = {
     "schedule": STORED,
     "replay.debug_train_only": True,
@@ -33,14 +33,11 @@ _CHANGED: dict[str, Any] = {
     "evaluation.prompts": (),
     "save_interval": None,
     "async_save": False,
-    "save_rollouts": False,
     "export_hf": None,
     "profile": False,
     "verify_logprobs": False,
     "model.self_check": False,
     "rollout.workers": None,
-    "sinks.use_wandb": False,
-    "sinks.use_tensorboard": False,
     "log_level": "warning",
 }
 #: Metrics that training and the samples determine.
@@ -94,7 +91,8 @@ def repeat_step(directory: Path | str, step: int, target: Path, tolerance: float
     requested = configure(load(["--config", str(source / "config.yaml")]), source, checkpoint, step, target)
     config, plan, catalogue = plan_run(requested)
     localise(requested)
-    launch(config, plan, catalogue, Console(quiet=True))
+    if launch(config, plan, catalogue, Console(quiet=True)).signal:
+        raise MilesError(f"{source}: stopped before step {step} was repeated")
     run, again = StoredRun(source), StoredRun(target)
     if tolerance is None:
         tolerance = default_tolerance(again)
@@ -131,14 +129,19 @@ def configure(config: Config, source: Path, checkpoint: tuple[int, Path] | None,
     elif load is not None and run_of(load).resolve() == source:  # the run was resumed in its own directory
         load = None
     # what an option needs may be off in the repetition, such as another schedule: then it has no effect, and is not the user's
-    conditional = {o.path: config.get(o.path) for o in config.schema.options.values() if o.info.only_if}
+    options = config.schema.options.values()
+    conditional = {o.path: config.get(o.path) for o in options if o.info.only_if}
+    senders = {p.name for p in config.schema.manifests.values() if p.provides.keys() == {"sink"} and not p.hooks}
+    silent = {
+        o.path: o.default for o in options if o.group in senders
+    }  # no metrics, traces or alerts of the repetition
     own = {
         "save": target,
         "load": load,
         "replay.load_debug_rollout_data": source,
         "replay.debug_last_step": step,
     }
-    return config.replace(conditional | _CHANGED | own, origin="miles replay")
+    return config.replace(conditional | silent | _CHANGED | own, origin="miles replay")
 
 
 def default_tolerance(run: StoredRun) -> float:

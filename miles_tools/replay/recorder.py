@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from miles_core.contracts.runtime import TrainedTokens
 from miles_core.data.sample import Sample
-from miles_core.errors import MilesError
-from miles_tools.replay.steps import delete_steps, step_directories, write_samples
+from miles_tools.replay.steps import DIRECTORY, delete_steps, measure_steps, write_samples
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Run
@@ -63,9 +61,8 @@ class StepRecorder:
         """Delete the recorded steps after ``step``, which are repeated."""
         if self._pending is not None:
             self._pending.exception()
-        delete_steps(self.run_dir, step)
-        found = step_directories(self.run_dir).items()
-        self._sizes = {number: sum(file.stat().st_size for file in path.iterdir()) for number, path in found}
+        delete_steps(self.run_dir, lambda number: number > step)
+        self._sizes = measure_steps(self.run_dir)
 
     def close(self) -> None:
         """Wait until the last step is complete. Raises MilesError if it cannot be written."""
@@ -75,26 +72,25 @@ class StepRecorder:
             pending.result()
 
     def _write(self, step: int, listed: list[tuple[Sample, TrainedTokens | None]]) -> None:
-        try:
-            size = write_samples(self.run_dir, step, [s for s, _ in listed], [t for _, t in listed])
-        except OSError as error:
-            raise MilesError(
-                f"cannot record step {step} in {self.run_dir}: {error.strerror or error}; free space there and resume the run, or "
-                "resume it with --no-record-steps"
-            ) from error
-        self._sizes[step] = size
-        total = sum(self._sizes.values())
-        for number in sorted(self._sizes):
-            if total <= self.limit or number == step:
-                return
-            if not self._limit_logged:
-                log.info("recorded steps exceed --save-rollouts-size %d: the oldest are deleted", self.limit)
-                self._limit_logged = True
-            shutil.rmtree(step_directories(self.run_dir)[number], ignore_errors=True)
-            total -= self._sizes.pop(number)
+        write_samples(self.run_dir, step, [s for s, _ in listed], [t for _, t in listed])
+        # the checksums of the engine after the previous step were written after its samples
+        self._sizes |= measure_steps(self.run_dir, (step - 1, step))
+        excess = sum(self._sizes.values()) - self.limit
+        oldest = set()
+        for number in sorted(self._sizes.keys() - {step}):
+            if excess <= 0:
+                break
+            oldest.add(number)
+            excess -= self._sizes.pop(number)
+        if oldest and not self._limit_logged:
+            log.info("recorded steps exceed --save-rollouts-size %d: the oldest are deleted", self.limit)
+            self._limit_logged = True
+        delete_steps(self.run_dir, oldest.__contains__)
 
 
-def make_recorder(run: Run) -> StepRecorder:
-    """Make the sink of ``--record-steps``."""
-    keeps = run.config.plugin("replay").record_steps
+def make_recorder(run: Run) -> StepRecorder | None:
+    """Make the sink of ``--record-steps``. A run that is resumed without it deletes the files of the steps that it repeats."""
+    keeps: bool = run.config.plugin("replay").record_steps
+    if not keeps and not (run.directory / DIRECTORY).is_dir():
+        return None
     return StepRecorder(run.directory, run.config.run.save_rollouts_size, keeps)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +46,11 @@ def recorded_steps(run_dir: Path) -> list[int]:
     return [step for step, path in step_directories(run_dir).items() if (path / f"{SAMPLES}.json").is_file()]
 
 
-def write_samples(run_dir: Path, step: int, samples: Sequence[Sample], trained: Sequence[TrainedTokens | None]) -> int:
-    """Write the samples of a step, and the values of training for each; returns the size of its directory in bytes.
+def write_samples(run_dir: Path, step: int, samples: Sequence[Sample], trained: Sequence[TrainedTokens | None]) -> None:
+    """Write the samples of a step, and the values of training for each.
 
     Raises:
-        OSError: the directory cannot be written.
-        CheckpointError: a sample holds a value that cannot be stored; names it.
+        MilesError: the directory cannot be written, or a sample holds a value that cannot be stored.
     """
     import numpy as np
     import torch
@@ -58,21 +58,50 @@ def write_samples(run_dir: Path, step: int, samples: Sequence[Sample], trained: 
     from miles_core.checkpoint.samples import put_samples
     from miles_core.checkpoint.store import Store
 
-    directory = step_directory(run_dir, step)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_format(run_dir)
-    for entry in (SAMPLES, TRAINED):  # of the same step before a resume
-        (directory / f"{entry}.json").unlink(missing_ok=True)
-    store = Store(directory)
     tensors, lengths = {}, {}
     for name in COLUMNS:
         values = [None if each is None else getattr(each, name) for each in trained]
         lengths[name] = [None if value is None else len(value) for value in values]
         if any(lengths[name]):
             tensors[name] = torch.from_numpy(np.concatenate([v for v in values if v is not None]).astype(np.float32))
-    store.put(TRAINED, tensors, lengths)
-    put_samples(store, SAMPLES, samples)
-    return sum(file.stat().st_size for file in directory.iterdir())
+    with _writing(run_dir, step) as directory:
+        for entry in (SAMPLES, TRAINED):  # of the same step before a resume
+            (directory / f"{entry}.json").unlink(missing_ok=True)
+        store = Store(directory)
+        store.put(TRAINED, tensors, lengths)
+        put_samples(store, SAMPLES, samples)
+
+
+def write_sums(run_dir: Path, step: int, name: str, data: Mapping[str, Any]) -> None:
+    """Replace the file ``name.json`` of a step's checksums at once, so that a killed process leaves no partial one.
+
+    Raises:
+        MilesError: the directory cannot be written.
+    """
+    with _writing(run_dir, step) as directory:
+        _write_json(directory / f"{name}.json", data)
+
+
+@contextmanager
+def _writing(run_dir: Path, step: int) -> Iterator[Path]:
+    """Context that creates the directory of a step; an ``OSError`` in it becomes a ``MilesError``."""
+    directory = step_directory(run_dir, step)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not (file := run_dir / DIRECTORY / FORMAT_FILE).is_file():
+            _write_json(file, {"format": FORMAT})
+        yield directory
+    except OSError as error:
+        raise MilesError(
+            f"cannot record step {step} in {run_dir}: {error.strerror or error}; free space there and resume the run, or resume it with "
+            "--no-record-steps"
+        ) from error
+
+
+def _write_json(file: Path, data: Mapping[str, Any]) -> None:
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(data), encoding="utf-8")
+    part.replace(file)
 
 
 def read_samples(run_dir: Path, step: int) -> list[Sample]:
@@ -87,9 +116,7 @@ def read_samples(run_dir: Path, step: int) -> list[Sample]:
     check_recorded(run_dir, step)
     try:
         return get_samples(Store(step_directory(run_dir, step)), SAMPLES)
-    except CheckpointError as error:
-        raise _damaged(run_dir, step, error) from error
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+    except (CheckpointError, KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise _damaged(run_dir, step, error) from error
 
 
@@ -114,9 +141,7 @@ def read_trained(run_dir: Path, step: int) -> dict[str, list[Any]]:
                 parts = iter(np.split(tensors[name].numpy(), ends[:-1]))
             columns[name] = [None if n is None else next(parts, np.zeros(0, np.float32)) for n in lengths[name]]
         return columns
-    except CheckpointError as error:
-        raise _damaged(run_dir, step, error) from error
-    except (KeyError, ValueError, TypeError) as error:
+    except (CheckpointError, KeyError, ValueError, TypeError) as error:
         raise _damaged(run_dir, step, error) from error
 
 
@@ -137,26 +162,17 @@ def describe_steps(steps: Sequence[int]) -> str:
     return f"{len(steps)} steps between {steps[0]} and {steps[-1]}"
 
 
-def write_format(run_dir: Path) -> None:
-    """Write the version of the layout, once."""
-    file = run_dir / DIRECTORY / FORMAT_FILE
-    if not file.is_file():
-        write_json(file, {"format": FORMAT})
+def measure_steps(run_dir: Path, steps: Iterable[int] | None = None) -> dict[int, int]:
+    """Return step -> bytes of its directory, for those of ``steps`` that have one (default: all)."""
+    found = step_directories(run_dir) if steps is None else {step: step_directory(run_dir, step) for step in steps}
+    return {step: sum(file.stat().st_size for file in path.iterdir()) for step, path in found.items() if path.is_dir()}
 
 
-def write_json(file: Path, data: Mapping[str, Any]) -> None:
-    """Replace a JSON file at once, so that a killed process leaves no partial one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(data), encoding="utf-8")
-    part.replace(file)
-
-
-def delete_steps(run_dir: Path, after: int) -> None:
-    """Delete the recorded steps after ``after``, which are repeated, and the engine's weights after them."""
+def delete_steps(run_dir: Path, chosen: Callable[[int], bool]) -> None:
+    """Delete the directories of the steps for which ``chosen`` returns True."""
     for step, path in step_directories(run_dir).items():
-        if step > after:
-            shutil.rmtree(path)
+        if chosen(step):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _damaged(run_dir: Path, step: int, error: Exception) -> MilesError:

@@ -48,12 +48,14 @@ class RolloutOnly:
 
 
 class StoredSchedule(Schedule):
-    """Takes the samples of the recorded steps of another run, until the last one.
+    """Takes the samples of the recorded steps of another run, until the last one. Policies of such a run have no engines.
 
     - consumes: files of ``--load-debug-rollout-data``.
     - waits: for nothing; there is no engine.
     - unblocks: training, when the samples are read.
     """
+
+    generates = False
 
     def __init__(self, run: Run, collector: Collector) -> None:
         options = run.config.plugin("replay")
@@ -93,11 +95,3 @@ class StoredSchedule(Schedule):
 
     async def close(self) -> None:
         """Nothing is in flight."""
-
-
-def make_schedule(run: Run, collector: Collector) -> StoredSchedule:
-    """The provider of ``--schedule stored``, whose policies have no engines."""
-    return StoredSchedule(run, collector)
-
-
-make_schedule.generates = False  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import torch
 
 from miles_core.contracts.runtime import PolicyParts
 from miles_core.plugin.marker import hookimpl
-from miles_tools.replay.steps import step_directory, write_format, write_json
+from miles_tools.replay.steps import write_sums
 from miles_workers.transport.sent_weights import Checksums
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ class Sums:
                     metrics = inner()
                 steps.append(watch.read())
                 rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-                file = step_directory(run.directory, run.step + 1) / f"sums.{policy.name}.{rank}.json"
-                write_json(file, {"steps": steps})
+                write_sums(run.directory, run.step + 1, f"sums.{policy.name}.{rank}", {"steps": steps})
                 return metrics
 
             return optimizer_step
@@ -84,13 +83,15 @@ class _Watch:
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for name, parameter in _parameters(optimizer).items():
             if BEFORE in self._sums:
-                self._sums[BEFORE].add(name, _local(parameter))
+                self._sums[BEFORE].add(name, _local(parameter), stays=True)
             if parameter.grad is not None:
-                self._sums[GRADIENTS].add(name, _local(parameter.grad))
+                self._sums[GRADIENTS].add(name, _local(parameter.grad), stays=True)
+        for sums in self._sums.values():  # the step changes the memory
+            sums.launch()
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for name, parameter in _parameters(optimizer).items():
-            self._sums[AFTER].add(name, _local(parameter))
+            self._sums[AFTER].add(name, _local(parameter), stays=True)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -117,9 +118,8 @@ def make_check(run: Run) -> Callable[[PolicyParts], Awaitable[Mapping[str, float
         engine, policy = parts.serving, parts.policy
         if "weight_checksums" in engine.capabilities:
             held = await engine.weight_checksums(list(engine.weight_dtypes()))
-            write_format(run.directory)
-            file = step_directory(run.directory, max(policy.version, 0)) / f"engine.{policy.name}.json"
-            write_json(file, {"workers": {worker: dict(sums) for worker, sums in held.items()}})
+            sums = {"workers": {worker: dict(found) for worker, found in held.items()}}
+            write_sums(run.directory, max(policy.version, 0), f"engine.{policy.name}", sums)
         return {}
 
     return record
