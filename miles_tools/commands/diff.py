@@ -59,7 +59,9 @@ def _print(a: StoredRun, b: StoredRun, listed: list[tuple[str, str, str]], found
     steps = common_steps(a, b)
     recorded = [step for step in steps if step in a.recorded and step in b.recorded]
     detail = (
-        describe_steps(recorded) if recorded else "none, so tensors are not compared and numbers of samples are rounded"
+        describe_steps(recorded)
+        if recorded
+        else "none, so tensors are compared in checkpoints only, and the numbers of samples are rounded"
     )
     print(f"compared: {describe_steps(steps)}; recorded by both (--record-steps): {detail}")
     print("the runs agree" if found is None else f"the runs part at {found}")

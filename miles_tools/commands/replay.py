@@ -36,6 +36,7 @@ def run(argv: Sequence[str]) -> int:
     start = f"the checkpoint of step {done.start}" if done.start else "the initial weights"
     print(f"step {done.step} of {chosen.run}, repeated from {start} in {time.perf_counter() - started:.1f} s")
     width = max(len(row[0]) for row in done.rows)
+    print(f"  {'':<{width}}  recorded | repeated")
     for name, recorded, repeated, agrees in done.rows:
         print(f"  {name:<{width}}  {recorded} | {repeated}  {'equal' if agrees else 'DIFFERENT'}")
     how = f"within a relative {done.tolerance:g}" if done.tolerance else "bit for bit"

@@ -14,8 +14,8 @@ from miles_core.plugin.manifest import Plugin, Rule, Set
 from miles_core.plugin.options import option
 from miles_core.version import __version__
 
-#: Name of the schedule that takes the samples of recorded steps.
-STORED = "stored"
+#: Name of this plugin, and of the schedule that takes the samples of recorded steps.
+OWN, STORED = "replay", "stored"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Replay:
 _BECAUSE = "without an engine, samples come from recorded steps"
 
 plugin = Plugin(
-    name="replay",
+    name=OWN,
     summary="recorded steps that can be repeated and compared; runs of one half of the loop; shipped with miles-core",
     version=__version__,
     core=f"=={__version__}",

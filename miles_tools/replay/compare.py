@@ -15,6 +15,7 @@ import numpy as np
 
 from miles_core.errors import MilesError, PluginError
 from miles_core.plugin.discovery import discover
+from miles_tools.replay.steps import describe_steps
 from miles_tools.replay.stored_run import StoredRun, StoredSample
 from miles_tools.replay.tolerance import Tolerance
 
@@ -78,20 +79,19 @@ def common_steps(a: StoredRun, b: StoredRun) -> list[int]:
     steps = sorted({*a.steps} & {*b.steps})
     if not steps:
         raise MilesError(
-            f"{a.path} stored steps {min(a.steps)} to {max(a.steps)} and {b.path} {min(b.steps)} to {max(b.steps)}: no step is in both, "
-            "so they cannot be compared"
+            f"{a.path} completed {describe_steps(a.steps)} and {b.path} {describe_steps(b.steps)}: no step is in both, so they cannot be "
+            "compared"
         )
     return steps
 
 
 def list_differences(a: StoredRun, b: StoredRun) -> list[tuple[str, str, str]]:
-    """Return (name, value in a, value in b) of options, plugins and versions that differ; "-" where a run has none."""
+    """Return (name, value in a, value in b) of options, plugins and versions that differ; "-" where a run has none. Options of a plugin that
+    only one run has are listed if they are not defaults."""
+    both = {*a.options} & {*b.options}
+    options = [{n: v for n, v in run.options.items() if n in both or n in run.chosen} for run in (a, b)]
     rows = []
-    for one, other, start in (
-        (a.options, b.options, ""),
-        (a.plugins, b.plugins, "plugin "),
-        (a.versions, b.versions, ""),
-    ):
+    for one, other, start in ((*options, ""), (a.plugins, b.plugins, "plugin "), (a.versions, b.versions, "")):
         for name in dict.fromkeys([*one, *other]):
             if one.get(name) != other.get(name):
                 rows.append((f"{start}{name}", str(one.get(name, "-")), str(other.get(name, "-"))))

@@ -6,6 +6,7 @@ import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
@@ -13,8 +14,11 @@ from miles_core.errors import MilesError
 from miles_core.observe.metrics import read
 from miles_core.run.directory import LOCK
 from miles_core.version import __version__
-from miles_tools.replay.steps import DIRECTORY, FORMAT, FORMAT_FILE
+from miles_tools.replay.steps import DIRECTORY, FORMAT, FORMAT_FILE, check_recorded, recorded_steps
 from miles_tools.report.report import read_json
+
+if TYPE_CHECKING:
+    from miles_tools.replay import Replay
 
 #: Files that every run directory has.
 FILES = ("config.yaml", "plan.json", "metrics.jsonl")
@@ -36,6 +40,22 @@ def open_run(directory: Path | str) -> Path:
     if not any(record["step"] > 0 for record in read(path / "metrics.jsonl")):
         raise MilesError(f"{path}: this run has completed no step")
     return path.resolve()
+
+
+def open_source(options: Replay) -> tuple[Path, int]:
+    """Return the run whose recorded steps ``--debug-train-only`` trains on, and the last of these steps.
+
+    Raises:
+        MilesError: the run cannot be read, or the step was not recorded.
+    """
+    flag = f"--load-debug-rollout-data {options.load_debug_rollout_data}"
+    try:
+        source = open_run(options.load_debug_rollout_data or "")
+        last = options.debug_last_step or max(recorded_steps(source), default=1)
+        check_recorded(source, last)
+    except MilesError as error:
+        raise MilesError(f"{flag}: {error}") from error
+    return source, last
 
 
 def _refuse_running(path: Path) -> None:

@@ -149,8 +149,9 @@ def check_recorded(run_dir: Path, step: int) -> None:
     """Raise MilesError unless the step's samples are recorded."""
     known = recorded_steps(run_dir)
     if step not in known:
-        have = f"recorded are {describe_steps(known)}" if known else "none is: start runs with --record-steps"
-        raise MilesError(f"{run_dir}: step {step} was not recorded; {have}")
+        if not known:
+            raise MilesError(f"{run_dir}: this run recorded no step; record steps with --record-steps")
+        raise MilesError(f"{run_dir}: step {step} was not recorded; recorded: {describe_steps(known)}")
 
 
 def describe_steps(steps: Sequence[int]) -> str:

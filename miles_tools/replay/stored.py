@@ -13,8 +13,8 @@ from miles_core.contracts.schedule import Position, Schedule
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.plugin.marker import hookimpl
-from miles_tools.replay.open_run import open_run
-from miles_tools.replay.steps import check_recorded, read_samples, recorded_steps
+from miles_tools.replay.open_run import open_source
+from miles_tools.replay.steps import read_samples
 
 if TYPE_CHECKING:
     from miles_core.contracts.run import Policy
@@ -58,11 +58,8 @@ class StoredSchedule(Schedule):
     generates = False
 
     def __init__(self, run: Run, collector: Collector) -> None:
-        options = run.config.plugin("replay")
         self.run, self.collector = run, collector
-        self.source = open_run(options.load_debug_rollout_data)
-        self.last = options.debug_last_step or max(recorded_steps(self.source), default=0)
-        check_recorded(self.source, self.last)
+        self.source, self.last = open_source(run.config.plugin("replay"))
 
     async def take(self, step: int) -> list[list[Sample]]:
         if step >= self.last:

@@ -13,19 +13,18 @@ from miles_core.checkpoint.directory import Checkpoints
 from miles_core.data.sample import Sample
 from miles_core.errors import MilesError
 from miles_core.observe.metrics import RESERVED, read
+from miles_tools.replay import OWN
 from miles_tools.replay.open_run import open_run
 from miles_tools.replay.steps import read_samples, read_trained, recorded_steps, step_directory
 from miles_tools.report.report import read_json, read_yaml
 from miles_tools.samples.files import read_file, rollout_files
 
-#: Options that say where a run is stored and how it is shown; they change no step.
-PLACES = frozenset(
-    f"run.{name}"
-    for name in (
-        *("save", "load", "plugins", "log_level", "keep", "save_interval", "async_save", "save_rollouts", "export_hf"),
-        *("save_rollouts_size", "profile", "profile_dir", "stop_within"),
-    )
+#: Options of where a run is stored and how it is shown, which change no step.
+_PLACES = (
+    *("save", "load", "plugins", "log_level", "keep", "save_interval", "async_save", "save_rollouts", "export_hf"),
+    *("save_rollouts_size", "profile", "profile_dir", "stop_within"),
 )
+PLACES = frozenset({*(f"run.{name}" for name in _PLACES), f"{OWN}.record_steps"})
 
 
 @dataclass(frozen=True)
@@ -114,22 +113,22 @@ class StoredRun:
     @cached_property
     def options(self) -> dict[str, Any]:
         """Option -> value, defaults included."""
-        config = read_yaml(self.path / "config.yaml")
-        tables = [config.pop("defaults", None) or {}, config]
-        return {
-            f"{table}.{name}": value
-            for each in tables
-            for table, values in each.items()
-            if isinstance(values, Mapping)
-            for name, value in values.items()
-            if f"{table}.{name}" not in PLACES
-        }
+        return _flatten(self._config.get("defaults") or {}) | self.chosen
+
+    @cached_property
+    def chosen(self) -> dict[str, Any]:
+        """Option -> value, of those that are not defaults."""
+        return _flatten({table: values for table, values in self._config.items() if table != "defaults"})
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        return read_yaml(self.path / "config.yaml")
 
     @cached_property
     def plugins(self) -> dict[str, str]:
-        """Plugin -> its version and source, which holds the digest of a single file."""
-        plan = read_json(self.path / "plan.json")
-        return {str(p["name"]): f"{p.get('version')} ({p.get('source')})" for p in plan.get("plugins", ())}
+        """Plugin -> its version and source, which holds the digest of a single file; without the one that records, which changes no step."""
+        listed = read_json(self.path / "plan.json").get("plugins", ())
+        return {str(p["name"]): f"{p.get('version')} ({p.get('source')})" for p in listed if p["name"] != OWN}
 
     @cached_property
     def versions(self) -> dict[str, str]:
@@ -140,6 +139,17 @@ class StoredRun:
             name: json.dumps(known[name]) for name in ("python", "platform", "processor", "gpus") if name in known
         }
         return {"miles-core": str(read_json(self.path / "plan.json").get("core"))} | packages | others
+
+
+def _flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``table.option`` -> value, without ``PLACES``."""
+    return {
+        path: value
+        for table, values in tables.items()
+        if isinstance(values, Mapping)
+        for name, value in values.items()
+        if (path := f"{table}.{name}") not in PLACES
+    }
 
 
 def _of_sample(sample: Sample, log_probs: Any, advantages: Any) -> StoredSample:

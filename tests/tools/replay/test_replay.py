@@ -60,7 +60,7 @@ def test_bad_input_is_one_line_and_changes_nothing(recorded, tmp_path):
             replay([str(directory), "--step", str(step)])
         assert "\n" not in str(caught.value)
 
-    refused(r"step 9 was not recorded; recorded are steps 1 to 3$", step=9)
+    refused(r"step 9 was not recorded; recorded: steps 1 to 3$", step=9)
     refused(r"no such directory; give the directory of a run", tmp_path / "none")
     refused(r"is not a run directory: it has no config\.yaml", tmp_path)
     broken = tmp_path / "broken"
