@@ -118,7 +118,7 @@ TOOLS: list[dict[str, str]] = [
         "replay": "samples report core: checkpoint config contracts data errors launch observe plugin rollout run version workers: workers",
     },
     {
-        "examine": "rewards core: checkpoint config errors plugin formats: formats",
+        "examine": "rewards replay core: checkpoint config errors plugin formats: formats",
         "commands": "report authoring demo verify replay core: checkpoint cli config contracts errors observe plugin precision run formats: formats",
     },
 ]

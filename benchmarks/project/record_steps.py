@@ -1,9 +1,11 @@
-"""What ``--record-steps`` costs: seconds per step and as a share of it, and bytes per token.
+"""What ``--record-steps`` costs: seconds per step, as a share of the step, and bytes per token.
 
-A run of a random Qwen3 model (``--hidden``, ``--layers``) with long responses. The recording is timed where it happens: checksums of
-gradients and weights, checksums in the engine, and writing the samples, which a thread does while the run continues; on a GPU each part waits
-for the device. The sum is divided by the time of a whole step, so other work on the machine affects both alike. A run without recording has
-the median step time for comparison.
+    python -m benchmarks.project.record_steps --models toy smollm2 --pairs 3 --save
+
+Pairs of runs without and with recording in turns; the order changes with every pair. The recording is timed where it happens: checksums
+of gradients and weights, checksums in the engine, and writing the samples. A thread does the latter while the run continues, so its
+processor time counts; on a GPU each part waits for the device. ``share`` is the sum of these parts as a share of a step of the same
+runs, so other work on the machine affects both alike. ``ratio`` is the median over pairs of the step time with recording and without.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,23 +23,57 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.measure import finish, installed, options
+from benchmarks.project.step_time import SKIPPED, SMOLLM2
 from miles_testing import toy_run
 from miles_tools.replay import recorder, steps, sums
+
+#: Options of ``toy_run`` by name: the test kit's model, and random models with long responses.
+MODELS: dict[str, dict[str, Any]] = {
+    "toy": {"rollout_batch_size": 8, "n_samples_per_prompt": 8, "rollout_max_response_len": 16, "steps": 12},
+    "smollm2": {
+        "family": "llama",
+        "sizes": SMOLLM2,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 8,
+        "rollout_max_response_len": 128,
+        "steps": 5,
+    },
+    "qwen3-0.6b": {
+        "family": "qwen3",
+        "sizes": {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "max_position_embeddings": 4096,
+        },
+        "dtype": "bfloat16",
+        "rollout_batch_size": 32,
+        "n_samples_per_prompt": 8,
+        "rollout_max_response_len": 1024,
+        "steps": 7,
+    },
+}
 
 
 @contextmanager
 def timed(parts: dict[str, float]) -> Iterator[None]:
     """Add the seconds of each part of the recording to ``parts``."""
 
-    def clock(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def clock(
+        name: str, function: Callable[..., Any], now: Callable[[], float] = time.perf_counter
+    ) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **named: Any) -> Any:
             wait()
-            started = time.perf_counter()
+            started = now()
             try:
                 return function(*arguments, **named)
             finally:
                 wait()
-                parts[name] = parts.get(name, 0.0) + time.perf_counter() - started
+                parts[name] = parts.get(name, 0.0) + now() - started
 
         return wrapped
 
@@ -57,8 +93,8 @@ def timed(parts: dict[str, float]) -> Iterator[None]:
         patch.object(watch, "_before", clock("before the optimizer", watch._before)),
         patch.object(watch, "_after", clock("after the optimizer", watch._after)),
         patch.object(watch, "read", clock("read", watch.read)),
-        patch.object(sums, "write_json", clock("files of checksums", sums.write_json)),
-        patch.object(recorder, "write_samples", clock("samples (thread)", steps.write_samples)),
+        patch.object(sums, "write_sums", clock("files of checksums", sums.write_sums)),
+        patch.object(recorder, "write_samples", clock("samples (thread)", steps.write_samples, time.thread_time)),
     ):
         yield
 
@@ -69,58 +105,55 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=4, help="prompts of a step, with 8 responses each")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a response")
-    parser.add_argument("--steps", type=int, default=4)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    sizes = {
-        "hidden_size": given.hidden,
-        "num_hidden_layers": given.layers,
-        "intermediate_size": 3 * given.hidden,
-        "num_attention_heads": given.hidden // 64,
-        "num_key_value_heads": given.hidden // 128,
-        "head_dim": 64,
-    }
-    flags: dict[str, Any] = {
-        "steps": given.steps,
-        "family": "qwen3",
-        "sizes": sizes,
-        "rollout_batch_size": given.prompts,
-        "n_samples_per_prompt": 8,
-        "rollout_max_response_len": given.length,
-        "lr": 1e-6,
-    }
+def measure(flags: Mapping[str, Any], pairs: int) -> dict[str, Any]:
+    """Make pairs of runs, and return the medians."""
     parts: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        without = toy_run(directory=Path(folder) / "without", **flags)
-        with timed(parts):
-            run = toy_run(directory=Path(folder) / "with", record_steps=True, **flags)
-        tokens = sum(len(sample["tokens"]) for sample in run.samples)
-        files = [file for path in steps.step_directories(run.directory).values() for file in path.iterdir()]
-        size = sum(file.stat().st_size for file in files if file.name.startswith(("samples.", "trained.")))
-        parameters = sum(p.numel() for p in run.trainer.model.parameters())
-    seconds = [record["time/step"] for record in run.metrics if record["step"] > 1]
-    recording = sum(parts.values()) / given.steps
-    result = {
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    recorded = tokens = size = parameters = 0
+    for number in range(pairs):
+        for records in (False, True) if number % 2 == 0 else (True, False):
+            with tempfile.TemporaryDirectory() as folder, timed(parts) if records else nullcontext():
+                print(f"pair {number + 1} of {pairs}, record_steps {records}", file=sys.stderr, flush=True)
+                run = toy_run(directory=Path(folder) / "run", record_steps=records or None, lr=1e-6, **flags)
+                seconds[records].append(
+                    statistics.median(record["time/step"] for record in run.metrics if record["step"] > SKIPPED)
+                )
+                if records:
+                    recorded += len(run.metrics)
+                    tokens += sum(len(sample["tokens"]) for sample in run.samples)
+                    size += sum(
+                        file.stat().st_size
+                        for path in steps.step_directories(run.directory).values()
+                        for file in (*path.glob("samples.*"), *path.glob("trained.*"))
+                    )
+                    parameters = sum(p.numel() for p in run.trainer.model.parameters())
+    step = statistics.median(seconds[True])
+    ratios = [with_it / without for without, with_it in zip(seconds[False], seconds[True], strict=True)]
+    return {
         "parameters": parameters,
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "tokens_per_step": tokens // given.steps,
-        "step_seconds": round(statistics.median(seconds), 4),
-        "step_seconds_without": round(
-            statistics.median(record["time/step"] for record in without.metrics if record["step"] > 1), 4
-        ),
-        "recording_seconds": round(recording, 5),
-        "share": round(recording / statistics.median(seconds), 4),
-        "parts": {name: round(value / given.steps, 5) for name, value in parts.items()},
+        "tokens_per_step": tokens // recorded,
+        "step_seconds": round(step, 4),
+        "recording_seconds": round(sum(parts.values()) / recorded, 5),
+        "share": round(sum(parts.values()) / recorded / step, 4),
+        "parts": {name: round(value / recorded, 5) for name, value in parts.items()},
+        "ratio": round(statistics.median(ratios), 4),
+        "ratios": [round(ratio, 4) for ratio in ratios],
         "bytes_per_token": round(size / tokens, 1),
     }
-    print(result, file=sys.stderr)
-    finish("record_steps", result, given.save, lambda: installed("miles-core", "torch"), result["device"])
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["toy", "smollm2"])
+    parser.add_argument("--pairs", type=int, default=3)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    result = {}
+    for name in given.models:
+        result[name] = measure(MODELS[name], given.pairs)
+        print(name, result[name], file=sys.stderr, flush=True)
+    finish("record_steps", result, given.save, lambda: installed("miles-core", "torch"), device)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,10 @@ _GRADIENT, _OPTIMIZER = re.compile(r"(^|/)train/grad_norm"), re.compile(r"(^|/)t
 MEASURED = re.compile(r"second|time|memory|bytes|flops|mfu|restart")
 #: Attributes of a whole sample.
 _WHOLE = frozenset({"prompt", "label", "media", "status", "weight_versions", "removed", "reward"})
-#: Fields that training adds to samples before it computes advantages.
-_OF_TRAINING = frozenset({"values", "returns", "old_log_probs", "ref_log_probs", "candidates"})
+#: Fields that training adds to samples before it computes advantages; all others come from the rollout.
+_OF_TRAINING = frozenset(
+    {"values", "old_log_probs", "ref_log_probs", "candidates", "teacher_log_probs", "teacher_top_log_probs"}
+)
 
 
 @dataclass(frozen=True)
