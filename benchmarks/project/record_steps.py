@@ -93,7 +93,7 @@ def timed(parts: dict[str, float]) -> Iterator[None]:
         patch.object(watch, "_before", clock("before the optimizer", watch._before)),
         patch.object(watch, "_after", clock("after the optimizer", watch._after)),
         patch.object(watch, "read", clock("read", watch.read)),
-        patch.object(sums, "write_sums", clock("files of checksums", sums.write_sums)),
+        patch.object(sums, "write_sums", clock("files of checksums", steps.write_sums)),
         patch.object(recorder, "write_samples", clock("samples (thread)", steps.write_samples, time.thread_time)),
     ):
         yield

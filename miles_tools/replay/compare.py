@@ -92,8 +92,13 @@ def list_differences(a: StoredRun, b: StoredRun) -> list[tuple[str, str, str]]:
     only one run has are listed if they are not defaults."""
     both = {*a.options} & {*b.options}
     options = [{n: v for n, v in run.options.items() if n in both or n in run.chosen} for run in (a, b)]
+    tables: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+        ("", options[0], options[1]),
+        ("plugin ", a.plugins, b.plugins),
+        ("", a.versions, b.versions),
+    ]
     rows = []
-    for one, other, start in ((*options, ""), (a.plugins, b.plugins, "plugin "), (a.versions, b.versions, "")):
+    for start, one, other in tables:
         for name in dict.fromkeys([*one, *other]):
             if one.get(name) != other.get(name):
                 rows.append((f"{start}{name}", str(one.get(name, "-")), str(other.get(name, "-"))))
@@ -301,7 +306,7 @@ class StepComparison:
 
     def _owners(self) -> Mapping[str, str]:
         """Return field -> the plugin of both runs that declares it."""
-        owners = {}
+        owners: dict[str, str] = {}
         catalogue = discover()
         for name in {*self.a.plugins, *self.b.plugins}:
             try:

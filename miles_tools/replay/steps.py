@@ -135,7 +135,7 @@ def read_trained(run_dir: Path, step: int) -> dict[str, list[Any]]:
         tensors, lengths = Store(step_directory(run_dir, step)).get(TRAINED)
         columns: dict[str, list[Any]] = {}
         for name in COLUMNS:
-            parts = iter(())
+            parts: Iterator[Any] = iter(())
             if name in tensors:
                 ends = np.cumsum([n for n in lengths[name] if n is not None])
                 parts = iter(np.split(tensors[name].numpy(), ends[:-1]))

@@ -96,7 +96,7 @@ class _Watch:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return the parameters of an optimizer by name, in its order; without names, by their position."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
         found |= dict(zip(names, group["params"], strict=True))

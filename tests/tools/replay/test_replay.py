@@ -74,9 +74,10 @@ def test_a_repeated_step_sends_no_metrics_elsewhere(recorded, tmp_path):
     config.write_text(config.read_text().replace("use_tensorboard: false", "use_tensorboard: true"))
     assert "use_tensorboard: true" in config.read_text()
     repeat_step(changed, 3, tmp_path / "again")
-    assert not (tmp_path / "again" / "tensorboard").exists() and "use_tensorboard: true" not in (
-        tmp_path / "again" / "config.yaml"
-    ).read_text()
+    assert (
+        not (tmp_path / "again" / "tensorboard").exists()
+        and "use_tensorboard: true" not in (tmp_path / "again" / "config.yaml").read_text()
+    )
 
 
 def test_bad_input_is_one_line_and_changes_nothing(recorded, tmp_path):
@@ -163,6 +164,8 @@ def test_a_full_disk_names_the_step(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(steps, "_write_json", fail)
-    with pytest.raises(MilesError, match=r"^cannot record step \d in \S+: No space left on device; free space") as caught:
+    with pytest.raises(
+        MilesError, match=r"^cannot record step \d in \S+: No space left on device; free space"
+    ) as caught:
         toy_run(directory=tmp_path / "run", steps=1, record_steps=True)
     assert "\n" not in str(caught.value)
