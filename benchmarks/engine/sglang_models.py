@@ -46,9 +46,19 @@ _TEXT: dict[str, Any] = {
 _ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
 _IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _TOWER = {"depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 512}
-_DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_DELTA = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 _MAMBA = {"mamba_d_ssm": 1024, "mamba_d_head": 64, "mamba_n_heads": 16, "mamba_d_state": 64, "mamba_n_groups": 1}
-_EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+_EXPERTS = {
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+}
 #: Side -> configuration class, its arguments; those of a vision model are of its language model and its tower.
 SIDES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": (
@@ -214,7 +224,9 @@ def main() -> int:
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     result = {"gpu": gpu, "engine": given.engine, "dtype": given.dtype, "steps": given.steps, "sides": found}
     finish("sglang_models", result, given.save, lambda: installed("torch", "transformers"), given.engine)
-    bad = [side for side, row in found.items() if row["exit"] or row["steps"] < given.steps or max(row["gap"]) > given.most]
+    bad = [
+        side for side, row in found.items() if row["exit"] or row["steps"] < given.steps or max(row["gap"]) > given.most
+    ]
     return int(bool(bad))
 
 

@@ -51,7 +51,11 @@ class ImageInputs:
         arrays["mrope_positions"] = positions = self.reader.positions(self.places, arrays[GRID], self.length)
         arrays["mrope_position_delta"] = np.array([[positions.max() + 1 - self.length]], np.int64)
         table = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
-        entry = {"format": "processor_output", "offsets": [[int(p[0]), int(p[-1])] for p in self.places], "arrays": table}
+        entry = {
+            "format": "processor_output",
+            "offsets": [[int(p[0]), int(p[-1])] for p in self.places],
+            "arrays": table,
+        }
         return entry, [array.reshape(-1).view(np.uint8).data for array in arrays.values()]
 
 
@@ -92,9 +96,7 @@ class ImageReader:
         given = [self.processor.inputs(item) for item in media]
         return {name: np.concatenate([np.ascontiguousarray(g[name].numpy()) for g in given]) for name in given[0]}
 
-    def positions(
-        self, places: Sequence[NDArray[np.int64]], grids: NDArray[Any], length: int
-    ) -> NDArray[np.int64]:
+    def positions(self, places: Sequence[NDArray[np.int64]], grids: NDArray[Any], length: int) -> NDArray[np.int64]:
         """Return the positions [3, length] (time, row, column) of tokens with images of sizes ``grids`` [images, 3] at ``places``.
 
         Text counts on along all three axes; the features of an image are numbered by their place in it, and the text after it follows its

@@ -65,7 +65,13 @@ def _images(facts: Facts) -> Iterator[Problem]:
         return
     why = REFUSED.get(kind, f"the run passes processed images to SGLang for {', '.join(FAMILIES)} only")
     described = (describe_fact(facts.lookup("model.type")), describe_fact(facts.lookup("data.media")))
-    yield Problem("sglang", "a model whose processed images SGLang takes", f"{why}; use --engine embedded", described, choices=("engine",))
+    yield Problem(
+        "sglang",
+        "a model whose processed images SGLang takes",
+        f"{why}; use --engine embedded",
+        described,
+        choices=("engine",),
+    )
 
 
 def _python_path(facts: Facts) -> Iterator[Problem]:
@@ -75,7 +81,9 @@ def _python_path(facts: Facts) -> Iterator[Problem]:
         return
     fact = describe_fact(facts.lookup("sglang.python_path"))
     if facts.value("sglang.url"):
-        yield Problem("sglang", "no --sglang-url", "the run then starts no SGLang, and the directory has no effect", (fact,))
+        yield Problem(
+            "sglang", "no --sglang-url", "the run then starts no SGLang, and the directory has no effect", (fact,)
+        )
         return
     has = version(str(path))
     if has is None or Version(has) not in SpecifierSet(TESTED):
