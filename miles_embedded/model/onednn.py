@@ -1,9 +1,9 @@
 """Float32 matrix products on a CPU with the faster of two libraries.
 
 PyTorch dispatches float32 products to MKL, which uses its AVX2 code path on processors other than Intel's, while oneDNN, part of the
-same build of PyTorch, uses 512-bit vectors (benchmarks/results/products-2026-11-20.json has the times). On processors with 512-bit units, products with enough rows
-therefore use oneDNN. The decision depends only on processor and shape, not on measurements, because a resumed run must use the
-products it started with.
+same build of PyTorch, uses 512-bit vectors. On processors with 512-bit units, products with enough rows therefore use oneDNN. The decision
+depends only on processor and shape, not on measurements, because a resumed run must use the products it started with. The times behind the
+rules are in benchmarks/results/products-2026-11-20.json.
 
 oneDNN generates code for each new shape; ``pad_rows`` keeps the number of shapes small.
 
