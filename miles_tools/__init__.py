@@ -12,6 +12,8 @@ _COMMANDS = {
     "convert": "convert a checkpoint to a number format, or back to bf16",
     "verify": "check that engine and trainer agree about the same tokens, and explain the gap",
     "report": "write an HTML report of a run",
+    "replay": "repeat the training of a recorded step and compare the result",
+    "diff": "find the first step, phase, sample, token and tensor in which two runs part",
     "doctor": "show environment, versions, hardware, and what each plugin can do here",
     "completion": "print a script that completes commands and flags in bash, zsh or fish",
 }
@@ -32,6 +34,7 @@ plugin = Plugin(
         "sink": {
             "profile": "miles_tools.profiler:make_profiler",
             "samples": "miles_tools.samples.saver:make_saver",
+            "steps": "miles_tools.replay.recorder:make_recorder",
         },
         "correction": {
             "command_line": "miles_tools.command_line:correct",

@@ -21,11 +21,13 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _PLAIN = "bf16"
 
 
-def examine(config: Config, manifests: Mapping[str, Plugin]) -> None:
-    """See ``Plugin.examine``: the headers of the weights, the weights in the run's number formats, and the address of a remote reward.
+def examine(config: Config, manifests: Mapping[str, Plugin], weights: bool) -> None:
+    """See ``Plugin.examine``: the headers of the weights, the weights in the run's number formats, the address of a remote reward, and the
+    recorded steps to train on.
 
     Raises:
         CheckpointError, ConfigError: a weight cannot be stored, or the address cannot be used.
+        MilesError: the recorded steps cannot be read.
     """
     _examine_layers(config)
     _examine_formats(config, manifests)
@@ -33,6 +35,10 @@ def examine(config: Config, manifests: Mapping[str, Plugin]) -> None:
         from miles_tools.rewards.remote import RemoteReward
 
         RemoteReward(config.reward.rm_url)
+    if weights and config.plugin("replay").debug_train_only:
+        from miles_tools.replay.open_run import open_source
+
+        open_source(config.plugin("replay"))
 
 
 def _examine_layers(config: Config) -> None:

@@ -101,7 +101,7 @@ def f6(tmp_path, monkeypatch):
     """A single-file plugin in an environment where nothing is installed but core."""
     own = tuple(
         p
-        for n in ("embedded", "formats", "bundled", "sinks", "workers")
+        for n in ("embedded", "formats", "bundled", "sinks", "replay", "workers")
         for p in entry_points(group="miles.plugins", name=n)
     )
     monkeypatch.setattr(discovery, "entry_points", lambda group: own)

@@ -115,10 +115,11 @@ TOOLS: list[dict[str, str]] = [
     {
         "sinks": "alerts core: config contracts errors plugin redact version",
         "verify": "output_file report core: contracts data errors mismatch precision version",
+        "replay": "samples report core: checkpoint config contracts data errors launch observe plugin rollout run version workers: workers",
     },
     {
-        "examine": "rewards core: checkpoint config errors plugin formats: formats",
-        "commands": "report authoring demo verify core: checkpoint cli config contracts errors observe plugin precision run formats: formats",
+        "examine": "rewards replay core: checkpoint config errors plugin formats: formats",
+        "commands": "report authoring demo verify replay core: checkpoint cli config contracts errors observe plugin precision run formats: formats",
     },
 ]
 

@@ -201,7 +201,7 @@ def test_public_names_exist_and_are_known_to_type_checkers(module):
 def test_a_plugins_page_documents_its_flags(name):
     own = (*ROOT.glob(f"plugins/{name}/miles_*"), *ROOT.glob(f"*/*/miles_{name}"), ROOT / "miles_core")
     manifest, home = discover()[name], own[0].parent
-    pages = {"embedded": "embedded.md", "sinks": "metrics.md"}  # plugins of core's wheel
+    pages = {"embedded": "embedded.md", "sinks": "metrics.md", "replay": "replay.md"}  # plugins of core's wheel
     page = ROOT / "docs" / pages[name] if name in pages else home / "README.md"
     page = page.read_text(encoding="utf-8")
     flags = [*manifest.aliases]

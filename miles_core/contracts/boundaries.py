@@ -86,7 +86,8 @@ def _find_number_fault(metrics: Mapping[str, Any], _: tuple[Any, ...]) -> str:
 
 
 def _find_policy_fault(_: None, arguments: Mapping[str, Any]) -> str:
-    check_policies(arguments["run"].policies)
+    run: Run = arguments["run"]
+    check_policies(run.policies, run.generates)
     return ""
 
 

@@ -121,8 +121,12 @@ class Policy:
         return self.role != "frozen"
 
 
-def check_policies(policies: Sequence[object]) -> None:
+def check_policies(policies: Sequence[object], generates: bool = True) -> None:
     """Check ``run.policies`` after ``on_start``: at least one policy trains, and the names are unique and valid folder names.
+
+    Args:
+        policies: the policies.
+        generates: whether the schedule generates samples, so that policies that train need engines (``Run.generates``).
 
     Raises:
         PluginError: a policy is invalid, or no policy trains.
@@ -156,7 +160,7 @@ def check_policies(policies: Sequence[object]) -> None:
             f"no policy has the role train ({', '.join(known)}); a run trains at least one policy that generates"
         )
     for policy in known.values():
-        if policy.role == "train" and not policy.generates:
+        if policy.role == "train" and generates and not policy.generates:
             raise PluginError(
                 f"the policy {policy.name} has the role train and generates=False; it learns from samples of its own, so give it "
                 "an engine, or the role critic or frozen"
@@ -203,6 +207,11 @@ class Run:
     def policy(self) -> Policy:
         """The first policy that trains."""
         return next((p for p in self.policies if p.role == "train"), self.policies[0])
+
+    @property
+    def generates(self) -> bool:
+        """Whether the schedule generates samples (``Schedule.generates``)."""
+        return bool(getattr(self.hooks.builder("schedule", self.config.run.schedule)[1], "generates", True))
 
     def config_of(self, policy: Policy) -> Config:
         """Return the configuration of one policy: the run's configuration with the policy's checkpoint and options applied.

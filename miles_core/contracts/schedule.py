@@ -34,10 +34,12 @@ class Schedule(ABC):
     """Decides when groups are generated. ``make_schedule(run, collector, parts)`` of the provider of ``--schedule NAME`` builds it.
 
     Attributes:
+        generates: False if the samples come from elsewhere, so that policies need no engines; the provider is then the class itself.
         beside: whether an evaluation may run concurrently with generation and training; it ends before the next push.
         seconds: generation time of the last groups taken, used for the tokens per second.
     """
 
+    generates: bool = True
     beside: bool = False
     seconds: float = 0.0
 

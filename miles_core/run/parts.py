@@ -30,7 +30,7 @@ def notify_plugins(run: Run, hints: Iterable[Hint]) -> Iterator[None]:
     error: BaseException | None = None
     try:
         run.hooks.on("on_start", run=run)
-        check_policies(run.policies)
+        check_policies(run.policies, run.generates)
         yield
     except Interrupted:
         log.info("stopped while the run was built: steps after the last checkpoint are lost")
