@@ -139,7 +139,7 @@ def test_a_base_larger_than_a_gpu_is_divided_among_the_gpus_of_a_process(name, t
         "train_precision": "int4",
         "rollout_precision": "int4",
     }
-    with pytest.raises(PlanError, match="(?s)for its part of the base.*this would do:.*--lora-base-gpus 8"):
+    with pytest.raises(PlanError, match=r"(?s)for its part of the base.*this would do:.*--lora-base-gpus 8"):
         plan(**given)
     text = str(plan(**given, lora_base_gpus=8))
     assert "one copy of the frozen base is held, with experts on 8 GPUs" in text
